@@ -1,0 +1,31 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11+; an active environment is reused.
+ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
+PYTHON := $(ENV)/bin/python
+STAMP := $(ENV)/.selfspec-installed
+
+.PHONY: demo test format bench
+
+demo: $(STAMP)
+	$(PYTHON) -m selfspec.generate --speculative force --compare
+
+test: $(STAMP)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -n auto
+
+format: $(STAMP)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: $(STAMP)
+	$(PYTHON) -m bench.decode
+
+$(PYTHON):
+	python3 -m venv $(ENV)
+
+# A torch that is already there is kept; only a fresh environment takes the pinned one.
+$(STAMP): pyproject.toml constraints.txt | $(PYTHON)
+	if $(PYTHON) -c "import torch" 2>/dev/null; then pin=; else pin="-c constraints.txt"; fi; \
+		$(PYTHON) -m pip install $$pin -e ".[dev]"
+	touch $(STAMP)

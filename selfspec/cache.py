@@ -1,0 +1,230 @@
+"""The one key-value cache: pages of 64 positions, shared by draft and verify, rolled back by layer partition.
+
+A sequence owns pages and a committed length. During a cycle the draft partition (layers below the exit, and the exit
+block's own layer) writes ahead of the verify partition; commit makes the accepted path contiguous in all layers and
+moves the length, abort leaves it. Whatever lies past the length is dead and overwritten in time: the rollback.
+Knows slots and pages; what a token is, or which slots a row attends to, is other modules' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from selfspec.config import ModelConfig
+from selfspec.kernels.commit import compact
+
+PAGE_SIZE = 64
+
+
+class CacheFull(RuntimeError):
+    """No page is free and the cache may not or cannot grow."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence's share of the cache."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0  # committed positions; slots below it hold their position's keys and values in every layer
+    drafted: int = 0  # slots past the length that the draft partition has written in this cycle
+    verified: int = 0  # slots past the length that the verify partition has written in this cycle
+    closed: bool = False
+
+
+class Cache:
+    """Pages for all layers plus one: index `num_layers` holds the exit block's keys and values."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, max_pages: int | None = None
+    ) -> None:
+        self.exit_layer_index = config.num_layers
+        self.max_pages = max_pages
+        shape = (config.num_layers + 1, 0, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        # Zeros, not empty: masked slots are still multiplied by a zero weight, which NaN garbage would survive.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros_like(self.keys)
+        self._free: list[int] = []
+        self._owners: list[int] = []  # how many sequences hold each page
+
+    @property
+    def num_pages(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def open(self) -> Sequence:
+        return Sequence()
+
+    def close(self, sequence: Sequence) -> None:
+        """Returns the sequence's pages; closing twice is harmless."""
+        for page in sequence.pages:
+            self._release(page)
+        sequence.pages.clear()
+        sequence.length = sequence.drafted = sequence.verified = 0
+        sequence.closed = True
+
+    def reserve(self, sequence: Sequence, slots: int) -> None:
+        """Makes sure that the first `slots` slots of the sequence have pages; all or nothing."""
+        if sequence.closed:
+            raise ValueError("this sequence is closed; open a new one")
+        missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
+        if missing > len(self._free):
+            self._grow(missing - len(self._free))
+        for _ in range(missing):
+            page = self._free.pop()
+            self._owners[page] = 1
+            sequence.pages.append(page)
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """A sequence with the same committed content: full pages are shared, the partly filled last one is copied."""
+        child = self.open()
+        full = parent.length // PAGE_SIZE
+        for page in parent.pages[:full]:
+            self._owners[page] += 1
+            child.pages.append(page)
+        try:
+            self.reserve(child, parent.length)
+        except Exception:
+            self.close(child)
+            raise
+        if parent.length % PAGE_SIZE:
+            for tensor in (self.keys, self.values):
+                tensor[:, child.pages[full]] = tensor[:, parent.pages[full]]
+        child.length = parent.length
+        return child
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k and v [B, M, Hkv, D] of one layer at flat slots [B * M]."""
+        for tensor, rows in ((self.keys, k), (self.values, v)):
+            tensor[layer].flatten(0, 1).index_copy_(0, slots, rows.flatten(0, 1))
+
+    def commit(self, sequences: Seq[Sequence], paths: Seq[Seq[int]]) -> None:
+        """Accepts for each sequence the nodes of `paths` (slots past its length, ascending): they become its newest
+        positions in every layer, and everything else past its length is forgotten."""
+        source: list[int] = []
+        target: list[int] = []
+        for sequence, path in zip(sequences, paths, strict=True):
+            written = min(sequence.drafted, sequence.verified)
+            if any(not 0 <= node < written for node in path) or list(path) != sorted(set(path)):
+                raise ValueError(f"path {list(path)} does not ascend through the {written} slots written this cycle")
+            for offset, node in enumerate(path):
+                if node != offset:
+                    source.append(flat_slot(sequence, sequence.length + node))
+                    target.append(flat_slot(sequence, sequence.length + offset))
+        if source:
+            moves = torch.tensor([source, target]).to(self.keys.device, non_blocking=True)
+            compact(self.keys, moves[0], moves[1])
+            compact(self.values, moves[0], moves[1])
+        for sequence, path in zip(sequences, paths, strict=True):
+            sequence.length += len(path)
+            sequence.drafted = sequence.verified = 0
+
+    def abort(self, sequences: Seq[Sequence]) -> None:
+        """Forgets whatever this cycle has written past the committed lengths."""
+        for sequence in sequences:
+            sequence.drafted = sequence.verified = 0
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Cuts the committed length back; pages that are no longer needed are returned."""
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot cut a sequence of {sequence.length} positions to {length}")
+        keep = -(-length // PAGE_SIZE)
+        for page in sequence.pages[keep:]:
+            self._release(page)
+        del sequence.pages[keep:]
+        sequence.length, sequence.drafted, sequence.verified = length, 0, 0
+
+    def _release(self, page: int) -> None:
+        self._owners[page] -= 1
+        if self._owners[page] == 0:
+            self._free.append(page)
+
+    def _grow(self, missing: int) -> None:
+        """Adds pages, at least doubling, within the limit; on failure nothing has changed."""
+        limit = self.max_pages
+        wanted = max(self.num_pages + missing, 2 * self.num_pages, 16)
+        total = wanted if limit is None else min(wanted, limit)
+        if total < self.num_pages + missing:
+            raise CacheFull(
+                f"the KV cache is full: {limit} pages of {PAGE_SIZE} positions, all in use. Close other streams, send "
+                "a smaller batch, or build the engine with a larger max_length or max_batch."
+            )
+        grown = []
+        for tensor in (self.keys, self.values):
+            larger = tensor.new_zeros((tensor.shape[0], total, *tensor.shape[2:]))
+            larger[:, : self.num_pages] = tensor
+            grown.append(larger)
+        self._free.extend(reversed(range(self.num_pages, total)))
+        self._owners.extend([0] * (total - self.num_pages))
+        self.keys, self.values = grown
+
+
+def flat_slot(sequence: Sequence, slot: int) -> int:
+    return sequence.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE
+
+
+class Rows:
+    """Where the rows of one pass stand: M rows for each of B sequences, at the same tree nodes in all of them.
+
+    Row m of a sequence of length l is node `nodes[m]`: its slot is l + node, its position l + depth of the node. It
+    sees every committed slot, and past them the slots of its ancestors and itself.
+    """
+
+    def __init__(
+        self,
+        sequences: Seq[Sequence],
+        nodes: range,
+        depths: torch.Tensor,  # [K] depth of every node up to the last row's, K = nodes.stop
+        ancestors: torch.Tensor,  # [M, K] bool: which nodes each row sees
+        device: torch.device,
+    ) -> None:
+        self.sequences = sequences
+        self.nodes = nodes
+        self.device = device
+        self.lengths = torch.tensor([sequence.length for sequence in sequences], device=device)  # [B]
+        self.depths = depths.to(device)
+        self.ancestors = ancestors.to(device)
+        self.positions = self.lengths[:, None] + self.depths[nodes.start : nodes.stop]  # [B, M]
+        self.slots = max(sequence.length for sequence in sequences) + nodes.stop  # S: slots that any row may see
+        self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:  # [B, P]
+        needed = -(-self.slots // PAGE_SIZE)
+        table = [(sequence.pages + [0] * needed)[:needed] for sequence in self.sequences]
+        return torch.tensor(table, device=self.device)
+
+    @cached_property
+    def flat_slots(self) -> torch.Tensor:  # [B * M]
+        flat = [flat_slot(s, s.length + node) for s in self.sequences for node in self.nodes]
+        return torch.tensor(flat, device=self.device)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """[B, M, S] bool, or None where every row sees every slot. Built once a pass, for all layers alike."""
+        if window is not None and window >= self.slots:
+            window = None
+        if window not in self._masks:
+            everything = window is None and self._same_length and bool(self.ancestors.all())
+            self._masks[window] = None if everything else self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> torch.Tensor:
+        node = torch.arange(self.slots, device=self.device) - self.lengths[:, None]  # [B, S]: below 0, committed
+        known = node.clamp(0, self.nodes.stop - 1)
+        of_tree = self.ancestors[:, known].transpose(0, 1)  # [B, M, S]
+        visible = (node < 0)[:, None] | (of_tree & ((node >= 0) & (node < self.nodes.stop))[:, None])
+        if window is not None:
+            slot_position = self.lengths[:, None] + torch.where(node < 0, node, self.depths[known])  # [B, S]
+            visible &= slot_position[:, None] > self.positions[:, :, None] - window
+        return visible

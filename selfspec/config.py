@@ -1,0 +1,160 @@
+"""What a model is: the few numbers and switches the decoder needs, read from a Hugging Face config.
+
+Knows config fields and rope parameters; it never touches weights, devices or the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Inverse frequencies of a rotary embedding and the factor its cosines and sines are scaled by."""
+
+    inv_freq: tuple[float, ...]
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer."""
+
+    window: int | None  # a query at position t sees keys at positions > t - window; None: all
+    rope: int  # index into ModelConfig.ropes
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of one of the supported families."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    context: int  # longest sequence, prompt and new tokens together
+    tied_head: bool
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[Rope, ...]
+    attention_scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: float = 0.0  # gemma stores its norm weights minus one
+    sandwich_norms: bool = False  # gemma norms the output of attention and MLP as well as their input
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> ModelConfig:
+        """Reads a transformers config; raises ValueError for what the decoder does not cover."""
+        check_supported(hf)
+        kind = hf.model_type
+        gemma = kind == "gemma3_text"
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        layers, ropes = _layers_and_ropes(hf)
+        attention_bias = kind != "mistral" and bool(getattr(hf, "attention_bias", False))
+        return cls(
+            model_type=kind,
+            vocab_size=hf.vocab_size,
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+            head_dim=head_dim,
+            norm_eps=hf.rms_norm_eps,
+            activation=hf.hidden_activation if gemma else hf.hidden_act,
+            context=hf.max_position_embeddings,
+            tied_head=bool(hf.tie_word_embeddings),
+            layers=layers,
+            ropes=ropes,
+            attention_scale=(hf.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+            qkv_bias=kind == "qwen2" or attention_bias,
+            out_bias=kind != "qwen2" and attention_bias,
+            mlp_bias=kind == "llama" and bool(getattr(hf, "mlp_bias", False)),
+            qk_norm=kind in ("qwen3", "gemma3_text"),
+            norm_offset=1.0 if gemma else 0.0,
+            sandwich_norms=gemma,
+            embedding_scale=hf.hidden_size**0.5 if gemma else None,
+            logit_softcap=getattr(hf, "final_logit_softcapping", None),
+        )
+
+
+def check_supported(hf: Any) -> None:
+    """Refuses, before any weight is read, a model that one of our five families does not describe."""
+    if hf.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(
+            f"model type {hf.model_type!r} is not supported; selfspec decodes {', '.join(SUPPORTED_MODEL_TYPES)}. "
+            "Use a checkpoint of one of these families."
+        )
+    quantization = getattr(hf, "quantization_config", None)
+    if quantization:
+        as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        raise ValueError(
+            f"this checkpoint is quantized ({as_dict.get('quant_method', 'unknown method')}); selfspec needs plain "
+            "16- or 32-bit weights. Use the unquantized checkpoint, or a GGUF file, which is expanded on loading."
+        )
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise ValueError("this checkpoint attends in both directions and cannot generate; use a causal checkpoint")
+
+
+def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...]]:
+    window = getattr(hf, "sliding_window", None)
+    if hf.model_type == "llama":
+        types = ["full_attention"] * hf.num_hidden_layers
+    elif hf.model_type == "mistral":
+        types = ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
+    else:
+        types = list(hf.layer_types)
+    per_type_rope = "full_attention" in hf.rope_parameters or "sliding_attention" in hf.rope_parameters
+    rope_keys: list[str | None] = sorted(set(types)) if per_type_rope else [None]  # type: ignore[assignment]
+    ropes = tuple(_rope(hf, key) for key in rope_keys)
+    layers = tuple(
+        LayerConfig(
+            window=window if kind == "sliding_attention" else None,
+            rope=rope_keys.index(kind) if per_type_rope else 0,
+        )
+        for kind in types
+    )
+    return layers, ropes
+
+
+def _rope(hf: Any, layer_type: str | None) -> Rope:
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(f"rope type {kind!r} is not supported; selfspec knows {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            "a partial_rotary_factor other than 1 is not supported: use a checkpoint that rotates whole heads"
+        )
+    if kind == "default":
+        dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    else:
+        # "dynamic" equals its value at the original context, which ModelConfig.context never exceeds.
+        where = {} if layer_type is None else {"layer_type": layer_type}
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **where)
+    return Rope(tuple(inv_freq.tolist()), float(scaling))

@@ -1,0 +1,313 @@
+"""The engine: one model behind a `generate` that feels like transformers', and behind `complete` and `stream` for text.
+
+Reads requests, chooses the exit, opens a session, and shapes what comes back. How tokens are made is `runtime`'s job.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, StopStringCriteria
+
+from selfspec import weights
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.exits import Exit, check_exit_layer
+from selfspec.model import Decoder
+from selfspec.policy import Mode, Policy, Rules
+from selfspec.profile import HOW_TO_CALIBRATE, Profile
+from selfspec.request import (
+    PlanLike,
+    Settings,
+    SpeculationRequest,
+    check_prompts,
+    read_prompts,
+    read_seeds,
+    read_settings,
+    split_options,
+)
+from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
+from selfspec.runtime import Row, Session, Stop
+from selfspec.text import Message, encode, is_messages
+from selfspec.tree import MAX_NODES, Plan
+
+DEFAULT_COMPLETION_TOKENS = 512
+
+Prompt = str | list[Message]
+
+
+class Engine:
+    """Generates with one model that drafts and verifies with itself."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any = None,
+        generation_config: GenerationConfig | None = None,
+        profile: Profile | str | Path | None = None,
+        rules: Rules | None = None,
+        max_length: int | None = None,
+        max_batch: int | None = None,
+    ) -> None:
+        for name, limit in (("max_length", max_length), ("max_batch", max_batch)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name}={limit} is not possible: it must be at least 1")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config or GenerationConfig()
+        self.rules = rules or Rules()
+        self.context = min(model.config.context, max_length or model.config.context)
+        self.max_batch = max_batch
+        pages_per_row = -(-(self.context + MAX_NODES + 1) // PAGE_SIZE)
+        self.cache = Cache(model.config, model.device, model.dtype, max_batch and max_batch * pages_per_row)
+        self.profile = self._read_profile(profile)
+        self._exits: dict[int, Exit] = {}
+        self._warned_no_profile = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_name: str | Path,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        profile: Profile | str | Path | None = "auto",
+        rules: Rules | None = None,
+        max_length: int | None = None,
+        max_batch: int | None = None,
+    ) -> Engine:
+        """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'."""
+        device = weights.pick_device(device)
+        folder = weights.resolve(path_or_name)
+        model = weights.load_folder(folder, device, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
+        return cls(model, tokenizer, _generation_config(folder), profile, rules, max_length, max_batch)
+
+    @classmethod
+    def from_model(
+        cls,
+        hf_model: Any,
+        tokenizer: Any = None,
+        profile: Profile | str | Path | None = None,
+        rules: Rules | None = None,
+        max_length: int | None = None,
+        max_batch: int | None = None,
+    ) -> Engine:
+        """Shares the weights of a live transformers model: no copy is made, and the model stays usable."""
+        model = weights.adopt(hf_model)
+        config = getattr(hf_model, "generation_config", None)
+        return cls(model, tokenizer, config, profile, rules, max_length, max_batch)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Callable] | None = None,
+        stopping_criteria: Sequence[Callable] | None = None,
+        streamer: Any = None,
+        return_dict_in_generate: bool = False,
+        seed: int | Sequence[int] | None = None,
+        speculative_decoding: Mode = None,
+        domain: str = "auto",
+        exit_layer: int | None = None,
+        plan: PlanLike | None = None,
+        acceptance: str = "coupled",
+        stateful_processors: bool = False,
+        rules: Rules | None = None,
+        **generation_kwargs: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """transformers' `generate` for what it supports; speculation changes the speed, never the tokens.
+
+        `speculative_decoding` is None or True (where the rules allow it), False, or "force"; `exit_layer` and `plan`
+        override the profile's; `acceptance="rejection"` gives the classical rule, whose tokens do depend on the draft.
+        """
+        request = SpeculationRequest(
+            speculative_decoding, domain, exit_layer, plan, acceptance, stateful_processors, rules
+        )
+        settings = read_settings(self.generation_config, generation_config, generation_kwargs)
+        prompts = read_prompts(input_ids, attention_mask, settings)
+        if streamer is not None and len(prompts) * settings.num_return_sequences > 1:
+            raise ValueError("a streamer can follow one sequence only: pass one prompt and num_return_sequences=1")
+        session = self._session(
+            prompts, input_ids.shape[1], settings, seed, logits_processor, stopping_criteria, request
+        )
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+            session.on_token = lambda row, token: streamer.put(torch.tensor([token]))
+        for _ in session.run():
+            pass
+        if streamer is not None:
+            streamer.end()
+        sequences = _to_tensor(input_ids, session.rows, settings)
+        if not return_dict_in_generate:
+            return sequences
+        return GenerateOutput(sequences, [stats_of(row, session) for row in session.rows])
+
+    def complete(
+        self, prompt: Prompt | list[str] | list[list[Message]], **options: Any
+    ) -> Completion | list[Completion]:
+        """Completes a text or answers a chat; a list of prompts gives a list. Takes `generate`'s arguments."""
+        single = isinstance(prompt, str) or is_messages(prompt)
+        prompts: Sequence[Prompt] = [prompt] if single else prompt  # type: ignore[assignment, list-item]
+        session = self._text_session(prompts, options)
+        for _ in session.run():
+            pass
+        completions = [completion_of(row, session, self.tokenizer) for row in session.rows]
+        return completions[0] if single and len(completions) == 1 else completions
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """Yields the completion of one prompt piece by piece; closing the stream frees its cache."""
+        session = self._text_session([prompt], options)
+        if len(session.rows) > 1:
+            raise ValueError("stream() follows one sequence: pass one prompt and num_return_sequences=1")
+        return Stream(session, self.tokenizer)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by what holds them."""
+        return {
+            "weights": self.model.nbytes,
+            "cache": self.cache.nbytes,
+            "exits": sum(exit.nbytes for exit in self._exits.values()),
+        }
+
+    def _text_session(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> Session:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer: pass one to Engine.from_model, or call generate() with token ids")
+        options = dict(options)
+        names = ("generation_config", "logits_processor", "stopping_criteria", "seed")
+        config, processors, criteria, seed = (options.pop(name, None) for name in names)
+        request, kwargs = split_options(options)
+        lengths = ("max_new_tokens", "max_length")
+        if all(kwargs.get(name) is None and getattr(config, name, None) is None for name in lengths):
+            kwargs["max_new_tokens"] = DEFAULT_COMPLETION_TOKENS
+        settings = read_settings(self.generation_config, config, kwargs)
+        tokens = [encode(self.tokenizer, prompt) for prompt in prompts]
+        width = max((len(prompt) for prompt in tokens), default=0)
+        return self._session(tokens, width, settings, seed, processors, criteria, request)
+
+    def _session(
+        self,
+        prompts: list[list[int]],
+        width: int,
+        settings: Settings,
+        seed: int | Sequence[int] | None,
+        processors: Sequence[Callable] | None,
+        criteria: Sequence[Callable] | None,
+        request: SpeculationRequest,
+    ) -> Session:
+        """Checks everything that can be checked and opens a session; nothing is computed and no page is taken."""
+        check_prompts(prompts, self.model.config.vocab_size, self.context)
+        batch = len(prompts) * settings.num_return_sequences
+        if self.max_batch is not None and batch > self.max_batch:
+            raise ValueError(
+                f"{batch} sequences exceed max_batch={self.max_batch}: send fewer, or raise it when building the engine"
+            )
+        allowed = settings.new_tokens_allowed(width)
+        seeds = read_seeds(seed, len(prompts), settings.sampling.do_sample)
+        exit, plan = self._exit_and_plan(request)
+        policy = Policy(
+            rules=request.rules or self.rules,
+            sampling=settings.sampling,
+            mode=request.speculative_decoding,
+            plan=plan,
+            has_exit=exit is not None,
+            stateful_processors=request.stateful_processors,
+        )
+        if policy.off_for_good == "no_profile":
+            self._warn_no_profile()
+        rows = [
+            Row(prompt, seeds[index], copy, max_length=min(len(prompt) + allowed, self.context))
+            for index, prompt in enumerate(prompts)
+            for copy in range(settings.num_return_sequences)
+        ]
+        return Session(
+            self.model,
+            self.cache,
+            rows,
+            settings.sampling,
+            policy,
+            exit=None if policy.off_for_good else exit,
+            processors=list(processors or ()),
+            stops=self._stops(settings, criteria),
+            rejection=request.acceptance == "rejection",
+        )
+
+    def _exit_and_plan(self, request: SpeculationRequest) -> tuple[Exit | None, Plan | None]:
+        """The exit to draft with, and the plan where request or profile names one."""
+        plan = None if request.plan is None else Plan.parse(request.plan)
+        layer = request.exit_layer
+        if self.profile is not None:
+            choice = self.profile.choice(request.domain)
+            if layer is None:
+                layer = choice.exit_layer
+                plan = plan or Plan.parse(choice.plan)
+        if layer is None and (plan is not None or request.speculative_decoding == "force"):
+            layer = max(1, self.model.config.num_layers // 4)
+        if layer is None:
+            return None, plan
+        exit = self._exit(layer)
+        widest = max(plan.ranks, default=0) if plan else 0
+        if widest >= exit.vocabulary:
+            raise ValueError(
+                f"plan {plan} asks for rank {widest}, but the exit can only draft {exit.vocabulary} tokens"
+            )
+        return exit, plan
+
+    def _exit(self, layer: int) -> Exit:
+        check_exit_layer(layer, self.model.config.num_layers)
+        if layer not in self._exits:
+            self._exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
+        return self._exits[layer]
+
+    def _read_profile(self, profile: Profile | str | Path | None) -> Profile | None:
+        if profile is None:
+            return None
+        if profile == "auto":
+            return Profile.find(self.model)
+        loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
+        loaded.check(self.model)
+        return loaded
+
+    def _stops(self, settings: Settings, criteria: Sequence[Callable] | None) -> list[Stop]:
+        every = list(criteria or ())
+        if settings.stop_strings:
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer: pass one to Engine.from_model")
+            every.append(StopStringCriteria(tokenizer=self.tokenizer, stop_strings=list(settings.stop_strings)))
+        return [_as_stop(criterion) for criterion in every]
+
+    def _warn_no_profile(self) -> None:
+        if not self._warned_no_profile:
+            self._warned_no_profile = True
+            warnings.warn(
+                "decoding plainly: this model has no profile, so there is no trained exit to draft with. To speculate, "
+                f"{HOW_TO_CALIBRATE}.",
+                UserWarning,
+                stacklevel=5,
+            )
+
+
+def _as_stop(criterion: Callable) -> Stop:
+    return lambda prefix: bool(torch.as_tensor(criterion(prefix, None)).any())
+
+
+def _to_tensor(input_ids: torch.Tensor, rows: list[Row], settings: Settings) -> torch.Tensor:
+    """Prompts as they came, padding included, then the new tokens, padded on the right to the longest."""
+    prompts = input_ids.repeat_interleave(settings.num_return_sequences, dim=0)
+    longest = max(row.new_tokens for row in rows)
+    pad = settings.pad_token_id if settings.pad_token_id is not None else 0
+    new = [row.tokens[len(row.prompt) :] + [pad] * (longest - row.new_tokens) for row in rows]
+    return torch.cat((prompts, torch.tensor(new, device=input_ids.device)), dim=1)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    if (folder / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))

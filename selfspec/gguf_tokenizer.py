@@ -1,0 +1,107 @@
+"""Rebuilds the tokenizer that a GGUF file describes, so that its folder loads like any other.
+
+Byte-level vocabularies (Llama 3, Qwen, SmolLM2) are built here, because how text is split before merging is told by a
+name only; SentencePiece ones (Mistral, Gemma) are read by transformers. Which tokens end a text is `gguf_model`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from selfspec.gguf_model import GgufModel
+
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's kinds of token that are matched whole
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# By `tokenizer.ggml.pre`: the pattern that text is split by; None: GPT-2's, digits apart.
+_SPLITS: dict[str, str | None] = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "smollm": None,
+}
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary is taken unmerged
+
+
+def build_tokenizer(model: GgufModel) -> Any:
+    """The file's tokenizer with its special tokens and chat template; ValueError if it cannot be rebuilt."""
+    tokens, kind = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.model")
+    settings: dict[str, Any] = dict(
+        padding_side="left", model_max_length=model.config.context, clean_up_tokenization_spaces=False
+    )
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = model.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None:
+            settings[f"{name}_token"] = tokens[index]
+    settings.setdefault("pad_token", settings.get("eos_token"))
+    try:
+        if kind == "gpt2":
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(model), **settings)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name, **settings)
+    except Exception as error:  # a vocabulary that contradicts itself fails inside the libraries, in many ways
+        raise ValueError(f"the tokenizer of {model.path} ({kind!r}) cannot be rebuilt: {error}") from error
+    _set_bos(tokenizer, model)
+    tokenizer.chat_template = model.get("tokenizer.chat_template")
+    return tokenizer
+
+
+def _byte_level(model: GgufModel) -> Tokenizer:
+    tokens, kinds = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type", [])
+    merges = [tuple(merge.split(" ")) for merge in model.get("tokenizer.ggml.merges")]
+    pre = model.get("tokenizer.ggml.pre", "default")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if model.architecture.startswith("qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            special = kind == _CONTROL
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str) -> Any:
+    if pre in _SPLITS:
+        split = _SPLITS[pre]
+        first = (
+            pre_tokenizers.Digits(individual_digits=True)
+            if split is None
+            else pre_tokenizers.Split(Regex(split), "isolated")
+        )
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+        return pre_tokenizers.Sequence([first, rest])
+    if pre not in ("default", "gpt-2"):
+        logging.getLogger(__name__).warning(
+            "pre-tokenizer %r is unknown: text is split as GPT-2 does, which may differ", pre
+        )
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _set_bos(tokenizer: Any, model: GgufModel) -> None:
+    """Puts the begin token before every text if, and only if, the file says so."""
+    by_default = model.get("tokenizer.ggml.model") == "llama" or model.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    if tokenizer.bos_token is None or not model.get("tokenizer.ggml.add_bos_token", by_default):
+        begin, special = "", []
+    else:
+        begin, special = f"{tokenizer.bos_token} ", [(tokenizer.bos_token, tokenizer.bos_token_id)]
+    template = processors.TemplateProcessing(single=f"{begin}$A", pair=f"{begin}$A $B", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = template

@@ -1,0 +1,96 @@
+"""When to speculate and with which plan: the hard rules, and the default plans within them.
+
+Decides from the request and the number of active rows alone. Since tokens never depend on the plan, nothing decided
+here can change an output, only its speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from selfspec.sampling import Sampling
+from selfspec.tree import NONE, Plan
+
+Mode = Literal["force"] | bool | None
+
+DEFAULT_TREE = Plan.parse("tree:4,2,2,1")
+DEFAULT_CHAIN = Plan.parse("chain:5")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Thresholds past which speculation is switched off or narrowed."""
+
+    max_batch: int = 16  # active rows above this: off
+    max_tree_batch: int = 4  # active rows above this: chains only
+    max_temperature: float = 1.5
+    max_top_k: int = 200
+    unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"rule {name}={value!r} must be a number of at least 0")
+
+
+class Policy:
+    """Chooses the plan of each cycle of one request."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        sampling: Sampling,
+        mode: Mode = None,
+        plan: Plan | None = None,
+        has_exit: bool = True,
+        stateful_processors: bool = False,
+    ) -> None:
+        self.rules = rules
+        self.sampling = sampling
+        self.mode = mode
+        self.plan = plan
+        self.has_exit = has_exit
+        self.stateful_processors = stateful_processors
+
+    @property
+    def off_for_good(self) -> str | None:
+        """The reason why no cycle of this request will speculate, whatever the batch becomes; None if some may."""
+        forced = self.mode == "force"
+        if self.mode is False or (self.plan is not None and not len(self.plan)):
+            return "request"
+        if self.stateful_processors:  # their state cannot follow a tree: forcing cannot make that right
+            return "processor"
+        if forced:
+            return None
+        if not self.has_exit:
+            return "no_profile"
+        if not self.sampling.do_sample:
+            return None
+        if self.sampling.temperature > self.rules.max_temperature:
+            return "temperature"
+        unset_counts = self.sampling.temperature > self.rules.unset_top_k_temperature
+        if self.sampling.top_k > self.rules.max_top_k or (self.sampling.top_k == 0 and unset_counts):
+            return "top_k"
+        return None
+
+    def choose(self, batch: int) -> tuple[Plan, str | None]:
+        """The plan for a cycle of `batch` active rows and, where it is `none`, the reason."""
+        reason = self.off_for_good
+        if reason is not None:
+            return NONE, reason
+        if self.mode == "force":
+            return self.plan or self._default(DEFAULT_TREE), None
+        if batch > self.rules.max_batch:
+            return NONE, "batch"
+        if batch <= self.rules.max_tree_batch:
+            return self.plan or self._default(DEFAULT_TREE), None
+        return (self.plan.first_chain() if self.plan else self._default(DEFAULT_CHAIN)), None
+
+    def _default(self, plan: Plan) -> Plan:
+        """Hotter text is harder to guess: one level less above temperature 0.3, two above 0.7, three above 1.0."""
+        if not self.sampling.do_sample:
+            return plan
+        fewer = sum(self.sampling.temperature > bound for bound in (0.3, 0.7, 1.0))
+        least = 2 if plan.is_chain else 1
+        return plan.truncated(max(least, plan.depth - fewer))

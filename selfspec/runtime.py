@@ -1,0 +1,355 @@
+"""The decoding loop: prefill, then cycles of draft, verify, accept and commit for a batch of rows.
+
+A Session owns the rows of one request and their share of the cache. Plain decoding is a cycle whose plan has no nodes;
+there is no second path. Prompts and settings arrive checked; text, tokenizers and arguments belong to the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from selfspec.cache import Cache, Rows
+from selfspec.cache import Sequence as CacheSequence
+from selfspec.exits import Exit
+from selfspec.model import Decoder
+from selfspec.policy import Policy
+from selfspec.sampling import (
+    CHILDREN,
+    TARGET,
+    NoiseKey,
+    Sampling,
+    choose,
+    penalise,
+    perturbed,
+    ranked,
+    reject_or_accept,
+    warp,
+)
+from selfspec.tree import Plan
+
+PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (prefix [1, t], logits [1, V]) -> logits [1, V]
+Stop = Callable[[torch.Tensor], bool]  # prefix [1, t] -> whether the text ends here
+
+
+@dataclass
+class Row:
+    """One sequence being generated."""
+
+    prompt: list[int]
+    seed: int
+    copy: int  # index among the returned sequences of one prompt
+    max_length: int  # prompt and new tokens together
+    tokens: list[int] = field(default_factory=list)  # prompt and new tokens; the last one is pending
+    sequence: CacheSequence = field(default_factory=CacheSequence)
+    finish_reason: str | None = None
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejections: int = 0  # cycles that ended because no child carried the target's token
+    plans: Counter[Plan] = field(default_factory=Counter)
+    disabled_reason: str | None = None
+    elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+
+@dataclass
+class Draft:
+    """The tree drafted in one cycle, for B rows."""
+
+    plan: Plan
+    tokens: torch.Tensor  # [B, n+1], the root's first
+    hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
+    ranked: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, width] its best draft tokens in order
+    probabilities: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, V], for rejection only
+
+
+class Session:
+    """One request in progress. Closing it, at any moment, returns every page."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        rows: list[Row],
+        sampling: Sampling,
+        policy: Policy,
+        exit: Exit | None = None,
+        processors: Sequence[Processor] = (),
+        stops: Sequence[Stop] = (),
+        rejection: bool = False,
+        on_token: Callable[[Row, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.rows = rows
+        self.sampling = sampling
+        self.policy = policy
+        self.exit = exit
+        self.processors = processors
+        self.stops = stops
+        self.rejection = rejection and sampling.do_sample
+        self.on_token = on_token
+        self.split = exit.layer if exit is not None else 0  # N: layers below it draft, layers from it on verify
+        self._started = time.perf_counter()
+
+    @property
+    def active(self) -> list[Row]:
+        return [row for row in self.rows if row.finish_reason is None]
+
+    def close(self) -> None:
+        for row in self.rows:
+            self.cache.close(row.sequence)
+
+    def run(self) -> Iterator[None]:
+        """Runs to the end, pausing after every cycle; the cache is freed however it ends."""
+        try:
+            self.prefill()
+            while self.active:
+                self.cycle()
+                yield
+        finally:
+            self.close()
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Runs all but the last token of every prompt; copies of a prompt share its full pages."""
+        first: Row | None = None
+        for row in self.rows:
+            if row.copy and first is not None:
+                row.sequence = self.cache.fork(first.sequence)
+                continue
+            first = row
+            context = row.prompt[:-1]
+            for start in range(0, len(context), PREFILL_CHUNK):
+                self._prefill_chunk(row.sequence, context[start : start + PREFILL_CHUNK])
+
+    def _prefill_chunk(self, sequence: CacheSequence, tokens: list[int]) -> None:
+        """A chunk of the prompt is a chain whose tokens are known: every row sees the ones before it."""
+        count = len(tokens)
+        causal = torch.ones(count, count, dtype=torch.bool).tril()
+        self.cache.reserve(sequence, sequence.length + count)
+        rows = Rows([sequence], range(count), torch.arange(count), causal, self.model.device)
+        hidden = self.model.embed(torch.tensor([tokens], device=self.model.device))
+        hidden = self._run_draft_partition(hidden, rows)
+        if self.exit is not None:
+            self.exit.fill(hidden, rows, self.cache)
+        self._run_verify_partition(hidden, rows)
+        self.cache.commit([sequence], [range(count)])
+
+    @torch.inference_mode()
+    def cycle(self) -> None:
+        """Every active row advances by at least one token."""
+        rows = self.active
+        plan, reason = self.policy.choose(len(rows))
+        plan = plan.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
+        sequences = [row.sequence for row in rows]
+        for sequence in sequences:
+            self.cache.reserve(sequence, sequence.length + len(plan) + 1)
+        try:
+            draft = self.draft(rows, plan)
+            logits = self.verify(rows, draft)
+            paths = self.accept(rows, draft, logits)
+        except BaseException:
+            self.cache.abort(sequences)
+            raise
+        self.cache.commit(sequences, paths)
+        self._account(rows, plan, reason)
+
+    def draft(self, rows: list[Row], plan: Plan) -> Draft:
+        """Depth by depth: run the nodes of a depth through the draft partition, exit, rank each node's children."""
+        device = self.model.device
+        tokens = torch.tensor([[row.tokens[-1]] for row in rows], device=device)  # [B, 1]: the pending token
+        draft = Draft(plan, tokens, hidden=tokens.new_empty(0))
+        hidden: list[torch.Tensor] = []
+        for depth, level in enumerate(plan.levels):
+            if depth:
+                draft.tokens = torch.cat((draft.tokens, self._children(draft, level)), dim=1)
+            at = self._rows_at(rows, plan, level)
+            states = self.model.embed(draft.tokens[:, level.start : level.stop])
+            hidden.append(self._run_draft_partition(states, at))
+            if self.exit is not None:
+                self._leave(rows, draft, level, hidden[-1], at)
+        draft.hidden = torch.cat(hidden, dim=1)
+        return draft
+
+    def _leave(self, rows: list[Row], draft: Draft, level: range, hidden: torch.Tensor, at: Rows) -> None:
+        """Takes the exit at one level: ranks the children of its nodes, or only keeps the block's cache up."""
+        assert self.exit is not None
+        width = draft.plan.width(level)
+        if not width:
+            self.exit.fill(hidden, at, self.cache)
+            return
+        logits = self.exit.logits(hidden, at, self.cache).flatten(0, 1)  # [B * M, V]
+        ids = self.exit.head_rows
+        seen = self._seen_at(rows, draft, level)
+        seen = seen if seen is None or ids is None else seen[:, ids]
+        depth = draft.plan.depths[level.start]
+        new_tokens = [row.new_tokens + depth for row in rows for _ in level]
+        values = penalise(logits, self.sampling, seen, new_tokens, ids)
+        values = warp(values, self.sampling, cut=draft.plan.is_chain)
+        noisy = values
+        if self.sampling.do_sample:
+            key = self._noise_key(rows, [len(row.tokens) + depth for row in rows], repeat=len(level))
+            noisy = perturbed(values, key, CHILDREN if self.rejection else TARGET, ids)
+        best = self.exit.to_token_ids(ranked(noisy, width)).view(len(rows), len(level), width)
+        for index, node in enumerate(level):
+            draft.ranked[node] = best[:, index]
+        if self.rejection:
+            probabilities = self._over_vocabulary(values.softmax(-1)).view(len(rows), len(level), -1)
+            draft.probabilities.update((node, probabilities[:, index]) for index, node in enumerate(level))
+
+    def verify(self, rows: list[Row], draft: Draft) -> torch.Tensor:
+        """The saved states of root and nodes through the rest of the model, in one pass: logits [B, n+1, V]."""
+        everyone = range(len(draft.plan) + 1)
+        at = self._rows_at(rows, draft.plan, everyone)
+        return self.model.logits(self._run_verify_partition(draft.hidden, at))
+
+    def accept(self, rows: list[Row], draft: Draft, logits: torch.Tensor) -> list[list[int]]:
+        """Walks down from the root: the target draws each next token, and a child that carries it is the next node.
+
+        Tokens are emitted, and ends of text noticed, one by one as plain decoding would. Returns the accepted path of
+        each row, root first.
+        """
+        plan, drafted = draft.plan, draft.tokens.tolist()
+        paths: list[list[int]] = [[0] for _ in rows]
+        walking = list(range(len(rows)))
+        while walking:
+            nodes = [paths[index][-1] for index in walking]
+            chosen = self._draw([rows[index] for index in walking], walking, nodes, draft, logits)
+            still_walking = []
+            for index, node, token in zip(walking, nodes, chosen, strict=True):
+                row = rows[index]
+                self._emit(row, token)
+                child = next((c for c in plan.children[node] if drafted[index][c] == token), None)
+                if child is None and plan.children[node]:
+                    row.rejections += 1
+                if child is not None:
+                    row.accepted += 1
+                    if row.finish_reason is None:
+                        paths[index].append(child)
+                        still_walking.append(index)
+            walking = still_walking
+        return paths
+
+    def _draw(
+        self, rows: list[Row], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
+    ) -> list[int]:
+        """The target's own next token for each row, standing at its node."""
+        values = logits[indices, nodes]  # [R, V]
+        values = penalise(values, self.sampling, self._seen(rows), [row.new_tokens for row in rows])
+        if self.processors:
+            values = torch.cat([self._process(row, values[i : i + 1]) for i, row in enumerate(rows)])
+        values = warp(values, self.sampling)
+        key = self._noise_key(rows, [len(row.tokens) for row in rows])
+        if not self.rejection or not any(draft.plan.children[node] for node in nodes):
+            return choose(values, self.sampling, key).tolist()
+        chosen = []
+        for i, (index, node) in enumerate(zip(indices, nodes, strict=True)):
+            one = key.at(torch.tensor([i], device=values.device))
+            if not draft.plan.children[node]:
+                chosen.append(int(choose(values[i : i + 1], self.sampling, one).item()))
+                continue
+            drafted = draft.ranked[node][index].tolist()
+            ranks = {draft.plan.ranks[child - 1] for child in draft.plan.children[node]}
+            offered = [rank in ranks for rank in range(max(ranks) + 1)]
+            p, q = values[i].softmax(-1), draft.probabilities[node][index]
+            chosen.append(reject_or_accept(p, q, drafted[: len(offered)], offered, one))
+        return chosen
+
+    def _emit(self, row: Row, token: int) -> None:
+        row.tokens.append(token)
+        if self.on_token is not None:
+            self.on_token(row, token)
+        stopped = bool(self.stops) and self._stopped(row)
+        if stopped or token in self.sampling.eos_token_ids:
+            row.finish_reason = "stop"
+        elif len(row.tokens) >= row.max_length:
+            row.finish_reason = "length"
+
+    def _stopped(self, row: Row) -> bool:
+        prefix = torch.tensor([row.tokens], device=self.model.device)
+        return max(stop(prefix) for stop in self.stops)  # not any(): every criterion sees every token
+
+    def _process(self, row: Row, values: torch.Tensor) -> torch.Tensor:
+        prefix = torch.tensor([row.tokens], device=self.model.device)
+        for processor in self.processors:
+            values = processor(prefix, values)
+        return values
+
+    def _account(self, rows: list[Row], plan: Plan, reason: str | None) -> None:
+        for row in rows:
+            row.cycles += 1
+            row.drafted += len(plan)
+            row.plans[plan] += 1
+            row.disabled_reason = row.disabled_reason or reason
+            row.elapsed_s = time.perf_counter() - self._started
+            if row.finish_reason is not None:
+                self.cache.close(row.sequence)
+
+    def _run_draft_partition(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        hidden = self.model.run(hidden, 0, self.split, rows, self.cache)
+        for sequence in rows.sequences:
+            sequence.drafted = rows.nodes.stop
+        return hidden
+
+    def _run_verify_partition(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        hidden = self.model.run(hidden, self.split, self.model.config.num_layers, rows, self.cache)
+        for sequence in rows.sequences:
+            sequence.verified = rows.nodes.stop
+        return hidden
+
+    def _rows_at(self, rows: list[Row], plan: Plan, nodes: range) -> Rows:
+        depths = torch.tensor(plan.depths[: nodes.stop])
+        ancestors = plan.ancestors[nodes.start : nodes.stop, : nodes.stop]
+        return Rows([row.sequence for row in rows], nodes, depths, ancestors, self.model.device)
+
+    def _children(self, draft: Draft, level: range) -> torch.Tensor:
+        """Tokens [B, M] of a level's nodes: each is its parent's ranked draft token of the node's rank."""
+        plan = draft.plan
+        return torch.stack([draft.ranked[plan.parents[n - 1]][:, plan.ranks[n - 1]] for n in level], dim=1)
+
+    def _noise_key(self, rows: list[Row], positions: list[int], repeat: int = 1) -> NoiseKey:
+        columns = [[row.seed for row in rows], [row.copy for row in rows], positions]
+        key = torch.tensor(columns, device=self.model.device).repeat_interleave(repeat, dim=1)
+        return NoiseKey(key[0], key[1], key[2])
+
+    def _seen(self, rows: list[Row]) -> torch.Tensor | None:
+        """[R, V] bool: tokens of each row's text so far; None where no penalty asks for it."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(rows), self.model.config.vocab_size, dtype=torch.bool, device=self.model.device)
+        for index, row in enumerate(rows):
+            seen[index, row.tokens] = True
+        return seen
+
+    def _seen_at(self, rows: list[Row], draft: Draft, level: range) -> torch.Tensor | None:
+        """`_seen` for every node of a level, its path included: [B * M, V]."""
+        seen = self._seen(rows)
+        if seen is None:
+            return None
+        at_nodes = seen[:, None].repeat(1, len(level), 1)
+        for index, node in enumerate(level):
+            path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
+            at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
+        return at_nodes.flatten(0, 1)
+
+    def _over_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Probabilities over the draft vocabulary, placed into the whole one."""
+        assert self.exit is not None
+        if self.exit.head_rows is None:
+            return probabilities
+        whole = probabilities.new_zeros(probabilities.shape[0], self.model.config.vocab_size)
+        return whole.index_copy(1, self.exit.head_rows, probabilities)

@@ -1,0 +1,164 @@
+"""Drawing tokens: logits processing, the target's choice, a draft's ranked children, and classical rejection.
+
+The choice at a position is argmax(processed logits + Gumbel noise), the noise a pure function of (seed, copy,
+position, token): whoever computes the logits, and in whatever tree, gets the same token. Greedy is the same without
+noise. Ties go to the lower token id, everywhere. Works on rows of logits; trees and caches are unknown here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.kernels.noise import gumbel, uniform, uniform_vocabulary
+
+# Noise streams: coupled drafts share the target's; rejection sampling must keep its three uses apart.
+TARGET, CHILDREN, ACCEPT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request wants its tokens drawn; checked when built."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature > 0, "a number above 0; for greedy decoding pass do_sample=False"),
+            ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "an integer of at least 0; 0 switches it off"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "a number above 0; 1 switches it off"),
+            ("min_new_tokens", self.min_new_tokens >= 0, "an integer of at least 0"),
+        )
+        for name, fine, wanted in checks:
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be {wanted}")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-k, top-p or min-p removes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """Which noise each of R rows draws with. Positions count real tokens; a row's place in the batch never enters."""
+
+    seeds: torch.Tensor  # [R] int64
+    copies: torch.Tensor  # [R] int64
+    positions: torch.Tensor  # [R] int64: the position of the token being drawn
+
+    def at(self, rows: torch.Tensor) -> NoiseKey:
+        return NoiseKey(self.seeds[rows], self.copies[rows], self.positions[rows])
+
+
+def penalise(
+    logits: torch.Tensor,  # [R, V]
+    sampling: Sampling,
+    seen: torch.Tensor | None,  # [R, V] bool: tokens already in the row's text; None where no penalty asks for it
+    new_tokens: Sequence[int],  # per row, tokens generated so far
+    token_ids: torch.Tensor | None = None,  # [V] where the columns are not simply the whole vocabulary
+) -> torch.Tensor:
+    """Repetition penalty, then no end token before `min_new_tokens`."""
+    if sampling.repetition_penalty != 1 and seen is not None:
+        factor = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
+    early = [row for row, count in enumerate(new_tokens) if count < sampling.min_new_tokens]
+    if early and sampling.eos_token_ids:
+        ends = torch.tensor(sampling.eos_token_ids, device=logits.device)
+        columns = ends if token_ids is None else torch.isin(token_ids, ends).nonzero().squeeze(1)
+        logits = logits.clone()
+        logits[torch.tensor(early, device=logits.device)[:, None], columns] = -math.inf
+    return logits
+
+
+def warp(logits: torch.Tensor, sampling: Sampling, cut: bool = True) -> torch.Tensor:
+    """Temperature and, if `cut`, top-k, top-p and min-p: removed tokens become -inf. Identity when greedy."""
+    if not sampling.do_sample:
+        return logits
+    values = logits / sampling.temperature
+    if not cut:
+        return values
+    if sampling.top_k or sampling.top_p < 1:
+        values = _keep_top(values, sampling.top_k or values.shape[-1], sampling.top_p)
+    if sampling.min_p > 0:
+        values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(sampling.min_p), -math.inf)
+    return values
+
+
+def _keep_top(values: torch.Tensor, k: int, top_p: float) -> torch.Tensor:
+    order = ranked(values, min(k, values.shape[-1]))  # [R, k]
+    best = values.gather(-1, order)
+    if top_p < 1:
+        probabilities = best.softmax(-1)
+        better = probabilities.cumsum(-1) - probabilities  # mass of the tokens ranked above
+        better[..., 0] = 0  # whatever rounding says, the best token stays
+        best = best.masked_fill(better >= top_p, -math.inf)
+    return torch.full_like(values, -math.inf).scatter(-1, order, best)
+
+
+def ranked(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest values of each row, largest first, ties by lower index: [..., k]."""
+    bits = (values.float() + 0.0).view(torch.int32)  # adding zero makes -0.0 and 0.0 equal
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as signed integers, in the order of the floats
+    last = values.shape[-1] - 1
+    columns = torch.arange(values.shape[-1], device=values.device)
+    keys = (ordered.long() << 32) | (last - columns)
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def perturbed(
+    values: torch.Tensor, key: NoiseKey, stream: int = TARGET, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Values [R, V] plus Gumbel noise; columns are tokens 0..V-1 unless `token_ids` [V] says otherwise."""
+    kept_rows, kept_columns = (values > -math.inf).nonzero(as_tuple=True)
+    if token_ids is None and 4 * len(kept_rows) > values.numel():
+        return values + gumbel(uniform_vocabulary(key.seeds, key.copies, key.positions, values.shape[-1], stream))
+    tokens = kept_columns if token_ids is None else token_ids[kept_columns]
+    at = key.at(kept_rows)
+    noise = gumbel(uniform(at.seeds, at.copies, at.positions, tokens[:, None], stream)).squeeze(1)
+    noisy = torch.full_like(values, -math.inf)
+    noisy[kept_rows, kept_columns] = values[kept_rows, kept_columns] + noise
+    return noisy
+
+
+def choose(values: torch.Tensor, sampling: Sampling, key: NoiseKey) -> torch.Tensor:
+    """The target's choice for each row of processed logits [R, V]: token ids [R]."""
+    noisy = perturbed(values, key) if sampling.do_sample else values
+    return noisy.argmax(-1)
+
+
+def reject_or_accept(
+    p: torch.Tensor,  # [V] the target's probabilities
+    q: torch.Tensor,  # [V] the draft's, from which the ranked tokens were drawn one after the other, none twice
+    drafted: Sequence[int],  # the ranked tokens, best first
+    offered: Sequence[bool],  # which of them are nodes of the tree
+    key: NoiseKey,  # of this one row
+) -> int:
+    """The classical rule: try the offered tokens in turn, else draw from what is left of p. Returns the token."""
+    for token, is_node in zip(drafted, offered, strict=True):
+        if is_node:
+            u = uniform(key.seeds, key.copies, key.positions, torch.tensor([[token]], device=p.device), ACCEPT)
+            if u.item() * q[token].item() < p[token].item():
+                return token
+            p = _normalised((p - q).clamp(min=0), p)
+        q = q.index_fill(0, torch.tensor([token], device=q.device), 0)
+        q = _normalised(q, q)
+    return int(perturbed(p.log()[None], key, TARGET).argmax(-1).item())
+
+
+def _normalised(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """Weights summing to one; where rounding has left none at all, the fallback."""
+    total = weights.sum()
+    return weights / total if total > 0 else fallback

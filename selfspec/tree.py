@@ -1,0 +1,164 @@
+"""Plans: the shape of the tree of tokens drafted in one cycle, as plain data.
+
+Node 0 is the root (the newest committed token); drafted nodes are 1..n, ordered by depth, each with a parent and a
+rank: rank r means the parent's r-th best draft token. Nothing here knows tokens, tensors of a model, or the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+MAX_NODES = 63  # with the root, one bit each in a 64-bit ancestor mask
+
+_FORMS = "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1; the empty plan is plain decoding."""
+
+    parents: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks):
+            raise ValueError(
+                f"a plan needs one rank per node, got {len(self.parents)} parents and {len(self.ranks)} ranks"
+            )
+        if len(self.parents) > MAX_NODES:
+            raise ValueError(f"a plan of {len(self.parents)} nodes is too large; at most {MAX_NODES} can be drafted")
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True), start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} of the plan has parent {parent}; a parent must come before its child")
+            if rank < 0:
+                raise ValueError(f"node {node} of the plan has rank {rank}; ranks start at 0")
+        if len(set(zip(self.parents, self.ranks, strict=True))) != len(self.parents):
+            raise ValueError("the plan gives a parent two children of the same rank")
+        if list(self.depths) != sorted(self.depths):
+            raise ValueError("the plan must list its nodes depth by depth")
+
+    def __str__(self) -> str:
+        """The shortest form that `parse` reads back as this plan."""
+        if not self.parents:
+            return "none"
+        widths = tuple(self.width(level) for level in self.levels[:-1])
+        if self == Plan.tree(widths):
+            return f"chain:{self.depth}" if self.is_chain else "tree:" + ",".join(map(str, widths))
+        pairs = zip(self.parents, self.ranks, strict=True)
+        return "nodes:" + ",".join(f"{parent}.{rank}" for parent, rank in pairs)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @classmethod
+    def parse(cls, plan: str | Plan | Iterable[tuple[int, int]]) -> Plan:
+        """Reads any form of plan: a string, an iterable of (parent, rank), or a Plan."""
+        if isinstance(plan, Plan):
+            return plan
+        if not isinstance(plan, str):
+            return cls.from_nodes(plan)
+        if plan == "none":
+            return NONE
+        kind, _, text = plan.partition(":")
+        if kind == "chain" and re.fullmatch(r"\d+", text):
+            return cls.tree((1,) * int(text))
+        if kind == "tree" and re.fullmatch(r"\d+(,\d+)*", text):
+            return cls.tree(tuple(int(width) for width in text.split(",")))
+        if kind == "nodes" and re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
+            pairs = (pair.split(".") for pair in text.split(","))
+            return cls.from_nodes((int(parent), int(rank)) for parent, rank in pairs)
+        raise ValueError(f"plan {plan!r} is malformed; write {_FORMS}")
+
+    @classmethod
+    def from_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Plan:
+        """The general form: (parent, rank) for each node, depth by depth."""
+        try:
+            pairs = [(int(parent), int(rank)) for parent, rank in nodes]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"a plan given as nodes must be pairs (parent, rank): {error}; or write {_FORMS}"
+            ) from error
+        return cls(tuple(parent for parent, _ in pairs), tuple(rank for _, rank in pairs))
+
+    @classmethod
+    def tree(cls, widths: tuple[int, ...]) -> Plan:
+        """`widths[d]` children for every node of depth d."""
+        if not widths or min(widths) < 1:
+            raise ValueError(f"a plan needs at least one node at every depth, got widths {widths}; write {_FORMS}")
+        parents: list[int] = []
+        ranks: list[int] = []
+        level = [0]
+        for width in widths:
+            if len(parents) + len(level) * width > MAX_NODES:
+                raise ValueError(f"a tree of widths {widths} has more than {MAX_NODES} nodes; narrow or shorten it")
+            first = len(parents) + 1
+            for parent in level:
+                parents += [parent] * width
+                ranks += range(width)
+            level = list(range(first, len(parents) + 1))
+        return cls(tuple(parents), tuple(ranks))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every node, the root's 0 first."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        return self.depths[-1]
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """Nodes of each depth, the root's level first; a level is a contiguous range."""
+        counts = [self.depths.count(depth) for depth in range(self.depth + 1)]
+        starts = [sum(counts[:depth]) for depth in range(self.depth + 1)]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node, root included, best rank first."""
+        kids: list[list[int]] = [[] for _ in self.depths]
+        for node, parent in enumerate(self.parents, start=1):
+            kids[parent].append(node)
+        return tuple(tuple(sorted(k, key=lambda node: self.ranks[node - 1])) for k in kids)
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """[n+1, n+1] bool: row i is true at i and at every ancestor of i."""
+        mask = torch.eye(len(self) + 1, dtype=torch.bool)
+        for node, parent in enumerate(self.parents, start=1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def width(self, level: range) -> int:
+        """How many draft tokens must be ranked for the nodes of a level: its children's largest rank, plus one."""
+        return 1 + max((self.ranks[child - 1] for node in level for child in self.children[node]), default=-1)
+
+    def truncated(self, depth: int) -> Plan:
+        """The same plan without its nodes deeper than `depth`."""
+        if depth >= self.depth:
+            return self
+        keep = sum(1 for d in self.depths[1:] if d <= depth)
+        return Plan(self.parents[:keep], self.ranks[:keep])
+
+    def first_chain(self) -> Plan:
+        """The chain of first ranks: from the root, always the best-ranked child."""
+        length, node = 0, 0
+        while self.children[node]:
+            node, length = self.children[node][0], length + 1
+        return Plan.tree((1,) * length) if length else NONE
+
+    @property
+    def is_chain(self) -> bool:
+        return all(len(kids) <= 1 for kids in self.children)
+
+
+NONE = Plan()
