@@ -14,7 +14,7 @@ def tree_attention(
     q: torch.Tensor,  # [B, M, Hq, D]
     keys: torch.Tensor,  # [pages, page size, Hkv, D], one layer of the cache
     values: torch.Tensor,  # [pages, page size, Hkv, D]
-    page_table: torch.Tensor,  # [B, P]: the pages of each sequence, in slot order
+    page_table: torch.Tensor | slice,  # [B, P]: the pages of each sequence, in slot order; a range for just one
     mask: torch.Tensor | None,  # [B, M, S] bool, true where row m may see slot s; None: every row sees all S slots
     slots: int,  # S: slots of the page table that are looked at
     scale: float,
@@ -33,8 +33,10 @@ def tree_attention(
     return out.reshape(batch, rows, query_heads, dim)
 
 
-def gather_slots(pages: torch.Tensor, page_table: torch.Tensor, slots: int) -> torch.Tensor:
-    """The first `slots` slots of every sequence, in slot order: [B, S, Hkv, D]."""
+def gather_slots(pages: torch.Tensor, page_table: torch.Tensor | slice, slots: int) -> torch.Tensor:
+    """The first `slots` slots of every sequence, in slot order: [B, S, Hkv, D]. A range of pages is not copied."""
+    if isinstance(page_table, slice):
+        return pages[page_table].flatten(0, 1)[None, :slots]
     batch = page_table.shape[0]
     page_size, heads, dim = pages.shape[1:]
     needed = page_table[:, : -(-slots // page_size)]

@@ -25,4 +25,4 @@ def attend(
     """Writes k and v at the rows' slots of `layer` and returns the rows' attention output."""
     cache.write(layer, rows.flat_slots, k, v)
     keys, values = cache.keys[layer], cache.values[layer]
-    return tree_attention(q, keys, values, rows.page_table, rows.mask(window), rows.slots, scale)
+    return tree_attention(q, keys, values, rows.pages, rows.mask(window), rows.slots, scale)

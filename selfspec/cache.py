@@ -200,9 +200,13 @@ class Rows:
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     @cached_property
-    def page_table(self) -> torch.Tensor:  # [B, P]
+    def pages(self) -> torch.Tensor | slice:
+        """The pages of each sequence [B, P]; for one whose pages lie one behind the other, simply their range."""
         needed = -(-self.slots // PAGE_SIZE)
         table = [(sequence.pages + [0] * needed)[:needed] for sequence in self.sequences]
+        first = table[0][0]
+        if len(table) == 1 and table[0] == list(range(first, first + needed)):
+            return slice(first, first + needed)
         return torch.tensor(table, device=self.device)
 
     @cached_property

@@ -86,7 +86,7 @@ def read_config(folder: Path) -> ModelConfig:
             f"{', '.join(SUPPORTED_MODEL_TYPES)} that transformers loads without trust_remote_code."
         )
     quantization = raw.get("quantization_config") or raw.get("compression_config")
-    # Checked on the raw file first: transformers would fail on an unknown type, or import a quantizer, with its own error.
+    # On the raw file first: transformers would meet an unknown type or quantizer with an error of its own.
     check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
     try:
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

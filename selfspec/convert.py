@@ -119,6 +119,7 @@ def _write_folder(model: GgufModel, parts: list[Part], folder: Path) -> None:
                 weight_map[part.name] = name
                 progress.advance(task)
             save_file(tensors, folder / name, metadata={"format": "pt"})
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors keeps its files to their owner
     if len(shards) > 1:
         total = 2 * sum(prod(part.shape) for part in parts)
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -184,8 +185,8 @@ def _check_demo(gguf: Path) -> None:
     digest = _sha256(gguf)
     if digest != DEMO_SHA256:
         raise ValueError(
-            f"{gguf.name} is not the demo model: its SHA-256 is {digest}, expected {DEMO_SHA256}. It was damaged on the "
-            "way or replaced; try again, or give a model of your own."
+            f"{gguf.name} is not the demo model: its SHA-256 is {digest}, expected {DEMO_SHA256}. It was damaged or "
+            "replaced on the way; try again, or give a model of your own."
         )
 
 
@@ -194,8 +195,8 @@ def _check_space(path: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise OSError(
-            f"{what}, but {existing} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder on a "
-            "larger disk"
+            f"{what}, but {existing} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
+            "on a larger disk"
         )
 
 

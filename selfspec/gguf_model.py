@@ -124,16 +124,16 @@ class GgufModel:
                 int(get(f"{{arch}}.{key}")) for key in ("embedding_length", "attention.head_count", "block_count")
             )
             head_dim = get("{arch}.attention.key_length") or get("{arch}.rope.dimension_count") or hidden // heads
-            settings: dict[str, Any] = dict(
-                hidden_size=hidden,
-                num_attention_heads=heads,
-                num_hidden_layers=layers,
-                head_dim=head_dim,
-                intermediate_size=int(get("{arch}.feed_forward_length")),
-                num_key_value_heads=int(get("{arch}.attention.head_count_kv", heads)),
-                rms_norm_eps=_decimal(get("{arch}.attention.layer_norm_rms_epsilon")),
-                max_position_embeddings=int(get("{arch}.context_length")),
-            )
+            settings: dict[str, Any] = {
+                "hidden_size": hidden,
+                "num_attention_heads": heads,
+                "num_hidden_layers": layers,
+                "head_dim": head_dim,
+                "intermediate_size": int(get("{arch}.feed_forward_length")),
+                "num_key_value_heads": int(get("{arch}.attention.head_count_kv", heads)),
+                "rms_norm_eps": _decimal(get("{arch}.attention.layer_norm_rms_epsilon")),
+                "max_position_embeddings": int(get("{arch}.context_length")),
+            }
         except TypeError as error:
             raise ValueError(f"{self.path} lacks a number that describes the model, or gives one per layer") from error
         if (
@@ -152,9 +152,10 @@ class GgufModel:
             **self.generation_config(),
         )
         if kind == "llama":
-            settings |= dict(
-                attention_bias="blk.0.attn_q.bias" in self.tensors, mlp_bias="blk.0.ffn_up.bias" in self.tensors
-            )
+            settings |= {
+                "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+                "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
+            }
         if kind == "gemma3_text":
             settings |= self._gemma_settings(settings)
         return AutoConfig.for_model(kind, **settings)
@@ -166,14 +167,17 @@ class GgufModel:
         factor = self.get("{arch}.rope.scaling.factor", 1.0)
         if factors is not None:
             # Llama 3's scaling comes as the factors it results in; all published models differ in the largest alone.
-            rope |= dict(
-                rope_type="llama3", factor=float(np.max(factors.data)), low_freq_factor=1.0, high_freq_factor=4.0
-            )
+            rope |= {
+                "rope_type": "llama3",
+                "factor": float(np.max(factors.data)),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
             rope["original_max_position_embeddings"] = self.get("{arch}.rope.scaling.original_context_length", 8192)
         elif scaling == "linear" and factor != 1.0:
-            rope |= dict(rope_type="linear", factor=_decimal(factor))
+            rope |= {"rope_type": "linear", "factor": _decimal(factor)}
         elif scaling == "yarn" and factor != 1.0:
-            rope |= dict(rope_type="yarn", factor=_decimal(factor))
+            rope |= {"rope_type": "yarn", "factor": _decimal(factor)}
             rope["original_max_position_embeddings"] = self.get("{arch}.rope.scaling.original_context_length")
         elif scaling not in ("none", "linear", "yarn"):
             raise ValueError(
@@ -197,12 +201,12 @@ class GgufModel:
             scale = settings["hidden_size"] // settings["num_attention_heads"]
         period = self.get("{arch}.attention.sliding_window_pattern", 6)
         local = {"rope_type": "default", "rope_theta": _decimal(self.get("{arch}.rope.freq_base_swa", 10000.0))}
-        return dict(
-            query_pre_attn_scalar=scale,
-            sliding_window=self.get("{arch}.attention.sliding_window"),
-            layer_types=["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)],
-            rope_parameters={"full_attention": settings["rope_parameters"], "sliding_attention": local},
-        )
+        return {
+            "query_pre_attn_scalar": scale,
+            "sliding_window": self.get("{arch}.attention.sliding_window"),
+            "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)],
+            "rope_parameters": {"full_attention": settings["rope_parameters"], "sliding_attention": local},
+        }
 
     def _interleaved_heads(self, part: Part) -> int | None:
         """How many heads of the tensor's rows llama.cpp interleaved for its rotary embedding, if it did."""

@@ -42,14 +42,17 @@ _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in 
 def build_tokenizer(model: GgufModel) -> Any:
     """The file's tokenizer with its special tokens and chat template; ValueError if it cannot be rebuilt."""
     tokens, kind = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.model")
-    settings: dict[str, Any] = dict(
-        padding_side="left", model_max_length=model.config.context, clean_up_tokenization_spaces=False
-    )
+    settings: dict[str, Any] = {
+        "padding_side": "left",
+        "model_max_length": model.config.context,
+        "clean_up_tokenization_spaces": False,
+    }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = model.get(f"tokenizer.ggml.{key}_token_id")
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
     settings.setdefault("pad_token", settings.get("eos_token"))
+    tokenizer: Any
     try:
         if kind == "gpt2":
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(model), **settings)

@@ -187,31 +187,33 @@ class Decoder:
         config = self.config
         qkv = F.linear(self.normalise(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = qkv.unflatten(-1, (-1, config.head_dim))
-        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=-2)
+        qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=-2)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self.normalise(q, layer.q_norm), self.normalise(k, layer.k_norm)
-        return rotate(q, rotation), rotate(k, rotation), v
+            q, k = qk.split((config.num_heads, config.num_kv_heads), dim=-2)
+            qk = torch.cat((self.normalise(q, layer.q_norm), self.normalise(k, layer.k_norm)), dim=-2)
+        q, k = rotate(qk, rotation).split((config.num_heads, config.num_kv_heads), dim=-2)
+        return q, k, v
 
     def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, in at least float32."""
-        x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)
-        if self.config.norm_offset:
-            return (x * (self.config.norm_offset + weight.to(x.dtype))).to(hidden.dtype)
-        return weight * x.to(hidden.dtype)
+        if not self.config.norm_offset:
+            return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
+        wide = torch.promote_types(hidden.dtype, torch.float32)  # one plus a small weight does not fit 16 bits
+        scale = self.config.norm_offset + weight.to(wide)
+        return F.rms_norm(hidden.to(wide), weight.shape, scale, self.config.norm_eps).to(hidden.dtype)
 
     def rotations(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines [B, M, 1, D] of the rows' positions, for each rope of the model."""
+        """Cosines and signed sines [B, M, 1, D] of the rows' positions, for each rope of the model."""
         pairs = []
         for rope, inv_freq in zip(self.config.ropes, self._inv_freqs, strict=True):
             angles = rows.positions[:, :, None, None].float() * inv_freq
-            angles = torch.cat((angles, angles), dim=-1)
-            pairs.append(((angles.cos() * rope.scaling).to(self.dtype), (angles.sin() * rope.scaling).to(self.dtype)))
+            cos = (angles.cos() * rope.scaling).to(self.dtype)
+            sin = (angles.sin() * rope.scaling).to(self.dtype)
+            pairs.append((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
         return pairs
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotary embedding of heads [B, M, H, D]; the halves of a head are the pairs' two coordinates."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    cos, signed_sin = rotation
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin

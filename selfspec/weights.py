@@ -113,7 +113,7 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dty
             return stored if stored.itemsize == 2 else torch.bfloat16
         return torch.float16 if device.type == "mps" else torch.float32
     chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if chosen not in FLOAT_DTYPES.values():
+    if not isinstance(chosen, torch.dtype) or chosen not in FLOAT_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16', 'float16' or 'float32'")
     return chosen
 

@@ -35,32 +35,32 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
-_SHARED: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": dict(sliding_window=6),
-    "qwen2": dict(tie_word_embeddings=True),
-    "qwen3": dict(head_dim=16),  # head_dim * heads differs from the hidden size
-    "gemma3_text": dict(
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=5,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        tie_word_embeddings=True,
-    ),
+    "mistral": {"sliding_window": 6},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},  # head_dim * heads differs from the hidden size
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -76,7 +76,8 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in eval mode; the same arguments give the same weights, whatever else was drawn before."""
     config = tiny_config(family, **overrides)
-    model = _CLASSES[family][1](config).to(torch.float64)
+    model: Any = _CLASSES[family][1](config)
+    model.to(torch.float64)
     generator = torch.Generator().manual_seed(seed)
     offset = 1.0 if family == "gemma3_text" else 0.0  # gemma stores its norm weights minus one
     with torch.no_grad():

@@ -1,0 +1,606 @@
+"""Bad input is refused with a ValueError that names the problem and the fix, before any work starts.
+
+Every row of these tables goes through `refuses`: the message must hold the row's words, no layer may have run and no
+page may have been taken, and afterwards the engine must still give transformers' answer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, GPT2Config, TextStreamer
+
+from selfspec import Engine, Plan, Profile
+from selfspec.cache import Cache
+from selfspec.exits import Exit, ExitBlock
+from selfspec.model import Decoder
+from selfspec.profile import DomainChoice, ModelIdentity
+from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
+
+CONTEXT = 80
+LAYERS = 4
+PROMPT = torch.tensor([[1, 5, 9, 33]])
+BATCH = torch.tensor([[1, 5, 9, 33], [4, 8, 15, 16]])
+
+pytestmark = pytest.mark.filterwarnings("ignore:decoding plainly")
+
+Refuses = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", eos_token_id=None, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def answer(model) -> list[list[int]]:
+    return model.generate(PROMPT, max_new_tokens=4).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Engine:
+    return Engine.from_model(model)
+
+
+@pytest.fixture(scope="module")
+def speaking(model) -> Engine:
+    """An engine with a tokenizer that has no chat template."""
+    return Engine.from_model(model, tokenizer=tiny_tokenizer(chat_template=None))
+
+
+@contextmanager
+def no_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails if a layer is run or a page is asked for within."""
+    work: list[str] = []
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            work.append(f"{owner.__name__}.{name}")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Decoder, "run")
+    watch(Decoder, "embed")
+    watch(Cache, "reserve")
+    yield
+    monkeypatch.undo()
+    assert not work, f"work was done before the refusal: {work}"
+
+
+@pytest.fixture
+def refuses(monkeypatch, answer) -> Refuses:
+    """Checks one refusal: `refuses(engine, call, *words)`."""
+
+    def check(engine: Engine, call: Callable[[], Any], *words: str) -> None:
+        pages = engine.cache.num_pages
+        with no_work(monkeypatch), pytest.raises(ValueError) as caught:
+            call()
+        message = str(caught.value)
+        assert all(word in message for word in words), f"{words} expected in: {message}"
+        assert engine.cache.num_pages == pages and engine.cache.free_pages == pages
+        assert engine.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == answer
+
+    return check
+
+
+def test_the_watch_notices_work(monkeypatch, engine):
+    """A guard that never fires would make every test here weaker than it looks."""
+    with pytest.raises(AssertionError, match="work was done"), no_work(monkeypatch):
+        engine.generate(PROMPT, max_new_tokens=1)
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.long)
+
+
+# input_ids, the words of the message, and further arguments.
+PROMPTS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
+    "no-tokens": (torch.empty(1, 0, dtype=torch.long), ("prompt 0 is empty", "at least one token"), {}),
+    "no-rows": (torch.empty(0, 3, dtype=torch.long), ("no rows", "at least one prompt"), {}),
+    "row-fully-masked": (
+        BATCH,
+        ("prompt 1 is empty", "at least one token"),
+        {"attention_mask": ids([1, 1, 1, 1], [0, 0, 0, 0])},
+    ),
+    "row-of-padding-only": (ids([5, 9], [0, 0]), ("prompt 1 is empty", "at least one token"), {"pad_token_id": 0}),
+    "id-just-outside": (ids([1, VOCABULARY]), ("prompt 0", "101", "vocabulary", "0 to 100", "tokenizer"), {}),
+    "id-far-outside": (ids([1, 2**40]), ("prompt 0", str(2**40), "vocabulary", "0 to 100"), {}),
+    "id-negative": (ids([1, 5], [-1, 7]), ("prompt 1", "-1", "vocabulary", "0 to 100"), {}),
+    "ids-int32": (PROMPT.int(), ("input_ids", "LongTensor", "int32"), {}),
+    "ids-float": (PROMPT.float(), ("input_ids", "LongTensor", "float32"), {}),
+    "ids-flat": (PROMPT[0], ("input_ids", "[batch, length]", "[4]"), {}),
+    "ids-three-dimensional": (PROMPT[None], ("input_ids", "[batch, length]", "[1, 1, 4]"), {}),
+    "ids-list": (PROMPT.tolist(), ("input_ids", "LongTensor", "list"), {}),
+    "ids-none": (None, ("input_ids", "LongTensor", "NoneType"), {}),
+    "ids-text": ("Hello", ("input_ids", "LongTensor", "str"), {}),
+    "mask-too-short": (
+        PROMPT,
+        ("attention_mask [1, 3]", "input_ids [1, 4]", "shape"),
+        {"attention_mask": ids([1, 1, 1])},
+    ),
+    "mask-flat": (PROMPT, ("attention_mask [4]", "input_ids [1, 4]"), {"attention_mask": torch.ones(4)}),
+    "mask-list": (PROMPT, ("attention_mask", "tensor"), {"attention_mask": [[1, 1, 1, 1]]}),
+    "mask-padded-on-the-right": (
+        BATCH,
+        ("row 1", "attention_mask", "left-padded", "padding_side='left'"),
+        {"attention_mask": ids([1, 1, 1, 1], [1, 1, 0, 0])},
+    ),
+    "mask-with-a-hole": (
+        PROMPT,
+        ("row 0", "attention_mask", "left-padded"),
+        {"attention_mask": ids([1, 0, 1, 1])},
+    ),
+    "padded-on-the-right-without-a-mask": (
+        ids([5, 9, 0, 0]),
+        ("row 0", "left-padded", "padding_side='left'"),
+        {"pad_token_id": 0},
+    ),
+    "prompt-at-the-context": (
+        torch.ones(1, CONTEXT, dtype=torch.long),
+        ("prompt 0", f"{CONTEXT} tokens", f"holds {CONTEXT}", "shorten"),
+        {},
+    ),
+    "prompt-over-the-context": (
+        torch.ones(2, CONTEXT + 7, dtype=torch.long),
+        ("prompt 0", f"{CONTEXT + 7} tokens", f"holds {CONTEXT}", "shorten"),
+        {"max_new_tokens": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", PROMPTS.values(), ids=PROMPTS.keys())
+def test_prompt_is_refused(row, engine, refuses):
+    input_ids, words, kwargs = row
+    refuses(engine, lambda: engine.generate(input_ids, **kwargs), *words)
+
+
+def test_one_token_fits_before_the_context(model, engine):
+    prompt = torch.full((1, CONTEXT - 1), 7)
+    out = engine.generate(prompt, max_new_tokens=5, return_dict_in_generate=True)
+    assert out.sequences.tolist() == model.generate(prompt, max_new_tokens=1).tolist()
+    assert out.stats[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("huge", "plan"), [(CONTEXT, "tree:3,2"), (10**6, "chain:4"), (2**80, "none")], ids=["context", "million", "2**80"]
+)
+def test_huge_max_new_tokens_stops_at_the_context(model, engine, huge, plan):
+    out = engine.generate(
+        PROMPT, max_new_tokens=huge, plan=plan, speculative_decoding="force", return_dict_in_generate=True
+    )
+    expected = model.generate(PROMPT, max_new_tokens=CONTEXT - PROMPT.shape[1])
+    assert out.sequences.tolist() == expected.tolist()
+    assert out.stats[0].finish_reason == "length"
+
+
+def test_rows_stop_at_the_context_each_for_itself(engine):
+    """Padding is no part of a row's context: the shorter prompt gets more new tokens."""
+    padded, mask = ids([0, 0, 7, 8], [1, 5, 9, 33]), ids([0, 0, 1, 1], [1, 1, 1, 1])
+    out = engine.generate(padded, mask, max_new_tokens=10**6, return_dict_in_generate=True)
+    assert [stats.new_tokens for stats in out.stats] == [CONTEXT - 2, CONTEXT - 4]
+    assert [stats.finish_reason for stats in out.stats] == ["length", "length"]
+
+
+MANY_NODES = [(0, rank) for rank in range(64)]
+NAMES_OF_FORMS = ("'none'", "'chain:4'", "'tree:4,2,2,1'", "nodes")
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "max_new_tokens-0": ({"max_new_tokens": 0}, ("max_new_tokens=0", "at least 1")),
+    "max_new_tokens-negative": ({"max_new_tokens": -3}, ("max_new_tokens=-3", "at least 1")),
+    "max_new_tokens-float": ({"max_new_tokens": 5.0}, ("max_new_tokens=5.0", "integer")),
+    "max_new_tokens-text": ({"max_new_tokens": "5"}, ("max_new_tokens='5'", "integer")),
+    "max_new_tokens-bool": ({"max_new_tokens": True}, ("max_new_tokens=True", "integer")),
+    "max_length-0": ({"max_length": 0}, ("max_length=0", "at least 1")),
+    "max_length-float": ({"max_length": 9.5}, ("max_length=9.5", "integer")),
+    "max_length-is-the-prompt's": (
+        {"max_length": 4},
+        ("max_length=4", "4 tokens", "raise max_length", "max_new_tokens"),
+    ),
+    "max_length-below-the-prompt's": ({"max_length": 2}, ("max_length=2", "4 tokens", "raise max_length")),
+    "min_new_tokens-negative": ({"min_new_tokens": -1}, ("min_new_tokens=-1", "at least 0")),
+    "min_new_tokens-float": ({"min_new_tokens": 2.5}, ("min_new_tokens=2.5", "integer")),
+    "exit-layer-0": ({"exit_layer": 0}, ("exit_layer=0", "4 layers", "1 to 3")),
+    "exit-layer-negative": ({"exit_layer": -1}, ("exit_layer=-1", "4 layers", "1 to 3")),
+    "exit-layer-last": ({"exit_layer": LAYERS}, ("exit_layer=4", "4 layers", "1 to 3")),
+    "exit-layer-beyond": ({"exit_layer": 30}, ("exit_layer=30", "4 layers", "1 to 3")),
+    "exit-layer-float": ({"exit_layer": 2.0}, ("exit_layer=2.0", "1 to 3")),
+    "exit-layer-text": ({"exit_layer": "2"}, ("exit_layer='2'", "1 to 3")),
+    "exit-layer-bool": ({"exit_layer": True}, ("exit_layer=True", "1 to 3")),
+    "exit-layer-bad-though-switched-off": (
+        {"exit_layer": 30, "speculative_decoding": False},
+        ("exit_layer=30", "4 layers", "1 to 3"),
+    ),
+    "plan-of-no-kind": ({"plan": "spline:3"}, ("'spline:3'", "malformed", *NAMES_OF_FORMS)),
+    "plan-without-number": ({"plan": "chain:"}, ("'chain:'", "malformed", *NAMES_OF_FORMS)),
+    "plan-with-a-word": ({"plan": "chain:four"}, ("'chain:four'", "malformed", *NAMES_OF_FORMS)),
+    "plan-negative": ({"plan": "chain:-1"}, ("'chain:-1'", "malformed", *NAMES_OF_FORMS)),
+    "plan-with-a-gap": ({"plan": "tree:4,,1"}, ("'tree:4,,1'", "malformed", *NAMES_OF_FORMS)),
+    "plan-empty-text": ({"plan": ""}, ("''", "malformed", *NAMES_OF_FORMS)),
+    "plan-chain-of-0": ({"plan": "chain:0"}, ("at least one node", *NAMES_OF_FORMS)),
+    "plan-tree-of-0": ({"plan": "tree:2,0"}, ("at least one node", *NAMES_OF_FORMS)),
+    "plan-not-pairs": ({"plan": [0, 1]}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
+    "plan-a-number": ({"plan": 4}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
+    "plan-child-before-parent": ({"plan": [(0, 0), (2, 0)]}, ("node 2", "parent 2", "before its child")),
+    "plan-negative-rank": ({"plan": [(0, -1)]}, ("node 1", "rank -1", "start at 0")),
+    "plan-twins": ({"plan": [(0, 0), (0, 0)]}, ("two children of the same rank",)),
+    "plan-not-depth-by-depth": ({"plan": [(0, 0), (1, 0), (0, 1)]}, ("depth by depth",)),
+    "plan-fraction-of-a-rank": ({"plan": [(0, 0), (0, 1.5)]}, ("1.5",)),
+    "nodes-64-in-a-chain": ({"plan": "chain:64"}, ("63",)),
+    "nodes-64-in-a-tree": ({"plan": "tree:8,7"}, ("63", "(8, 7)")),
+    "nodes-64-listed": ({"plan": MANY_NODES}, ("64 nodes", "63")),
+    "nodes-uncountable": ({"plan": "chain:1000000000000000"}, ("63",)),
+    "rank-beyond-the-vocabulary": ({"plan": [(0, 0), (0, VOCABULARY)]}, ("rank 101", "101 tokens")),
+    "argument-num_beams": ({"num_beams": 4}, ("num_beams=4", "not supported", "top_p")),
+    "argument-invented": ({"invented": 1}, ("'invented'", "max_new_tokens", "top_p")),
+    "argument-invented-none": ({"invented": None}, ("'invented'", "max_new_tokens", "top_p")),
+    "argument-penalty_alpha": ({"penalty_alpha": 0.6}, ("penalty_alpha=0.6", "not supported")),
+    "argument-assistant_model": ({"assistant_model": "x"}, ("assistant_model", "supports", "top_p")),
+    "argument-no_repeat_ngram_size": ({"no_repeat_ngram_size": 3}, ("no_repeat_ngram_size=3", "not supported")),
+    "argument-bad_words_ids": ({"bad_words_ids": [[4]]}, ("bad_words_ids", "not supported")),
+    "config-num_beams": ({"generation_config": GenerationConfig(num_beams=4)}, ("num_beams=4", "not supported")),
+    "config-invented": ({"generation_config": GenerationConfig(invented=3)}, ("invented=3", "not supported")),
+    "config-typical_p": ({"generation_config": GenerationConfig(typical_p=0.5)}, ("typical_p=0.5", "not supported")),
+    "config-0-tokens": (
+        {"generation_config": GenerationConfig(max_new_tokens=1, top_k=-1)},
+        ("top_k=-1", "at least 0"),
+    ),
+    "config-dict": ({"generation_config": {"max_new_tokens": 3}}, ("generation_config", "GenerationConfig", "dict")),
+    "mode-word": ({"speculative_decoding": "on"}, ("speculative_decoding='on'", "False", "'force'")),
+    "mode-list": ({"speculative_decoding": []}, ("speculative_decoding=[]", "False", "'force'")),
+    "acceptance-word": ({"acceptance": "always"}, ("acceptance='always'", "'coupled'", "'rejection'")),
+    "acceptance-none": ({"acceptance": None}, ("acceptance=None", "'coupled'", "'rejection'")),
+    "rules-dict": ({"rules": {"max_batch": 4}}, ("rules", "Rules")),
+    "seed-float": ({"seed": 1.5}, ("seed", "1.5", "integer")),
+    "seed-text": ({"seed": "a"}, ("seed", "'a'", "integers")),
+    "seed-bool": ({"seed": True}, ("seed", "True", "integers")),
+    "seed-of-65-bits": ({"seed": 2**63}, ("seed", str(2**63), "64 bits")),
+    "seed-for-two-rows": ({"seed": [1, 2]}, ("seed", "2 entries", "1 prompts", "one per prompt")),
+    "seed-for-no-row": ({"seed": []}, ("seed", "0 entries", "one per prompt")),
+    "temperature-0": ({"do_sample": True, "temperature": 0.0}, ("temperature=0.0", "above 0", "do_sample=False")),
+    "temperature-negative": ({"do_sample": True, "temperature": -1.0}, ("temperature=-1.0", "above 0")),
+    "temperature-nan": ({"do_sample": True, "temperature": float("nan")}, ("temperature=nan", "above 0")),
+    "temperature-text": ({"do_sample": True, "temperature": "hot"}, ("temperature='hot'", "number")),
+    "top_k-negative": ({"do_sample": True, "top_k": -1}, ("top_k=-1", "at least 0", "0 switches it off")),
+    "top_k-fraction": ({"do_sample": True, "top_k": 2.5}, ("top_k=2.5", "integer")),
+    "top_k-text": ({"do_sample": True, "top_k": "ten"}, ("top_k='ten'", "integer")),
+    "top_k-infinite": ({"do_sample": True, "top_k": float("inf")}, ("top_k=inf", "integer")),
+    "top_p-0": ({"do_sample": True, "top_p": 0.0}, ("top_p=0.0", "above 0", "at most 1")),
+    "top_p-above-1": ({"do_sample": True, "top_p": 1.5}, ("top_p=1.5", "at most 1")),
+    "top_p-nan": ({"do_sample": True, "top_p": float("nan")}, ("top_p=nan", "at most 1")),
+    "top_p-text": ({"do_sample": True, "top_p": "most"}, ("top_p='most'", "at most 1")),
+    "min_p-negative": ({"do_sample": True, "min_p": -0.1}, ("min_p=-0.1", "between 0 and 1")),
+    "min_p-above-1": ({"do_sample": True, "min_p": 1.1}, ("min_p=1.1", "between 0 and 1")),
+    "repetition_penalty-0": ({"repetition_penalty": 0.0}, ("repetition_penalty=0.0", "above 0", "1 switches it off")),
+    "repetition_penalty-negative": ({"repetition_penalty": -2.0}, ("repetition_penalty=-2.0", "above 0")),
+    "repetition_penalty-text": ({"repetition_penalty": "x"}, ("repetition_penalty='x'", "number")),
+    "eos-text": ({"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+    "pad-text": ({"pad_token_id": "<pad>"}, ("pad_token_id", "'<pad>'")),
+    "copies-0": ({"num_return_sequences": 0, "do_sample": True}, ("num_return_sequences=0", "at least 1")),
+    "copies-negative": ({"num_return_sequences": -2, "do_sample": True}, ("num_return_sequences=-2", "at least 1")),
+    "copies-fraction": ({"num_return_sequences": 1.5, "do_sample": True}, ("num_return_sequences=1.5", "integer")),
+    "copies-while-greedy": (
+        {"num_return_sequences": 2},
+        ("num_return_sequences=2", "do_sample=True", "num_return_sequences=1"),
+    ),
+    "stop_strings-without-a-tokenizer": ({"stop_strings": ["."]}, ("stop_strings", "tokenizer", "Engine.from_model")),
+    "stop_strings-a-number": ({"stop_strings": 5}, ("stop_strings", "5")),
+}
+
+
+@pytest.mark.parametrize("row", ARGUMENTS.values(), ids=ARGUMENTS.keys())
+def test_argument_is_refused(row, engine, refuses):
+    kwargs, words = row
+    refuses(engine, lambda: engine.generate(PROMPT, **kwargs), *words)
+
+
+@pytest.mark.parametrize("nodes", [63, 62])
+def test_a_plan_of_63_nodes_is_accepted(engine, answer, nodes):
+    plan = [(0, rank) for rank in range(nodes)]
+    out = engine.generate(PROMPT, max_new_tokens=4, plan=plan, return_dict_in_generate=True)
+    assert out.sequences.tolist() == answer
+    assert out.stats[0].plan == str(Plan.parse(plan))
+
+
+def test_the_last_rank_of_the_vocabulary_is_accepted(engine, answer):
+    out = engine.generate(PROMPT, max_new_tokens=4, plan=[(0, VOCABULARY - 1)], return_dict_in_generate=True)
+    assert out.sequences.tolist() == answer
+    assert out.stats[0].plan == f"nodes:0.{VOCABULARY - 1}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs"),
+    [(BATCH, {}), (PROMPT, {"do_sample": True, "num_return_sequences": 2})],
+    ids=["two-rows", "two-copies"],
+)
+def test_a_streamer_for_several_sequences_is_refused(speaking, refuses, prompt, kwargs):
+    streamer = TextStreamer(speaking.tokenizer)
+    words = ("streamer", "one prompt", "num_return_sequences=1")
+    refuses(speaking, lambda: speaking.generate(prompt, streamer=streamer, **kwargs), *words)
+
+
+class TestText:
+    @pytest.mark.parametrize("method", ["complete", "stream"])
+    def test_text_needs_a_tokenizer(self, engine, refuses, method):
+        refuses(engine, lambda: getattr(engine, method)("Hello"), "tokenizer", "Engine.from_model", "generate()")
+
+    @pytest.mark.parametrize("method", ["complete", "stream"])
+    def test_an_empty_text_is_refused(self, speaking, refuses, method):
+        refuses(speaking, lambda: getattr(speaking, method)(""), "prompt 0 is empty", "at least one token")
+
+    def test_an_empty_text_among_others_is_named(self, speaking, refuses):
+        refuses(speaking, lambda: speaking.complete(["a", "", "b"]), "prompt 1 is empty")
+
+    @pytest.mark.parametrize("method", ["complete", "stream"])
+    def test_messages_need_a_chat_template(self, speaking, refuses, method):
+        chat = [{"role": "user", "content": "a"}]
+        refuses(speaking, lambda: getattr(speaking, method)(chat), "chat template", "one string")
+
+    @pytest.mark.parametrize(
+        "message", [{"role": "user"}, {"content": "a"}, "a"], ids=["no-content", "no-role", "no-message"]
+    )
+    def test_a_message_needs_role_and_content(self, speaking, refuses, message):
+        chat = [{"role": "user", "content": "a"}, message]
+        refuses(speaking, lambda: speaking.complete(chat), "'role'", "'content'", repr(message))
+
+    @pytest.mark.parametrize("prompt", [5, None, [5], [["a"]]], ids=str)
+    def test_a_prompt_of_another_type_is_refused(self, speaking, refuses, prompt):
+        refuses(speaking, lambda: speaking.complete(prompt), "prompt", "string", "messages")
+
+    def test_a_stream_follows_one_sequence(self, speaking, refuses):
+        call = lambda: speaking.stream("a", do_sample=True, num_return_sequences=2)  # noqa: E731
+        refuses(speaking, call, "stream()", "one prompt", "num_return_sequences=1")
+
+    def test_an_unknown_option_is_named(self, speaking, refuses):
+        refuses(speaking, lambda: speaking.complete("a", invented=1), "'invented'", "max_new_tokens")
+
+    def test_a_text_longer_than_the_context_is_refused(self, speaking, refuses):
+        refuses(speaking, lambda: speaking.complete("a " * 4 * CONTEXT), "prompt 0", f"holds {CONTEXT}", "shorten")
+
+
+class TestEngineArguments:
+    @pytest.mark.parametrize("name", ["max_length", "max_batch"])
+    @pytest.mark.parametrize("value", [0, -1, 2.5, "8"], ids=str)
+    def test_a_limit_must_be_a_positive_integer(self, model, name, value):
+        with pytest.raises(ValueError, match=f"{name}=.*at least 1"):
+            Engine.from_model(model, **{name: value})
+
+    def test_a_prompt_at_the_engines_max_length_is_refused(self, model, refuses):
+        engine = Engine.from_model(model, max_length=12)
+        refuses(
+            engine, lambda: engine.generate(torch.ones(1, 12, dtype=torch.long)), "12 tokens", "holds 12", "shorten"
+        )
+
+    def test_more_sequences_than_max_batch_are_refused(self, model, refuses):
+        engine = Engine.from_model(model, max_batch=1)
+        refuses(engine, lambda: engine.generate(BATCH), "2 sequences", "max_batch=1", "fewer")
+
+    def test_copies_count_for_max_batch(self, model, refuses):
+        engine = Engine.from_model(model, max_batch=3)
+        call = lambda: engine.generate(BATCH, do_sample=True, num_return_sequences=2)  # noqa: E731
+        refuses(engine, call, "4 sequences", "max_batch=3")
+
+
+QUANTIZED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model("llama", torch.float32).save_pretrained(folder)
+    return folder
+
+
+class TestModelFolder:
+    """Refusals of `Engine.from_pretrained`: no weight may have been loaded."""
+
+    @pytest.fixture
+    def folder(self, saved, tmp_path) -> Path:
+        return Path(shutil.copytree(saved, tmp_path / "model"))
+
+    @pytest.fixture
+    def refuses_to_load(self, monkeypatch) -> Refuses:
+        def check(folder: Path, *words: str, **kwargs: Any) -> None:
+            def never(*_: Any, **__: Any) -> None:
+                raise AssertionError("weights were loaded before the refusal")
+
+            monkeypatch.setattr("selfspec.weights.safe_open", never)
+            monkeypatch.setattr("selfspec.model.Decoder.__init__", never)
+            with pytest.raises(ValueError) as caught:
+                Engine.from_pretrained(folder, **{"device": "cpu", "profile": None, **kwargs})
+            message = str(caught.value)
+            assert all(word in message for word in words), f"{words} expected in: {message}"
+
+        return check
+
+    def edit_config(self, folder: Path, **entries: Any) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    def test_the_folder_loads_as_long_as_nothing_is_wrong(self, folder):
+        engine = Engine.from_pretrained(folder, device="cpu", profile=None)
+        expected = tiny_model("llama", torch.float32).generate(PROMPT, max_new_tokens=4)
+        assert engine.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == expected.tolist()
+
+    def test_unsupported_model_type(self, tmp_path, refuses_to_load):
+        GPT2Config(n_layer=2).save_pretrained(tmp_path)
+        families = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+        refuses_to_load(tmp_path, "'gpt2'", "not supported", *families)
+
+    def test_unknown_model_type(self, folder, refuses_to_load):
+        self.edit_config(folder, model_type="invented")
+        refuses_to_load(folder, "'invented'", "not supported", "llama")
+
+    @pytest.mark.parametrize("method", QUANTIZED)
+    def test_quantized_checkpoint(self, folder, refuses_to_load, method):
+        self.edit_config(folder, quantization_config=QUANTIZED[method])
+        refuses_to_load(folder, "quantized", method, "unquantized checkpoint", "GGUF")
+
+    def test_pickled_weights_only(self, folder, refuses_to_load):
+        (folder / "model.safetensors").unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+        refuses_to_load(folder, "pickled", "pytorch_model.bin", "safetensors", "save_pretrained")
+
+    def test_no_weights_at_all(self, folder, refuses_to_load):
+        (folder / "model.safetensors").unlink()
+        refuses_to_load(folder, "no weights", "model.safetensors", "again")
+
+    @pytest.mark.parametrize("keep", [-1, 1000, 4, 0], ids=["last-byte", "data", "header", "everything"])
+    def test_truncated_safetensors(self, folder, refuses_to_load, keep):
+        """Cut within its last tensor, within its first, within its header, and to nothing."""
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        file.write_bytes(content[: {-1: -1, 1000: header + 1000, 4: header // 2, 0: 0}[keep]])
+        refuses_to_load(folder, "model.safetensors", "bytes", "again")
+
+    def test_missing_shard(self, tmp_path, refuses_to_load):
+        tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
+        shards = sorted(tmp_path.glob("model-*.safetensors"))
+        assert len(shards) > 2
+        shards[1].unlink()
+        refuses_to_load(tmp_path, shards[1].name, f"{len(shards)} files", "download")
+
+    def test_missing_config(self, folder, refuses_to_load):
+        (folder / "config.json").unlink()
+        refuses_to_load(folder, "no config.json", "save_pretrained")
+
+    def test_missing_folder(self, tmp_path, refuses_to_load):
+        refuses_to_load(tmp_path / "nowhere", "nowhere", "does not exist", "folder")
+
+    def test_weights_of_another_shape(self, folder, refuses_to_load):
+        self.edit_config(folder, intermediate_size=64)
+        refuses_to_load(folder, "[48, 32] instead of [64, 32]", "same checkpoint")
+
+    @pytest.mark.parametrize(
+        ("kwargs", "words"),
+        [
+            ({"device": "tpu"}, ("device='tpu'", "'cpu'")),
+            ({"dtype": "int4"}, ("dtype='int4'", "'bfloat16'")),
+            ({"max_length": 0}, ("max_length=0", "at least 1")),
+            ({"max_batch": -1}, ("max_batch=-1", "at least 1")),
+        ],
+        ids=["device", "dtype", "max_length", "max_batch"],
+    )
+    def test_bad_argument(self, folder, refuses_to_load, kwargs, words):
+        refuses_to_load(folder, *words, **kwargs)
+
+    @pytest.mark.parametrize("method", QUANTIZED)
+    def test_a_live_quantized_model(self, method):
+        model = tiny_model("llama", torch.float32)
+        model.config.quantization_config = QUANTIZED[method]
+        with pytest.raises(ValueError, match=f"(?s)quantized.*{method}.*unquantized"):
+            Engine.from_model(model)
+
+    def test_a_live_model_of_another_type(self):
+        model = tiny_model("llama", torch.float32)
+        model.config = GPT2Config(n_layer=2)
+        with pytest.raises(ValueError, match="'gpt2' is not supported.*llama.*gemma3_text"):
+            Engine.from_model(model)
+
+
+class TestProfile:
+    @pytest.fixture
+    def folder(self, engine, tmp_path) -> Path:
+        domains = {
+            "chat": DomainChoice(exit_layer=2, plan="chain:2"),
+            "code": DomainChoice(exit_layer=1, plan="tree:2"),
+        }
+        profile = Profile(model=ModelIdentity.of(engine.model), domains=domains)
+        block = ExitBlock(engine.model.layers[2], torch.zeros(32, 32), torch.zeros(32))
+        profile.save(tmp_path / "profile", [Exit(engine.model, 2, block=block), Exit(engine.model, 1)])
+        return tmp_path / "profile"
+
+    def edit(self, folder: Path, **entries: Any) -> None:
+        path = folder / "profile.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+    def test_the_profile_is_good_as_long_as_nothing_is_wrong(self, model, folder, answer):
+        engine = Engine.from_model(model, profile=folder)
+        out = engine.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
+        assert out.sequences.tolist() == answer and out.stats[0].exit_layer == 2
+
+    @pytest.mark.parametrize("other", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["values", "layers"])
+    def test_made_for_other_weights(self, folder, refuses, engine, other):
+        stranger = tiny_model("llama", **other)
+        call = lambda: Engine.from_model(stranger, profile=folder)  # noqa: E731
+        refuses(engine, call, str(folder), "other weights", "calibrate", "profile=None")
+
+    def test_made_for_weights_that_differ_a_little(self, folder, refuses, engine, model):
+        """A fine-tuned copy: every weight moved by a few per cent."""
+        tuned = tiny_model("llama")
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                parameter += 0.05 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
+        call = lambda: Engine.from_model(tuned, profile=folder)  # noqa: E731
+        refuses(engine, call, "other weights", "calibrate")
+
+    @pytest.mark.parametrize("version", [0, None, "1"], ids=["older", "missing", "text"])
+    def test_of_another_schema(self, folder, refuses, engine, model, version):
+        self.edit(folder, schema_version=version)
+        call = lambda: Engine.from_model(model, profile=folder)  # noqa: E731
+        refuses(engine, call, "profile.json", f"schema version {version}", "reads 1", "calibrate")
+
+    @pytest.mark.parametrize("content", ["", "{", "not json", "[]", '"text"', "\x00\xff"], ids=repr)
+    def test_corrupt_profile_json(self, folder, refuses, engine, model, content):
+        (folder / "profile.json").write_text(content, encoding="latin-1")
+        refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", "calibrate")
+
+    @pytest.mark.parametrize(
+        ("entries", "word"),
+        [
+            ({"domains": {}}, "domain"),
+            ({"domains": {"chat": {"exit_layer": 2}}}, "plan"),
+            ({"domains": {"chat": {"exit_layer": 2, "plan": "chain:x"}}}, "'chain:x'"),
+            ({"surprise": 1}, "surprise"),
+            ({"model": None}, "model"),
+        ],
+        ids=["no-domain", "no-plan", "malformed-plan", "unknown-entry", "no-model"],
+    )
+    def test_invalid_profile_json(self, folder, refuses, engine, model, entries, word):
+        self.edit(folder, **entries)
+        refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", word, "calibrate")
+
+    def test_missing_profile(self, tmp_path, refuses, engine, model):
+        call = lambda: Engine.from_model(model, profile=tmp_path / "nowhere")  # noqa: E731
+        refuses(engine, call, "nowhere", "no profile", "calibrate")
+
+    def test_an_exit_the_model_does_not_have(self, folder, refuses, engine, model):
+        self.edit(folder, domains={"chat": {"exit_layer": 9, "plan": "chain:2"}})
+        call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
+        refuses(engine, call, "profile", "9", "4 layers", "1 to 3")
+
+    @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "tensor-missing", "tensor-misshapen"])
+    def test_corrupt_exits(self, folder, refuses, engine, model, damage):
+        """Whether they are read when the engine is built or when first needed is left open."""
+        file = folder / "exits.safetensors"
+        tensors, content = load_file(file), file.read_bytes()
+        if damage == "tensor-missing":
+            del tensors["2.block.qkv"]
+            save_file(tensors, file)
+        elif damage == "tensor-misshapen":
+            save_file({**tensors, "2.affine_weight": torch.zeros(3, 5)}, file)
+        else:
+            file.write_bytes({"truncated": content[:-10], "garbage": b"\xff" * 200, "empty": b""}[damage])
+        call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
+        refuses(engine, call, "exits.safetensors", "calibrate")
+
+    def test_unknown_domain(self, folder, refuses, model):
+        engine = Engine.from_model(model, profile=folder)
+        refuses(engine, lambda: engine.generate(PROMPT, domain="law"), "domain 'law'", "chat, code", "'auto'")

@@ -1,0 +1,324 @@
+"""The cycle itself: no work is done twice, perfect drafts are accepted whole, and the statistics say what happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import Engine, GenerateOutput, Plan, Stats
+from selfspec.cache import Rows
+from selfspec.exits import Exit, ExitBlock
+from selfspec.model import Decoder
+from selfspec.runtime import Session
+from tests.scripted import (
+    IRREGULAR,
+    PLANS,
+    ScriptedExit,
+    ScriptedPolicy,
+    endless,
+    left_padded,
+    open_session,
+    plan_id,
+    random_prompt,
+    silence,
+)
+from tests.tiny import FAMILIES, VOCABULARY, tiny_model
+
+LAYERS = 4
+PROMPTS = [random_prompt(9), random_prompt(17), random_prompt(4)]
+
+plans = pytest.mark.parametrize("plan", PLANS, ids=plan_id)
+
+
+@cache
+def engine_of(family: str) -> Engine:
+    return Engine.from_model(endless(tiny_model(family)))
+
+
+@cache
+def silent_engine(family: str, start_layer: int) -> Engine:
+    return Engine.from_model(silence(endless(tiny_model(family)), start_layer))
+
+
+def stats_of(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Stats]:
+    ids, mask = left_padded(prompts)
+    settings = {"do_sample": False, "speculative_decoding": "force", **options}
+    output = engine.generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings)
+    assert isinstance(output, GenerateOutput)
+    return output.stats
+
+
+# Work
+
+
+class Passes:
+    """Every pass of rows through a layer: (layer, rows of the pass, batch size)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, Rows, int]] = []
+        run_layer = Decoder.run_layer
+
+        def counted(
+            model: Decoder,
+            layer: Any,
+            spec: Any,
+            cache_layer: int,
+            hidden: torch.Tensor,
+            rotations: Any,
+            rows: Rows,
+            kv: Any,
+        ) -> torch.Tensor:
+            assert hidden.shape[1] == len(rows.nodes)
+            self.seen.append((cache_layer, rows, hidden.shape[0]))
+            return run_layer(model, layer, spec, cache_layer, hidden, rotations, rows, kv)
+
+        monkeypatch.setattr(Decoder, "run_layer", counted)
+
+    def take(self) -> Counter[tuple[int, int, int]]:
+        """How often each (row of the batch, layer, node) passed since the last call."""
+        seen, self.seen = self.seen, []
+        return Counter((row, layer, node) for layer, rows, batch in seen for row in range(batch) for node in rows.nodes)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    return Passes(monkeypatch)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "batch3"])
+@pytest.mark.parametrize("exit_layer", [1, 3], ids=lambda layer: f"exit{layer}")
+@plans
+def test_every_node_passes_every_layer_exactly_once_a_cycle(
+    plan: str, exit_layer: int, prompts: list[list[int]], passes: Passes
+) -> None:
+    engine = engine_of("llama")
+    session = open_session(engine, prompts, plan, Exit(engine.model, exit_layer), new_tokens=50)
+    session.prefill()
+    passes.take()
+    nodes = range(len(Plan.parse(plan)) + 1)
+    once = Counter((row, layer, node) for row in range(len(prompts)) for layer in range(LAYERS) for node in nodes)
+    for _ in range(3):
+        session.cycle()
+        assert passes.take() == once
+    session.close()
+
+
+def test_the_exit_block_runs_once_for_each_node_of_a_level_that_drafts(passes: Passes) -> None:
+    engine = engine_of("llama")
+    plan = Plan.parse(IRREGULAR)
+    session = open_session(engine, PROMPTS[:1], IRREGULAR, exit_with_block(engine), new_tokens=50)
+    session.prefill()
+    passes.take()
+    session.cycle()
+    ran = {node: count for (_, layer, node), count in passes.take().items() if layer == LAYERS}
+    levels_that_draft = {node for level in plan.levels if plan.width(level) for node in level}
+    assert ran == dict.fromkeys(levels_that_draft, 1)
+    session.close()
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 513, 514, 1030])
+def test_prefill_runs_all_but_the_last_prompt_token_once(length: int, passes: Passes) -> None:
+    engine = Engine.from_model(endless(tiny_model("llama", max_position_embeddings=2048)))
+    session = open_session(engine, [random_prompt(length)], "chain:2", Exit(engine.model, 2))
+    session.prefill()
+    positions = Counter((layer, position) for layer, rows, _ in passes.seen for position in rows.positions[0].tolist())
+    assert positions == Counter((layer, position) for layer in range(LAYERS) for position in range(length - 1))
+    assert session.rows[0].sequence.length == length - 1
+    session.close()
+
+
+def test_copies_of_a_prompt_are_prefilled_once(passes: Passes) -> None:
+    engine = engine_of("llama")
+    session = open_session(engine, PROMPTS[:2], "chain:2", Exit(engine.model, 2), copies=3)
+    session.prefill()
+    assert sum(passes.take().values()) == LAYERS * sum(len(prompt) - 1 for prompt in PROMPTS[:2])
+    session.close()
+
+
+def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("an exit was run")
+
+    monkeypatch.setattr(Exit, "logits", forbidden)
+    monkeypatch.setattr(Exit, "fill", forbidden)
+    stats = stats_of(engine_of("llama"), PROMPTS, max_new_tokens=3, exit_layer=2, speculative_decoding=False)
+    assert [row.new_tokens for row in stats] == [3, 3, 3]
+
+
+# Drafts
+
+
+def exit_with_block(engine: Engine) -> Exit:
+    """An exit at layer 2 whose block is the layer that follows and a random affine."""
+    generator = torch.Generator().manual_seed(4)
+    size = engine.model.config.hidden_size
+    affine = 0.1 * torch.randn(size, size, generator=generator, dtype=torch.float64)
+    return Exit(engine.model, 2, block=ExitBlock(engine.model.layers[2], affine, affine[0]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "history", [["none"], ["chain:4"], ["tree:4,2,2,1", "none", IRREGULAR]], ids=["plain", "chain", "mixed"]
+)
+def test_a_draft_depends_on_the_text_not_on_how_it_was_made(family: str, history: list[str]) -> None:
+    """The exit block's cache is as good after any cycles as after a prefill of the same text."""
+    engine = engine_of(family)
+    exit = exit_with_block(engine)
+    grown = open_session(engine, PROMPTS[:1], "chain:4", exit, new_tokens=100)
+    grown.policy = ScriptedPolicy(history)  # type: ignore[assignment]
+    grown.prefill()
+    for _ in range(9):
+        grown.cycle()
+    fresh = open_session(engine, [grown.rows[0].tokens], "chain:4", exit, new_tokens=100)
+    fresh.prefill()
+    assert torch.equal(*(drafted_tokens(session, "tree:3,2,2") for session in (grown, fresh)))
+    grown.close()
+    fresh.close()
+
+
+@torch.inference_mode()
+def drafted_tokens(session: Session, plan: str) -> torch.Tensor:
+    for row in session.rows:
+        session.cache.reserve(row.sequence, row.sequence.length + len(Plan.parse(plan)) + 1)
+    return session.draft(session.rows, Plan.parse(plan)).tokens
+
+
+# Perfect drafts
+
+
+# plan: (new tokens, cycles, drafted, accepted) for whole cycles of depth + 1 tokens, and with a last cycle cut short.
+PERFECT = {
+    "chain:1": [(6, 3, 3, 3), (7, 4, 3, 3)],
+    "chain:4": [(10, 2, 8, 8), (13, 3, 10, 10)],
+    "tree:3,2,1": [(8, 2, 30, 6), (10, 3, 33, 7)],
+    "tree:4,2,2,1": [(10, 2, 88, 8), (13, 3, 100, 10)],
+    IRREGULAR: [(10, 2, 20, 8), (13, 3, 26, 10)],
+}
+PERFECT_CASES = [(plan, *counts) for plan, both in PERFECT.items() for counts in both]
+
+perfect = pytest.mark.parametrize(
+    ("plan", "new_tokens", "cycles", "drafted", "accepted"),
+    PERFECT_CASES,
+    ids=[f"{plan_id(plan)}-{new_tokens}tokens" for plan, new_tokens, *_ in PERFECT_CASES],
+)
+
+
+def assert_counts(stats: Stats, new_tokens: int, cycles: int, drafted: int, accepted: int, accept_rate: float) -> None:
+    counts = (stats.new_tokens, stats.cycles, stats.drafted, stats.accepted)
+    assert counts == (new_tokens, cycles, drafted, accepted)
+    assert stats.accept_rate == pytest.approx(accept_rate)
+    assert stats.tokens_per_cycle == pytest.approx(new_tokens / cycles)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@perfect
+def test_silent_layers_accept_the_full_depth_in_every_cycle(
+    family: str, plan: str, new_tokens: int, cycles: int, drafted: int, accepted: int
+) -> None:
+    for row in stats_of(silent_engine(family, 2), PROMPTS, plan=plan, exit_layer=2, max_new_tokens=new_tokens):
+        assert_counts(row, new_tokens, cycles, drafted, accepted, accept_rate=1)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3], ids=lambda layer: f"exit{layer}")
+def test_every_exit_among_silent_layers_is_always_right(exit_layer: int) -> None:
+    (row,) = stats_of(silent_engine("llama", 1), PROMPTS[:1], plan="chain:4", exit_layer=exit_layer, max_new_tokens=15)
+    assert_counts(row, new_tokens=15, cycles=3, drafted=12, accepted=12, accept_rate=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampling"),
+    [
+        ("chain:4", {"top_p": 0.9}),
+        ("chain:4", {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2}),
+        ("tree:4,2,2,1", {"top_k": 0}),
+        ("tree:4,2,2,1", {"top_k": 0, "repetition_penalty": 1.2}),
+    ],
+    ids=["chain-top_p", "chain-top_k-min_p-penalty", "tree", "tree-penalty"],
+)
+def test_sampled_drafts_of_silent_layers_are_coupled_to_the_target(plan: str, sampling: dict[str, Any]) -> None:
+    """Draft and target share logits and noise, so they draw the same tokens: trees are not cut, chains are."""
+    settings = {"do_sample": True, "temperature": 0.8, "seed": 3, "max_new_tokens": 15, **sampling}
+    for row in stats_of(silent_engine("llama", 2), PROMPTS, plan=plan, exit_layer=2, **settings):
+        assert (row.cycles, row.accepted, row.accept_rate) == (3, 12, 1.0)
+
+
+def test_drafts_of_silent_layers_know_min_new_tokens() -> None:
+    engine = silent_engine("llama", 2)
+    ids = torch.tensor([PROMPTS[0]])
+    first = int(engine.generate(ids, max_new_tokens=1, do_sample=False, plan="none")[0, -1])
+    settings: dict[str, Any] = {"eos_token_id": first, "min_new_tokens": 10, "max_new_tokens": 10}
+    (row,) = stats_of(engine, PROMPTS[:1], plan="chain:4", exit_layer=2, **settings)
+    assert_counts(row, new_tokens=10, cycles=2, drafted=8, accepted=8, accept_rate=1)
+
+
+# Statistics
+
+
+def test_statistics_of_a_plain_run() -> None:
+    (row,) = stats_of(engine_of("llama"), PROMPTS[:1], max_new_tokens=7, speculative_decoding=False)
+    assert_counts(row, new_tokens=7, cycles=7, drafted=0, accepted=0, accept_rate=0)
+    assert (row.plan, row.exit_layer, row.disabled_reason, row.finish_reason) == ("none", None, "request", "length")
+    assert row.elapsed_s > 0
+
+
+def test_statistics_of_a_speculative_run() -> None:
+    (row,) = stats_of(silent_engine("llama", 2), PROMPTS[:1], plan="tree:3,2,1", exit_layer=3, max_new_tokens=10)
+    assert (row.plan, row.exit_layer, row.disabled_reason, row.finish_reason) == ("tree:3,2,1", 3, None, "length")
+    assert row.elapsed_s > 0
+
+
+def scripted_stats(plan: str, new_tokens: int, rank_of_truth: Callable[[int], int | None], **options: Any) -> Stats:
+    """Statistics where the draft for new token i ranks the true one at `rank_of_truth(i)`; None: not among its best."""
+    engine = Engine.from_model(endless(tiny_model("llama")))
+    prompt = PROMPTS[0]
+    text = engine.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, plan="none")[0].tolist()
+
+    def script(position: int) -> list[int]:
+        truth = text[position]
+        others = [token for token in range(VOCABULARY) if token != truth][:5]
+        rank = rank_of_truth(position - len(prompt))
+        return others if rank is None else [*others[:rank], truth, *others[rank:]]
+
+    engine._exits[2] = ScriptedExit(engine.model, 2, script)
+    (row,) = stats_of(engine, [prompt], plan=plan, exit_layer=2, max_new_tokens=new_tokens, **options)
+    return row
+
+
+def test_accept_rate_of_a_chain_that_is_wrong_twice() -> None:
+    """Tokens 0 and 1 are accepted, 2 refused; then 3 and 4 accepted, 5 refused; then 6, 7 and 8 accepted, 9 drawn."""
+    row = scripted_stats("chain:3", 10, lambda token: None if token in (2, 5) else 0)
+    assert_counts(row, new_tokens=10, cycles=3, drafted=9, accepted=7, accept_rate=7 / 9)
+
+
+def test_accept_rate_of_a_chain_that_is_never_right() -> None:
+    row = scripted_stats("chain:2", 5, lambda token: None)
+    # Each cycle refuses its first node; the last two have room for one node and for none.
+    assert_counts(row, new_tokens=5, cycles=5, drafted=2 + 2 + 2 + 1 + 0, accepted=0, accept_rate=0)
+
+
+def test_accept_rate_of_a_tree_whose_second_children_are_right() -> None:
+    """A refusal counts once, however many children were refused; cycles of 3, 2 (token 4 refused), 3 tokens."""
+    row = scripted_stats("tree:2,2", 8, lambda token: None if token == 4 else 1)
+    assert_counts(row, new_tokens=8, cycles=3, drafted=18, accepted=5, accept_rate=5 / 6)
+
+
+def test_a_token_of_a_rank_the_plan_does_not_offer_is_refused() -> None:
+    row = scripted_stats("nodes:0.0,0.2,2.0", 6, lambda token: 2 if token in (0, 3) else 1)
+    # Cycle 1: token 0 has rank 2 (accepted), token 1 has rank 1 (refused). Cycle 2 (tokens 2): rank 1 is not offered.
+    # Cycle 3: token 3 accepted, 4 refused. Cycle 4: token 5, with no room for a node.
+    assert_counts(row, new_tokens=6, cycles=4, drafted=9, accepted=2, accept_rate=2 / 5)
+
+
+def test_an_end_of_text_on_an_accepted_path_is_no_rejection() -> None:
+    engine = engine_of("llama")
+    ids = torch.tensor([PROMPTS[0]])
+    text = engine.generate(ids, max_new_tokens=12, do_sample=False, plan="none")[0, len(PROMPTS[0]) :].tolist()
+    assert text[6] not in text[:6]  # so it ends the text at the second token of the second cycle
+    row = scripted_stats("chain:4", 12, lambda token: 0, eos_token_id=text[6])
+    assert_counts(row, new_tokens=7, cycles=2, drafted=8, accepted=6, accept_rate=1)
+    assert row.finish_reason == "stop"

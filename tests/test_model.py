@@ -1,0 +1,363 @@
+"""The one decoder against transformers: every family and variant, however the tokens and layers are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    Gemma3Config,
+    GPT2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from selfspec.cache import PAGE_SIZE, Cache, Rows, Sequence
+from selfspec.config import ModelConfig
+from selfspec.model import Decoder
+from selfspec.tree import NONE, Plan
+from selfspec.weights import adopt
+from tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
+
+LENGTH = PAGE_SIZE + 9  # past a page, and past every tiny sliding window
+TOLERANCE = 1e-4
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def random_tokens(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.no_grad()
+def transformers_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+class Run:
+    """Sequences of one decoder and one cache, moved on pass by pass as the engine does it."""
+
+    def __init__(self, decoder: Decoder, rows: int = 1) -> None:
+        self.decoder = decoder
+        self.cache = Cache(decoder.config, decoder.device, decoder.dtype)
+        self.sequences = [self.cache.open() for _ in range(rows)]
+
+    def layers(
+        self,
+        hidden: torch.Tensor,  # [B, M, hidden]
+        start: int,
+        stop: int,
+        plan: Plan,
+        nodes: range,
+        sequences: Seq[Sequence] | None = None,
+    ) -> torch.Tensor:
+        """A range of layers over some nodes of a tree, and nothing committed."""
+        sequences = self.sequences if sequences is None else sequences
+        for sequence in sequences:
+            self.cache.reserve(sequence, sequence.length + nodes.stop)
+        depths, ancestors = torch.tensor(plan.depths[: nodes.stop]), plan.ancestors[nodes.start : nodes.stop]
+        rows = Rows(sequences, nodes, depths, ancestors[:, : nodes.stop], self.decoder.device)
+        return self.decoder.run(hidden, start, stop, rows, self.cache)
+
+    def commit(self, count: int, sequences: Seq[Sequence] | None = None) -> None:
+        sequences = self.sequences if sequences is None else sequences
+        for sequence in sequences:
+            sequence.drafted = sequence.verified = count
+        self.cache.commit(sequences, [range(count)] * len(sequences))
+
+    def chunk(self, tokens: list[int], sequence: Sequence) -> torch.Tensor:
+        """A chunk of a prompt through all layers, committed: hidden states [M, hidden]."""
+        plan = Plan.parse(f"chain:{len(tokens) - 1}") if len(tokens) > 1 else NONE
+        hidden = self.decoder.embed(torch.tensor([tokens]))
+        last = self.decoder.config.num_layers
+        hidden = self.layers(hidden, 0, last, plan, range(len(tokens)), [sequence])
+        self.commit(len(tokens), [sequence])
+        return hidden[0]
+
+    def prompt(self, tokens: list[int], chunk: int = 50, row: int = 0) -> torch.Tensor:
+        """A whole prompt in chunks: hidden states [T, hidden]."""
+        starts = range(0, len(tokens), chunk)
+        return torch.cat([self.chunk(tokens[start : start + chunk], self.sequences[row]) for start in starts])
+
+
+def prompt_logits(model: PreTrainedModel, tokens: list[int], chunk: int) -> torch.Tensor:
+    decoder = adopt(model)
+    return decoder.logits(Run(decoder).prompt(tokens, chunk))
+
+
+def max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return (a.double() - b.double()).abs().max().item()
+
+
+# Every family, however its tokens come
+
+
+@cache
+def reference(family: str) -> tuple[PreTrainedModel, list[int], torch.Tensor]:
+    model, tokens = tiny_model(family, torch.float32), random_tokens(LENGTH)
+    return model, tokens, transformers_logits(model, tokens)
+
+
+@pytest.mark.parametrize("chunk", [60, 7, 1], ids=["two_chunks", "many_chunks", "token_by_token"])
+@families
+def test_logits_equal_transformers(family: str, chunk: int) -> None:
+    model, tokens, expected = reference(family)
+    assert max_difference(prompt_logits(model, tokens, chunk), expected) < TOLERANCE
+
+
+@families
+def test_logits_of_one_pass_equal_transformers(family: str) -> None:
+    model, tokens, expected = reference(family)
+    assert max_difference(prompt_logits(model, tokens[:60], 60), expected[:60]) < TOLERANCE
+
+
+@families
+def test_prefill_then_decoding_equals_transformers(family: str) -> None:
+    model, tokens, expected = reference(family)
+    run = Run(adopt(model))
+    hidden = [run.prompt(tokens[:40], chunk=16), *(run.chunk([token], run.sequences[0]) for token in tokens[40:])]
+    assert max_difference(run.decoder.logits(torch.cat(hidden)), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layer", range(5))
+@families
+def test_split_at_a_layer_equals_transformers(family: str, layer: int) -> None:
+    """The layers below run ahead node by node, then the layers above take all nodes in one pass: as a cycle does."""
+    model, tokens, expected = reference(family)
+    run = Run(adopt(model))
+    run.prompt(tokens[:-6])
+    plan, drafted = Plan.parse("chain:5"), []
+    for node, token in enumerate(tokens[-6:]):
+        drafted.append(run.layers(run.decoder.embed(torch.tensor([[token]])), 0, layer, plan, range(node, node + 1)))
+    hidden = run.layers(torch.cat(drafted, dim=1), layer, 4, plan, range(6))
+    assert max_difference(run.decoder.logits(hidden[0]), expected[-6:]) < TOLERANCE
+
+
+# Trees and batches, in float64: what differs is a fault, not rounding
+
+
+TREE = Plan.parse("nodes:0.0,0.1,0.2,1.0,1.1,3.0,4.0,6.0,6.1")
+
+
+@families
+def test_every_node_of_a_tree_equals_transformers_on_its_own_path(family: str) -> None:
+    model, prompt = tiny_model(family), random_tokens(20)
+    run = Run(adopt(model))
+    run.prompt(prompt)
+    nodes = random_tokens(len(TREE) + 1, seed=1)
+    everyone = range(len(nodes))
+    hidden = run.layers(run.decoder.embed(torch.tensor([nodes])), 0, 4, TREE, everyone)
+    logits = run.decoder.logits(hidden[0])
+    for node in everyone:
+        path = TREE.ancestors[node].nonzero().flatten().tolist()
+        expected = transformers_logits(model, prompt + [nodes[n] for n in path])[-1]
+        assert max_difference(logits[node], expected) < 1e-5, f"node {node}"
+
+
+@families
+def test_tree_level_by_level_equals_the_tree_at_once(family: str) -> None:
+    decoder, prompt = adopt(tiny_model(family)), random_tokens(20)
+    embedded = decoder.embed(torch.tensor([random_tokens(len(TREE) + 1, seed=1)]))
+    at_once, by_level = Run(decoder), Run(decoder)
+    at_once.prompt(prompt)
+    by_level.prompt(prompt)
+    expected = at_once.layers(embedded, 0, 4, TREE, range(len(TREE) + 1))
+    levels = [by_level.layers(embedded[:, lv.start : lv.stop], 0, 4, TREE, lv) for lv in TREE.levels]
+    assert max_difference(torch.cat(levels, dim=1), expected) < 1e-11
+
+
+@pytest.mark.parametrize("plan", ["none", "chain:3", str(TREE)], ids=["plain", "chain", "tree"])
+@families
+def test_rows_of_different_lengths_in_one_pass_equal_each_alone(family: str, plan: str) -> None:
+    decoder, shape = adopt(tiny_model(family)), Plan.parse(plan)
+    prompts = [random_tokens(length, seed=length) for length in (1, 12, PAGE_SIZE - 2, PAGE_SIZE, PAGE_SIZE + 30)]
+    nodes = torch.tensor([random_tokens(len(shape) + 1, seed=100 + row) for row in range(len(prompts))])
+    together = Run(decoder, len(prompts))
+    for row, prompt in enumerate(prompts):
+        together.prompt(prompt, row=row)
+    batch = together.layers(decoder.embed(nodes), 0, 4, shape, range(len(shape) + 1))
+    for row, prompt in enumerate(prompts):
+        alone = Run(decoder)
+        alone.prompt(prompt)
+        expected = alone.layers(decoder.embed(nodes[row : row + 1]), 0, 4, shape, range(len(shape) + 1))
+        assert max_difference(batch[row], expected[0]) < 1e-11, f"row {row}"
+
+
+# What configs of a family may vary
+
+
+def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
+
+
+def windowed(layers_without: int) -> dict[str, Any]:
+    return {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": layers_without}
+
+
+LLAMA3 = scaled("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=128)
+YARN_TUNED = scaled(
+    "yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3
+)
+TWO_ROPES = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    }
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_rope_default_other_base": ("llama", scaled("default") | {"rope_parameters": {"rope_theta": 50.0}}),
+    "llama_rope_linear": ("llama", scaled("linear", factor=3.0)),
+    "llama_rope_llama3": ("llama", LLAMA3),
+    "llama_rope_yarn": ("llama", YARN),
+    "llama_rope_yarn_tuned": ("llama", YARN_TUNED),
+    "llama_rope_dynamic": ("llama", scaled("dynamic", factor=4.0)),
+    "llama_rope_dynamic_to_the_end": ("llama", scaled("dynamic", factor=4.0) | {"max_position_embeddings": LENGTH}),
+    "mistral_rope_yarn": ("mistral", YARN),
+    "qwen2_rope_yarn": ("qwen2", YARN),
+    "qwen3_rope_yarn": ("qwen3", YARN),
+    "gemma3_two_ropes": ("gemma3_text", TWO_ROPES),
+    "gemma3_old_style_ropes": (
+        "gemma3_text",
+        {"rope_theta": 900.0, "rope_local_base_freq": 15.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
+    "qwen2_untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3_untied": ("gemma3_text", {"tie_word_embeddings": False}),
+    "gemma3_softcapped": ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    "gemma3_other_query_scale": ("gemma3_text", {"query_pre_attn_scalar": 40}),
+    "gemma3_other_activation": ("gemma3_text", {"hidden_activation": "silu"}),
+    "gemma3_attention_bias": ("gemma3_text", {"attention_bias": True}),
+    "gemma3_pattern_of_layers": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}),
+    "llama_attention_bias": ("llama", {"attention_bias": True}),
+    "llama_mlp_bias": ("llama", {"mlp_bias": True}),
+    "llama_both_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_attention_bias": ("qwen3", {"attention_bias": True}),
+    "qwen2_windows": ("qwen2", windowed(0)),
+    "qwen2_windows_from_layer_2": ("qwen2", windowed(2)),
+    "qwen2_window_unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 6, "max_window_layers": 0}),
+    "qwen3_windows_from_layer_1": ("qwen3", windowed(1)),
+    "qwen3_mixed_layer_types": (
+        "qwen3",
+        windowed(0) | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "mistral_without_window": ("mistral", {"sliding_window": None}),
+    "mistral_window_of_one": ("mistral", {"sliding_window": 1}),
+    "mistral_wide_heads": ("mistral", {"head_dim": 24}),
+    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "llama_kv_head_for_each": ("llama", {"num_key_value_heads": None}),
+    "llama_wide_heads": ("llama", {"head_dim": 24}),
+    "llama_gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama_large_epsilon": ("llama", {"rms_norm_eps": 0.5}),
+    "llama_one_layer": ("llama", {"num_hidden_layers": 1}),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS)
+def test_variant_equals_transformers(family: str, overrides: dict[str, Any]) -> None:
+    model, tokens = tiny_model(family, torch.float32, **overrides), random_tokens(LENGTH)
+    expected = transformers_logits(model, tokens)
+    assert max_difference(prompt_logits(model, tokens, 48), expected) < TOLERANCE
+
+
+def test_dynamic_rope_is_not_used_past_its_original_context() -> None:
+    config = tiny_config("llama", max_position_embeddings=80, **scaled("dynamic", factor=4.0))
+    assert ModelConfig.from_hf(config).context == 80
+
+
+# 16-bit models: the steps whose rounding order is part of what the model is
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@families
+def test_embedding_is_transformers_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    model, tokens = tiny_model(family, dtype), torch.tensor([random_tokens(40)])
+    assert torch.equal(adopt(model).embed(tokens), model.get_input_embeddings()(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@families
+def test_norm_is_transformers_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype)
+    hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+    decoder = adopt(model)
+    assert torch.equal(decoder.normalise(hidden, decoder.norm), model.model.norm(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_logits_are_float32_whatever_the_weights_are(dtype: torch.dtype) -> None:
+    assert prompt_logits(tiny_model("llama", dtype), [5, 6, 7], 3).dtype == torch.float32
+
+
+# What is refused
+
+
+def quantized(config: Any) -> PreTrainedConfig:
+    hf = tiny_config("llama")
+    hf.quantization_config = config
+    return hf
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPT2Config(), Qwen3MoeConfig(num_hidden_layers=1), Gemma3Config()],
+    ids=["gpt2", "qwen3_moe", "gemma3_with_images"],
+)
+def test_unsupported_model_type_is_refused_with_the_supported_ones(config: PreTrainedConfig) -> None:
+    with pytest.raises(ValueError, match=f"'{config.model_type}'.*llama, mistral, qwen2, qwen3, gemma3_text"):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes"),
+        (FineGrainedFP8Config(), "fp8"),
+        ({"bits": 4}, "unknown method"),
+    ],
+    ids=["gptq", "awq", "bitsandbytes", "fp8", "unnamed"],
+)
+def test_quantized_checkpoint_is_refused_by_its_method(config: Any, method: str) -> None:
+    with pytest.raises(ValueError, match=f"quantized .*{method}.*unquantized"):
+        ModelConfig.from_hf(quantized(config))
+
+
+def test_unsupported_rope_type_is_refused_with_the_supported_ones() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = tiny_config("llama", **scaled("longrope", factor=2.0, original_max_position_embeddings=64, **factors))
+    with pytest.raises(ValueError, match="'longrope'.*default, linear, llama3, yarn, dynamic"):
+        ModelConfig.from_hf(config)
+
+
+def test_unsupported_rope_type_of_one_kind_of_layer_is_refused() -> None:
+    config = tiny_config("gemma3_text", **TWO_ROPES)
+    config.rope_parameters["full_attention"]["rope_type"] = "proportional"
+    with pytest.raises(ValueError, match="'proportional'"):
+        ModelConfig.from_hf(config)
+
+
+def test_partial_rotation_is_refused() -> None:
+    config = tiny_config("llama", **scaled("default", partial_rotary_factor=0.5))
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        ModelConfig.from_hf(config)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    with pytest.raises(ValueError, match="both directions"):
+        ModelConfig.from_hf(tiny_config("gemma3_text", use_bidirectional_attention=True))
+
+
+def test_heads_that_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 query heads cannot share 3"):
+        ModelConfig.from_hf(tiny_config("llama", num_key_value_heads=3))

@@ -1,0 +1,368 @@
+"""`generate` reads a request as transformers does: the same settings win, and the same tensor comes back.
+
+The oracle is transformers' own `generate` on tiny float64 models, where no rounding tie can hide or fake a fault.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from selfspec import Engine, GenerateOutput
+from tests.tiny import tiny_model
+
+PROMPT = torch.tensor([[1, 5, 9, 33]])
+PADDED = torch.tensor([[0, 0, 0, 17, 44], [8, 21, 60, 4, 90], [0, 0, 7, 12, 3]])
+MASK = PADDED.ne(0).long()
+ENDS = [81, 13, 24, 6]  # tokens that end the prompts' greedy texts early, each at another time
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # both engines advise on profiles, lengths and flags
+
+
+@cache
+def two_layers(**config: Any) -> PreTrainedModel:
+    return tiny_model("llama", eos_token_id=None, pad_token_id=None, num_hidden_layers=2, **config)
+
+
+def pair(model_config: dict[str, Any] | None = None, **config: Any) -> tuple[PreTrainedModel, Engine]:
+    """A transformers model and an engine on its weights, with these entries in the model's generation config."""
+    model = two_layers(**config)
+    model.generation_config = GenerationConfig(**(model_config or {}))
+    return model, Engine.from_model(model)
+
+
+def assert_same(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    assert theirs.dtype == ours.dtype
+    assert theirs.tolist() == ours.tolist()
+
+
+# What the model's generation config says, what a GenerationConfig passed to the call says, and the keyword arguments.
+SOURCES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]] = {
+    "nothing-said": ({}, None, {}),
+    "model-only": ({"max_new_tokens": 3}, None, {}),
+    "config-over-model": ({"max_new_tokens": 3}, {"max_new_tokens": 5}, {}),
+    "kwargs-over-model": ({"max_new_tokens": 3}, None, {"max_new_tokens": 7}),
+    "kwargs-over-config-over-model": ({"max_new_tokens": 3}, {"max_new_tokens": 5}, {"max_new_tokens": 7}),
+    "config-without-the-entry-inherits-it": ({"max_new_tokens": 3}, {"repetition_penalty": 1.5}, {}),
+    "entries-from-all-three": (
+        {"eos_token_id": ENDS, "pad_token_id": 0},
+        {"repetition_penalty": 1.5},
+        {"max_new_tokens": 11},
+    ),
+    "kwarg-none-takes-an-entry-back": ({"max_new_tokens": 3}, None, {"max_new_tokens": None, "max_length": 30}),
+    "max_new_tokens-beats-max_length": ({}, None, {"max_new_tokens": 4, "max_length": 9}),
+    "model's-max_new_tokens-beats-max_length": ({"max_new_tokens": 6}, None, {"max_length": 30}),
+    "max_new_tokens-beats-model's-max_length": ({"max_length": 8}, None, {"max_new_tokens": 6}),
+    "config's-max_length-beats-model's": ({"max_length": 8}, {"max_length": 10}, {}),
+    "model's-end": ({"eos_token_id": ENDS}, None, {}),
+    "end-of-kwargs-replaces-model's": ({"eos_token_id": ENDS}, None, {"eos_token_id": 43}),
+    "end-of-kwargs-none-switches-it-off": ({"eos_token_id": ENDS}, None, {"eos_token_id": None}),
+    "end-of-config-none-inherits-model's": ({"eos_token_id": ENDS}, {"eos_token_id": None}, {}),
+    "model's-penalty": ({"repetition_penalty": 1.7}, None, {}),
+    "penalty-of-kwargs-replaces-model's": ({"repetition_penalty": 1.7}, None, {"repetition_penalty": 1.1}),
+    "min_new_tokens": ({"eos_token_id": ENDS}, None, {"min_new_tokens": 9}),
+    "model's-min_new_tokens": ({"eos_token_id": ENDS, "min_new_tokens": 9}, None, {}),
+}
+
+
+@pytest.mark.parametrize("batch", ["alone", "left-padded"])
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
+def test_the_same_source_wins_as_in_transformers(sources, batch):
+    in_model, in_config, kwargs = sources
+    model, engine = pair(in_model)
+    inputs = {"input_ids": PROMPT} if batch == "alone" else {"input_ids": PADDED, "attention_mask": MASK}
+    config = None if in_config is None else GenerationConfig(**in_config)
+    theirs = model.generate(**inputs, generation_config=config, **kwargs)
+    ours = engine.generate(**inputs, generation_config=config, **kwargs)
+    assert_same(theirs, ours)
+
+
+def test_the_sources_are_told_apart_by_their_output():
+    """The comparison above could not fail if every source gave one and the same text."""
+    _, engine = pair()
+    with_penalty = engine.generate(PROMPT, repetition_penalty=1.7).tolist()
+    outputs = {str(engine.generate(PROMPT, **kwargs).tolist()) for _, _, kwargs in SOURCES.values()}
+    outputs |= {str(with_penalty), str(engine.generate(PROMPT, eos_token_id=ENDS).tolist())}
+    assert len(outputs) >= 8
+
+
+def test_a_callers_config_is_left_as_it_was():
+    _, engine = pair({"max_new_tokens": 3})
+    config = GenerationConfig(repetition_penalty=1.5)
+    before = config.to_dict()
+    engine.generate(PROMPT, generation_config=config, max_new_tokens=2)
+    assert config.to_dict() == before
+    assert engine.generation_config.max_new_tokens == 3
+
+
+def test_without_any_length_twenty_tokens_are_generated():
+    model, engine = pair()
+    assert engine.generate(PROMPT).shape[1] == PROMPT.shape[1] + 20
+    assert_same(model.generate(PROMPT), engine.generate(PROMPT))
+
+
+def test_the_default_length_stops_at_the_context():
+    model, engine = pair(max_position_embeddings=16)
+    assert_same(model.generate(PROMPT), engine.generate(PROMPT))
+    assert engine.generate(PROMPT).shape[1] == 16
+
+
+def test_max_length_counts_the_padding():
+    model, engine = pair()
+    inputs = {"input_ids": PADDED, "attention_mask": MASK, "max_length": 12}
+    assert_same(model.generate(**inputs), engine.generate(**inputs))
+    assert engine.generate(**inputs).shape[1] == 12
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    "use_cache": {"use_cache": True},
+    "no-cache": {"use_cache": False},
+    "one-beam": {"num_beams": 1, "early_stopping": True, "length_penalty": 2.0},
+    "bos": {"bos_token_id": 1},
+    "cache_implementation": {"cache_implementation": "static"},
+    "nothing-forbidden": {"bad_words_ids": None, "suppress_tokens": None, "no_repeat_ngram_size": 0},
+    "no-outputs": {"output_scores": False, "output_attentions": False, "output_hidden_states": False},
+    "assistant-defaults": {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
+    "neutral-warpers": {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
+    "sampling-settings-while-greedy": {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+    "temperature-0-while-greedy": {"do_sample": False, "temperature": 0.0},
+    "sampling-settings-taken-back": {"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
+}
+
+
+@pytest.mark.parametrize("where", ["model", "config", "kwargs"])
+@pytest.mark.parametrize("entries", HARMLESS.values(), ids=HARMLESS.keys())
+def test_entries_that_cannot_change_greedy_output_are_accepted(entries, where):
+    plain = pair()[1].generate(PROMPT, max_new_tokens=6)
+    _, engine = pair(entries if where == "model" else {})
+    config = GenerationConfig(**entries) if where == "config" else None
+    kwargs = entries if where == "kwargs" else {}
+    assert_same(plain, engine.generate(PROMPT, generation_config=config, max_new_tokens=6, **kwargs))
+
+
+@pytest.mark.parametrize("pad", [0, 99], ids=["pad-0", "pad-99"])
+@pytest.mark.parametrize(
+    "speculation", [{}, {"speculative_decoding": "force", "plan": "tree:3,2"}], ids=["plain", "tree"]
+)
+def test_finished_rows_are_padded_to_the_longest(pad, speculation):
+    model, engine = pair({"eos_token_id": ENDS, "pad_token_id": pad})
+    inputs = {"input_ids": PADDED, "attention_mask": MASK, "max_new_tokens": 15}
+    theirs = model.generate(**inputs)
+    lengths = [row.ne(pad).sum().item() for row in theirs[:, PADDED.shape[1] :]]
+    assert len(set(lengths)) == 3, "the rows should end at different times, or nothing is padded"
+    assert_same(theirs, engine.generate(**inputs, **speculation))
+
+
+def test_the_batch_ends_with_its_last_row():
+    """The width is that of the longest row, not of the tokens allowed."""
+    _, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+    out = engine.generate(PADDED, MASK, max_new_tokens=200)
+    assert out.shape[1] < PADDED.shape[1] + 200
+    assert out[:, -1].ne(0).any()
+
+
+def test_without_a_pad_token_rows_are_padded_with_the_first_end():
+    model, engine = pair({"eos_token_id": ENDS})
+    inputs = {"input_ids": PADDED, "attention_mask": MASK, "max_new_tokens": 15}
+    theirs = model.generate(**inputs)
+    assert (theirs[:, -1] == ENDS[0]).any()
+    assert_same(theirs, engine.generate(**inputs))
+
+
+MASK_CASES: dict[str, dict[str, Any]] = {
+    "pad-known": {"pad_token_id": 0},
+    "pad-known-other-end": {"pad_token_id": 0, "eos_token_id": 2},
+    "pad-is-the-end": {"pad_token_id": 0, "eos_token_id": 0},
+    "pad-is-one-of-the-ends": {"pad_token_id": 0, "eos_token_id": [2, 0]},
+    "no-pad-but-an-end-of-that-value": {"eos_token_id": 0},
+    "no-pad-no-end": {},
+    "pad-of-another-value": {"pad_token_id": 99},
+}
+
+
+@pytest.mark.parametrize("tokens", MASK_CASES.values(), ids=MASK_CASES.keys())
+@pytest.mark.parametrize("where", ["model", "kwargs"])
+def test_a_missing_mask_is_inferred_exactly_when_transformers_infers_it(tokens, where):
+    model, engine = pair(tokens if where == "model" else {})
+    kwargs = {"max_new_tokens": 8, **(tokens if where == "kwargs" else {})}
+    assert_same(model.generate(PADDED, **kwargs), engine.generate(PADDED, **kwargs))
+
+
+def test_inferring_the_mask_matters():
+    """Read as tokens, the zeros on the left change the text: the comparison above can tell the two apart."""
+    _, engine = pair()
+    as_padding = engine.generate(PADDED, pad_token_id=0, max_new_tokens=8)
+    as_tokens = engine.generate(PADDED, max_new_tokens=8)
+    assert as_padding.tolist() != as_tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.float32], ids=str)
+def test_a_mask_may_have_any_dtype(dtype):
+    model, engine = pair()
+    inputs = {"input_ids": PADDED, "max_new_tokens": 5}
+    assert_same(model.generate(attention_mask=MASK, **inputs), engine.generate(attention_mask=MASK.to(dtype), **inputs))
+
+
+def test_the_prompt_comes_back_untouched():
+    _, engine = pair()
+    ids, mask = PADDED.clone(), MASK.clone()
+    out = engine.generate(ids, mask, max_new_tokens=4)
+    assert ids.tolist() == PADDED.tolist() and mask.tolist() == MASK.tolist()
+    assert out[:, : PADDED.shape[1]].tolist() == PADDED.tolist()
+
+
+class TestReturnDict:
+    def test_sequences_are_what_is_returned_without_it(self):
+        _, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+        inputs = {"input_ids": PADDED, "attention_mask": MASK, "max_new_tokens": 15}
+        out = engine.generate(**inputs, return_dict_in_generate=True)
+        assert isinstance(out, GenerateOutput)
+        assert_same(engine.generate(**inputs), out.sequences)
+
+    def test_there_are_statistics_for_every_sequence(self):
+        _, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+        out = engine.generate(PADDED, MASK, max_new_tokens=15, return_dict_in_generate=True)
+        new = out.sequences[:, PADDED.shape[1] :]
+        assert [stats.new_tokens for stats in out.stats] == new.ne(0).sum(1).tolist()
+        assert [stats.finish_reason for stats in out.stats] == [
+            "stop" if row[count - 1] in ENDS else "length"
+            for row, count in zip(new.tolist(), new.ne(0).sum(1).tolist(), strict=True)
+        ]
+
+    def test_there_are_statistics_for_every_copy(self):
+        _, engine = pair()
+        out = engine.generate(
+            PADDED, MASK, do_sample=True, num_return_sequences=2, max_new_tokens=3, return_dict_in_generate=True
+        )
+        assert len(out.stats) == len(out.sequences) == 6
+
+    def test_it_can_be_asked_for_in_a_generation_config(self):
+        _, engine = pair()
+        out = engine.generate(PROMPT, generation_config=GenerationConfig(return_dict_in_generate=True))
+        assert isinstance(out, GenerateOutput)
+
+
+class TestCopies:
+    settings = {"do_sample": True, "max_new_tokens": 8}
+
+    def test_copies_of_a_prompt_stand_together(self):
+        _, engine = pair()
+        out = engine.generate(PADDED, MASK, num_return_sequences=3, seed=1, **self.settings)
+        prompts = out[:, : PADDED.shape[1]]
+        assert prompts.tolist() == [PADDED[row].tolist() for row in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+
+    def test_each_prompt_has_its_own_seed_and_its_copies_follow_it(self):
+        _, engine = pair()
+        together = engine.generate(PADDED, MASK, num_return_sequences=2, seed=[3, 4, 5], **self.settings)
+        for row, seed in enumerate((3, 4, 5)):
+            alone = engine.generate(
+                PADDED[row : row + 1], MASK[row : row + 1], num_return_sequences=2, seed=seed, **self.settings
+            )
+            assert together[2 * row : 2 * row + 2].tolist() == alone.tolist()
+
+    def test_the_first_copy_is_what_a_single_one_would_be(self):
+        _, engine = pair()
+        copies = engine.generate(PROMPT, num_return_sequences=3, seed=1, **self.settings).tolist()
+        assert copies[:1] == engine.generate(PROMPT, seed=1, **self.settings).tolist()
+
+    def test_copies_differ(self):
+        _, engine = pair()
+        copies = engine.generate(PROMPT, num_return_sequences=4, seed=1, **self.settings).tolist()
+        assert len({tuple(copy) for copy in copies}) == 4
+
+    def test_copies_are_padded_like_rows(self):
+        _, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+        out = engine.generate(
+            PROMPT, num_return_sequences=6, seed=2, do_sample=True, max_new_tokens=30, return_dict_in_generate=True
+        )
+        lengths = [stats.new_tokens for stats in out.stats]
+        assert len(set(lengths)) > 1
+        assert out.sequences.shape == (6, PROMPT.shape[1] + max(lengths))
+        for row, length in zip(out.sequences.tolist(), lengths, strict=True):
+            assert not any(row[PROMPT.shape[1] + length :])
+
+
+class TestSeeds:
+    settings = {"do_sample": True, "max_new_tokens": 10}
+
+    def draw(self, engine: Engine, ids: torch.Tensor = PROMPT, **kwargs: Any) -> list[list[int]]:
+        return engine.generate(ids, **{**self.settings, **kwargs}).tolist()
+
+    def test_a_seed_fixes_the_text(self):
+        _, engine = pair()
+        assert self.draw(engine, seed=7) == self.draw(engine, seed=7)
+
+    @pytest.mark.parametrize("other", [8, -7, 7 + 2**32], ids=["next", "negative", "high-word"])
+    def test_another_seed_gives_another_text(self, other):
+        _, engine = pair()
+        assert self.draw(engine, seed=7) != self.draw(engine, seed=other)
+
+    @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1], ids=["least", "greatest"])
+    def test_the_extreme_seeds_work(self, seed):
+        _, engine = pair()
+        assert (
+            self.draw(engine, seed=seed)
+            == self.draw(engine, seed=[seed])
+            == self.draw(engine, seed=torch.tensor([seed]))
+        )
+
+    def test_without_a_seed_torchs_generator_decides(self):
+        _, engine = pair()
+        torch.manual_seed(5)
+        first, second = self.draw(engine), self.draw(engine)
+        torch.manual_seed(5)
+        assert (first, second) == (self.draw(engine), self.draw(engine))
+        assert first != second
+
+    def test_without_a_seed_equal_rows_differ(self):
+        _, engine = pair()
+        first, second = self.draw(engine, PROMPT.repeat(2, 1))
+        assert first != second
+
+    def test_one_seed_serves_all_rows(self):
+        _, engine = pair()
+        first, second = self.draw(engine, PROMPT.repeat(2, 1), seed=7)
+        assert first == second == self.draw(engine, seed=7)[0]
+
+    def test_greedy_decoding_neither_reads_a_seed_nor_torchs_generator(self):
+        _, engine = pair()
+        state = torch.get_rng_state()
+        assert self.draw(engine, do_sample=False) == self.draw(engine, do_sample=False, seed=7)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+class TestSamplingDefaults:
+    """Sampled tokens cannot be compared with transformers', but what is left unsaid can be compared with saying it."""
+
+    def same(self, left: dict[str, Any], right: dict[str, Any], model: dict[str, Any] | None = None) -> bool:
+        _, engine = pair(model)
+        prompts = torch.arange(1, 9)[:, None]
+        outputs = [engine.generate(prompts, seed=3, max_new_tokens=12, **kwargs) for kwargs in (left, right)]
+        return torch.equal(*outputs)
+
+    def test_top_k_is_50_when_sampling(self):
+        hot = {"do_sample": True, "temperature": 10.0}
+        assert self.same(hot, {**hot, "top_k": 50})
+        assert not self.same(hot, {**hot, "top_k": 45})
+        assert not self.same(hot, {**hot, "top_k": 55})
+
+    def test_top_k_none_switches_it_off(self):
+        hot = {"do_sample": True, "temperature": 3.0}
+        assert self.same({**hot, "top_k": None}, {**hot, "top_k": 0})
+
+    def test_temperature_is_1(self):
+        assert self.same({"do_sample": True}, {"do_sample": True, "temperature": 1.0})
+        assert not self.same({"do_sample": True}, {"do_sample": True, "temperature": 1.2})
+
+    def test_a_models_generation_config_can_ask_for_sampling(self):
+        said = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.8}
+        assert self.same({}, said, model=said)
+        assert not self.same({}, {"do_sample": False}, model=said)
+
+    def test_do_sample_false_overrides_a_sampling_model(self):
+        model, engine = pair({"do_sample": True, "temperature": 0.7, "top_p": 0.8})
+        assert_same(model.generate(PROMPT, do_sample=False), engine.generate(PROMPT, do_sample=False))
