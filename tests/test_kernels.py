@@ -14,7 +14,6 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from selfspec.kernels import noise
 from selfspec.kernels.commit import compact
 from selfspec.kernels.noise import gumbel, philox, uniform, uniform_vocabulary
@@ -244,6 +243,15 @@ def test_attention_without_a_mask_sees_every_slot(case: tuple[int, ...]) -> None
     q, keys, values, page_table, _, slots = paged_case(*case)
     arguments = (q, keys, values, page_table, None, slots, 0.3)
     torch.testing.assert_close(tree_attention(*arguments), attend_by_loops(*arguments))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_range_of_pages_is_the_table_of_those_pages(first: int) -> None:
+    q, keys, values, _, mask, slots = paged_case(1, 5, 2, 2, 11, 4)
+    keys, values = torch.randn_like(keys), torch.randn_like(values)
+    table = torch.arange(first, first + 3)[None]
+    got = tree_attention(q, keys, values, slice(first, first + 3), mask, slots, 0.3)
+    torch.testing.assert_close(got, attend_by_loops(q, keys, values, table, mask, slots, 0.3))
 
 
 @settings(max_examples=30, deadline=None)

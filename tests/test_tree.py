@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from selfspec.tree import MAX_NODES, NONE, Plan
 
-
 few = settings(max_examples=40, deadline=None)  # for each of the many properties
 
 

@@ -1,0 +1,69 @@
+"""The same promises on a CUDA device; skipped cleanly where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfspec import Engine, weights
+from tests.tiny import FAMILIES, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PLANS = ["none", "chain:4", "tree:3,2,1", "nodes:0.0,0.2,1.0,1.1,2.0,4.1"]
+
+
+def prompts(batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(3, 100, (batch, 11), generator=generator).cuda()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_for_every_plan(family: str) -> None:
+    model = tiny_model(family).cuda()
+    ids = prompts(3)
+    settings = {"max_new_tokens": 70, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    engine = Engine.from_model(model)
+    for plan in PLANS:
+        actual = engine.generate(ids, speculative_decoding="force", plan=plan, exit_layer=2, **settings)
+        assert torch.equal(actual, expected), plan
+
+
+def test_one_seed_gives_the_same_tokens_for_every_plan() -> None:
+    engine = Engine.from_model(tiny_model("llama").cuda())
+    settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": [1, 2, 3]}
+    plain = engine.generate(prompts(3), speculative_decoding=False, **settings)
+    for plan in PLANS[1:]:
+        assert torch.equal(engine.generate(prompts(3), speculative_decoding="force", plan=plan, **settings), plain), plan
+
+
+def test_loading_peaks_near_the_size_of_the_weights(tmp_path: Path) -> None:
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    tiny_model("llama", dtype=torch.float32, **wide).save_pretrained(tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoder = weights.load_folder(tmp_path, weights.pick_device("cuda"), "bfloat16")
+    peak = torch.cuda.max_memory_allocated() - before
+    assert decoder.nbytes <= peak < 1.2 * decoder.nbytes
+
+
+def test_out_of_memory_fails_the_request_and_not_the_engine() -> None:
+    engine = Engine.from_model(tiny_model("llama").cuda())
+    ids = prompts(1)
+    expected = engine.generate(ids, max_new_tokens=8, speculative_decoding=False)
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate(ids.expand(4096, -1).contiguous(), max_new_tokens=400, speculative_decoding=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.cache.free_pages == engine.cache.num_pages
+    assert torch.equal(engine.generate(ids, max_new_tokens=8, speculative_decoding=False), expected)

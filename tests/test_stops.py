@@ -1,0 +1,384 @@
+"""Where texts end, and how they are handed out: the same as in transformers, even in the middle of an accepted path.
+
+Most tests use a model that recites a known text and whose drafts are always right, so that every end of text falls into
+a path that would have been accepted whole.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from selfspec import Completion, Engine, GenerateOutput
+from tests.scripted import PLANS, endless, left_padded, plan_id, random_prompt, reciting_model
+from tests.tiny import tiny_model
+from tests.tiny_tokenizer import ids_of, tiny_tokenizer
+
+TEXT = [
+    "b",
+    "c",
+    "d",
+    "stop",
+    "e",
+    "é",
+    "f",
+    "g",
+    "STOPPED",
+    "h",
+    "€",
+    "the",
+    "i",
+    "😀",
+    "j",
+    "two",
+    "k",
+    "日",
+    "l",
+    "m",
+]
+RECITED = ids_of(*TEXT)
+PROMPTS = [ids_of("a"), ids_of("x", "y", "c"), ids_of("p", "q", "r", "s", "f")]  # each takes up the text elsewhere
+LIMIT = 14
+
+plans = pytest.mark.parametrize("plan", PLANS, ids=plan_id)
+deep_plans = pytest.mark.parametrize("plan", ["chain:4", "tree:4,2,2,1"])
+
+
+@cache
+def reciter() -> PreTrainedModel:
+    return reciting_model(RECITED)
+
+
+@cache
+def engine() -> Engine:
+    return Engine.from_model(reciter(), tokenizer=tiny_tokenizer())
+
+
+@cache
+def random_engine() -> Engine:
+    """Its text is noise, with bytes that are no characters."""
+    return Engine.from_model(endless(tiny_model("llama")), tokenizer=tiny_tokenizer())
+
+
+def from_transformers(prompts: list[list[int]], **settings: Any) -> torch.Tensor:
+    ids, mask = left_padded(prompts)
+    return reciter().generate(ids, attention_mask=mask, do_sample=False, **settings)
+
+
+def from_selfspec(prompts: list[list[int]], plan: str, of: Engine | None = None, **settings: Any) -> GenerateOutput:
+    ids, mask = left_padded(prompts)
+    output = (of or engine()).generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        plan=plan,
+        exit_layer=1,
+        speculative_decoding="force",
+        return_dict_in_generate=True,
+        **settings,
+    )
+    assert isinstance(output, GenerateOutput)
+    return output
+
+
+def reasons(output: GenerateOutput) -> list[str]:
+    return [stats.finish_reason for stats in output.stats]
+
+
+def test_the_reciting_model_recites_and_accepts_whole_paths() -> None:
+    output = from_selfspec(PROMPTS[:1], "chain:4", max_new_tokens=10)
+    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[:10]
+    assert (output.stats[0].cycles, output.stats[0].accepted) == (2, 8)
+
+
+# Tokens that end a text
+
+
+@plans
+@pytest.mark.parametrize(
+    "eos", [ids_of("STOPPED"), ids_of("é", "h", "two"), ids_of("g", "Z")], ids=["one", "several", "one_never_said"]
+)
+def test_eos_ends_rows_where_transformers_does(eos: list[int], plan: str) -> None:
+    output = from_selfspec(PROMPTS, plan, eos_token_id=eos, max_new_tokens=LIMIT)
+    assert torch.equal(output.sequences, from_transformers(PROMPTS, eos_token_id=eos, max_new_tokens=LIMIT))
+
+
+@deep_plans
+@pytest.mark.parametrize("step", range(11))
+def test_eos_ends_the_text_at_every_step_of_a_path(step: int, plan: str) -> None:
+    output = from_selfspec(PROMPTS[:1], plan, eos_token_id=RECITED[step], max_new_tokens=LIMIT)
+    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[: step + 1]
+    assert reasons(output) == ["stop"]
+
+
+@deep_plans
+def test_an_eos_as_the_last_token_allowed_is_a_stop(plan: str) -> None:
+    output = from_selfspec(PROMPTS[:1], plan, eos_token_id=RECITED[7], max_new_tokens=8)
+    assert reasons(output) == ["stop"]
+
+
+@plans
+def test_each_row_has_its_own_finish_reason(plan: str) -> None:
+    output = from_selfspec(PROMPTS, plan, eos_token_id=ids_of("STOPPED"), max_new_tokens=7)
+    assert reasons(output) == ["length", "length", "stop"]
+    assert [stats.new_tokens for stats in output.stats] == [7, 7, 2]
+
+
+# Lengths
+
+
+@deep_plans
+@pytest.mark.parametrize("limit", range(1, 13))
+def test_max_new_tokens_is_never_exceeded(limit: int, plan: str) -> None:
+    output = from_selfspec(PROMPTS[:1], plan, max_new_tokens=limit)
+    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[:limit]
+    assert reasons(output) == ["length"]
+
+
+@plans
+def test_max_length_counts_the_padded_prompt_as_transformers_does(plan: str) -> None:
+    output = from_selfspec(PROMPTS, plan, max_length=LIMIT)
+    assert torch.equal(output.sequences, from_transformers(PROMPTS, max_length=LIMIT))
+    assert output.sequences.shape == (3, LIMIT)
+    assert reasons(output) == ["length"] * 3
+
+
+def test_without_a_length_twenty_tokens_follow_as_in_transformers() -> None:
+    output = from_selfspec(PROMPTS, "chain:4")
+    assert torch.equal(output.sequences, from_transformers(PROMPTS))
+
+
+CONTEXT = 40
+
+
+def small_engine(limited_by: str) -> Engine:
+    if limited_by == "model":
+        return Engine.from_model(endless(tiny_model("llama", max_position_embeddings=CONTEXT)))
+    return Engine.from_model(endless(tiny_model("llama")), max_length=CONTEXT)
+
+
+@plans
+@pytest.mark.parametrize("limited_by", ["model", "engine"])
+def test_every_row_ends_at_the_context_with_reason_length(limited_by: str, plan: str) -> None:
+    prompts = [random_prompt(CONTEXT - 1), random_prompt(CONTEXT - 11), random_prompt(CONTEXT - 6)]
+    output = from_selfspec(prompts, plan, of=small_engine(limited_by), max_new_tokens=1000)
+    longer = from_selfspec(prompts, "none", of=random_engine(), max_new_tokens=11)
+    assert [stats.new_tokens for stats in output.stats] == [1, 11, 6]
+    assert reasons(output) == ["length"] * 3
+    for row, expected, count in zip(output.sequences, longer.sequences, [1, 11, 6], strict=True):
+        assert row[CONTEXT - 1 :][:count].tolist() == expected[CONTEXT - 1 :][:count].tolist()
+
+
+# Strings
+
+
+STOP_STRINGS = {
+    "a_token": "stop",
+    "inside_a_token": "OPP",
+    "across_tokens": "dsto",
+    "from_inside_a_token_on": "PPEDh",
+    "first_of_several": ["two", "zzz", "gS"],
+    "begun_in_the_prompt": "ab",
+    "never_said": "bd",
+}
+
+
+@plans
+@pytest.mark.parametrize("name", STOP_STRINGS)
+def test_stop_strings_end_rows_where_transformers_does(name: str, plan: str) -> None:
+    settings = {"stop_strings": STOP_STRINGS[name], "max_new_tokens": LIMIT}
+    output = from_selfspec(PROMPTS, plan, **settings)
+    assert torch.equal(output.sequences, from_transformers(PROMPTS, tokenizer=tiny_tokenizer(), **settings))
+
+
+@deep_plans
+def test_a_stop_string_in_the_middle_of_a_path_is_a_stop(plan: str) -> None:
+    output = from_selfspec(PROMPTS[:1], plan, stop_strings="dsto", max_new_tokens=LIMIT)
+    assert output.sequences[0].tolist() == PROMPTS[0] + ids_of("b", "c", "d", "stop")
+    assert reasons(output) == ["stop"]
+
+
+# Criteria
+
+
+class Recorder(StoppingCriteria):
+    """Keeps the prefixes it was shown; stops after a token, if one is given."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        assert input_ids.ndim == 2
+        self.prefixes += input_ids.tolist()
+        return input_ids[:, -1] == (-1 if self.stop_after is None else self.stop_after)  # type: ignore[return-value]
+
+
+@plans
+def test_a_stopping_criterion_ends_rows_where_transformers_does(plan: str) -> None:
+    criteria = [StoppingCriteriaList([Recorder(ids_of("g")[0]), Recorder(ids_of("h")[0])]) for _ in range(2)]
+    output = from_selfspec(PROMPTS, plan, stopping_criteria=criteria[0], max_new_tokens=LIMIT)
+    expected = from_transformers(PROMPTS, stopping_criteria=criteria[1], max_new_tokens=LIMIT)
+    assert torch.equal(output.sequences, expected)
+    assert reasons(output) == ["stop"] * 3
+
+
+@plans
+def test_a_criterion_sees_the_text_after_every_token_as_in_transformers(plan: str) -> None:
+    ours, theirs = Recorder(), Recorder()
+    from_selfspec(PROMPTS[2:], plan, stopping_criteria=StoppingCriteriaList([ours]), max_new_tokens=LIMIT)
+    from_transformers(PROMPTS[2:], stopping_criteria=StoppingCriteriaList([theirs]), max_new_tokens=LIMIT)
+    assert ours.prefixes == theirs.prefixes
+    assert len(ours.prefixes) == LIMIT
+
+
+@plans
+def test_in_a_batch_a_criterion_sees_each_rows_text_without_padding(plan: str) -> None:
+    recorder = Recorder(ids_of("STOPPED")[0])
+    output = from_selfspec(PROMPTS, plan, stopping_criteria=StoppingCriteriaList([recorder]), max_new_tokens=LIMIT)
+    width = max(map(len, PROMPTS))
+    for prompt, sequence, stats in zip(PROMPTS, output.sequences.tolist(), output.stats, strict=True):
+        text = prompt + sequence[width : width + stats.new_tokens]
+        seen = [prefix for prefix in recorder.prefixes if prefix[: len(prompt)] == prompt]
+        assert seen == [text[:length] for length in range(len(prompt) + 1, len(text) + 1)]
+
+
+@plans
+def test_every_criterion_sees_every_token_though_another_has_stopped_the_text(plan: str) -> None:
+    first, second = Recorder(RECITED[5]), Recorder()
+    criteria = StoppingCriteriaList([first, second])
+    from_selfspec(PROMPTS[:1], plan, stopping_criteria=criteria, max_new_tokens=LIMIT)
+    assert second.prefixes == first.prefixes
+    assert len(second.prefixes) == 6
+
+
+# Streamers
+
+
+class StreamRecorder:
+    """What a streamer is told, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@plans
+def test_a_streamer_gets_the_prompt_then_one_token_at_a_time_then_the_end(plan: str) -> None:
+    recorder = StreamRecorder()
+    from_selfspec(PROMPTS[2:], plan, streamer=recorder, eos_token_id=RECITED[0], max_new_tokens=7)
+    tokens = (RECITED * 2)[RECITED.index(PROMPTS[2][-1]) + 1 :][:7]
+    assert recorder.calls == [[PROMPTS[2]], *([token] for token in tokens), "end"]
+
+
+@plans
+def test_a_streamer_is_told_what_transformers_tells_it(plan: str) -> None:
+    ours, theirs = StreamRecorder(), StreamRecorder()
+    from_selfspec(PROMPTS[:1], plan, streamer=ours, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
+    from_transformers(PROMPTS[:1], streamer=theirs, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
+    assert ours.calls == theirs.calls
+
+
+@deep_plans
+def test_transformers_text_streamer_prints_the_text(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from_selfspec(PROMPTS[:1], plan, streamer=TextStreamer(tiny_tokenizer()), max_new_tokens=len(RECITED))
+    assert capsys.readouterr().out == "a" + "".join(TEXT) + "\n"
+
+
+# Text
+
+
+def complete(prompt: str, of: Engine | None = None, **options: Any) -> Completion:
+    settings = {"do_sample": False, "exit_layer": 1, "speculative_decoding": "force", **options}
+    completion = (of or engine()).complete(prompt, **settings)
+    assert isinstance(completion, Completion)
+    return completion
+
+
+def pieces_of(prompt: str, of: Engine | None = None, **options: Any) -> list[str]:
+    settings = {"do_sample": False, "exit_layer": 1, "speculative_decoding": "force", **options}
+    return list((of or engine()).stream(prompt, **settings))
+
+
+@plans
+def test_a_completion_is_the_text_the_model_recites(plan: str) -> None:
+    completion = complete("a", plan=plan, max_new_tokens=len(RECITED))
+    assert (completion.text, completion.tokens) == ("".join(TEXT), RECITED)
+    assert completion.finish_reason == "length"
+
+
+@plans
+def test_a_completion_stops_at_a_stop_string_and_shows_it(plan: str) -> None:
+    completion = complete("a", plan=plan, stop_strings=["dsto"])
+    assert (completion.text, completion.finish_reason) == ("bcdstop", "stop")
+
+
+@deep_plans
+def test_an_end_token_is_counted_but_not_shown(plan: str) -> None:
+    end = tiny_tokenizer().eos_token_id
+    speaker = Engine.from_model(reciting_model([*RECITED[:6], end]), tokenizer=tiny_tokenizer())
+    completion = complete("a", of=speaker, plan=plan, eos_token_id=end)
+    assert (completion.text, completion.tokens) == ("bcdstope\ufffd", [*RECITED[:6], end])
+
+
+@plans
+def test_pieces_of_a_stream_are_whole_characters_and_make_up_the_text(plan: str) -> None:
+    pieces = pieces_of("a", plan=plan, max_new_tokens=len(RECITED))
+    assert "".join(pieces) == "".join(TEXT)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 1
+
+
+@plans
+@pytest.mark.parametrize("limit", range(14, 19))
+def test_a_stream_cut_inside_a_character_ends_like_the_completion(limit: int, plan: str) -> None:
+    assert RECITED[13:16] == ids_of("€")
+    options: dict[str, Any] = {"plan": plan, "max_new_tokens": limit - 2}
+    assert "".join(pieces_of("a", **options)) == complete("a", **options).text
+
+
+@plans
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_of_a_noisy_stream_make_up_the_completion(seed: int, plan: str) -> None:
+    options: dict[str, Any] = {"do_sample": True, "seed": seed, "top_k": 0, "max_new_tokens": 40, "plan": plan}
+    text = complete("abc", of=random_engine(), **options).text
+    assert "".join(pieces_of("abc", of=random_engine(), **options)) == text
+    assert "\ufffd" in text
+
+
+def test_a_stream_tells_its_completion_once_it_has_run_out() -> None:
+    stream = engine().stream("a", max_new_tokens=9, plan="chain:4", exit_layer=1, do_sample=False)
+    assert stream.completion is None
+    text = "".join(stream)
+    assert stream.completion is not None
+    assert (stream.completion.text, stream.completion.tokens) == (text, RECITED[:9])
+    assert (stream.completion.finish_reason, stream.completion.stats.cycles) == ("length", 2)
+
+
+def test_two_interleaved_streams_of_one_engine_are_both_right() -> None:
+    shared: dict[str, Any] = {"do_sample": True, "exit_layer": 2, "speculative_decoding": "force"}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("abc", {**shared, "seed": 1, "max_new_tokens": 70, "plan": "tree:4,2,2,1"}),
+        ("the quick brown fox", {**shared, "seed": 2, "max_new_tokens": 40, "plan": "chain:4"}),
+    ]
+    expected = [complete(prompt, of=random_engine(), **options).text for prompt, options in requests]
+    streams = [random_engine().stream(prompt, **options) for prompt, options in requests]
+    texts = ["", ""]
+    going = [0, 1, 1]  # the second stream is asked twice as often
+    while going:
+        for index in list(going):
+            piece = next(streams[index], None)
+            if piece is None:
+                going = [other for other in going if other != index]
+            else:
+                texts[index] += piece
+    assert texts == expected
