@@ -161,7 +161,13 @@ class Cache:
             )
         grown = []
         for tensor in (self.keys, self.values):
-            larger = tensor.new_zeros((tensor.shape[0], total, *tensor.shape[2:]))
+            try:
+                larger = tensor.new_zeros((tensor.shape[0], total, *tensor.shape[2:]))
+            except RuntimeError as error:  # how torch says out of memory, on any device
+                raise CacheFull(
+                    f"no memory to grow the KV cache from {self.num_pages} to {total} pages of {PAGE_SIZE} positions "
+                    f"({self.nbytes / 1e9:.1f} GB now): send fewer or shorter prompts, or ask for fewer new tokens"
+                ) from error
             larger[:, : self.num_pages] = tensor
             grown.append(larger)
         self._free.extend(reversed(range(self.num_pages, total)))

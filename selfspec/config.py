@@ -110,9 +110,10 @@ def check_supported(hf: Any) -> None:
         )
     quantization = getattr(hf, "quantization_config", None)
     if quantization:
-        as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        as_dict = quantization if isinstance(quantization, dict) else vars(quantization)
+        method = as_dict.get("quant_method", "unknown method")
         raise ValueError(
-            f"this checkpoint is quantized ({as_dict.get('quant_method', 'unknown method')}); selfspec needs plain "
+            f"this checkpoint is quantized ({getattr(method, 'value', method)}); selfspec needs plain "
             "16- or 32-bit weights. Use the unquantized checkpoint, or a GGUF file, which is expanded on loading."
         )
     if getattr(hf, "use_bidirectional_attention", False):

@@ -142,7 +142,7 @@ class Engine:
         if streamer is not None:
             streamer.end()
         sequences = _to_tensor(input_ids, session.rows, settings)
-        if not return_dict_in_generate:
+        if not (return_dict_in_generate or settings.return_dict):
             return sequences
         return GenerateOutput(sequences, [stats_of(row, session) for row in session.rows])
 

@@ -112,6 +112,10 @@ class GgufModel:
             )
         if self.get("{arch}.expert_count", 0):
             raise ValueError(f"{self.path} holds a mixture of experts, which is not supported; use a dense model")
+        if self.get("tokenizer.ggml.model") not in ("gpt2", "llama") or not self.get("tokenizer.ggml.tokens"):
+            raise ValueError(
+                f"{self.path} holds no tokenizer of a kind selfspec rebuilds (gpt2, llama); use the model's own file"
+            )
         if "token_embd.weight" not in self.tensors:
             raise ValueError(
                 f"{self.path} holds no token embedding, so it is not a whole model; use the model's own file"

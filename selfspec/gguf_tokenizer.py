@@ -1,7 +1,7 @@
 """Rebuilds the tokenizer that a GGUF file describes, so that its folder loads like any other.
 
-Byte-level vocabularies (Llama 3, Qwen, SmolLM2) are built here, because how text is split before merging is told by a
-name only; SentencePiece ones (Mistral, Gemma) are read by transformers. Which tokens end a text is `gguf_model`'s.
+A file holds vocabulary, special tokens and chat template; how text is split before merging is told by a name only, and
+merges are left out where llama.cpp can do without. Which tokens end a text is left to `gguf_model`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from selfspec.gguf_model import GgufModel
 
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's kinds of token that are matched whole
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's kinds of token; the last two are matched whole
+
+_SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,12 +54,15 @@ def build_tokenizer(model: GgufModel) -> Any:
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
     settings.setdefault("pad_token", settings.get("eos_token"))
-    tokenizer: Any
     try:
-        if kind == "gpt2":
-            tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(model), **settings)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name, **settings)
+        backend = _byte_level(model) if kind == "gpt2" else _sentence_piece(model)
+        whole = [
+            AddedToken(token, normalized=False, special=token_kind == _CONTROL)
+            for token, token_kind in zip(tokens, model.get("tokenizer.ggml.token_type", []), strict=False)
+            if token_kind in (_CONTROL, _USER_DEFINED) and backend.token_to_id(token) is not None
+        ]
+        backend.add_tokens(whole)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
     except Exception as error:  # a vocabulary that contradicts itself fails inside the libraries, in many ways
         raise ValueError(f"the tokenizer of {model.path} ({kind!r}) cannot be rebuilt: {error}") from error
     _set_bos(tokenizer, model)
@@ -66,20 +71,48 @@ def build_tokenizer(model: GgufModel) -> Any:
 
 
 def _byte_level(model: GgufModel) -> Tokenizer:
-    tokens, kinds = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.token_type", [])
     merges = [tuple(merge.split(" ")) for merge in model.get("tokenizer.ggml.merges")]
     pre = model.get("tokenizer.ggml.pre", "default")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(model.get("tokenizer.ggml.tokens"))}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if model.architecture.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (_CONTROL, _USER_DEFINED):
-            special = kind == _CONTROL
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=special)])
     return tokenizer
+
+
+def _sentence_piece(model: GgufModel) -> Tokenizer:
+    """Mistral's and Gemma's kind: spaces are written as a visible character, unknown ones fall back to bytes."""
+    gemma = model.architecture == "gemma3"
+    tokens, unknown = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.unknown_token_id")
+    if gemma:  # llama.cpp writes its tokens of several spaces as such
+        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    # The score says which merge comes first, but for Gemma, whose scores are void, the place in the vocabulary does.
+    scores = [-index for index in range(len(tokens))] if gemma else model.get("tokenizer.ggml.scores")
+    kinds = model.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    normal = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown_token = None if unknown is None else tokens[unknown]
+    bpe = BPE(vocabulary, _merges(normal), fuse_unk=True, byte_fallback=True, unk_token=unknown_token)
+    tokenizer = Tokenizer(bpe)
+    prefix = bool(model.get("tokenizer.ggml.add_space_prefix", not gemma))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first" if prefix else "never", split=False)
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
+    return tokenizer
+
+
+def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
+    """Every way to put a token together from two others, the best-scored token's first."""
+    found = [
+        (score, token[:cut], token[cut:])
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    found.sort(key=lambda merge: (merge[0], len(merge[1])), reverse=True)
+    return [(left, right) for _, left, right in found]
 
 
 def _pre_tokenizer(pre: str) -> Any:

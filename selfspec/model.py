@@ -140,6 +140,8 @@ class Decoder:
 
     def run(self, hidden: torch.Tensor, start_layer: int, stop_layer: int, rows: Rows, cache: Cache) -> torch.Tensor:
         """Layers [start_layer, stop_layer) over hidden states [B, M, hidden] of `rows`; keys and values are stored."""
+        if start_layer == stop_layer:
+            return hidden
         rotations = self.rotations(rows)
         for index in range(start_layer, stop_layer):
             hidden = self.run_layer(

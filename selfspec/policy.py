@@ -30,7 +30,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"rule {name}={value!r} must be a number of at least 0")
 
 

@@ -75,6 +75,7 @@ _SWITCHED_OFF = {
 
 _TRANSFORMERS_DEFAULTS = {"top_k": 50, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 _DEFAULT_NEW_TOKENS = 20
+_ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Settings:
     pad_token_id: int | None
     num_return_sequences: int
     stop_strings: tuple[str, ...]
+    return_dict: bool
 
     def new_tokens_allowed(self, prompt_width: int) -> int:
         """How many tokens may follow prompts that are `prompt_width` wide, padding included."""
@@ -108,8 +110,10 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
         if name not in SUPPORTED and name not in known:
             raise ValueError(f"generate() does not know the argument {name!r}; it supports {', '.join(SUPPORTED)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
-    for source in (_as_dict(model_config), _as_dict(config), kwargs):
+    for source in (_as_dict(model_config), _as_dict(config)):
         merged.update({name: value for name, value in source.items() if value is not None})
+    merged.update(kwargs)  # here None is said on purpose: it takes back what a config says
+    merged = {name: value for name, value in merged.items() if value is not None}
     for name, value in merged.items():
         _check_supported(name, value)
     return _settings_from(merged)
@@ -128,7 +132,8 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
     ends = _ids(merged.get("eos_token_id"))
     pad = merged.get("pad_token_id")
     stop_strings = merged.get("stop_strings", ())
-    chosen = {f.name: merged[f.name] for f in fields(Sampling) if f.name in merged}
+    ignored = () if merged.get("do_sample") else _ONLY_WHEN_SAMPLING
+    chosen = {f.name: merged[f.name] for f in fields(Sampling) if f.name in merged and f.name not in ignored}
     sampling = Sampling(**{**chosen, "eos_token_ids": ends})
     if copies > 1 and not sampling.do_sample:
         raise ValueError(
@@ -142,6 +147,7 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
         pad_token_id=int(pad) if pad is not None else (ends[0] if ends else None),
         num_return_sequences=copies,
         stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+        return_dict=bool(merged.get("return_dict_in_generate", False)),
     )
 
 

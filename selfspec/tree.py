@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 
@@ -47,7 +48,8 @@ class Plan:
         if not self.parents:
             return "none"
         widths = tuple(self.width(level) for level in self.levels[:-1])
-        if self == Plan.tree(widths):
+        nodes = sum(prod(widths[: depth + 1]) for depth in range(self.depth))
+        if nodes == len(self):  # no parent lacks a child of any rank
             return f"chain:{self.depth}" if self.is_chain else "tree:" + ",".join(map(str, widths))
         pairs = zip(self.parents, self.ranks, strict=True)
         return "nodes:" + ",".join(f"{parent}.{rank}" for parent, rank in pairs)
@@ -66,7 +68,7 @@ class Plan:
             return NONE
         kind, _, text = plan.partition(":")
         if kind == "chain" and re.fullmatch(r"\d+", text):
-            return cls.tree((1,) * int(text))
+            return cls.tree((1,) * min(int(text), MAX_NODES + 1))
         if kind == "tree" and re.fullmatch(r"\d+(,\d+)*", text):
             return cls.tree(tuple(int(width) for width in text.split(",")))
         if kind == "nodes" and re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):

@@ -127,7 +127,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
     tensors = {}
     # A caller's inference mode would make tensors that no exit can be trained on.
     with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
-        task = progress.add_task(f"Loading {folder.name}", total=total)
+        task = progress.add_task("Loading weights", total=total)
         opened: dict[Path, Any] = {}
         for name, parts in groups.items():
             fused = _empty_fused(parts, device, dtype, total)
@@ -136,7 +136,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
                 if file not in opened:
                     opened[file] = files.enter_context(safe_open(file, framework="pt", device="cpu"))
                 for chunk, rows in _chunks(opened[file].get_slice(part.name), part):
-                    target[rows].copy_(chunk.to(dtype))
+                    target[rows].copy_(chunk)  # converts as it copies: no temporary on the CPU
                     progress.advance(task, chunk.numel() * dtype.itemsize)
             tensors[name] = fused
     return Decoder(checkpoint.config, tensors)
@@ -285,8 +285,8 @@ def fingerprint(decoder: Decoder) -> list[float]:
 def same_fingerprint(a: list[float], b: list[float]) -> bool:
     """Whether two fingerprints are of the same weights, held in whatever dtype.
 
-    Rounding to bfloat16 moves a value by at most 0.2%, to float16 by less (or by 3e-8, near zero), so 0.4% of each
+    Rounding to bfloat16 moves a value by at most 0.4%, to float16 by less (or by 3e-8, near zero), so 0.5% of each
     value is allowed. Fine-tuning moves weights by some share of their spread, whatever their own size, and so moves
-    the small ones among 60 by far more than 0.4%; quantizing (a GGUF against its original) does too.
+    the small ones among 60 by far more than that; quantizing (a GGUF against its original) does too.
     """
-    return len(a) == len(b) and all(isclose(x, y, rel_tol=4e-3, abs_tol=1e-7) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(isclose(x, y, rel_tol=5e-3, abs_tol=1e-7) for x, y in zip(a, b, strict=True))

@@ -132,6 +132,10 @@ def write_gguf(
     return path
 
 
+def set_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    writer.kv_data[0][key].value = value
+
+
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A cache of its own for every test but those of the real demo model, whose download is worth keeping."""
@@ -298,6 +302,7 @@ class TestTokenizer:
         assert text == "<|im_start|>user\nhell<|im_end|>\n"
         ids = tokenizer(text).input_ids
         assert ids[0] == begin and ids[-2] == end and tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhell\n"
 
     @pytest.mark.parametrize(
         ("pre", "text", "expected"),
@@ -314,11 +319,34 @@ class TestTokenizer:
         assert tokenizer.tokenize(text) == expected
         assert tokenizer.decode(tokenizer(f"{text} naïve\n日本").input_ids) == f"{text} naïve\n日本"
 
+    @pytest.mark.parametrize(("family", "first"), [("llama", "▁hello"), ("gemma3_text", "hello")])
+    def test_sentence_piece(self, family: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "  "]
+        padding = [f"[PAD{index}]" for index in range(VOCABULARY - 259 - len(pieces))]
+
+        def add_sentence_piece(writer: GGUFWriter, pre: str) -> None:
+            writer.add_tokenizer_model("llama")
+            writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces, *padding])
+            writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * len(padding))
+            writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(VOCABULARY - 259)])
+            writer.add_bos_token_id(1)
+            writer.add_eos_token_id(2)
+            writer.add_unk_token_id(0)
+
+        monkeypatch.setitem(globals(), "add_tokenizer", add_sentence_piece)
+        path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, vocab_size=VOCABULARY))
+        tokenizer = AutoTokenizer.from_pretrained(convert.convert_gguf(path))
+        ids = tokenizer("hello hell\nö").input_ids
+        expected = ["<s>", first, "▁", "hell", "<0x0A>", "<0xC3>", "<0xB6>"]
+        assert tokenizer.convert_ids_to_tokens(ids) == expected
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "hello hell\nö"
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("</s>", "</s>")
+
     def test_begin_token_is_added_if_the_file_says_so(self, tmp_path: Path) -> None:
         path = write_gguf(
             tmp_path / "a.gguf",
             tiny_model("llama", torch.float32, vocab_size=VOCABULARY),
-            extra=lambda writer: writer.kv_data[0]["tokenizer.ggml.add_bos_token"].__setattr__("value", True),
+            extra=lambda writer: set_value(writer, "tokenizer.ggml.add_bos_token", True),
         )
         tokenizer = AutoTokenizer.from_pretrained(convert.convert_gguf(path))
         assert tokenizer("hell").input_ids[0] == tokenizer.bos_token_id
@@ -350,6 +378,13 @@ class TestRefusals:
         model = tiny_model("llama", torch.float32, vocab_size=VOCABULARY)
         path = write_gguf(tmp_path / "a.gguf", model, leave_out="layers.2.mlp.up_proj")
         self.refused(path, "missing", "model.layers.2.mlp.up_proj.weight")
+
+    def test_other_tokenizer(self, tmp_path: Path) -> None:
+        model = tiny_model("llama", torch.float32, vocab_size=VOCABULARY)
+        path = write_gguf(
+            tmp_path / "a.gguf", model, extra=lambda writer: set_value(writer, "tokenizer.ggml.model", "bert")
+        )
+        self.refused(path, "tokenizer", "gpt2, llama")
 
     def test_split_file(self, tmp_path: Path) -> None:
         model = tiny_model("llama", torch.float32, vocab_size=VOCABULARY)

@@ -247,13 +247,28 @@ def test_sampled_drafts_of_silent_layers_are_coupled_to_the_target(plan: str, sa
         assert (row.cycles, row.accepted, row.accept_rate) == (3, 12, 1.0)
 
 
-def test_drafts_of_silent_layers_know_min_new_tokens() -> None:
+def test_drafts_of_silent_layers_wait_for_min_new_tokens() -> None:
     engine = silent_engine("llama", 2)
-    ids = torch.tensor([PROMPTS[0]])
-    first = int(engine.generate(ids, max_new_tokens=1, do_sample=False, plan="none")[0, -1])
+    first = greedy_text(engine, 1)[0]
     settings: dict[str, Any] = {"eos_token_id": first, "min_new_tokens": 10, "max_new_tokens": 10}
     (row,) = stats_of(engine, PROMPTS[:1], plan="chain:4", exit_layer=2, **settings)
     assert_counts(row, new_tokens=10, cycles=2, drafted=8, accepted=8, accept_rate=1)
+
+
+def test_drafts_of_silent_layers_end_the_text_as_soon_as_they_may() -> None:
+    """The end token is allowed from the third node of the second cycle on, where it is said."""
+    engine = silent_engine("llama", 2)
+    text = greedy_text(engine, 8)
+    assert text[7] not in text[:7]
+    settings: dict[str, Any] = {"eos_token_id": text[7], "min_new_tokens": 7, "max_new_tokens": 20}
+    (row,) = stats_of(engine, PROMPTS[:1], plan="chain:4", exit_layer=2, **settings)
+    assert_counts(row, new_tokens=8, cycles=2, drafted=8, accepted=7, accept_rate=1)
+
+
+def greedy_text(engine: Engine, new_tokens: int) -> list[int]:
+    output = engine.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=new_tokens, do_sample=False, plan="none")
+    assert isinstance(output, torch.Tensor)
+    return output[0, len(PROMPTS[0]) :].tolist()
 
 
 # Statistics
@@ -275,17 +290,16 @@ def test_statistics_of_a_speculative_run() -> None:
 def scripted_stats(plan: str, new_tokens: int, rank_of_truth: Callable[[int], int | None], **options: Any) -> Stats:
     """Statistics where the draft for new token i ranks the true one at `rank_of_truth(i)`; None: not among its best."""
     engine = Engine.from_model(endless(tiny_model("llama")))
-    prompt = PROMPTS[0]
-    text = engine.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, plan="none")[0].tolist()
+    text = greedy_text(engine, 40)
 
     def script(position: int) -> list[int]:
-        truth = text[position]
+        token = position - len(PROMPTS[0])
+        truth, rank = text[token], rank_of_truth(token)
         others = [token for token in range(VOCABULARY) if token != truth][:5]
-        rank = rank_of_truth(position - len(prompt))
         return others if rank is None else [*others[:rank], truth, *others[rank:]]
 
     engine._exits[2] = ScriptedExit(engine.model, 2, script)
-    (row,) = stats_of(engine, [prompt], plan=plan, exit_layer=2, max_new_tokens=new_tokens, **options)
+    (row,) = stats_of(engine, PROMPTS[:1], plan=plan, exit_layer=2, max_new_tokens=new_tokens, **options)
     return row
 
 
@@ -315,9 +329,7 @@ def test_a_token_of_a_rank_the_plan_does_not_offer_is_refused() -> None:
 
 
 def test_an_end_of_text_on_an_accepted_path_is_no_rejection() -> None:
-    engine = engine_of("llama")
-    ids = torch.tensor([PROMPTS[0]])
-    text = engine.generate(ids, max_new_tokens=12, do_sample=False, plan="none")[0, len(PROMPTS[0]) :].tolist()
+    text = greedy_text(engine_of("llama"), 12)
     assert text[6] not in text[:6]  # so it ends the text at the second token of the second cycle
     row = scripted_stats("chain:4", 12, lambda token: 0, eos_token_id=text[6])
     assert_counts(row, new_tokens=7, cycles=2, drafted=8, accepted=6, accept_rate=1)

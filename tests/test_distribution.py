@@ -2,7 +2,7 @@
 
 Every possible text of three tokens is enumerated through transformers in float64, so the conditionals after accepted
 and after refused drafts are both covered. All seeds are fixed: a test passes always or never. Wrong acceptance rules
-must fail the same test.
+fail the same test.
 """
 
 from __future__ import annotations
@@ -38,28 +38,26 @@ from tests.tiny import tiny_model
 
 VOCABULARY = 8
 NEW_TOKENS = 3
-DRAWS = 20_000
-BATCH = 4_000
-PROMPT = 3  # one token, so that no row needs a prefill
-EXIT_LAYER = 1
+PROMPT = 3  # a single token: its rows need no prefill
+DRAWS, FEWER_DRAWS = 20_000, 6_000
+BATCH = 2_000
 
 RIGHT, WRONG = 1e-3, 1e-6  # p-values: a right rule stays above the first, a wrong one below the second
 
 FULL = Sampling(do_sample=True)
 TOP_K = Sampling(do_sample=True, top_k=4)
-TOP_P = Sampling(do_sample=True, temperature=1.2, top_p=0.8)
-EVERYTHING = Sampling(do_sample=True, temperature=1.5, top_k=6, top_p=0.9, min_p=0.05, repetition_penalty=1.3)
+TOP_P = Sampling(do_sample=True, top_p=0.8)
+EVERYTHING = Sampling(do_sample=True, temperature=1.2, top_k=6, top_p=0.95, min_p=0.04, repetition_penalty=1.3)
+IRREGULAR = "nodes:0.0,0.2,1.1,2.0"  # ranks are skipped at both depths
 
 
 @cache
 def hf_model() -> Any:
-    """Three layers; the last two add little enough that drafts are often right, and enough that they often are not."""
+    """Three layers, flat logits; an exit after the first gives about 0.6 of its probability to the model's choices."""
     shape = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
-    model = tiny_model("llama", seed=1, num_hidden_layers=3, vocab_size=VOCABULARY, **shape)
+    model = tiny_model("llama", seed=4, num_hidden_layers=3, vocab_size=VOCABULARY, **shape)
     with torch.no_grad():
-        for layer in model.model.layers[EXIT_LAYER:]:
-            layer.self_attn.o_proj.weight.mul_(0.8)
-            layer.mlp.down_proj.weight.mul_(0.8)
+        model.lm_head.weight.mul_(0.7)
     return model
 
 
@@ -69,55 +67,63 @@ def decoder() -> Decoder:
 
 
 @cache
-def pages() -> Cache:
-    """One cache for all tests: it grows once."""
+def shared_cache() -> Cache:
+    """One for all tests, so that it grows only once."""
     return Cache(decoder().config, decoder().device, decoder().dtype)
+
+
+def whole_exit() -> Exit:
+    return Exit(decoder(), layer=1)
+
+
+def trimmed_exit() -> Exit:
+    """Drafts four of the eight tokens; the prompt's likeliest next token is not among them."""
+    return Exit(decoder(), layer=1, head_rows=torch.tensor([1, 3, 5, 6]))
+
+
+def overconfident_exit() -> Exit:
+    """Gives nearly all probability to one token: in float32, the others' underflow to zero."""
+    return Exit(decoder(), layer=1, norm=60 * decoder().norm)
 
 
 @cache
 def noise() -> torch.Tensor:
     """Every uniform number that the draws may ask for, by stream, seed, position and token."""
-    seeds, positions = DRAWS, 1 + NEW_TOKENS + 1
-    key = torch.cartesian_prod(torch.arange(seeds), torch.arange(positions))
+    positions = 1 + NEW_TOKENS
+    key = torch.cartesian_prod(torch.arange(DRAWS), torch.arange(positions))
     key = key[:, 0], torch.zeros_like(key[:, 0]), key[:, 1]
     streams = [uniform_vocabulary(*key, VOCABULARY, stream) for stream in (TARGET, CHILDREN, ACCEPT)]
-    return torch.stack(streams).view(3, seeds, positions, VOCABULARY)
+    return torch.stack(streams).view(3, DRAWS, positions, VOCABULARY)
 
 
 @pytest.fixture(autouse=True)
 def precomputed_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers, looked up: the rejection rule asks for them one by one, which would take minutes."""
+    """The very same numbers, looked up: asked for one by one, as rejection does, they would take minutes."""
 
     def looked_up(seeds, copies, positions, tokens, stream):
         return noise()[stream, seeds[:, None], positions[:, None], tokens]
 
-    def whole_rows(seeds, copies, positions, vocabulary, stream):
-        assert vocabulary == VOCABULARY
-        return noise()[stream, seeds, positions]
-
     monkeypatch.setattr(sampling, "uniform", looked_up)
-    monkeypatch.setattr(sampling, "uniform_vocabulary", whole_rows)
 
 
 @dataclass
 class Drawn:
-    counts: torch.Tensor  # [V, V, V]: how often each text of three tokens was drawn
-    accepted: int
-    rejections: int
+    counts: torch.Tensor  # [V ** 3]: how often each text of three tokens was drawn
+    accepted: int = 0
+    rejections: int = 0
 
 
-def draw(plan: str, rejection: bool, how: Sampling, exit: Exit | None = None) -> Drawn:
-    """Draws texts of three tokens with the seeds 0 to DRAWS - 1."""
-    exit = exit or Exit(decoder(), EXIT_LAYER)
-    drawn = Drawn(torch.zeros(VOCABULARY**NEW_TOKENS, dtype=torch.long), 0, 0)
-    for first in range(0, DRAWS, BATCH):
+def draw(plan: str, rejection: bool, how: Sampling = FULL, exit: Exit | None = None, draws: int = FEWER_DRAWS) -> Drawn:
+    """Draws texts of three tokens, with the seeds from 0 on."""
+    exit = exit or whole_exit()
+    drawn = Drawn(torch.zeros(VOCABULARY**NEW_TOKENS, dtype=torch.long))
+    place = torch.tensor([VOCABULARY**2, VOCABULARY, 1])
+    for first in range(0, draws, BATCH):
         rows = [Row([PROMPT], seed, copy=0, max_length=1 + NEW_TOKENS) for seed in range(first, first + BATCH)]
         policy = Policy(Rules(), how, mode="force", plan=Plan.parse(plan))
-        session = Session(decoder(), pages(), rows, how, policy, exit=exit, rejection=rejection)
-        for _ in session.run():
+        for _ in Session(decoder(), shared_cache(), rows, how, policy, exit=exit, rejection=rejection).run():
             pass
         texts = torch.tensor([row.tokens[1:] for row in rows])
-        place = torch.tensor([VOCABULARY**2, VOCABULARY, 1])
         drawn.counts += (texts * place).sum(1).bincount(minlength=VOCABULARY**NEW_TOKENS)
         drawn.accepted += sum(row.accepted for row in rows)
         drawn.rejections += sum(row.rejections for row in rows)
@@ -125,17 +131,12 @@ def draw(plan: str, rejection: bool, how: Sampling, exit: Exit | None = None) ->
 
 
 def exact(how: Sampling) -> torch.Tensor:
-    """Probabilities of all texts of three tokens, in the order of `Drawn.counts`, by transformers' own processors."""
-    processors = LogitsProcessorList()
-    if how.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(how.repetition_penalty))
+    """Probabilities [V ** 3] of all texts of three tokens, by transformers' model and processors."""
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(how.repetition_penalty)])
     processors.append(TemperatureLogitsWarper(how.temperature))
-    if how.top_k:
-        processors.append(TopKLogitsWarper(how.top_k))
-    if how.top_p < 1:
-        processors.append(TopPLogitsWarper(how.top_p))
-    if how.min_p:
-        processors.append(MinPLogitsWarper(how.min_p))
+    processors.append(TopKLogitsWarper(how.top_k or VOCABULARY))
+    processors.append(TopPLogitsWarper(how.top_p))
+    processors.append(MinPLogitsWarper(how.min_p))
     texts = torch.tensor([[PROMPT, *text] for text in itertools.product(range(VOCABULARY), repeat=NEW_TOKENS)])
     with torch.no_grad():
         logits = hf_model()(texts[:, :-1]).logits
@@ -146,39 +147,140 @@ def exact(how: Sampling) -> torch.Tensor:
     return joint
 
 
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Chi-square test of the counts; cells expected fewer than 5 times are pooled. Impossible draws have p = 0."""
-    if counts[probabilities == 0].any():
+def p_value(drawn: Drawn, how: Sampling = FULL) -> float:
+    """Of a chi-square test; texts expected fewer than 5 times are pooled, impossible ones make it zero."""
+    probabilities = exact(how)
+    if drawn.counts[probabilities == 0].any():
         return 0.0
-    expected = probabilities * counts.sum()
-    common = expected >= 5
-    observed_cells = [*counts[common].tolist(), counts[~common].sum().item()]
-    expected_cells = [*expected[common].tolist(), expected[~common].sum().item()]
-    if expected_cells[-1] == 0:
-        observed_cells.pop(), expected_cells.pop()
-    return float(chisquare(observed_cells, expected_cells).pvalue)
+    expected = probabilities * drawn.counts.sum()
+    rare = expected < 5
+    cells = [(drawn.counts[~rare], expected[~rare]), (drawn.counts[rare].sum()[None], expected[rare].sum()[None])]
+    observed, expected = (torch.cat(parts) for parts in zip(*cells, strict=True))
+    possible = expected > 0
+    return float(chisquare(observed[possible], expected[possible]).pvalue)
 
 
-if __name__ == "__main__":
-    import time
+@pytest.mark.parametrize("how", [FULL, TOP_K], ids=["all tokens", "top-k"])
+@pytest.mark.parametrize("plan", ["chain:2", "tree:2,2"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_speculation_draws_from_the_models_distribution(acceptance: str, plan: str, how: Sampling) -> None:
+    drawn = draw(plan, acceptance == "rejection", how, draws=DRAWS)
+    assert drawn.counts.sum() == DRAWS
+    assert min(drawn.accepted, drawn.rejections) > DRAWS / 10, "too one-sided to test both outcomes of a draft"
+    assert p_value(drawn, how) > RIGHT
 
-    mp = pytest.MonkeyPatch()
-    precomputed_noise.__pytest_wrapped__.obj(mp) if hasattr(precomputed_noise, "__pytest_wrapped__") else precomputed_noise._get_wrapped_function()(mp)
-    t = time.time(); noise(); print("noise", time.time() - t)
-    for rej in (False, True):
-        for name, how in (("full", FULL), ("topk", TOP_K), ("topp", TOP_P), ("all", EVERYTHING)):
-            for plan in ("none", "chain:2", "tree:2,2", "tree:3,2", "nodes:0.0,0.2,1.1,2.0", "nodes:0.1,1.1"):
-                t = time.time()
-                d = draw(plan, rej, how)
-                e = exact(how)
-                print(rej, name, plan, d.accepted, d.rejections, (e > 0).sum().item(), p_value(d.counts, e), round(time.time() - t, 2), flush=True)
-    for plan, how, ex in (
-        ("tree:3", FULL, Exit(decoder(), 1, norm=decoder().norm * 60)),
-        ("tree:3,2", FULL, Exit(decoder(), 1, norm=decoder().norm * 60)),
-        ("nodes:0.2", Sampling(do_sample=True, top_k=2), None),
-        ("chain:2", FULL, Exit(decoder(), 1, head_rows=torch.tensor([0, 1, 4, 6]))),
-        ("tree:3,2", FULL, Exit(decoder(), 1, head_rows=torch.tensor([0, 1, 4, 6]))),
-        ("nodes:0.0,0.2,1.1,2.0", TOP_K, Exit(decoder(), 1, head_rows=torch.tensor([0, 1, 4, 6]))),
-    ):
-        d = draw(plan, True, how, ex)
-        print(plan, how, d.accepted, d.rejections, p_value(d.counts, exact(how)))
+
+@pytest.mark.parametrize("how", [FULL, TOP_K], ids=["all tokens", "top-k"])
+def test_plain_decoding_draws_from_the_models_distribution(how: Sampling) -> None:
+    assert p_value(draw("none", False, how, draws=DRAWS), how) > RIGHT
+
+
+@pytest.mark.parametrize("how", [TOP_P, EVERYTHING], ids=["top-p", "everything"])
+@pytest.mark.parametrize("plan", ["chain:2", "tree:3,2"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_other_settings_keep_the_distribution(acceptance: str, plan: str, how: Sampling) -> None:
+    drawn = draw(plan, acceptance == "rejection", how)
+    assert min(drawn.accepted, drawn.rejections) > FEWER_DRAWS / 10
+    assert p_value(drawn, how) > RIGHT
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_tree_that_skips_ranks_keeps_the_distribution(acceptance: str) -> None:
+    drawn = draw(IRREGULAR, acceptance == "rejection")
+    assert min(drawn.accepted, drawn.rejections) > FEWER_DRAWS / 10
+    assert p_value(drawn) > RIGHT
+
+
+@pytest.mark.parametrize("plan", ["chain:2", "tree:2,2", IRREGULAR])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_trimmed_head_keeps_the_distribution(acceptance: str, plan: str) -> None:
+    drawn = draw(plan, acceptance == "rejection", exit=trimmed_exit())
+    assert min(drawn.accepted, drawn.rejections) > FEWER_DRAWS / 10
+    assert p_value(drawn) > RIGHT
+
+
+@pytest.mark.parametrize("plan", ["tree:2,2", IRREGULAR])
+def test_rejection_with_an_overconfident_exit_keeps_the_distribution(plan: str) -> None:
+    assert p_value(draw(plan, rejection=True, exit=overconfident_exit())) > RIGHT
+
+
+def test_rejection_of_a_rank_that_the_drafts_top_k_has_cut_keeps_the_distribution() -> None:
+    how = Sampling(do_sample=True, top_k=2)
+    assert p_value(draw("nodes:0.2", rejection=True, how=how), how) > RIGHT
+
+
+Rule = Callable[[torch.Tensor, torch.Tensor, list[int], list[bool], NoiseKey], int]
+
+
+def classical(
+    accepts: Callable[[float, float, float], bool] = lambda u, p, q: u * q < p,
+    left: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda p, q: (p - q).clamp(min=0),
+    draft_loses: Callable[[bool], bool] = lambda offered: True,
+) -> Rule:
+    """Rejection sampling with each of its parts replaceable; as it stands, a right rule."""
+
+    def rule(p: torch.Tensor, q: torch.Tensor, drafted: list[int], offered: list[bool], key: NoiseKey) -> int:
+        p, q = p.double(), q.double()
+        for token, is_node in zip(drafted, offered, strict=True):
+            u = sampling.uniform(key.seeds, key.copies, key.positions, torch.tensor([[token]]), ACCEPT).item()
+            if is_node and accepts(u, p[token].item(), q[token].item()):
+                return token
+            if is_node:
+                p = left(p, q) / left(p, q).sum()
+            if draft_loses(is_node):
+                q[token] = 0
+                q /= q.sum()
+        return int(sampling.perturbed(p.log()[None], key, TARGET).argmax())
+
+    return rule
+
+
+def test_the_replaceable_rule_is_right_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "reject_or_accept", classical())
+    assert p_value(draw(IRREGULAR, rejection=True)) > RIGHT
+
+
+@pytest.mark.parametrize(
+    ("rule", "plan"),
+    [
+        pytest.param(classical(accepts=lambda u, p, q: True), "chain:2", id="accepts always"),
+        pytest.param(classical(accepts=lambda u, p, q: u * p < q), "chain:2", id="ratio inverted"),
+        pytest.param(classical(accepts=lambda u, p, q: False), "chain:2", id="accepts never"),
+        pytest.param(classical(left=lambda p, q: p), "chain:2", id="leaves p as it is"),
+        pytest.param(classical(left=lambda p, q: (q - p).clamp(min=0)), "chain:2", id="leaves q - p"),
+        pytest.param(classical(draft_loses=lambda offered: False), "tree:2,2", id="draft loses no token"),
+        pytest.param(classical(draft_loses=lambda offered: offered), IRREGULAR, id="draft keeps skipped tokens"),
+    ],
+)
+def test_a_wrong_rejection_rule_fails(rule: Rule, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "reject_or_accept", rule)
+    assert p_value(draw(plan, rejection=True)) < WRONG
+
+
+def test_rejection_fails_if_children_and_residual_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "CHILDREN", TARGET)
+    assert p_value(draw("chain:2", rejection=True)) < WRONG
+
+
+@pytest.mark.parametrize("plan", ["chain:2", "tree:2,2"])
+def test_coupling_fails_if_it_emits_the_draft(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def emit_first_child(
+        self: Session, rows: list[Row], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
+    ) -> list[int]:
+        tokens = right(self, rows, indices, nodes, draft, logits)
+        for place, (index, node) in enumerate(zip(indices, nodes, strict=True)):
+            if draft.plan.children[node]:
+                tokens[place] = int(draft.tokens[index, draft.plan.children[node][0]])
+        return tokens
+
+    right = Session._draw
+    monkeypatch.setattr(Session, "_draw", emit_first_child)
+    assert p_value(draw(plan, rejection=False)) < WRONG
+
+
+def test_coupling_fails_if_all_positions_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Session._noise_key
+    monkeypatch.setattr(
+        Session, "_noise_key", lambda self, rows, positions, repeat=1: right(self, rows, [1] * len(rows), repeat)
+    )
+    assert p_value(draw("chain:2", rejection=False)) < WRONG

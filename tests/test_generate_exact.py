@@ -47,17 +47,16 @@ def reference(family: str, batch: str, eos: tuple[int, ...] = ()) -> torch.Tenso
 
 def transformers_tokens(family: str, prompts: list[list[int]], **settings: Any) -> torch.Tensor:
     ids, mask = left_padded(prompts)
-    settings = {"max_new_tokens": NEW_TOKENS, **settings}
-    return model_of(family).generate(ids, attention_mask=mask, do_sample=False, **settings)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
+    return model_of(family).generate(ids, attention_mask=mask, **settings)
 
 
 def generated(family: str, prompts: list[list[int]], plan: str, exit_layer: int = 2, **settings: Any) -> GenerateOutput:
     ids, mask = left_padded(prompts)
-    settings = {"max_new_tokens": NEW_TOKENS, **settings}
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
     output = engine_of(family).generate(
         ids,
         attention_mask=mask,
-        do_sample=False,
         plan=plan,
         exit_layer=exit_layer,
         speculative_decoding="force",
@@ -176,3 +175,15 @@ def test_this_steering_changes_the_text(name: str) -> None:
 def test_min_new_tokens_changes_every_row() -> None:
     pairs = zip(steered_reference("eos"), steered_reference("min_new_tokens"), strict=True)
     assert all(len(early) <= EARLY + 1 < len(late) for early, late in pairs)
+
+
+@pytest.mark.parametrize("plan", ["none", "chain:4", "tree:3,2,1"])
+def test_processors_act_before_a_sampling_cut_as_in_transformers(plan: str) -> None:
+    """Top-k 1 leaves sampling no choice, so the two can be compared."""
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 1,
+        "logits_processor": LogitsProcessorList([ForbidByPrefix()]),
+    }
+    output = generated("llama", PROMPTS[:1], plan, **settings)
+    assert torch.equal(output.sequences, transformers_tokens("llama", PROMPTS[:1], **settings))

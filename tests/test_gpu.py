@@ -41,7 +41,9 @@ def test_one_seed_gives_the_same_tokens_for_every_plan() -> None:
     settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": [1, 2, 3]}
     plain = engine.generate(prompts(3), speculative_decoding=False, **settings)
     for plan in PLANS[1:]:
-        assert torch.equal(engine.generate(prompts(3), speculative_decoding="force", plan=plan, **settings), plain), plan
+        assert torch.equal(engine.generate(prompts(3), speculative_decoding="force", plan=plan, **settings), plain), (
+            plan
+        )
 
 
 def test_loading_peaks_near_the_size_of_the_weights(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_out_of_memory_fails_the_request_and_not_the_engine() -> None:
     expected = engine.generate(ids, max_new_tokens=8, speculative_decoding=False)
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(RuntimeError, match="memory"):
             engine.generate(ids.expand(4096, -1).contiguous(), max_new_tokens=400, speculative_decoding=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

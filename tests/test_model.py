@@ -153,7 +153,7 @@ def test_every_node_of_a_tree_equals_transformers_on_its_own_path(family: str) -
     for node in EVERYONE:
         path = TREE.ancestors[node].nonzero().flatten().tolist()
         expected = transformers_logits(model, prompt + [nodes[n] for n in path])[-1]
-        assert max_difference(logits[node], expected) < 1e-5, f"node {node}"
+        assert max_difference(logits[node], expected) < TOLERANCE, f"node {node}"
 
 
 @families

@@ -108,9 +108,14 @@ HOLDS: dict[str, dict[str, Any]] = {
     "request": {"mode": False},
     "processor": {"stateful_processors": True},
     "no_profile": {"has_exit": False},
-    "temperature": {"sampling": sampled(2.0, top_k=50)},
-    "top_k": {"sampling": sampled(2.0, top_k=500)},
+    "temperature": {"sampling": sampled(temperature=2.0)},
+    "top_k": {"sampling": sampled(top_k=500)},
 }
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_the_request_says_holds_for_good(name: str) -> None:
+    assert Policy(**{"rules": Rules(), "sampling": GREEDY, **HOLDS[name]}).off_for_good == name
 
 
 @pytest.mark.parametrize(
@@ -122,13 +127,18 @@ HOLDS: dict[str, dict[str, Any]] = {
         ("request", "top_k"),
         ("processor", "no_profile"),
         ("processor", "temperature"),
+        ("processor", "top_k"),
         ("no_profile", "temperature"),
         ("no_profile", "top_k"),
-        ("temperature", "top_k"),
     ],
 )
 def test_where_two_reasons_hold_the_earlier_is_given(first: str, second: str) -> None:
-    assert reason(**{**HOLDS[second], **HOLDS[first]} if first != "temperature" else HOLDS["top_k"]) == first
+    assert reason(**HOLDS[first], **HOLDS[second]) == first
+
+
+@pytest.mark.parametrize("top_k", [0, 500])
+def test_temperature_is_given_before_top_k(top_k: int) -> None:
+    assert reason(sampling=sampled(2.0, top_k)) == "temperature"
 
 
 @pytest.mark.parametrize("first", ["request", "processor", "no_profile"])
@@ -140,12 +150,6 @@ def test_a_large_batch_is_a_reason_of_the_moment() -> None:
     policy = Policy(Rules(), GREEDY)
     assert policy.off_for_good is None
     assert [policy.choose(batch)[1] for batch in (17, 16, 17, 1)] == ["batch", None, "batch", None]
-
-
-@pytest.mark.parametrize("name", HOLDS)
-def test_what_the_request_says_holds_for_good(name: str) -> None:
-    expected = "temperature" if name == "top_k" else name
-    assert Policy(**{"rules": Rules(), "sampling": GREEDY, **HOLDS[name]}).off_for_good == expected
 
 
 # Plans

@@ -148,7 +148,7 @@ class TestLoadFolder:
         torch.cuda.reset_peak_memory_stats()
         decoder = weights.load_folder(tmp_path, weights.pick_device("cuda"))
         assert decoder.dtype == torch.bfloat16
-        assert torch.cuda.max_memory_allocated() - before < 1.02 * decoder.nbytes
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * decoder.nbytes
 
     def test_superfluous_tensors_are_ignored(self, tmp_path: Path) -> None:
         save(tiny_model("qwen2", torch.float32), tmp_path)

@@ -1,0 +1,108 @@
+"""What an installed selfspec contains and depends on, and that it leaves PyPI's `kernels` alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.py"))
+
+
+def required(platform: str, extra: str = "") -> set[str]:
+    """Names of what pip would install on a platform, with an extra or without."""
+    environment = {**default_environment(), "sys_platform": platform, "extra": extra}
+    lines = PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(extra, [])
+    requirements = [Requirement(line) for line in lines]
+    return {r.name for r in requirements if r.marker is None or r.marker.evaluate(environment)}
+
+
+@pytest.mark.parametrize(("platform", "needed"), [("linux", True), ("darwin", False), ("win32", False)])
+def test_triton_is_a_dependency_on_linux_only(platform, needed):
+    assert ("triton" in required(platform)) is needed
+    assert {"torch", "transformers", "safetensors"} <= required(platform)
+
+
+def test_flash_attn_comes_with_the_extra_only():
+    assert "flash-attn" in required("linux", "flash")
+    assert "flash-attn" not in required("linux") | required("linux", "dev")
+
+
+def test_transformers_is_new_enough_to_ignore_a_folder_named_kernels():
+    (transformers,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "transformers")
+    assert not transformers.specifier.contains("5.10.3")
+    assert transformers.specifier.contains("5.10.4")
+
+
+def python(*code: str, path: list[Path], cwd: Path) -> str:
+    """Runs lines of Python in a new process that sees nothing but `path` and the environment's packages."""
+    start = [f"import sys; sys.path[:0] = {[str(entry) for entry in path]!r}"]
+    command = [sys.executable, "-P", "-c", "\n".join([*start, *code])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_checkout_does_not_shadow_the_package_named_kernels(tmp_path):
+    """Even from the repository's root, before everything else on the path, the real package wins."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("real = True")
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert python("import kernels; print(kernels.real)", path=[ROOT, tmp_path], cwd=ROOT) == "True\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The files of a wheel built from a copy of the checkout, unpacked as pip would."""
+    setuptools = pytest.importorskip("setuptools")
+    if Version(setuptools.__version__) < Version("77"):
+        pytest.skip("building the wheel needs setuptools 77")
+    base = tmp_path_factory.mktemp("build")
+    names = ("pyproject.toml", "README.md", "LICENSE", "selfspec", "kernels", "calibration")
+    for source in (ROOT / name for name in names if (ROOT / name).exists()):
+        if source.is_dir():
+            shutil.copytree(source, base / "copy" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (base / "copy").mkdir(exist_ok=True)
+            shutil.copy(source, base / "copy")
+    build = "from setuptools import build_meta; build_meta.build_wheel('../wheel')"
+    (base / "wheel").mkdir()
+    python(build, path=[], cwd=base / "copy")
+    (wheel,) = (base / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(base / "site")
+    return base / "site"
+
+
+def test_a_wheel_contains_every_module(installed):
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "selfspec").rglob("*.py")}
+    modules |= {f"selfspec/kernels/{name}" for name in KERNELS}
+    assert KERNELS
+    assert {path.relative_to(installed).as_posix() for path in installed.rglob("*.py")} == modules
+
+
+def test_a_wheel_contains_no_top_level_but_selfspec(installed):
+    assert [path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")] == ["selfspec"]
+
+
+def test_the_installed_package_imports_without_triton(installed, tmp_path):
+    """As on macOS and Windows; the kernels' references are there."""
+    out = python(
+        "for name in [m for m in sys.modules if m.split('.')[0] == 'triton'] + ['triton']: sys.modules[name] = None",
+        "import selfspec, selfspec.generate",
+        "from selfspec.kernels import commit, noise, tree_attention",
+        "print(selfspec.__file__)",
+        path=[installed],
+        cwd=tmp_path,
+    )
+    assert out == f"{installed / 'selfspec' / '__init__.py'}\n"
