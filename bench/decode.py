@@ -82,6 +82,8 @@ class Setup:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 110  # a log has room that no terminal tells of
     device = weights.pick_device(args.device)
     hf, tokenizer = load(args, device)
     engine = Engine.from_model(hf, tokenizer)

@@ -203,12 +203,14 @@ class GgufModel:
         layers, scale = settings["num_hidden_layers"], settings["head_dim"]
         if layers == 62:  # 27B alone scales its queries by the width per head; no key says so
             scale = settings["hidden_size"] // settings["num_attention_heads"]
-        period = self.get("{arch}.attention.sliding_window_pattern", 6)
+        pattern = self.get("{arch}.attention.sliding_window_pattern", 6)
+        if isinstance(pattern, int):  # every so many layers a global one; otherwise a list says which are local
+            pattern = [(index + 1) % pattern != 0 for index in range(layers)]
         local = {"rope_type": "default", "rope_theta": _decimal(self.get("{arch}.rope.freq_base_swa", 10000.0))}
         return {
             "query_pre_attn_scalar": scale,
             "sliding_window": self.get("{arch}.attention.sliding_window"),
-            "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)],
+            "layer_types": ["sliding_attention" if local_layer else "full_attention" for local_layer in pattern],
             "rope_parameters": {"full_attention": settings["rope_parameters"], "sliding_attention": local},
         }
 

@@ -34,6 +34,8 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 def resolve(path_or_name: str | Path) -> Path:
     """The checked folder of a model: a folder, a GGUF file (converted once), "demo", or a name on the hub."""
+    if not isinstance(path_or_name, str | Path) or not str(path_or_name).strip():
+        raise ValueError(f"{path_or_name!r} names no model; give a model folder, a .gguf file, a hub name, or 'demo'")
     if path_or_name == "demo":
         folder = fetch_demo()
     else:

@@ -236,7 +236,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plan-negative-rank": ({"plan": [(0, -1)]}, ("node 1", "rank -1", "start at 0")),
     "plan-twins": ({"plan": [(0, 0), (0, 0)]}, ("two children of the same rank",)),
     "plan-not-depth-by-depth": ({"plan": [(0, 0), (1, 0), (0, 1)]}, ("depth by depth",)),
-    "plan-fraction-of-a-rank": ({"plan": [(0, 0), (0, 1.5)]}, ("1.5",)),
+    "plan-fraction-of-a-rank": ({"plan": [(0, 0), (0, 1.5)]}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
     "nodes-64-in-a-chain": ({"plan": "chain:64"}, ("63",)),
     "nodes-64-in-a-tree": ({"plan": "tree:8,7"}, ("63", "(8, 7)")),
     "nodes-64-listed": ({"plan": MANY_NODES}, ("64 nodes", "63")),

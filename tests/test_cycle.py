@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from selfspec.cache import Rows
 from selfspec.exits import Exit, ExitBlock
 from selfspec.model import Decoder
 from selfspec.runtime import Session
+from selfspec.sampling import Sampling
 from tests.scripted import (
     IRREGULAR,
     PLANS,
@@ -188,6 +190,27 @@ def drafted_tokens(session: Session, plan: str) -> torch.Tensor:
     return session.draft(session.rows, Plan.parse(plan)).tokens
 
 
+def drafted_with(sampling: Sampling, plan: str) -> list[list[int]]:
+    engine = engine_of("llama")
+    session = open_session(engine, PROMPTS, plan, Exit(engine.model, 2), sampling=sampling)
+    session.prefill()
+    tokens = drafted_tokens(session, plan).tolist()
+    session.close()
+    return tokens
+
+
+def test_a_cut_narrows_the_draft_of_a_chain() -> None:
+    cut = Sampling(do_sample=True, temperature=1.3, top_k=1)
+    assert drafted_with(cut, "chain:4") == drafted_with(Sampling(), "chain:4")
+    assert drafted_with(replace(cut, top_k=0), "chain:4") != drafted_with(Sampling(), "chain:4")
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}], ids=["top_k", "top_p", "min_p"])
+def test_a_cut_leaves_the_draft_of_a_tree_alone(cut: dict[str, Any]) -> None:
+    uncut = Sampling(do_sample=True, temperature=1.3)
+    assert drafted_with(replace(uncut, **cut), "tree:4,2") == drafted_with(uncut, "tree:4,2")
+
+
 # Perfect drafts
 
 
@@ -263,6 +286,27 @@ def test_drafts_of_silent_layers_end_the_text_as_soon_as_they_may() -> None:
     settings: dict[str, Any] = {"eos_token_id": text[7], "min_new_tokens": 7, "max_new_tokens": 20}
     (row,) = stats_of(engine, PROMPTS[:1], plan="chain:4", exit_layer=2, **settings)
     assert_counts(row, new_tokens=8, cycles=2, drafted=8, accepted=7, accept_rate=1)
+
+
+TRIMMED = {
+    "greedy-min_new_tokens": {"do_sample": False, "min_new_tokens": 15},
+    "sampled-penalty": {"do_sample": True, "temperature": 0.8, "top_k": 0, "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("plan", ["chain:4", "tree:4,2,2,1"])
+@pytest.mark.parametrize("name", TRIMMED)
+def test_a_trimmed_head_that_holds_the_text_is_always_right(name: str, plan: str) -> None:
+    """The exit drafts from the rows of the text's tokens, and of an end token that would otherwise come first."""
+    model = silence(endless(tiny_model("llama")), 2)
+    engine = Engine.from_model(model)
+    ids = torch.tensor([PROMPTS[0]])
+    end = greedy_text(engine, 1)[0]
+    settings = {"max_new_tokens": 15, "seed": 3, "eos_token_id": end, **TRIMMED[name]}
+    text = engine.generate(ids, plan="none", **settings)[0, len(PROMPTS[0]) :].tolist()
+    engine._exits[2] = Exit(engine.model, 2, head_rows=torch.tensor(sorted({*text, end, 7, 70})))
+    (row,) = stats_of(engine, PROMPTS[:1], plan=plan, exit_layer=2, **settings)
+    assert_counts(row, 15, cycles=3, drafted=3 * len(Plan.parse(plan)), accepted=12, accept_rate=1)
 
 
 def greedy_text(engine: Engine, new_tokens: int) -> list[int]:

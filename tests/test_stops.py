@@ -148,6 +148,7 @@ def test_max_length_counts_the_padded_prompt_as_transformers_does(plan: str) -> 
     assert reasons(output) == ["length"] * 3
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_without_a_length_twenty_tokens_follow_as_in_transformers() -> None:
     output = from_selfspec(PROMPTS, "chain:4")
     assert torch.equal(output.sequences, from_transformers(PROMPTS))

@@ -196,6 +196,11 @@ class TestRefusals:
             with pytest.raises(ValueError, match="does not exist"):
                 weights.resolve(path)
 
+    @pytest.mark.parametrize("name", ["", " ", None, 3])
+    def test_no_name(self, name: Any) -> None:
+        with pytest.raises(ValueError, match="names no model"):
+            weights.resolve(name)
+
     def test_file_that_is_no_model(self, folder: Path) -> None:
         with pytest.raises(ValueError, match="give the folder"):
             weights.resolve(folder / "model.safetensors")

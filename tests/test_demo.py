@@ -1,0 +1,145 @@
+"""The real demo model, SmolLM2-135M-Instruct in float32 on the CPU: transformers' tokens and logits, and sense.
+
+Fetched once into SELFSPEC_HOME. In float32 two tokens may be so close that another order of summation swaps them;
+such a tie, and nothing else, excuses a difference.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from selfspec import Engine
+from selfspec.cache import Rows
+from selfspec.weights import resolve
+
+pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
+
+NEW_TOKENS = 128
+TIE = 1e-4  # logits closer than this may change places
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a Python function that reverses a string.",
+    "Explain photosynthesis to a child.",
+    "A shop sells pens at 3 euros each. What do 17 pens cost?",
+    "Translate into Spanish: The library opens at nine.",
+    "List five animals that live in the sea.",
+    "Write a haiku about autumn.",
+    "What does HTTP status code 404 mean?",
+    "Why is the sky blue?",
+    "Summarise the story of Romeo and Juliet in two sentences.",
+    "Give me a recipe for pancakes.",
+    "Write an SQL query that counts the orders of each customer.",
+    "What is the difference between a list and a tuple in Python?",
+    "Suggest a name for a cat and explain your choice.",
+    "Solve for x: 2x + 6 = 20.",
+    "Write a polite email that cancels a meeting on Monday.",
+    "Who was Marie Curie?",
+    "How do I boil an egg?",
+    "Write a JSON object that describes a book.",
+    "Count from one to twenty in words.",
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained("demo", device="cpu", dtype="float32", profile=None)
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(resolve("demo"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def batch(engine) -> tuple[torch.Tensor, torch.Tensor]:
+    """All prompts as chats, left-padded."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    encoded = engine.tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+@pytest.fixture(scope="module")
+def expected(reference, batch) -> torch.Tensor:
+    ids, mask = batch
+    return reference.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def without_padding(row: torch.Tensor, mask: torch.Tensor, end: int) -> list[int]:
+    """A row's real tokens, up to and with its end."""
+    prompt = row[: len(mask)][mask.bool()].tolist()
+    new = row[len(mask) :].tolist()
+    return prompt + (new[: new.index(end) + 1] if end in new else new)
+
+
+def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTrainedModel) -> None:
+    if ours == theirs:
+        return
+    at = next(i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+    logits = reference(torch.tensor([theirs[:at]])).logits[0, -1]
+    gap = (logits[theirs[at]] - logits[ours[at]]).abs().item()
+    assert gap < TIE, f"token {at}: {ours[at]} instead of {theirs[at]}, whose logit is {gap:.2g} away"
+
+
+@pytest.mark.parametrize(
+    ("rows", "speculation"),
+    [
+        (slice(0, 20), {"speculative_decoding": False}),
+        (slice(0, 10), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(10, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "tree:2,1"}),
+    ],
+    ids=["plain", "chain", "tree"],
+)
+@torch.no_grad()
+def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows, speculation):
+    ids, mask = batch[0][rows], batch[1][rows]
+    out = engine.generate(
+        ids, mask, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **speculation
+    )
+    end = engine.generation_config.eos_token_id
+    assert sum(stats.new_tokens for stats in out.stats) > 100 * len(ids), "the texts are long enough to tell"
+    if "plan" in speculation:
+        assert sum(stats.accepted for stats in out.stats) > 20 * len(ids), "drafts are accepted, so trees are walked"
+    for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
+        assert_same_or_tied(without_padding(ours, row_mask, end), without_padding(theirs, row_mask, end), reference)
+
+
+@torch.no_grad()
+def test_logits_are_transformers(engine, reference):
+    tokens = engine.tokenizer(" ".join(PROMPTS[:8]))["input_ids"]
+    sequence = engine.cache.open()
+    try:
+        engine.cache.reserve(sequence, len(tokens))
+        causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        rows = Rows([sequence], range(len(tokens)), torch.arange(len(tokens)), causal, engine.model.device)
+        hidden = engine.model.embed(torch.tensor([tokens]))
+        ours = engine.model.logits(engine.model.run(hidden, 0, engine.model.config.num_layers, rows, engine.cache))
+    finally:
+        engine.cache.close(sequence)
+    theirs = reference(torch.tensor([tokens])).logits
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("question", "word"),
+    [("What is the capital of France?", "Paris"), ("What is 2 + 2?", "4")],
+    ids=["Paris", "sum"],
+)
+def test_the_answers_make_sense(engine, question, word):
+    answer = engine.complete(
+        [{"role": "user", "content": question}], max_new_tokens=32, do_sample=False, speculative_decoding=False
+    )
+    assert word in answer.text
+    assert "<|im" not in answer.text
+
+
+def test_a_stream_says_what_a_completion_says(engine):
+    chat = [{"role": "user", "content": "Name three colours."}]
+    settings = {"max_new_tokens": 24, "do_sample": False, "speculative_decoding": "force", "plan": "chain:2"}
+    pieces = list(engine.stream(chat, **settings))
+    assert len(pieces) > 3
+    assert "".join(pieces) == engine.complete(chat, **settings).text
