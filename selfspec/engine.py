@@ -18,7 +18,7 @@ from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit, check_exit_layer
 from selfspec.model import Decoder
 from selfspec.policy import Mode, Policy, Rules
-from selfspec.profile import HOW_TO_CALIBRATE, Profile
+from selfspec.profile import Profile
 from selfspec.request import (
     PlanLike,
     Settings,
@@ -283,8 +283,8 @@ class Engine:
         if not self._warned_no_profile:
             self._warned_no_profile = True
             warnings.warn(
-                "decoding plainly: this model has no profile, so there is no trained exit to draft with. To speculate, "
-                f"{HOW_TO_CALIBRATE}.",
+                "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate the "
+                "model to get one, or pass exit_layer= and plan= to draft with an untrained exit.",
                 UserWarning,
                 stacklevel=5,
             )

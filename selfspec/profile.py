@@ -23,7 +23,7 @@ from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
 SCHEMA = 1
-HOW_TO_CALIBRATE = "calibrate this model, or pass profile=None and name exit_layer= and plan= yourself"
+HOW_TO_CALIBRATE = "calibrate this model again, or pass profile=None"
 
 
 class ModelIdentity(BaseModel):

@@ -49,7 +49,7 @@ class Plan:
             return "none"
         widths = tuple(self.width(level) for level in self.levels[:-1])
         nodes = sum(prod(widths[: depth + 1]) for depth in range(self.depth))
-        if nodes == len(self):  # no parent lacks a child of any rank
+        if nodes == len(self) and self == Plan.tree(widths):  # no child is missing, and none out of order
             return f"chain:{self.depth}" if self.is_chain else "tree:" + ",".join(map(str, widths))
         pairs = zip(self.parents, self.ranks, strict=True)
         return "nodes:" + ",".join(f"{parent}.{rank}" for parent, rank in pairs)

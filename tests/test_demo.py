@@ -56,10 +56,13 @@ def reference() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def batch(engine) -> tuple[torch.Tensor, torch.Tensor]:
     """All prompts as chats, left-padded."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    encoded = engine.tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True
-    )
+    texts = [
+        engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for prompt in PROMPTS
+    ]
+    encoded = engine.tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
     return encoded["input_ids"], encoded["attention_mask"]
 
 
@@ -139,7 +142,7 @@ def test_the_answers_make_sense(engine, question, word):
 
 def test_a_stream_says_what_a_completion_says(engine):
     chat = [{"role": "user", "content": "Name three colours."}]
-    settings = {"max_new_tokens": 24, "do_sample": False, "speculative_decoding": "force", "plan": "chain:2"}
+    settings = {"max_new_tokens": 16, "do_sample": False, "speculative_decoding": "force", "plan": "chain:1"}
     pieces = list(engine.stream(chat, **settings))
     assert len(pieces) > 3
     assert "".join(pieces) == engine.complete(chat, **settings).text

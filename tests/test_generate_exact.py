@@ -15,7 +15,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
 from selfspec import Engine, GenerateOutput
-from tests.scripted import DRAFTING_PLANS, PLANS, endless, left_padded, plan_id, random_prompt
+from tests.scripted import DRAFTING_PLANS, PLANS, endless, left_padded, plan_id, random_prompt, silence
 from tests.tiny import FAMILIES, tiny_model
 
 NEW_TOKENS = 18
@@ -82,6 +82,21 @@ def test_drafts_of_these_models_are_sometimes_right_and_sometimes_wrong(family: 
     assert any(0 < row.accept_rate < 1 for row in stats)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_tree_deeper_than_the_sliding_window_equals_transformers(family: str) -> None:
+    """Layers from 2 on are silent, so that whole paths are accepted and the deepest nodes count."""
+    model = silence(endless(tiny_model(family)), 2)
+    ids = torch.tensor(PROMPTS[:1])
+    plan = "tree:2,2,1,1,1,1,1,1"
+    settings: dict[str, Any] = {"max_new_tokens": 18, "do_sample": False}
+    output = Engine.from_model(model).generate(
+        ids, exit_layer=2, plan=plan, speculative_decoding="force", return_dict_in_generate=True, **settings
+    )
+    assert isinstance(output, GenerateOutput)
+    assert torch.equal(output.sequences, model.generate(ids, **settings))
+    assert output.stats[0].cycles == 2
+
+
 # Ends of text
 
 
@@ -125,12 +140,12 @@ class ForbidByPrefix(LogitsProcessor):
         return scores.masked_fill(forbidden, -float("inf"))
 
 
-class LowerByPrefix(LogitsProcessor):
-    """Moves scores across zero, where a repetition penalty turns round: the order of the two shows."""
+class RaiseByPrefix(LogitsProcessor):
+    """Raises half of the vocabulary, far above zero, where a repetition penalty weighs most: their order shows."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         chosen = (torch.arange(scores.shape[-1])[None] + input_ids[:, -2:].sum(-1, keepdim=True)) % 2 == 0
-        return torch.where(chosen, scores - scores.amax(-1, keepdim=True), scores)
+        return torch.where(chosen, scores + 50, scores)  # type: ignore[return-value]
 
 
 EARLY = 6  # the step at which each row meets an end token, where min_new_tokens does not put it off
@@ -139,7 +154,7 @@ EARLY = 6  # the step at which each row meets an end token, where min_new_tokens
 def steering(name: str) -> dict[str, Any]:
     """Keyword arguments of a way to steer; transformers and selfspec take the same."""
     ends = [row[EARLY] for row in reference("llama", "padded3")[:, -NEW_TOKENS:].tolist()]
-    ngram, forbid, lower = NoRepeatNGramLogitsProcessor(2), ForbidByPrefix(), LowerByPrefix()
+    ngram, forbid, lift = NoRepeatNGramLogitsProcessor(2), ForbidByPrefix(), RaiseByPrefix()
     late: dict[str, Any] = {"min_new_tokens": EARLY + 5, "eos_token_id": ends}
     settings: dict[str, dict[str, Any]] = {
         "eos": {"eos_token_id": ends},
@@ -147,7 +162,7 @@ def steering(name: str) -> dict[str, Any]:
         "min_new_tokens": late,
         "no_repeat_ngram": {"logits_processor": LogitsProcessorList([ngram])},
         "by_prefix": {"logits_processor": LogitsProcessorList([forbid])},
-        "all": {**late, "repetition_penalty": 1.3, "logits_processor": LogitsProcessorList([lower, ngram, forbid])},
+        "all": {**late, "repetition_penalty": 1.3, "logits_processor": LogitsProcessorList([lift, ngram, forbid])},
     }
     return settings[name]
 

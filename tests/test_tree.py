@@ -82,6 +82,8 @@ def test_str_is_the_shortest_form(text: str, shortest: str) -> None:
 @few
 @given(plans)
 @example(Plan.from_nodes([(0, 63)]))
+@example(Plan.from_nodes([(0, 1), (0, 0)]))
+@example(Plan.from_nodes([(0, 0), (0, 1), (2, 0), (1, 0)]))
 @example(Plan.from_nodes([(0, rank) for rank in range(9)] + [(1, rank) for rank in range(9)]))
 def test_str_reads_back_as_the_same_plan(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
