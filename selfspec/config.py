@@ -12,6 +12,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -61,6 +62,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly")
+
+        if self.activation not in SUPPORTED_ACTIVATIONS:
+            known = ", ".join(SUPPORTED_ACTIVATIONS)
+            raise ValueError(f"activation {self.activation!r} is not supported; selfspec knows {known}")
 
     @property
     def num_layers(self) -> int:

@@ -7,15 +7,22 @@ what the hidden states are for to `exits` and `runtime`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from transformers.activations import ACT2FN
 
 from selfspec.attention import attend
 from selfspec.cache import Cache, Rows
 from selfspec.config import LayerConfig, ModelConfig
+
+# By transformers' names; importing its own table would import triton. Keys as in config.SUPPORTED_ACTIVATIONS.
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Decoder:
             Layer(**{name: tensors[f"layers.{index}.{name}"] for name in layer_parts(config, "")})
             for index in range(config.num_layers)
         ]
-        self.activation = ACT2FN[config.activation]
+        self.activation = _ACTIVATIONS[config.activation]
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,8 @@ from selfspec.weights import resolve
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
 
-NEW_TOKENS = 128
+# An end that the model never says: every row is 128 tokens long, past the end of its answer.
+GREEDY = {"max_new_tokens": 128, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
 TIE = 1e-4  # logits closer than this may change places
 
 PROMPTS = [
@@ -69,49 +70,41 @@ def batch(engine) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected(reference, batch) -> torch.Tensor:
     ids, mask = batch
-    return reference.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
-
-
-def without_padding(row: torch.Tensor, mask: torch.Tensor, end: int) -> list[int]:
-    """A row's real tokens, up to and with its end."""
-    prompt = row[: len(mask)][mask.bool()].tolist()
-    new = row[len(mask) :].tolist()
-    return prompt + (new[: new.index(end) + 1] if end in new else new)
+    return reference.generate(ids, attention_mask=mask, **GREEDY)
 
 
 def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTrainedModel) -> None:
-    if ours == theirs:
-        return
-    at = next(i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
-    logits = reference(torch.tensor([theirs[:at]])).logits[0, -1]
-    gap = (logits[theirs[at]] - logits[ours[at]]).abs().item()
-    assert gap < TIE, f"token {at}: {ours[at]} instead of {theirs[at]}, whose logit is {gap:.2g} away"
+    """Both are a prompt and as many new tokens."""
+    assert len(ours) == len(theirs)
+    at = next((index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+    if at is not None:
+        logits = reference(torch.tensor([theirs[:at]])).logits[0, -1]
+        gap = (logits[theirs[at]] - logits[ours[at]]).abs().item()
+        assert gap < TIE, f"token {at}: {ours[at]} instead of {theirs[at]}, whose logit is {gap:.2g} away"
 
 
 @pytest.mark.parametrize(
     ("rows", "speculation"),
     [
         (slice(0, 20), {"speculative_decoding": False}),
-        (slice(0, 10), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
-        (slice(10, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "tree:2,1"}),
+        (slice(0, 8), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(12, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
     ],
     ids=["plain", "chain", "tree"],
 )
 @torch.no_grad()
 def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows, speculation):
     ids, mask = batch[0][rows], batch[1][rows]
-    out = engine.generate(
-        ids, mask, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, **speculation
-    )
-    end = engine.generation_config.eos_token_id
-    assert sum(stats.new_tokens for stats in out.stats) > 100 * len(ids), "the texts are long enough to tell"
+    out = engine.generate(ids, mask, return_dict_in_generate=True, **GREEDY, **speculation)
+    assert out.sequences.shape == (len(ids), ids.shape[1] + 128)
     if "plan" in speculation:
-        assert sum(stats.accepted for stats in out.stats) > 20 * len(ids), "drafts are accepted, so trees are walked"
+        assert min(stats.accepted for stats in out.stats) > 20, "drafts are accepted, so the tree is walked"
     for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
-        assert_same_or_tied(without_padding(ours, row_mask, end), without_padding(theirs, row_mask, end), reference)
+        padding = (row_mask == 0).sum()
+        assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def test_logits_are_transformers(engine, reference):
     tokens = engine.tokenizer(" ".join(PROMPTS[:8]))["input_ids"]
     sequence = engine.cache.open()

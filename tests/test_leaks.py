@@ -15,6 +15,7 @@ from selfspec import Engine
 from selfspec.cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.exits import Exit
 from selfspec.model import Decoder
+from selfspec.runtime import Session
 from tests.scripted import endless, left_padded, open_session, random_prompt
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -241,6 +242,26 @@ def test_rows_that_end_give_their_pages_back_while_others_go_on(engine: Engine, 
     assert used[-1] >= 1
 
 
+def test_pages_that_a_finished_row_gave_back_belong_to_whoever_takes_them_next(engine: Engine) -> None:
+    first = open_session(engine, PROMPTS, "chain:4", Exit(engine.model, 2), NEW_TOKENS)
+    first.rows[0].max_length = len(PROMPTS[0]) + 1
+    first.prefill()
+    first.cycle()
+    assert first.rows[0].finish_reason == "length"
+    second = open_session(engine, PROMPTS[:1], "chain:4", Exit(engine.model, 2), NEW_TOKENS)
+    second.prefill()
+    finish(first)
+    assert used_pages(engine) == len(second.rows[0].sequence.pages) == 2
+    finish(second)
+    assert second.rows[0].tokens == right_answer()[0]
+
+
+def finish(session: Session) -> None:
+    while session.active:
+        session.cycle()
+    session.close()
+
+
 # Limits
 
 
@@ -337,14 +358,16 @@ def test_copies_share_the_full_pages_of_their_prompt(engine: Engine, length: int
 
 
 def test_a_copy_that_ends_leaves_the_shared_pages_to_the_others(engine: Engine) -> None:
-    ids = torch.tensor([random_prompt(2 * PAGE_SIZE + 3)])
-    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 4, "seed": 3, "max_new_tokens": NEW_TOKENS}
-    whole = engine.generate(ids, plan="none", **options)[:, ids.shape[1] :].tolist()
-    ends = [row[step] for row, step in zip(whole, (1, 3, 5), strict=False)]
-    cut = engine.generate(ids, **DRAFTING, **options, eos_token_id=ends, pad_token_id=0)[:, ids.shape[1] :].tolist()
-    for row, expected in zip(cut, whole, strict=True):
-        last = next((step for step, token in enumerate(expected) if token in ends), NEW_TOKENS)
-        assert row[: last + 1] == expected[: last + 1][: len(row)]
+    prompt, copies = random_prompt(2 * PAGE_SIZE + 3), 3
+    session = open_session(engine, [prompt], "chain:4", Exit(engine.model, 2), NEW_TOKENS, copies)
+    session.rows[0].max_length = len(prompt) + 1
+    session.prefill()
+    session.cycle()
+    assert used_pages(engine) == 2 + copies - 1
+    answer(engine)  # writes to every page that is free by mistake
+    finish(session)
+    expected = engine.generate(torch.tensor([prompt]), plan="none", do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert [row.tokens for row in session.rows[1:]] == [expected[0].tolist()] * 2  # type: ignore[union-attr]
 
 
 def test_an_accident_among_copies_frees_shared_pages_once(engine: Engine) -> None:

@@ -140,7 +140,8 @@ def test_prompt_of_several_prefill_chunks_equals_transformers(family: str) -> No
 # Trees and batches, in float64: what differs is a fault, not rounding
 
 
-TREE = Plan.parse("nodes:0.0,0.1,0.2,1.0,1.1,3.0,4.0,6.0,6.1")
+# Deeper than the windows, so that a node's own ancestors leave them, and bushy, so that slots are not positions.
+TREE = Plan.parse("nodes:0.0,0.1,0.2,1.0,1.1,3.0,4.0,6.0,6.1,8.0,7.0,10.0,11.0,12.0,13.0,14.0,15.0,16.0")
 EVERYONE = range(len(TREE) + 1)
 
 
