@@ -5,6 +5,7 @@ Reads requests, chooses the exit, opens a session, and shapes what comes back. H
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,9 +53,7 @@ class Engine:
         max_length: int | None = None,
         max_batch: int | None = None,
     ) -> None:
-        for name, limit in (("max_length", max_length), ("max_batch", max_batch)):
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name}={limit} is not possible: it must be at least 1")
+        _check_limits(max_length=max_length, max_batch=max_batch)
         self.model = model
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
@@ -79,6 +78,7 @@ class Engine:
         max_batch: int | None = None,
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'."""
+        _check_limits(max_length=max_length, max_batch=max_batch)
         device = weights.pick_device(device)
         folder = weights.resolve(path_or_name)
         model = weights.load_folder(folder, device, dtype)
@@ -151,6 +151,8 @@ class Engine:
     ) -> Completion | list[Completion]:
         """Completes a text or answers a chat; a list of prompts gives a list. Takes `generate`'s arguments."""
         single = isinstance(prompt, str) or is_messages(prompt)
+        if not single and not isinstance(prompt, list | tuple):
+            raise ValueError(f"a prompt must be a string, messages, or a list of these, not a {type(prompt).__name__}")
         prompts: Sequence[Prompt] = [prompt] if single else prompt  # type: ignore[assignment, list-item]
         session = self._text_session(prompts, options)
         for _ in session.run():
@@ -243,13 +245,13 @@ class Engine:
             choice = self.profile.choice(request.domain)
             if layer is None:
                 layer = choice.exit_layer
-                plan = plan or Plan.parse(choice.plan)
+                plan = Plan.parse(choice.plan) if plan is None else plan
         if layer is None and (plan is not None or request.speculative_decoding == "force"):
             layer = max(1, self.model.config.num_layers // 4)
         if layer is None:
             return None, plan
         exit = self._exit(layer)
-        widest = max(plan.ranks, default=0) if plan else 0
+        widest = max(plan.ranks, default=0) if plan is not None else 0
         if widest >= exit.vocabulary:
             raise ValueError(
                 f"plan {plan} asks for rank {widest}, but the exit can only draft {exit.vocabulary} tokens"
@@ -286,8 +288,23 @@ class Engine:
                 "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate the "
                 "model to get one, or pass exit_layer= and plan= to draft with an untrained exit.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=_stacklevel_of_caller(),
             )
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")
+
+
+def _stacklevel_of_caller() -> int:
+    """For a warning raised by the function that calls this: the first frame that is not this module's."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_code.co_filename == __file__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _as_stop(criterion: Callable) -> Stop:

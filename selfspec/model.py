@@ -6,6 +6,7 @@ what the hidden states are for to `exits` and `runtime`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 
@@ -17,7 +18,7 @@ from selfspec.cache import Cache, Rows
 from selfspec.config import LayerConfig, ModelConfig
 
 # By transformers' names; importing its own table would import triton. Keys as in config.SUPPORTED_ACTIVATIONS.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),

@@ -55,39 +55,41 @@ class Policy:
 
     @property
     def off_for_good(self) -> str | None:
-        """The reason why no cycle of this request will speculate, whatever the batch becomes; None if some may."""
-        forced = self.mode == "force"
+        """The reason why no cycle of this request will speculate, however small the batch becomes; None if some may."""
+        return self.reason(batch=1)
+
+    def reason(self, batch: int) -> str | None:
+        """The first rule that forbids speculating with `batch` active rows; None if none does."""
+        rules, sampling = self.rules, self.sampling
         if self.mode is False or (self.plan is not None and not len(self.plan)):
             return "request"
         if self.stateful_processors:  # their state cannot follow a tree: forcing cannot make that right
             return "processor"
-        if forced:
+        if self.mode == "force":
             return None
         if not self.has_exit:
             return "no_profile"
-        if not self.sampling.do_sample:
-            return None
-        if self.sampling.temperature > self.rules.max_temperature:
+        if batch > rules.max_batch:
+            return "batch"
+        if sampling.do_sample and sampling.temperature > rules.max_temperature:
             return "temperature"
-        unset_counts = self.sampling.temperature > self.rules.unset_top_k_temperature
-        if self.sampling.top_k > self.rules.max_top_k or (self.sampling.top_k == 0 and unset_counts):
-            return "top_k"
-        return None
+        unset_is_large = sampling.temperature > rules.unset_top_k_temperature
+        large = sampling.top_k > rules.max_top_k or (sampling.top_k == 0 and unset_is_large)
+        return "top_k" if sampling.do_sample and large else None
 
     def choose(self, batch: int) -> tuple[Plan, str | None]:
         """The plan for a cycle of `batch` active rows and, where it is `none`, the reason."""
-        reason = self.off_for_good
+        reason = self.reason(batch)
         if reason is not None:
             return NONE, reason
-        if self.mode == "force":
-            return self.plan or self._default(DEFAULT_TREE), None
-        if batch > self.rules.max_batch:
-            return NONE, "batch"
-        if batch <= self.rules.max_tree_batch:
-            return self.plan or self._default(DEFAULT_TREE), None
-        return (self.plan.first_chain() if self.plan else self._default(DEFAULT_CHAIN)), None
+        if self.mode == "force" or batch <= self.rules.max_tree_batch:
+            return self._planned(DEFAULT_TREE), None
+        return self._planned(DEFAULT_CHAIN).first_chain(), None
 
-    def _default(self, plan: Plan) -> Plan:
+    def _planned(self, default: Plan) -> Plan:
+        return self._cooled(default) if self.plan is None else self.plan
+
+    def _cooled(self, plan: Plan) -> Plan:
         """Hotter text is harder to guess: one level less above temperature 0.3, two above 0.7, three above 1.0."""
         if not self.sampling.do_sample:
             return plan

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from selfspec.exits import Exit, ExitBlock
+from selfspec.exits import Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir
 from selfspec.model import Decoder, Layer, layer_parts
 from selfspec.tree import Plan
@@ -126,8 +125,13 @@ class Profile(BaseModel):
     def check(self, model: Decoder) -> None:
         """Refuses to serve other weights than the profile was made for."""
         identity = ModelIdentity.of(model)
+        where = f" at {self.folder}" if self.folder else ""
+        for domain, choice in self.domains.items():
+            try:
+                check_exit_layer(choice.exit_layer, self.model.num_layers)
+            except ValueError as error:
+                raise ValueError(f"domain {domain!r} of the profile{where}: {error}; {HOW_TO_CALIBRATE}") from error
         if not self.model.matches(identity):
-            where = f" at {self.folder}" if self.folder else ""
             raise ValueError(
                 f"the profile{where} was made for other weights: a {self.model.model_type} of {self.model.num_layers} "
                 f"layers, and this model is a {identity.model_type} of {identity.num_layers} layers"
@@ -154,7 +158,12 @@ class Profile(BaseModel):
             raise ValueError(f"{path} cannot be read ({error}); {HOW_TO_CALIBRATE}") from error
         prefix = f"{layer}."
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        return _exit_from_tensors(model, layer, own)
+        try:
+            return _exit_from_tensors(model, layer, own)
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error} of the exit after layer {layer}; {HOW_TO_CALIBRATE}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; {HOW_TO_CALIBRATE}") from error
 
 
 def _exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
@@ -166,12 +175,21 @@ def _exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
 
 
 def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tensor]) -> Exit:
-    def weight(name: str) -> Any:
+    """Builds an exit; KeyError for a tensor that is missing, ValueError for one of the wrong shape."""
+    hidden = model.config.hidden_size
+
+    def weight(name: str, *shape: int) -> torch.Tensor:
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{name} is {list(tensors[name].shape)} instead of {list(shape)}")
         return tensors[name].to(model.dtype)
 
     block = None
-    if "affine_weight" in tensors:
-        weights = {name: weight(f"block.{name}") for name in layer_parts(model.config, "")}
-        block = ExitBlock(Layer(**weights), weight("affine_weight"), weight("affine_bias"))
-    norm = weight("norm") if "norm" in tensors else None
+    if any(name.startswith(("affine", "block.")) for name in tensors):
+        shapes = {
+            name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+            for name, parts in layer_parts(model.config, "").items()
+        }
+        own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
+        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden))
+    norm = weight("norm", hidden) if "norm" in tensors else None
     return Exit(model, layer, norm, block, tensors.get("head_rows"))

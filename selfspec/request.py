@@ -105,6 +105,8 @@ class Settings:
 
 def read_settings(model_config: GenerationConfig, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Settings:
     """Merges the sources, later ones winning, and checks every value."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise ValueError(f"generation_config must be a transformers GenerationConfig, not a {type(config).__name__}")
     known = {**_as_dict(GenerationConfig()), **_as_dict(model_config)}
     for name in kwargs:
         if name not in SUPPORTED and name not in known:
@@ -129,9 +131,12 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
     copies = merged.get("num_return_sequences", 1)
     if not _is_int(copies) or copies < 1:
         raise ValueError(f"num_return_sequences={copies!r} is not possible: it must be an integer of at least 1")
-    ends = _ids(merged.get("eos_token_id"))
-    pad = merged.get("pad_token_id")
+    ends = _ids("eos_token_id", merged.get("eos_token_id"))
+    pads = _ids("pad_token_id", merged.get("pad_token_id"))
     stop_strings = merged.get("stop_strings", ())
+    stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
+    if not isinstance(stop_strings, list | tuple) or not all(isinstance(text, str) and text for text in stop_strings):
+        raise ValueError(f"stop_strings={stop_strings!r} is not possible: pass a string or a list of strings")
     ignored = () if merged.get("do_sample") else _ONLY_WHEN_SAMPLING
     chosen = {f.name: merged[f.name] for f in fields(Sampling) if f.name in merged and f.name not in ignored}
     sampling = Sampling(**{**chosen, "eos_token_ids": ends})
@@ -144,9 +149,9 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         max_length=None if max_new_tokens is not None else max_length,
-        pad_token_id=int(pad) if pad is not None else (ends[0] if ends else None),
+        pad_token_id=next(iter(pads + ends), None),
         num_return_sequences=copies,
-        stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+        stop_strings=tuple(stop_strings),
         return_dict=bool(merged.get("return_dict_in_generate", False)),
     )
 
@@ -167,12 +172,14 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, torch.Tensor):
-        value = value.flatten().tolist()
-    return tuple(int(v) for v in value) if isinstance(value, Sequence) else (int(value),)
+    ids = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
+    ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    if not all(_is_int(entry) for entry in ids):
+        raise ValueError(f"{name}={value!r} is not possible: pass a token id or a list of them")
+    return ids
 
 
 def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, settings: Settings) -> list[list[int]]:
@@ -184,6 +191,8 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
         raise ValueError("input_ids has no rows: pass at least one prompt")
     if attention_mask is None:
         attention_mask = _infer_mask(input_ids, settings)
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor of input_ids' shape, not a {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask {list(attention_mask.shape)} and input_ids {list(input_ids.shape)} differ in shape"
@@ -233,7 +242,7 @@ def read_seeds(seed: int | Sequence[int] | torch.Tensor | None, batch: int, do_s
         return torch.randint(0, 2**63 - 1, (batch,)).tolist() if do_sample else [0] * batch
     if isinstance(seed, torch.Tensor):
         seed = seed.flatten().tolist()
-    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} entries for {batch} prompts: pass one int, or one per prompt")
     for value in seeds:
@@ -262,6 +271,8 @@ class SpeculationRequest:
             )
         if self.acceptance not in ("coupled", "rejection"):
             raise ValueError(f"acceptance={self.acceptance!r} is not possible: pass 'coupled' or 'rejection'")
+        if self.rules is not None and not isinstance(self.rules, Rules):
+            raise ValueError(f"rules={self.rules!r} is not possible: pass a selfspec.Rules")
 
 
 def split_options(options: dict[str, Any]) -> tuple[SpeculationRequest, dict[str, Any]]:

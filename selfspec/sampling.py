@@ -8,8 +8,10 @@ noise. Ties go to the lower token id, everywhere. Works on rows of logits; trees
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any
 
 import torch
 
@@ -33,17 +35,18 @@ class Sampling:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", self.temperature > 0, "a number above 0; for greedy decoding pass do_sample=False"),
-            ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "an integer of at least 0; 0 switches it off"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "a number above 0; 1 switches it off"),
-            ("min_new_tokens", self.min_new_tokens >= 0, "an integer of at least 0"),
+        checks: tuple[tuple[str, type | UnionType, Callable[[Any], bool], str], ...] = (
+            ("temperature", int | float, lambda x: x > 0, "a number above 0; for greedy decoding pass do_sample=False"),
+            ("top_k", int, lambda x: x >= 0, "an integer of at least 0; 0 switches it off"),
+            ("top_p", int | float, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+            ("min_p", int | float, lambda x: 0 <= x <= 1, "a number between 0 and 1"),
+            ("repetition_penalty", int | float, lambda x: x > 0, "a number above 0; 1 switches it off"),
+            ("min_new_tokens", int, lambda x: x >= 0, "an integer of at least 0"),
         )
-        for name, fine, wanted in checks:
-            if not fine:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not possible: it must be {wanted}")
+        for name, kind, fits, wanted in checks:
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not fits(value):
+                raise ValueError(f"{name}={value!r} is not possible: it must be {wanted}")
 
     @property
     def cuts(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import index
 
 import torch
 
@@ -80,7 +81,7 @@ class Plan:
     def from_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Plan:
         """The general form: (parent, rank) for each node, depth by depth."""
         try:
-            pairs = [(int(parent), int(rank)) for parent, rank in nodes]
+            pairs = [(index(parent), index(rank)) for parent, rank in nodes]
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"a plan given as nodes must be pairs (parent, rank): {error}; or write {_FORMS}"

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from selfspec.kernels.noise import uniform_vocabulary
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -29,6 +28,7 @@ from transformers import (
 from selfspec import runtime, sampling, weights
 from selfspec.cache import Cache
 from selfspec.exits import Exit
+from selfspec.kernels.noise import uniform_vocabulary
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
 from selfspec.runtime import Draft, Row, Session

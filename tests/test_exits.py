@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec import Engine, Profile
 from selfspec.cache import PAGE_SIZE, Cache, Rows
 from selfspec.exits import Exit, ExitBlock
+from selfspec.kernels.noise import gumbel, uniform_vocabulary
 from selfspec.model import Decoder
 from selfspec.profile import DomainChoice, ModelIdentity
 from selfspec.runtime import Row, Session
@@ -24,6 +25,8 @@ from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 EXIT_LAYER = 2
 HIDDEN = 32
+SEED = 7
+GREEDY = Sampling()
 
 families = pytest.mark.parametrize("family", FAMILIES)
 layers = pytest.mark.parametrize("layer", [1, 2, 3])
@@ -95,19 +98,21 @@ class Script:
         return (self._plans.pop(0) if len(self._plans) > 1 else self._plans[0]), None
 
 
-def open_session(exit: Exit, prompts: list[list[int]], plans: Sequence[str] = ("none",)) -> Session:
-    """A prefilled session of greedy rows that will not end by themselves."""
+def open_session(
+    exit: Exit, prompts: list[list[int]], plans: Sequence[str] = ("none",), sampling: Sampling = GREEDY
+) -> Session:
+    """A prefilled session of rows that will not end by themselves."""
     model = exit.model
     cache = Cache(model.config, model.device, model.dtype)
-    rows = [Row(prompt, seed=0, copy=0, max_length=500) for prompt in prompts]
-    session = Session(model, cache, rows, Sampling(), Script(plans), exit)  # type: ignore[arg-type]
+    rows = [Row(prompt, seed=SEED, copy=0, max_length=500) for prompt in prompts]
+    session = Session(model, cache, rows, sampling, Script(plans), exit)  # type: ignore[arg-type]
     session.prefill()
     return session
 
 
-def drafted(exit: Exit, prompt: list[int], plan: str) -> list[int]:
+def drafted(exit: Exit, prompt: list[int], plan: str, sampling: Sampling = GREEDY) -> list[int]:
     """The tokens of a drafted tree, its root left out."""
-    session = open_session(exit, [prompt])
+    session = open_session(exit, [prompt], sampling=sampling)
     shape = Plan.parse(plan)
     session.cache.reserve(session.rows[0].sequence, len(prompt) + len(shape))
     with torch.inference_mode():
@@ -301,6 +306,16 @@ def test_trimmed_head_drafts_nothing_else_at_any_depth() -> None:
     trained = Trained("llama")
     trimmed = Exit(trained.model, EXIT_LAYER, head_rows=head_rows())
     assert set(drafted(trimmed, random_tokens(20), "tree:4,3,2")) <= set(head_rows().tolist())
+
+
+def test_trimmed_head_drafts_with_the_noise_of_its_token_ids() -> None:
+    model, prompt, rows = adopt(tiny_model("llama")), random_tokens(20), head_rows()
+    sampling = Sampling(do_sample=True, temperature=0.8)
+    key = (torch.tensor([SEED]), torch.tensor([0]), torch.tensor([len(prompt)]))
+    noise = gumbel(uniform_vocabulary(*key, VOCABULARY, stream=0))[0]
+    noisy = prefill_logits(Exit(model, EXIT_LAYER), prompt)[-1] / 0.8 + noise
+    best = rows[noisy[rows].argsort(descending=True)].tolist()
+    assert drafted(Exit(model, EXIT_LAYER, head_rows=rows), prompt, "tree:8", sampling) == best[:8]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -148,6 +148,13 @@ class RaiseByPrefix(LogitsProcessor):
         return torch.where(chosen, scores + 50, scores)  # type: ignore[return-value]
 
 
+class LeastLikely(LogitsProcessor):
+    """Turns the order of tokens round, so that a penalty on scores below zero shows."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return -scores  # type: ignore[return-value]
+
+
 EARLY = 6  # the step at which each row meets an end token, where min_new_tokens does not put it off
 
 
@@ -159,7 +166,9 @@ def steering(name: str) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {
         "eos": {"eos_token_id": ends},
         "repetition_penalty": {"repetition_penalty": 1.3},
+        "penalty_below_zero": {"repetition_penalty": 1.3, "logits_processor": LogitsProcessorList([LeastLikely()])},
         "min_new_tokens": late,
+        "min_new_tokens_just_reached": {"min_new_tokens": EARLY, "eos_token_id": ends},
         "no_repeat_ngram": {"logits_processor": LogitsProcessorList([ngram])},
         "by_prefix": {"logits_processor": LogitsProcessorList([forbid])},
         "all": {**late, "repetition_penalty": 1.3, "logits_processor": LogitsProcessorList([lift, ngram, forbid])},
@@ -173,7 +182,18 @@ def steered_reference(name: str) -> list[list[int]]:
     return [transformers_tokens("llama", [prompt], **settings)[0, len(prompt) :].tolist() for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "min_new_tokens", "no_repeat_ngram", "by_prefix", "all"])
+STEERINGS = [
+    "repetition_penalty",
+    "penalty_below_zero",
+    "min_new_tokens",
+    "min_new_tokens_just_reached",
+    "no_repeat_ngram",
+    "by_prefix",
+    "all",
+]
+
+
+@pytest.mark.parametrize("name", STEERINGS)
 @plans
 def test_steered_rows_equal_transformers(name: str, plan: str) -> None:
     output = generated("llama", PROMPTS, plan, **steering(name))
@@ -190,6 +210,7 @@ def test_this_steering_changes_the_text(name: str) -> None:
 def test_min_new_tokens_changes_every_row() -> None:
     pairs = zip(steered_reference("eos"), steered_reference("min_new_tokens"), strict=True)
     assert all(len(early) <= EARLY + 1 < len(late) for early, late in pairs)
+    assert EARLY + 1 in map(len, steered_reference("min_new_tokens_just_reached"))
 
 
 @pytest.mark.parametrize("plan", ["none", "chain:4", "tree:3,2,1"])

@@ -14,6 +14,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from selfspec.kernels import noise
 from selfspec.kernels.commit import compact
 from selfspec.kernels.noise import gumbel, philox, uniform, uniform_vocabulary

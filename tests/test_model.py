@@ -253,6 +253,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_kv_head_for_each": ("llama", {"num_key_value_heads": None}),
     "llama_wide_heads": ("llama", {"head_dim": 24}),
     "llama_gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama_large_epsilon": ("llama", {"rms_norm_eps": 0.5}),
     "llama_one_layer": ("llama", {"num_hidden_layers": 1}),
 }
@@ -350,6 +351,11 @@ def test_partial_rotation_is_refused() -> None:
     config = tiny_config("llama", **scaled("default", partial_rotary_factor=0.5))
     with pytest.raises(ValueError, match="partial_rotary_factor"):
         ModelConfig.from_hf(config)
+
+
+def test_unsupported_activation_is_refused_with_the_supported_ones() -> None:
+    with pytest.raises(ValueError, match="'quick_gelu'.*silu.*gelu"):
+        ModelConfig.from_hf(tiny_config("llama", hidden_act="quick_gelu"))
 
 
 def test_attention_in_both_directions_is_refused() -> None:

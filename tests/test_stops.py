@@ -16,30 +16,9 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from selfspec import Completion, Engine, GenerateOutput
 from tests.scripted import PLANS, endless, left_padded, plan_id, random_prompt, reciting_model
 from tests.tiny import tiny_model
-from tests.tiny_tokenizer import ids_of, tiny_tokenizer
+from tests.tiny_tokenizer import ids_of, spaced_tokenizer, tiny_tokenizer
 
-TEXT = [
-    "b",
-    "c",
-    "d",
-    "stop",
-    "e",
-    "é",
-    "f",
-    "g",
-    "STOPPED",
-    "h",
-    "€",
-    "the",
-    "i",
-    "😀",
-    "j",
-    "two",
-    "k",
-    "日",
-    "l",
-    "m",
-]
+TEXT = [*"bcd", "stop", *"eéfg", "STOPPED", *"h€", "the", *"i😀j", "two", *"k日lm"]
 RECITED = ids_of(*TEXT)
 PROMPTS = [ids_of("a"), ids_of("x", "y", "c"), ids_of("p", "q", "r", "s", "f")]  # each takes up the text elsewhere
 LIMIT = 14
@@ -96,16 +75,34 @@ def test_the_reciting_model_recites_and_accepts_whole_paths() -> None:
     assert (output.stats[0].cycles, output.stats[0].accepted) == (2, 8)
 
 
-# Tokens that end a text
+# Tokens and strings that end a text
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "eos": {"eos_token_id": ids_of("STOPPED")},
+    "several_eos": {"eos_token_id": ids_of("é", "h", "two")},
+    "eos_half_never_said": {"eos_token_id": ids_of("g", "Z")},
+    "string_of_a_token": {"stop_strings": "stop"},
+    "string_inside_a_token": {"stop_strings": "OPP"},
+    "string_across_tokens": {"stop_strings": "dsto"},
+    "string_from_inside_a_token_on": {"stop_strings": "PPEDh"},
+    "several_strings": {"stop_strings": ["two", "zzz", "gS"]},
+    "string_begun_in_the_prompt": {"stop_strings": "ab"},
+    "string_never_said": {"stop_strings": "bd"},
+}
+
+
+@cache
+def ended_by_transformers(name: str) -> torch.Tensor:
+    settings = {"max_new_tokens": LIMIT, "eos_token_id": UNSAID, **ENDS[name]}
+    return from_transformers(PROMPTS, tokenizer=tiny_tokenizer(), **settings)
 
 
 @plans
-@pytest.mark.parametrize(
-    "eos", [ids_of("STOPPED"), ids_of("é", "h", "two"), ids_of("g", "Z")], ids=["one", "several", "one_never_said"]
-)
-def test_eos_ends_rows_where_transformers_does(eos: list[int], plan: str) -> None:
-    output = from_selfspec(PROMPTS, plan, eos_token_id=eos, max_new_tokens=LIMIT)
-    assert torch.equal(output.sequences, from_transformers(PROMPTS, eos_token_id=eos, max_new_tokens=LIMIT))
+@pytest.mark.parametrize("name", ENDS)
+def test_rows_end_where_transformers_ends_them(name: str, plan: str) -> None:
+    output = from_selfspec(PROMPTS, plan, max_new_tokens=LIMIT, **ENDS[name])
+    assert torch.equal(output.sequences, ended_by_transformers(name))
 
 
 @deep_plans
@@ -119,6 +116,13 @@ def test_eos_ends_the_text_at_every_step_of_a_path(step: int, plan: str) -> None
 @deep_plans
 def test_an_eos_as_the_last_token_allowed_is_a_stop(plan: str) -> None:
     output = from_selfspec(PROMPTS[:1], plan, eos_token_id=RECITED[7], max_new_tokens=8)
+    assert reasons(output) == ["stop"]
+
+
+@deep_plans
+def test_a_stop_string_in_the_middle_of_a_path_is_a_stop(plan: str) -> None:
+    output = from_selfspec(PROMPTS[:1], plan, stop_strings="dsto", max_new_tokens=LIMIT)
+    assert output.sequences[0].tolist() == PROMPTS[0] + ids_of("b", "c", "d", "stop")
     assert reasons(output) == ["stop"]
 
 
@@ -173,35 +177,6 @@ def test_every_row_ends_at_the_context_with_reason_length(limited_by: str, plan:
     assert reasons(output) == ["length"] * 3
     for row, expected, count in zip(output.sequences, longer.sequences, [1, 11, 6], strict=True):
         assert row[CONTEXT - 1 :][:count].tolist() == expected[CONTEXT - 1 :][:count].tolist()
-
-
-# Strings
-
-
-STOP_STRINGS = {
-    "a_token": "stop",
-    "inside_a_token": "OPP",
-    "across_tokens": "dsto",
-    "from_inside_a_token_on": "PPEDh",
-    "first_of_several": ["two", "zzz", "gS"],
-    "begun_in_the_prompt": "ab",
-    "never_said": "bd",
-}
-
-
-@plans
-@pytest.mark.parametrize("name", STOP_STRINGS)
-def test_stop_strings_end_rows_where_transformers_does(name: str, plan: str) -> None:
-    settings = {"stop_strings": STOP_STRINGS[name], "eos_token_id": UNSAID, "max_new_tokens": LIMIT}
-    output = from_selfspec(PROMPTS, plan, **settings)
-    assert torch.equal(output.sequences, from_transformers(PROMPTS, tokenizer=tiny_tokenizer(), **settings))
-
-
-@deep_plans
-def test_a_stop_string_in_the_middle_of_a_path_is_a_stop(plan: str) -> None:
-    output = from_selfspec(PROMPTS[:1], plan, stop_strings="dsto", max_new_tokens=LIMIT)
-    assert output.sequences[0].tolist() == PROMPTS[0] + ids_of("b", "c", "d", "stop")
-    assert reasons(output) == ["stop"]
 
 
 # Criteria
@@ -359,6 +334,14 @@ def test_pieces_of_a_noisy_stream_make_up_the_completion(seed: int, plan: str) -
     text = complete("abc", of=random_engine(), plan="none", **options).text
     assert "".join(pieces_of("abc", of=random_engine(), plan=plan, **options)) == text
     assert "\ufffd" in text
+
+
+@pytest.mark.parametrize("plan", ["none", "chain:4"])
+def test_pieces_of_a_stream_keep_the_spaces_between_words(plan: str) -> None:
+    speaker = Engine.from_model(reciter(), tokenizer=spaced_tokenizer())
+    options: dict[str, Any] = {"of": speaker, "plan": plan, "max_new_tokens": 7}
+    assert "".join(pieces_of("w3", **options)) == " ".join(f"w{token}" for token in RECITED[:7])
+    assert complete("w3", **options).text == " ".join(f"w{token}" for token in RECITED[:7])
 
 
 def test_a_stream_tells_its_completion_once_it_has_run_out() -> None:

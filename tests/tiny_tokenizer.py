@@ -1,11 +1,11 @@
-"""A tokenizer of 101 tokens for the tiny models: characters, a few words, and bytes for four longer characters."""
+"""Tokenizers of 101 tokens for the tiny models: one of characters, bytes and a few words, one of spaced words."""
 
 from __future__ import annotations
 
 from string import ascii_letters, digits
 
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import VOCABULARY
@@ -22,6 +22,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     assert len(set(TOKENS)) == len(TOKENS) == VOCABULARY
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOKENS)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """101 words whose tokens begin with the space before them; the first word of a text is shown without it."""
+    words = [*SPECIAL, *(f"▁w{index}" for index in range(len(SPECIAL), VOCABULARY))]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
     )

@@ -1,0 +1,317 @@
+"""Logits processing and drawing, row by row: transformers' own processors, stable sorts and plain sums say what is
+right."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from selfspec.sampling import (
+    ACCEPT,
+    CHILDREN,
+    TARGET,
+    NoiseKey,
+    Sampling,
+    choose,
+    gumbel,
+    penalise,
+    perturbed,
+    ranked,
+    uniform,
+    warp,
+)
+
+PROPERTY = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+STREAMS = pytest.mark.parametrize("stream", [TARGET, CHILDREN, ACCEPT], ids=["target", "children", "accept"])
+GREEDY, SAMPLED = Sampling(), Sampling(do_sample=True)
+
+eighths = st.integers(-200, 200).map(lambda n: n / 8)  # exact in float32, and small enough for every softmax
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn, ties: bool = False, max_rows: int = 3) -> torch.Tensor:
+    """[R, V] float64 logits; a few tokens may be impossible already, but never all of a row."""
+    size = draw(st.integers(1, 20))
+    values = st.sampled_from([-0.5, 0.0, 0.25, 1.0]) if ties else eighths
+    row = st.lists(values, min_size=size, max_size=size, unique=not ties)
+    logits = torch.tensor(draw(st.lists(row, min_size=1, max_size=max_rows)), dtype=torch.float64)
+    cut = draw(st.lists(st.integers(0, size - 1), max_size=min(3, size - 1), unique=True))
+    logits[:, cut] = -math.inf
+    return logits
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> Sampling:
+    return Sampling(
+        do_sample=True,
+        temperature=draw(st.sampled_from([0.3, 0.8, 1.0, 1.7])),
+        top_k=draw(st.sampled_from([0, 1, 2, 5, 100])),
+        top_p=draw(st.sampled_from([0.1, 0.5, 0.9, 0.99, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.02, 0.3, 1.0])),
+    )
+
+
+def warpers(sampling: Sampling) -> LogitsProcessorList:
+    """What transformers' generate would apply, in its order."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    return processors
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same tokens are possible, with the same values."""
+    assert (actual > -math.inf).tolist() == (expected > -math.inf).tolist()
+    torch.testing.assert_close(actual, expected)
+
+
+@PROPERTY
+@given(logits=rows_of_logits(), sampling=samplings())
+def test_without_ties_warping_keeps_what_transformers_keeps(logits: torch.Tensor, sampling: Sampling) -> None:
+    assert_same(warp(logits, sampling), warpers(sampling)(None, logits))
+
+
+@PROPERTY
+@given(logits=rows_of_logits(), temperature=st.floats(0.05, 5))
+def test_drafts_of_trees_are_warped_by_temperature_alone(logits: torch.Tensor, temperature: float) -> None:
+    sampling = Sampling(do_sample=True, temperature=temperature, top_k=1, top_p=0.5, min_p=0.5)
+    assert_same(warp(logits, sampling, cut=False), TemperatureLogitsWarper(temperature)(None, logits))
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True))
+def test_greedy_logits_are_not_warped(logits: torch.Tensor) -> None:
+    assert torch.equal(warp(logits, Sampling(temperature=0.5, top_k=1, top_p=0.5, min_p=0.5)), logits)
+
+
+def by_rank(row: list[float]) -> list[int]:
+    """Token ids from the best to the worst, among equals the lower first."""
+    return sorted(range(len(row)), key=lambda token: (-row[token], token))
+
+
+def possible(row: torch.Tensor) -> set[int]:
+    return set((row > -math.inf).nonzero().squeeze(1).tolist())
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True), k=st.integers(1, 25))
+def test_top_k_keeps_the_first_k_by_rank(logits: torch.Tensor, k: int) -> None:
+    for row, kept in zip(logits, warp(logits, Sampling(do_sample=True, top_k=k)), strict=True):
+        assert possible(kept) == set(by_rank(row.tolist())[:k]) & possible(row)
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True), top_p=st.sampled_from([0.15, 0.35, 0.55, 0.85, 0.97]))
+def test_top_p_keeps_the_shortest_run_of_ranks_with_that_mass(logits: torch.Tensor, top_p: float) -> None:
+    for row, kept in zip(logits, warp(logits, Sampling(do_sample=True, top_p=top_p)), strict=True):
+        order = by_rank(row.tolist())
+        mass = row.softmax(-1)[order].cumsum(-1)
+        assume((mass - top_p).abs().min() > 1e-9)
+        shortest = 1 + int((mass < top_p).sum())
+        assert possible(kept) == set(order[:shortest])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        pytest.param(Sampling(do_sample=True, top_k=2), {1, 2}, id="top-k"),
+        pytest.param(Sampling(do_sample=True, top_p=0.4), {1, 2}, id="top-p"),
+        pytest.param(Sampling(do_sample=True, top_k=3, top_p=0.5), {1, 2}, id="top-k then top-p"),
+        pytest.param(Sampling(do_sample=True, min_p=1.0), {1, 2, 4, 5}, id="min-p removes no equals"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_of_four_equal_tokens_the_lower_ids_stay(sampling: Sampling, kept: set[int], dtype: torch.dtype) -> None:
+    logits = torch.tensor([[-30.0, 2.0, 2.0, -30.0, 2.0, 2.0]], dtype=dtype)
+    assert possible(warp(logits, sampling)[0]) == kept
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_the_best_token_always_stays(sampling: dict[str, float]) -> None:
+    logits = torch.linspace(-1, 1, 50_000)[None]
+    assert possible(warp(logits, Sampling(do_sample=True, **sampling))[0]) == {49_999}
+
+
+@PROPERTY
+@given(
+    logits=rows_of_logits(ties=True),
+    penalty=st.sampled_from([0.5, 1.0, 1.3, 4.0]),
+    min_new_tokens=st.integers(0, 4),
+    data=st.data(),
+)
+def test_penalties_are_those_of_transformers(
+    logits: torch.Tensor, penalty: float, min_new_tokens: int, data: st.DataObject
+) -> None:
+    count, size = logits.shape
+    ids = st.integers(0, size - 1)
+    texts = [data.draw(st.lists(ids, min_size=1, max_size=8)) for _ in range(count)]
+    new_tokens = [data.draw(st.integers(0, len(text) - 1)) for text in texts]
+    ends = data.draw(st.lists(ids, max_size=3, unique=True))
+    expected = []
+    for row, text, new in zip(logits, texts, new_tokens, strict=True):
+        processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+        if ends:
+            processors.append(MinNewTokensLengthLogitsProcessor(len(text) - new, min_new_tokens, ends))
+        expected.append(processors(torch.tensor([text]), row[None]))
+    seen = torch.zeros(count, size, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        seen[row, text] = True
+    sampling = Sampling(repetition_penalty=penalty, min_new_tokens=min_new_tokens, eos_token_ids=tuple(ends))
+    before = logits.clone()
+    assert_same(penalise(logits, sampling, seen, new_tokens), torch.cat(expected))
+    assert torch.equal(logits, before), "the model's logits are not penalise()'s to change"
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True), data=st.data())
+def test_penalties_of_a_trimmed_head_are_those_of_its_tokens(logits: torch.Tensor, data: st.DataObject) -> None:
+    count, size = logits.shape
+    head = torch.tensor(sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))))
+    ends = data.draw(st.lists(st.integers(0, size - 1), unique=True))
+    seen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count * size, max_size=count * size)))
+    seen = seen.view(count, size)
+    sampling = Sampling(repetition_penalty=1.7, min_new_tokens=2, eos_token_ids=tuple(ends))
+    new_tokens = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    whole = penalise(logits, sampling, seen, new_tokens)
+    trimmed = penalise(logits[:, head], sampling, seen[:, head], new_tokens, token_ids=head)
+    assert torch.equal(trimmed, whole[:, head])
+
+
+any_float = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, -math.inf, math.inf, 1.0, -1.0])
+
+
+@PROPERTY
+@given(rows=st.integers(1, 12).flatmap(lambda n: st.lists(st.lists(any_float, min_size=n, max_size=n), min_size=1)))
+def test_ranking_is_a_stable_sort(rows: list[list[float]]) -> None:
+    values = torch.tensor(rows, dtype=torch.float32)
+    expected = np.argsort(-values.numpy(), axis=-1, kind="stable")
+    for k in (1, values.shape[-1] // 2 + 1, values.shape[-1]):
+        assert ranked(values, k).tolist() == expected[:, :k].tolist()
+
+
+def test_ranking_a_large_vocabulary_full_of_ties_is_a_stable_sort() -> None:
+    values = torch.randn(2, 3, 150_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = values.float().sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(ranked(values, 1000), expected[..., :1000])
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True))
+def test_the_greedy_choice_is_the_lowest_of_the_best_tokens(logits: torch.Tensor) -> None:
+    chosen = choose(logits, GREEDY, key_of(len(logits)))
+    assert chosen.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 64, 1000, 50_257])
+def test_the_greedy_choice_among_equals_is_token_zero(vocabulary: int) -> None:
+    assert choose(torch.full((3, vocabulary), 1.5), GREEDY, key_of(3)).tolist() == [0, 0, 0]
+
+
+def key_of(rows: int, seed: int = 11) -> NoiseKey:
+    """A key whose rows differ in everything."""
+    numbers = torch.arange(rows)
+    return NoiseKey(seed + 7 * numbers, numbers % 3, 5 + numbers)
+
+
+def noise_of(key: NoiseKey, row: int, token: int, stream: int) -> float:
+    one = key.at(torch.tensor([row]))
+    return gumbel(uniform(one.seeds, one.copies, one.positions, torch.tensor([[token]]), stream)).item()
+
+
+@STREAMS
+@pytest.mark.parametrize("kept", [0, 1, 3, 9, 37], ids=lambda kept: f"{kept} of 37 tokens")
+def test_every_possible_token_gets_its_own_noise(kept: int, stream: int) -> None:
+    """However many tokens are possible: whether noise is made for all tokens or for those few must not show."""
+    key = key_of(4)
+    values = torch.randn(4, 37, generator=torch.Generator().manual_seed(1))
+    removed = values.argsort(-1)[:, : 37 - kept]
+    values = values.scatter(1, removed, -math.inf)
+    noisy = perturbed(values, key, stream)
+    assert torch.equal(noisy > -math.inf, values > -math.inf)
+    for row, token in (values > -math.inf).nonzero().tolist():
+        assert noisy[row, token] == values[row, token] + noise_of(key, row, token, stream)
+
+
+@STREAMS
+def test_columns_of_a_trimmed_head_get_the_noise_of_their_tokens(stream: int) -> None:
+    key = key_of(4)
+    values = torch.randn(4, 37, generator=torch.Generator().manual_seed(1))
+    head = torch.tensor([0, 3, 4, 11, 30, 36])
+    assert torch.equal(perturbed(values[:, head], key, stream, head), perturbed(values, key, stream)[:, head])
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    key = key_of(6)
+    values = torch.randn(6, 37, generator=torch.Generator().manual_seed(1))
+    values[1:4] = values[1:4].masked_fill(values[1:4] < 1, -math.inf)  # some rows have few tokens, some have all
+    together = choose(values, SAMPLED, key)
+    alone = [choose(values[row : row + 1], SAMPLED, key.at(torch.tensor([row]))).item() for row in range(6)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("field", ["seeds", "copies", "positions"])
+def test_noise_depends_on(field: str) -> None:
+    numbers = {name: torch.zeros(200, dtype=torch.long) for name in ("seeds", "copies", "positions")}
+    numbers[field] = torch.arange(200)
+    chosen = choose(torch.zeros(200, 50), SAMPLED, NoiseKey(**numbers))
+    assert len(chosen.unique()) > 25
+
+
+def test_choices_are_drawn_with_the_probabilities_of_their_logits() -> None:
+    values = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]).log()
+    rows = 40_000
+    key = NoiseKey(torch.arange(rows), torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long))
+    shares = choose(values.expand(rows, -1), SAMPLED, key).bincount(minlength=5) / rows
+    torch.testing.assert_close(shares, values.exp(), rtol=0, atol=0.01)
+    assert shares[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "0.7"),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -2.0),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 1.5),
+    ],
+)
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_an_impossible_setting_is_refused_by_name_and_value(name: str, value: Any, do_sample: bool) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} .*must be"):
+        Sampling(do_sample=do_sample, **{name: value})
