@@ -53,7 +53,7 @@ class Stream(Iterator[str]):
     def __init__(self, session: Session, tokenizer: Any) -> None:
         self._session = session
         self._tokenizer = tokenizer
-        self._pieces = self._run()
+        self._pieces = _pieces(session, tokenizer)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -74,14 +74,16 @@ class Stream(Iterator[str]):
         row = self._session.rows[0]
         return None if row.finish_reason is None else completion_of(row, self._session, self._tokenizer)
 
-    def _run(self) -> Generator[str, None, None]:
-        detokenizer, row = Detokenizer(self._tokenizer), self._session.rows[0]
-        shown = len(row.prompt)
-        for _ in self._session.run():
-            piece = detokenizer.add(row.tokens[shown:], last=row.finish_reason is not None)
-            shown = len(row.tokens)
-            if piece:
-                yield piece
+
+def _pieces(session: Session, tokenizer: Any) -> Generator[str, None, None]:
+    """Not a method: a stream that is dropped must not be kept alive, cache and all, by its own generator."""
+    detokenizer, row = Detokenizer(tokenizer), session.rows[0]
+    shown = len(row.prompt)
+    for _ in session.run():
+        piece = detokenizer.add(row.tokens[shown:], last=row.finish_reason is not None)
+        shown = len(row.tokens)
+        if piece:
+            yield piece
 
 
 def completion_of(row: Row, session: Session, tokenizer: Any) -> Completion:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any
 
 import torch
@@ -19,6 +18,15 @@ from selfspec.kernels.noise import gumbel, uniform, uniform_vocabulary
 
 # Noise streams: coupled drafts share the target's; rejection sampling must keep its three uses apart.
 TARGET, CHILDREN, ACCEPT = 0, 1, 2
+
+_LIMITS: dict[str, tuple[type, Callable[[float], bool], str]] = {
+    "temperature": (float, lambda x: x > 0, "a number above 0; for greedy decoding pass do_sample=False"),
+    "top_k": (int, lambda x: x >= 0, "an integer of at least 0; 0 switches it off"),
+    "top_p": (float, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "a number between 0 and 1"),
+    "repetition_penalty": (float, lambda x: x > 0, "a number above 0; 1 switches it off"),
+    "min_new_tokens": (int, lambda x: x >= 0, "an integer of at least 0"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,17 +43,10 @@ class Sampling:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        checks: tuple[tuple[str, type | UnionType, Callable[[Any], bool], str], ...] = (
-            ("temperature", int | float, lambda x: x > 0, "a number above 0; for greedy decoding pass do_sample=False"),
-            ("top_k", int, lambda x: x >= 0, "an integer of at least 0; 0 switches it off"),
-            ("top_p", int | float, lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
-            ("min_p", int | float, lambda x: 0 <= x <= 1, "a number between 0 and 1"),
-            ("repetition_penalty", int | float, lambda x: x > 0, "a number above 0; 1 switches it off"),
-            ("min_new_tokens", int, lambda x: x >= 0, "an integer of at least 0"),
-        )
-        for name, kind, fits, wanted in checks:
+        for name, (kind, fits, wanted) in _LIMITS.items():
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or not fits(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or (kind is int and not isinstance(value, int)) or not fits(value):
                 raise ValueError(f"{name}={value!r} is not possible: it must be {wanted}")
 
     @property
