@@ -12,7 +12,7 @@ test: $(STAMP)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -n auto
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -n auto --dist loadgroup
 
 format: $(STAMP)
 	$(PYTHON) -m ruff check --fix .

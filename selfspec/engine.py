@@ -18,7 +18,7 @@ from selfspec import weights
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit, check_exit_layer
 from selfspec.model import Decoder
-from selfspec.policy import Mode, Policy, Rules
+from selfspec.policy import DEFAULT_TREE, Mode, Policy, Rules
 from selfspec.profile import Profile
 from selfspec.request import (
     PlanLike,
@@ -251,11 +251,10 @@ class Engine:
         if layer is None:
             return None, plan
         exit = self._exit(layer)
-        widest = max(plan.ranks, default=0) if plan is not None else 0
+        wanted = DEFAULT_TREE if plan is None else plan
+        widest = max(wanted.ranks, default=0)
         if widest >= exit.vocabulary:
-            raise ValueError(
-                f"plan {plan} asks for rank {widest}, but the exit can only draft {exit.vocabulary} tokens"
-            )
+            raise ValueError(f"plan {wanted} asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
         return exit, plan
 
     def _exit(self, layer: int) -> Exit:

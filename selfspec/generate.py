@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from selfspec.engine import Engine
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.compare:
             compare(console, engine, args, completion)
     except (ValueError, OSError) as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
     return 0
 
@@ -64,7 +65,7 @@ def options(engine: Engine, args: argparse.Namespace) -> tuple[Any, dict[str, An
     args.prompt = text
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
     sampling: dict[str, Any] = {"do_sample": False}
-    if args.temperature > 0:
+    if args.temperature:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     speculation = {"exit_layer": args.exit_layer, "plan": args.plan, "domain": args.domain}
     settings = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, **sampling, **speculation}
@@ -112,11 +113,13 @@ def compare(console: Console, engine: Engine, args: argparse.Namespace, speculat
     console.print(table)
     same = plain.tokens == speculative.tokens
     console.print(f"tokens: {'identical' if same else 'DIFFERENT (a rounding tie, or a fault: please report it)'}")
-    console.print(verdict(speeds[1] / speeds[0], engine), soft_wrap=True)
+    console.print(verdict(speeds[1] / speeds[0], engine, speculative), soft_wrap=True)
 
 
-def verdict(ratio: float, engine: Engine) -> str:
+def verdict(ratio: float, engine: Engine, speculative: Completion) -> str:
     """What the comparison means, in a sentence a newcomer can use."""
+    if not speculative.stats.drafted:
+        return f"nothing was drafted ({speculative.stats.disabled_reason}): both runs decoded plainly"
     if ratio >= 1:
         return f"speculation made this {ratio:.2f}x as fast"
     why = "drafts have to be right often, and checking several tokens at once has to cost about as much as one"
@@ -124,7 +127,7 @@ def verdict(ratio: float, engine: Engine) -> str:
         why += "; a CPU is already busy with one row, so every drafted token is paid for, right or wrong"
     if engine.profile is None:
         why += "; and this exit is untrained, so few of its drafts are right"
-    return f"speculation was forced and made this {1 / ratio:.2f}x slower. That is expected here: {why}."
+    return f"speculation made this {1 / ratio:.2f}x slower. That is expected here: {why}."
 
 
 if __name__ == "__main__":

@@ -202,8 +202,8 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
         real = sum(mask)
         if not all(mask[len(mask) - real :]):
             raise ValueError(
-                f"row {row} of attention_mask is not left-padded: zeros must come before ones. Tokenize with "
-                "padding_side='left'."
+                f"row {row} is not left-padded: its attention_mask (or, without one, its pad tokens) must leave out a "
+                "beginning and nothing else. Tokenize with padding_side='left' and pass the attention_mask."
             )
         prompts.append(ids[len(ids) - real :])
     return prompts

@@ -6,6 +6,7 @@ there is no second path. Prompts and settings arrive checked; text, tokenizers a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ class Draft:
     tokens: torch.Tensor  # [B, n+1], the root's first
     hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
     ranked: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, width] its best draft tokens in order
-    probabilities: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, V], for rejection only
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, V], processed; for rejection only
 
 
 class Session:
@@ -208,8 +209,8 @@ class Session:
         for index, node in enumerate(level):
             draft.ranked[node] = best[:, index]
         if self.rejection:
-            probabilities = self._over_vocabulary(values.softmax(-1)).view(len(rows), len(level), -1)
-            draft.probabilities.update((node, probabilities[:, index]) for index, node in enumerate(level))
+            whole = self._over_vocabulary(values).view(len(rows), len(level), -1)
+            draft.logits.update((node, whole[:, index]) for index, node in enumerate(level))
 
     def verify(self, rows: list[Row], draft: Draft) -> torch.Tensor:
         """The saved states of root and nodes through the rest of the model, in one pass: logits [B, n+1, V]."""
@@ -254,20 +255,17 @@ class Session:
             values = torch.cat([self._process(row, values[i : i + 1]) for i, row in enumerate(rows)])
         values = warp(values, self.sampling)
         key = self._noise_key(rows, [len(row.tokens) for row in rows])
-        if not self.rejection or not any(draft.plan.children[node] for node in nodes):
-            return choose(values, self.sampling, key).tolist()
-        chosen = []
-        for i, (index, node) in enumerate(zip(indices, nodes, strict=True)):
-            one = key.at(torch.tensor([i], device=values.device))
-            if not draft.plan.children[node]:
-                chosen.append(int(choose(values[i : i + 1], self.sampling, one).item()))
-                continue
-            drafted = draft.ranked[node][index].tolist()
-            ranks = {draft.plan.ranks[child - 1] for child in draft.plan.children[node]}
-            offered = [rank in ranks for rank in range(max(ranks) + 1)]
-            p, q = values[i].softmax(-1), draft.probabilities[node][index]
-            chosen.append(reject_or_accept(p, q, drafted[: len(offered)], offered, one))
-        return chosen
+        chosen = choose(values, self.sampling, key)
+        for node in set(nodes) if self.rejection else ():
+            children = draft.plan.children[node]
+            if children:
+                at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
+                of = torch.tensor(indices, device=values.device)[at]
+                ranks = {draft.plan.ranks[child - 1] for child in children}
+                offered = [rank in ranks for rank in range(draft.ranked[node].shape[1])]
+                p, guess, drawn = values[at].softmax(-1), draft.logits[node][of], draft.ranked[node][of]
+                chosen[at] = reject_or_accept(p, guess, drawn, offered, key.at(at))
+        return chosen.tolist()
 
     def _emit(self, row: Row, token: int) -> None:
         row.tokens.append(token)
@@ -346,10 +344,10 @@ class Session:
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
 
-    def _over_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """Probabilities over the draft vocabulary, placed into the whole one."""
+    def _over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits placed into the whole vocabulary: -inf for what the exit cannot draft."""
         assert self.exit is not None
         if self.exit.head_rows is None:
-            return probabilities
-        whole = probabilities.new_zeros(probabilities.shape[0], self.model.config.vocab_size)
-        return whole.index_copy(1, self.exit.head_rows, probabilities)
+            return logits
+        whole = logits.new_full((logits.shape[0], self.model.config.vocab_size), -math.inf)
+        return whole.index_copy(1, self.exit.head_rows, logits)

@@ -144,25 +144,26 @@ def choose(values: torch.Tensor, sampling: Sampling, key: NoiseKey) -> torch.Ten
 
 
 def reject_or_accept(
-    p: torch.Tensor,  # [V] the target's probabilities
-    q: torch.Tensor,  # [V] the draft's, from which the ranked tokens were drawn one after the other, none twice
-    drafted: Sequence[int],  # the ranked tokens, best first
-    offered: Sequence[bool],  # which of them are nodes of the tree
-    key: NoiseKey,  # of this one row
-) -> int:
-    """The classical rule: try the offered tokens in turn, else draw from what is left of p. Returns the token."""
-    for token, is_node in zip(drafted, offered, strict=True):
+    p: torch.Tensor,  # [R, V] the target's probabilities
+    draft: torch.Tensor,  # [R, V] the draft's processed logits, -inf for what it cannot draft
+    ranked_tokens: torch.Tensor,  # [R, K] drawn from the draft one after the other, none twice
+    offered: Sequence[bool],  # K: which of them are nodes of the tree
+    key: NoiseKey,
+) -> torch.Tensor:  # [R] tokens
+    """The classical rule: try the offered tokens in turn, else draw from what is left of p."""
+    chosen = torch.full_like(ranked_tokens[:, 0], -1)
+    for is_node, tokens in zip(offered, ranked_tokens.T[..., None], strict=True):  # tokens [R, 1]
         if is_node:
-            u = uniform(key.seeds, key.copies, key.positions, torch.tensor([[token]], device=p.device), ACCEPT)
-            if u.item() * q[token].item() < p[token].item():
-                return token
-            p = _normalised((p - q).clamp(min=0), p)
-        q = q.index_fill(0, torch.tensor([token], device=q.device), 0)
-        q = _normalised(q, q)
-    return int(perturbed(p.log()[None], key, TARGET).argmax(-1).item())
-
-
-def _normalised(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """Weights summing to one; where rounding has left none at all, the fallback."""
-    total = weights.sum()
-    return weights / total if total > 0 else fallback
+            # From logits anew for every rank: probabilities of an overconfident draft underflow to zero. Where the
+            # draft has run out of tokens, what ranks from here on was not drawn from it and is not tried.
+            drawn = draft.gather(1, tokens) > -math.inf
+            q = draft.masked_fill(~drawn, 0).softmax(-1)
+            u = uniform(key.seeds, key.copies, key.positions, tokens, ACCEPT)
+            open_rows = drawn & (chosen < 0)[:, None]
+            accepted = open_rows & (u * q.gather(1, tokens) < p.gather(1, tokens))
+            chosen = torch.where(accepted, tokens, chosen[:, None])[:, 0]
+            left = (p - q).clamp(min=0)
+            total = left.sum(-1, keepdim=True)  # zero only after a refusal that rounding alone allowed
+            p = torch.where(open_rows & ~accepted & (total > 0), left / total, p)
+        draft = draft.scatter(1, tokens, -math.inf)
+    return torch.where(chosen < 0, perturbed(p.log(), key, TARGET).argmax(-1), chosen)

@@ -215,7 +215,7 @@ def test_rejection_of_a_rank_that_the_drafts_top_k_has_cut_keeps_the_distributio
     assert p_value(draw("nodes:0.2", rejection=True, how=how), how) > RIGHT
 
 
-Rule = Callable[[torch.Tensor, torch.Tensor, list[int], list[bool], NoiseKey], int]
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[bool], NoiseKey], torch.Tensor]
 
 
 def classical(
@@ -225,8 +225,7 @@ def classical(
 ) -> Rule:
     """Rejection sampling with each of its parts replaceable; as it stands, a right rule."""
 
-    def rule(p: torch.Tensor, q: torch.Tensor, drafted: list[int], offered: list[bool], key: NoiseKey) -> int:
-        p, q = p.double(), q.double()
+    def rule_of_one(p: torch.Tensor, q: torch.Tensor, drafted: list[int], offered: list[bool], key: NoiseKey) -> int:
         for token, is_node in zip(drafted, offered, strict=True):
             u = sampling.uniform(key.seeds, key.copies, key.positions, torch.tensor([[token]]), ACCEPT).item()
             if is_node and accepts(u, p[token].item(), q[token].item()):
@@ -237,6 +236,15 @@ def classical(
                 q[token] = 0
                 q /= q.sum()
         return int(sampling.perturbed(p.log()[None], key, TARGET).argmax())
+
+    def rule(
+        p: torch.Tensor, draft: torch.Tensor, drafted: torch.Tensor, offered: list[bool], key: NoiseKey
+    ) -> torch.Tensor:
+        p, q = p.double(), draft.double().softmax(-1)
+        rows = range(len(p))
+        return torch.tensor(
+            [rule_of_one(p[i], q[i], drafted[i].tolist(), offered, key.at(torch.tensor([i]))) for i in rows]
+        )
 
     return rule
 
