@@ -80,27 +80,20 @@ class Cache:
         missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
         if missing > len(self._free):
             self._grow(missing - len(self._free))
-        for _ in range(missing):
-            page = self._free.pop()
-            self._owners[page] = 1
-            sequence.pages.append(page)
+        sequence.pages += [self._take() for _ in range(missing)]
 
     def fork(self, parent: Sequence) -> Sequence:
         """A sequence with the same committed content: full pages are shared, the partly filled last one is copied."""
         child = self.open()
-        full = parent.length // PAGE_SIZE
-        for page in parent.pages[:full]:
+        child.pages = parent.pages[: -(-parent.length // PAGE_SIZE)]
+        for page in child.pages:
             self._owners[page] += 1
-            child.pages.append(page)
+        child.length = parent.length
         try:
-            self.reserve(child, parent.length)
+            self._own_last_page(child)
         except Exception:
             self.close(child)
             raise
-        if parent.length % PAGE_SIZE:
-            for tensor in (self.keys, self.values):
-                tensor[:, child.pages[full]] = tensor[:, parent.pages[full]]
-        child.length = parent.length
         return child
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -143,6 +136,25 @@ class Cache:
             self._release(page)
         del sequence.pages[keep:]
         sequence.length, sequence.drafted, sequence.verified = length, 0, 0
+        self._own_last_page(sequence)
+
+    def _own_last_page(self, sequence: Sequence) -> None:
+        """A partly filled page will be written to: if it is shared, the sequence gets a copy of its own."""
+        index = sequence.length // PAGE_SIZE
+        if sequence.length % PAGE_SIZE == 0 or self._owners[sequence.pages[index]] == 1:
+            return
+        if not self._free:
+            self._grow(1)
+        shared, own = sequence.pages[index], self._take()
+        for tensor in (self.keys, self.values):
+            tensor[:, own] = tensor[:, shared]
+        sequence.pages[index] = own
+        self._release(shared)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._owners[page] = 1
+        return page
 
     def _release(self, page: int) -> None:
         self._owners[page] -= 1
