@@ -74,27 +74,27 @@ class Cache:
         sequence.closed = True
 
     def reserve(self, sequence: Sequence, slots: int) -> None:
-        """Makes sure that the first `slots` slots of the sequence have pages; all or nothing."""
+        """Makes sure that the first `slots` slots have pages, and that those past the length are the sequence's own to
+        write to; all or nothing."""
         if sequence.closed:
             raise ValueError("this sequence is closed; open a new one")
         missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
-        if missing > len(self._free):
-            self._grow(missing - len(self._free))
+        last = sequence.length // PAGE_SIZE
+        shared = sequence.length % PAGE_SIZE != 0 and self._owners[sequence.pages[last]] > 1
+        needed = max(missing, 0) + shared
+        if needed > len(self._free):
+            self._grow(needed - len(self._free))
+        if shared:
+            self._copy_page(sequence, last)
         sequence.pages += [self._take() for _ in range(missing)]
 
     def fork(self, parent: Sequence) -> Sequence:
-        """A sequence with the same committed content: full pages are shared, the partly filled last one is copied."""
-        child = self.open()
-        child.pages = parent.pages[: -(-parent.length // PAGE_SIZE)]
-        for page in child.pages:
+        """A sequence with the same committed content. Pages are shared; whoever first writes to the partly filled last
+        one gets a copy of it."""
+        pages = parent.pages[: -(-parent.length // PAGE_SIZE)]
+        for page in pages:
             self._owners[page] += 1
-        child.length = parent.length
-        try:
-            self._own_last_page(child)
-        except Exception:
-            self.close(child)
-            raise
-        return child
+        return Sequence(pages, parent.length)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [B, M, Hkv, D] of one layer at flat slots [B * M]."""
@@ -136,15 +136,8 @@ class Cache:
             self._release(page)
         del sequence.pages[keep:]
         sequence.length, sequence.drafted, sequence.verified = length, 0, 0
-        self._own_last_page(sequence)
 
-    def _own_last_page(self, sequence: Sequence) -> None:
-        """A partly filled page will be written to: if it is shared, the sequence gets a copy of its own."""
-        index = sequence.length // PAGE_SIZE
-        if sequence.length % PAGE_SIZE == 0 or self._owners[sequence.pages[index]] == 1:
-            return
-        if not self._free:
-            self._grow(1)
+    def _copy_page(self, sequence: Sequence, index: int) -> None:
         shared, own = sequence.pages[index], self._take()
         for tensor in (self.keys, self.values):
             tensor[:, own] = tensor[:, shared]

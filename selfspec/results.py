@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +80,12 @@ def _pieces(session: Session, tokenizer: Any) -> Generator[str, None, None]:
     """Not a method: a stream that is dropped must not be kept alive, cache and all, by its own generator."""
     detokenizer, row = Detokenizer(tokenizer), session.rows[0]
     shown = len(row.prompt)
-    for _ in session.run():
-        piece = detokenizer.add(row.tokens[shown:], last=row.finish_reason is not None)
-        shown = len(row.tokens)
-        if piece:
-            yield piece
+    with closing(session.run()) as cycles:  # closing this generator alone leaves the inner one open on Python 3.12
+        for _ in cycles:
+            piece = detokenizer.add(row.tokens[shown:], last=row.finish_reason is not None)
+            shown = len(row.tokens)
+            if piece:
+                yield piece
 
 
 def completion_of(row: Row, session: Session, tokenizer: Any) -> Completion:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -114,7 +114,7 @@ class Session:
         for row in self.rows:
             self.cache.close(row.sequence)
 
-    def run(self) -> Iterator[None]:
+    def run(self) -> Generator[None, None, None]:
         """Runs to the end, pausing after every cycle; the cache is freed however it ends."""
         try:
             self.prefill()

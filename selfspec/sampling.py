@@ -49,11 +49,6 @@ class Sampling:
             if not number or (kind is int and not isinstance(value, int)) or not fits(value):
                 raise ValueError(f"{name}={value!r} is not possible: it must be {wanted}")
 
-    @property
-    def cuts(self) -> bool:
-        """Whether top-k, top-p or min-p removes tokens."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
 
 @dataclass(frozen=True)
 class NoiseKey:

@@ -313,6 +313,18 @@ def test_forks_share_their_full_pages() -> None:
     assert cache.free_pages == cache.num_pages
 
 
+def test_the_cache_grows_only_when_no_page_is_free() -> None:
+    cache = llama_cache()
+    row = prefilled(cache, 10)
+    pages = cache.num_pages
+    cache.fork(row.sequence)
+    cache.reserve(cache.open(), (cache.free_pages - 1) * PAGE_SIZE)
+    cache.reserve(cache.open(), 1)
+    assert (cache.num_pages, cache.free_pages) == (pages, 0)
+    cache.reserve(cache.open(), 1)
+    assert cache.num_pages > pages
+
+
 def test_closing_twice_returns_a_page_once() -> None:
     cache = llama_cache()
     row = prefilled(cache, 10)
@@ -346,17 +358,17 @@ def test_a_cut_to_an_impossible_length_is_refused(length: int) -> None:
 
 
 def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
-    cache = llama_cache(max_pages=5)
+    cache = llama_cache(max_pages=20)
     first, second = cache.open(), cache.open()
-    cache.reserve(first, 2 * PAGE_SIZE)
-    cache.reserve(second, 1)
-    with pytest.raises(CacheFull, match="5 pages"):
-        cache.reserve(second, 3 * PAGE_SIZE + 1)
-    assert len(second.pages) == 1
-    cache.reserve(second, 3 * PAGE_SIZE)  # what is left is still there to be had
+    cache.reserve(first, 10 * PAGE_SIZE)
+    before = cache.num_pages, cache.free_pages
+    with pytest.raises(CacheFull, match="20 pages"):
+        cache.reserve(second, 10 * PAGE_SIZE + 1)
+    assert (cache.num_pages, cache.free_pages, second.pages) == (*before, [])
+    cache.reserve(second, 10 * PAGE_SIZE)  # what is left is still there to be had
     cache.close(first)
     cache.close(second)
-    assert cache.free_pages == cache.num_pages == 5
+    assert cache.free_pages == cache.num_pages == 20
 
 
 def test_a_fork_without_a_page_to_write_to_takes_nothing() -> None:
@@ -369,6 +381,17 @@ def test_a_fork_without_a_page_to_write_to_takes_nothing() -> None:
     for sequence in (*forks, parent.sequence):
         cache.close(sequence)
     assert cache.free_pages == cache.num_pages == 3
+
+
+def test_a_cut_without_a_page_for_its_copy_leaves_no_shared_page_to_write_to() -> None:
+    cache = llama_cache(max_pages=2)
+    parent = prefilled(cache, 2 * PAGE_SIZE)
+    fork = cache.fork(parent.sequence)
+    with pytest.raises(CacheFull):
+        cache.truncate(fork, PAGE_SIZE + 10)
+        cache.reserve(fork, fork.length + 1)
+    with pytest.raises(CacheFull):
+        cache.reserve(fork, fork.length + 1)
 
 
 class OutOfMemoryAt(TorchDispatchMode):

@@ -351,7 +351,7 @@ def test_copies_share_the_full_pages_of_their_prompt(engine: Engine, length: int
     copies = 4
     session = open_session(engine, [random_prompt(length)], "chain:2", Exit(engine.model, 2), copies=copies)
     session.prefill()
-    assert used_pages(engine) == shared + copies * own
+    assert used_pages(engine) == shared + own  # the last page too is shared until somebody writes to it
     session.cycle()
     assert used_pages(engine) == shared + copies
     session.close()
