@@ -1,4 +1,5 @@
-"""Counter-based noise: a pure function of (seed, copy, position, token, stream), the same on every device.
+"""Counter-based noise: a pure function of (seed, copy, position, token, stream), the same bits on every device (Gumbel
+values, being logarithms, up to their last).
 
 Philox 4x32 with 10 rounds (Salmon et al., 2011): the counter is (token // 4, position, copy, stream), the key is the
 seed, and the four words of a block serve four neighbouring tokens. Nothing is drawn, so nothing has to be replayed.

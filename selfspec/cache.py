@@ -207,6 +207,7 @@ class Rows:
         self.ancestors = ancestors.to(device)
         self.positions = self.lengths[:, None] + self.depths[nodes.start : nodes.stop]  # [B, M]
         self.slots = max(sequence.length for sequence in sequences) + nodes.stop  # S: slots that any row may see
+        self._all_ancestors = bool(ancestors.all())  # asked of the CPU's tensor: no wait for the device
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
@@ -230,7 +231,7 @@ class Rows:
         if window is not None and window >= self.slots:
             window = None
         if window not in self._masks:
-            everything = window is None and self._same_length and bool(self.ancestors.all())
+            everything = window is None and self._same_length and self._all_ancestors
             self._masks[window] = None if everything else self._build_mask(window)
         return self._masks[window]
 

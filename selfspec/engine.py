@@ -8,11 +8,19 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, StopStringCriteria
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+)
 
 from selfspec import weights
 from selfspec.cache import PAGE_SIZE, Cache
@@ -25,6 +33,7 @@ from selfspec.request import (
     Settings,
     SpeculationRequest,
     check_prompts,
+    check_rules,
     read_prompts,
     read_seeds,
     read_settings,
@@ -32,6 +41,7 @@ from selfspec.request import (
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
 from selfspec.runtime import Row, Session, Stop
+from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
 from selfspec.tree import MAX_NODES, Plan
 
@@ -57,7 +67,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
-        self.rules = rules or Rules()
+        self.rules = check_rules(rules) or Rules()
         self.context = min(model.config.context, max_length or model.config.context)
         self.max_batch = max_batch
         pages_per_row = -(-(self.context + MAX_NODES + 1) // PAGE_SIZE)
@@ -79,6 +89,8 @@ class Engine:
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'."""
         _check_limits(max_length=max_length, max_batch=max_batch)
+        if profile != "auto" and isinstance(profile, str | Path):
+            profile = Profile.load(profile)  # before the weights: a bad profile must not cost their loading
         device = weights.pick_device(device)
         folder = weights.resolve(path_or_name)
         model = weights.load_folder(folder, device, dtype)
@@ -119,7 +131,7 @@ class Engine:
         rules: Rules | None = None,
         **generation_kwargs: Any,
     ) -> torch.Tensor | GenerateOutput:
-        """transformers' `generate` for what it supports; speculation changes the speed, never the tokens.
+        """transformers' `generate` for what it supports; speculation is there for the speed, not for other tokens.
 
         `speculative_decoding` is None or True (where the rules allow it), False, or "force"; `exit_layer` and `plan`
         override the profile's; `acceptance="rejection"` gives the classical rule, whose tokens do depend on the draft.
@@ -149,7 +161,10 @@ class Engine:
     def complete(
         self, prompt: Prompt | list[str] | list[list[Message]], **options: Any
     ) -> Completion | list[Completion]:
-        """Completes a text or answers a chat; a list of prompts gives a list. Takes `generate`'s arguments."""
+        """Completes a text or answers a chat; a list of prompts gives a list.
+
+        Takes `generate`'s arguments but for input_ids, attention_mask, streamer and return_dict_in_generate.
+        """
         single = isinstance(prompt, str) or is_messages(prompt)
         if not single and not isinstance(prompt, list | tuple):
             raise ValueError(f"a prompt must be a string, messages, or a list of these, not a {type(prompt).__name__}")
@@ -210,9 +225,10 @@ class Engine:
         allowed = settings.new_tokens_allowed(width)
         seeds = read_seeds(seed, len(prompts), settings.sampling.do_sample)
         exit, plan = self._exit_and_plan(request)
+        sampling = _less_replaced(settings.sampling, processors or ())
         policy = Policy(
             rules=request.rules or self.rules,
-            sampling=settings.sampling,
+            sampling=sampling,
             mode=request.speculative_decoding,
             plan=plan,
             has_exit=exit is not None,
@@ -229,7 +245,7 @@ class Engine:
             self.model,
             self.cache,
             rows,
-            settings.sampling,
+            sampling,
             policy,
             exit=None if policy.off_for_good else exit,
             processors=list(processors or ()),
@@ -295,6 +311,16 @@ def _check_limits(**limits: int | None) -> None:
     for name, limit in limits.items():
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")
+
+
+def _less_replaced(sampling: Sampling, processors: Sequence[Callable]) -> Sampling:
+    """A processor that the caller brings replaces the built-in one of its kind, as in transformers."""
+    kinds = {type(processor) for processor in processors}
+    if RepetitionPenaltyLogitsProcessor in kinds:
+        sampling = replace(sampling, repetition_penalty=1.0)
+    if MinNewTokensLengthLogitsProcessor in kinds:
+        sampling = replace(sampling, min_new_tokens=0)
+    return sampling
 
 
 def _stacklevel_of_caller() -> int:

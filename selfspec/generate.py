@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from selfspec.cache import CacheFull
 from selfspec.engine import Engine
 from selfspec.results import Completion
 
@@ -22,11 +23,13 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         engine = Engine.from_pretrained(args.model, device=args.device, dtype=args.dtype, profile=args.profile)
+        if args.compare:
+            warm_up(engine, args)
         completion = stream(engine, args, MODES[args.speculative])
         report(console, completion)
         if args.compare:
             compare(console, engine, args, completion)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CacheFull) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
     return 0
@@ -72,6 +75,12 @@ def options(engine: Engine, args: argparse.Namespace) -> tuple[Any, dict[str, An
     return ([{"role": "user", "content": text}] if chat else text), settings
 
 
+def warm_up(engine: Engine, args: argparse.Namespace) -> None:
+    """Two tokens, so that whoever comes first does not pay for what happens once."""
+    prompt, settings = options(engine, args)
+    engine.complete(prompt, speculative_decoding=False, **{**settings, "max_new_tokens": 2})
+
+
 def stream(engine: Engine, args: argparse.Namespace, mode: Any) -> Completion:
     """Prints the text as it comes."""
     prompt, settings = options(engine, args)
@@ -112,7 +121,9 @@ def compare(console: Console, engine: Engine, args: argparse.Namespace, speculat
         table.add_row(name, f"{speeds[-1]:.1f}", f"{stats.tokens_per_cycle:.2f}", str(stats.cycles))
     console.print(table)
     same = plain.tokens == speculative.tokens
-    console.print(f"tokens: {'identical' if same else 'DIFFERENT (a rounding tie, or a fault: please report it)'}")
+    exact = engine.model.dtype.itemsize >= 4
+    tie = "a rounding tie, or a fault: please report it" if exact else "16 bits round often; try --dtype float32"
+    console.print(f"tokens: {'identical' if same else f'DIFFERENT ({tie})'}")
     console.print(verdict(speeds[1] / speeds[0], engine, speculative), soft_wrap=True)
 
 

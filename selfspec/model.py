@@ -162,7 +162,7 @@ class Decoder:
         return self.project(self.normalise(hidden, self.norm), self.head)
 
     def project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states through head rows [K, hidden] to float32 logits [..., K]."""
+        """Normed hidden states through head rows [K, hidden] to logits [..., K], float32 but rounded as the model."""
         logits = F.linear(hidden, head).float()
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from selfspec.exits import Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir
@@ -152,12 +152,13 @@ class Profile(BaseModel):
         path = self.folder / "exits.safetensors" if self.folder else None
         if path is None or not path.exists():
             return Exit(model, layer)
+        prefix = f"{layer}."
         try:
-            tensors = load_file(path, device=str(model.device))
+            with safe_open(path, framework="pt", device=str(model.device)) as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                own = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); {HOW_TO_CALIBRATE}") from error
-        prefix = f"{layer}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         try:
             return _exit_from_tensors(model, layer, own)
         except KeyError as error:

@@ -107,12 +107,14 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     """Merges the sources, later ones winning, and checks every value."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config must be a transformers GenerationConfig, not a {type(config).__name__}")
-    known = {**_as_dict(GenerationConfig()), **_as_dict(model_config)}
+    known = _as_dict(GenerationConfig())
     for name in kwargs:
         if name not in SUPPORTED and name not in known:
             raise ValueError(f"generate() does not know the argument {name!r}; it supports {', '.join(SUPPORTED)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
-    for source in (_as_dict(model_config), _as_dict(config)):
+    # Entries of a model's file that transformers does not know, its maker's own, mean nothing to it either.
+    of_model = {name: value for name, value in _as_dict(model_config).items() if name in known}
+    for source in (of_model, _as_dict(config)):
         merged.update({name: value for name, value in source.items() if value is not None})
     merged.update(kwargs)  # here None is said on purpose: it takes back what a config says
     merged = {name: value for name, value in merged.items() if value is not None}
@@ -251,6 +253,12 @@ def read_seeds(seed: int | Sequence[int] | torch.Tensor | None, batch: int, do_s
     return seeds
 
 
+def check_rules(rules: Any) -> Rules | None:
+    if rules is not None and not isinstance(rules, Rules):
+        raise ValueError(f"rules={rules!r} is not possible: pass a selfspec.Rules")
+    return rules
+
+
 @dataclass(frozen=True)
 class SpeculationRequest:
     """What a request says about speculation; checked when built."""
@@ -264,15 +272,15 @@ class SpeculationRequest:
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
-        if self.speculative_decoding not in (None, True, False, "force"):
+        mode = self.speculative_decoding
+        if not (mode is None or isinstance(mode, bool) or mode == "force"):
             raise ValueError(
                 f"speculative_decoding={self.speculative_decoding!r} : pass None or True (the rules decide), "
                 "False (off) or 'force' (on, whatever the rules say)"
             )
         if self.acceptance not in ("coupled", "rejection"):
             raise ValueError(f"acceptance={self.acceptance!r} is not possible: pass 'coupled' or 'rejection'")
-        if self.rules is not None and not isinstance(self.rules, Rules):
-            raise ValueError(f"rules={self.rules!r} is not possible: pass a selfspec.Rules")
+        check_rules(self.rules)
 
 
 def split_options(options: dict[str, Any]) -> tuple[SpeculationRequest, dict[str, Any]]:

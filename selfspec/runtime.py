@@ -104,7 +104,7 @@ class Session:
         self.rejection = rejection and sampling.do_sample
         self.on_token = on_token
         self.split = exit.layer if exit is not None else 0  # N: layers below it draft, layers from it on verify
-        self._started = time.perf_counter()
+        self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
 
     @property
     def active(self) -> list[Row]:
@@ -117,12 +117,19 @@ class Session:
     def run(self) -> Generator[None, None, None]:
         """Runs to the end, pausing after every cycle; the cache is freed however it ends."""
         try:
-            self.prefill()
+            self._timed(self.prefill)
             while self.active:
-                self.cycle()
+                self._timed(self.cycle)
                 yield
         finally:
             self.close()
+
+    def _timed(self, step: Callable[[], None]) -> None:
+        started, rows = time.perf_counter(), self.active
+        step()
+        self._elapsed_s += time.perf_counter() - started
+        for row in rows:
+            row.elapsed_s = self._elapsed_s
 
     @torch.inference_mode()
     def prefill(self) -> None:
@@ -293,7 +300,6 @@ class Session:
             row.drafted += len(plan)
             row.plans[plan] += 1
             row.disabled_reason = row.disabled_reason or reason
-            row.elapsed_s = time.perf_counter() - self._started
             if row.finish_reason is not None:
                 self.cache.close(row.sequence)
 

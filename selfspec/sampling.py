@@ -76,7 +76,8 @@ def penalise(
     early = [row for row, count in enumerate(new_tokens) if count < sampling.min_new_tokens]
     if early and sampling.eos_token_ids:
         ends = torch.tensor(sampling.eos_token_ids, device=logits.device)
-        columns = ends if token_ids is None else torch.isin(token_ids, ends).nonzero().squeeze(1)
+        ids = torch.arange(logits.shape[-1], device=logits.device) if token_ids is None else token_ids
+        columns = torch.isin(ids, ends).nonzero().squeeze(1)  # an end id outside the vocabulary is none
         logits = logits.clone()
         logits[torch.tensor(early, device=logits.device)[:, None], columns] = -math.inf
     return logits

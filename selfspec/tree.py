@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import index
 
@@ -145,6 +145,7 @@ class Plan:
         """How many draft tokens must be ranked for the nodes of a level: its children's largest rank, plus one."""
         return 1 + max((self.ranks[child - 1] for node in level for child in self.children[node]), default=-1)
 
+    @lru_cache(maxsize=256)  # noqa: B019 - plans are small, few, and cut in every cycle
     def truncated(self, depth: int) -> Plan:
         """The same plan without its nodes deeper than `depth`."""
         if depth >= self.depth:
@@ -152,6 +153,7 @@ class Plan:
         keep = sum(1 for d in self.depths[1:] if d <= depth)
         return Plan(self.parents[:keep], self.ranks[:keep])
 
+    @lru_cache(maxsize=256)  # noqa: B019
     def first_chain(self) -> Plan:
         """The chain of first ranks: from the root, always the best-ranked child."""
         length, node = 0, 0

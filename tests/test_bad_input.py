@@ -257,6 +257,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("top_k=-1", "at least 0"),
     ),
     "config-dict": ({"generation_config": {"max_new_tokens": 3}}, ("generation_config", "GenerationConfig", "dict")),
+    "mode-zero": ({"speculative_decoding": 0}, ("speculative_decoding=0", "False", "'force'")),
     "mode-word": ({"speculative_decoding": "on"}, ("speculative_decoding='on'", "False", "'force'")),
     "mode-list": ({"speculative_decoding": []}, ("speculative_decoding=[]", "False", "'force'")),
     "acceptance-word": ({"acceptance": "always"}, ("acceptance='always'", "'coupled'", "'rejection'")),
@@ -375,6 +376,10 @@ class TestEngineArguments:
     def test_a_limit_must_be_a_positive_integer(self, model, name, value):
         with pytest.raises(ValueError, match=f"{name}=.*at least 1"):
             Engine.from_model(model, **{name: value})
+
+    def test_rules_must_be_rules(self, model):
+        with pytest.raises(ValueError, match="rules=.*selfspec.Rules"):
+            Engine.from_model(model, rules={"max_batch": 4})
 
     def test_a_prompt_at_the_engines_max_length_is_refused(self, model, refuses):
         engine = Engine.from_model(model, max_length=12)
@@ -495,8 +500,9 @@ class TestModelFolder:
             ({"dtype": "int4"}, ("dtype='int4'", "'bfloat16'")),
             ({"max_length": 0}, ("max_length=0", "at least 1")),
             ({"max_batch": -1}, ("max_batch=-1", "at least 1")),
+            ({"profile": "nowhere"}, ("no profile at nowhere", "calibrate")),
         ],
-        ids=["device", "dtype", "max_length", "max_batch"],
+        ids=["device", "dtype", "max_length", "max_batch", "profile"],
     )
     def test_bad_argument(self, folder, refuses_to_load, kwargs, words):
         refuses_to_load(folder, *words, **kwargs)

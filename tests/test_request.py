@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from selfspec import Engine, GenerateOutput
 from tests.tiny import tiny_model
@@ -67,6 +72,27 @@ SOURCES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]]
     "min_new_tokens": ({"eos_token_id": ENDS}, None, {"min_new_tokens": 9}),
     "model's-min_new_tokens": ({"eos_token_id": ENDS, "min_new_tokens": 9}, None, {}),
 }
+
+
+def test_a_makers_own_entry_in_the_models_config_is_ignored():
+    """As transformers does; the same entry from a caller is refused elsewhere."""
+    model, engine = pair({"chat_format": "chatml"})
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    ids = torch.tensor([[5, 9, 33]])
+    assert_same(model.generate(ids, **settings), engine.generate(ids, speculative_decoding=False, **settings))
+
+
+def test_a_processor_replaces_the_setting_of_its_kind():
+    model, engine = pair()
+    ids = torch.tensor([[5, 9, 33, 7]])
+
+    def settings() -> dict[str, Any]:
+        own = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.02)])
+        return {"max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.9, "logits_processor": own}
+
+    ours = engine.generate(ids, plan="chain:2", exit_layer=1, **settings())
+    assert_same(model.generate(ids, **settings()), ours)
+    assert not torch.equal(ours, model.generate(ids, **{**settings(), "logits_processor": None}))
 
 
 @pytest.mark.parametrize("batch", ["alone", "left-padded"])

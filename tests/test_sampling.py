@@ -184,6 +184,13 @@ def test_penalties_are_those_of_transformers(
     assert torch.equal(logits, before), "the model's logits are not penalise()'s to change"
 
 
+@pytest.mark.parametrize("end", [-1, 5, 999])
+def test_an_end_outside_the_vocabulary_bans_no_token(end: int) -> None:
+    logits = torch.randn(2, 5)
+    sampling = Sampling(min_new_tokens=3, eos_token_ids=(end,))
+    assert torch.equal(penalise(logits, sampling, None, [0, 1]), logits)
+
+
 @PROPERTY
 @given(logits=rows_of_logits(ties=True), data=st.data())
 def test_penalties_of_a_trimmed_head_are_those_of_its_tokens(logits: torch.Tensor, data: st.DataObject) -> None:
