@@ -52,8 +52,7 @@ def logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     cache = Cache(decoder.config, decoder.device, decoder.dtype)
     sequence, count = cache.open(), ids.shape[1]
     cache.reserve(sequence, count)
-    causal = torch.ones(count, count, dtype=torch.bool).tril()
-    rows = Rows([sequence], range(count), torch.arange(count), causal, decoder.device)
+    rows = Rows.causal(sequence, count, decoder.device)
     return decoder.logits(decoder.run(decoder.embed(ids), 0, decoder.config.num_layers, rows, cache))
 
 

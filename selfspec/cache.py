@@ -211,6 +211,11 @@ class Rows:
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
+    @classmethod
+    def causal(cls, sequence: Sequence, count: int, device: torch.device) -> Rows:
+        """`count` known tokens after a sequence: a chain, every row of which sees the ones before it."""
+        return cls([sequence], range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
+
     @cached_property
     def pages(self) -> torch.Tensor | slice:
         """The pages of each sequence [B, P]; for one whose pages lie one behind the other, simply their range."""

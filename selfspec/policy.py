@@ -1,7 +1,7 @@
 """When to speculate and with which plan: the hard rules, and the default plans within them.
 
-Decides from the request and the number of active rows alone. Since tokens never depend on the plan, nothing decided
-here can change an output, only its speed.
+Decides from the request and the number of active rows alone. Coupled tokens do not depend on the plan, so what is
+decided here can change only their speed.
 """
 
 from __future__ import annotations

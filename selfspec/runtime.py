@@ -145,11 +145,10 @@ class Session:
                 self._prefill_chunk(row.sequence, context[start : start + PREFILL_CHUNK])
 
     def _prefill_chunk(self, sequence: CacheSequence, tokens: list[int]) -> None:
-        """A chunk of the prompt is a chain whose tokens are known: every row sees the ones before it."""
+        """A chunk of the prompt, through all layers, into the cache."""
         count = len(tokens)
-        causal = torch.ones(count, count, dtype=torch.bool).tril()
         self.cache.reserve(sequence, sequence.length + count)
-        rows = Rows([sequence], range(count), torch.arange(count), causal, self.model.device)
+        rows = Rows.causal(sequence, count, self.model.device)
         hidden = self.model.embed(torch.tensor([tokens], device=self.model.device))
         hidden = self._run_draft_partition(hidden, rows)
         if self.exit is not None:
