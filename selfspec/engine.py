@@ -194,6 +194,9 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer: pass one to Engine.from_model, or call generate() with token ids")
         options = dict(options)
+        for name in ("input_ids", "attention_mask", "streamer"):
+            if name in options:
+                raise ValueError(f"{name} goes with generate(), not with text: use stream() to follow a completion")
         names = ("generation_config", "logits_processor", "stopping_criteria", "seed")
         config, processors, criteria, seed = (options.pop(name, None) for name in names)
         request, kwargs = split_options(options)

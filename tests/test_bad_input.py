@@ -363,6 +363,10 @@ class TestText:
         call = lambda: speaking.stream("a", do_sample=True, num_return_sequences=2)  # noqa: E731
         refuses(speaking, call, "stream()", "one prompt", "num_return_sequences=1")
 
+    @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "streamer"])
+    def test_what_belongs_to_generate_is_named(self, speaking, refuses, name):
+        refuses(speaking, lambda: speaking.complete("a", **{name: None}), name, "generate()", "stream()")
+
     def test_an_unknown_option_is_named(self, speaking, refuses):
         refuses(speaking, lambda: speaking.complete("a", invented=1), "'invented'", "max_new_tokens")
 
