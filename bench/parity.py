@@ -52,7 +52,7 @@ def logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     cache = Cache(decoder.config, decoder.device, decoder.dtype)
     sequence, count = cache.open(), ids.shape[1]
     cache.reserve(sequence, count)
-    rows = Rows.causal(sequence, count, decoder.device)
+    rows = Rows.causal([sequence], count, decoder.device)
     return decoder.logits(decoder.run(decoder.embed(ids), 0, decoder.config.num_layers, rows, cache))
 
 

@@ -212,9 +212,9 @@ class Rows:
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     @classmethod
-    def causal(cls, sequence: Sequence, count: int, device: torch.device) -> Rows:
-        """`count` known tokens after a sequence: a chain, every row of which sees the ones before it."""
-        return cls([sequence], range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
+    def causal(cls, sequences: Seq[Sequence], count: int, device: torch.device) -> Rows:
+        """`count` known tokens after every sequence: a chain, every row of which sees the ones before it."""
+        return cls(sequences, range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
 
     @cached_property
     def pages(self) -> torch.Tensor | slice:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import (
@@ -26,8 +27,8 @@ from selfspec import weights
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit, check_exit_layer
 from selfspec.model import Decoder
-from selfspec.policy import DEFAULT_TREE, Mode, Policy, Rules
-from selfspec.profile import Profile
+from selfspec.policy import Mode, Policy, Rules
+from selfspec.profile import DomainChoice, Profile
 from selfspec.request import (
     PlanLike,
     Settings,
@@ -40,10 +41,11 @@ from selfspec.request import (
     split_options,
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
+from selfspec.routing import mark
 from selfspec.runtime import Row, Session, Stop
 from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
-from selfspec.tree import MAX_NODES, Plan
+from selfspec.tree import MAX_NODES, NONE, Plan
 
 DEFAULT_COMPLETION_TOKENS = 512
 
@@ -73,7 +75,9 @@ class Engine:
         pages_per_row = -(-(self.context + MAX_NODES + 1) // PAGE_SIZE)
         self.cache = Cache(model.config, model.device, model.dtype, max_batch and max_batch * pages_per_row)
         self.profile = self._read_profile(profile)
-        self._exits: dict[int, Exit] = {}
+        self._exits: dict[int, Exit] = {}  # by layer, over the whole head
+        self._head_rows: dict[str, torch.Tensor | None] = {}  # by domain
+        self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
         self._warned_no_profile = False
 
     @classmethod
@@ -187,7 +191,7 @@ class Engine:
         return {
             "weights": self.model.nbytes,
             "cache": self.cache.nbytes,
-            "exits": sum(exit.nbytes for exit in self._exits.values()),
+            "exits": sum(exit.nbytes for exit in self._exits.values()) + sum(exit.head_nbytes for exit in self._in_use),
         }
 
     def _text_session(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> Session:
@@ -227,18 +231,22 @@ class Engine:
             )
         allowed = settings.new_tokens_allowed(width)
         seeds = read_seeds(seed, len(prompts), settings.sampling.do_sample)
-        exit, plan = self._exit_and_plan(request)
         sampling = _less_replaced(settings.sampling, processors or ())
+        plan = None if request.plan is None else Plan.parse(request.plan)
+        choice, domain = self._choice(request, prompts)
+        layer = self._exit_layer(request, plan, choice)
         policy = Policy(
             rules=request.rules or self.rules,
             sampling=sampling,
             mode=request.speculative_decoding,
             plan=plan,
-            has_exit=exit is not None,
+            plans=self._plans(choice, sampling) if request.exit_layer is None else {},
+            has_exit=layer is not None,
             stateful_processors=request.stateful_processors,
         )
         if policy.off_for_good == "no_profile":
             self._warn_no_profile()
+        exit = None if policy.off_for_good or layer is None else self._exit(layer, domain, prompts, policy)
         rows = [
             Row(prompt, seeds[index], copy, max_length=min(len(prompt) + allowed, self.context))
             for index, prompt in enumerate(prompts)
@@ -250,37 +258,58 @@ class Engine:
             rows,
             sampling,
             policy,
-            exit=None if policy.off_for_good else exit,
+            exit=exit,
             processors=list(processors or ()),
             stops=self._stops(settings, criteria),
             rejection=request.acceptance == "rejection",
         )
 
-    def _exit_and_plan(self, request: SpeculationRequest) -> tuple[Exit | None, Plan | None]:
-        """The exit to draft with, and the plan where request or profile names one."""
-        plan = None if request.plan is None else Plan.parse(request.plan)
-        layer = request.exit_layer
-        if self.profile is not None:
-            choice = self.profile.choice(request.domain)
-            if layer is None:
-                layer = choice.exit_layer
-                plan = Plan.parse(choice.plan) if plan is None else plan
-        if layer is None and (plan is not None or request.speculative_decoding == "force"):
-            layer = max(1, self.model.config.num_layers // 4)
-        if layer is None:
-            return None, plan
-        exit = self._exit(layer)
-        wanted = DEFAULT_TREE if plan is None else plan
-        widest = max(wanted.ranks, default=0)
-        if widest >= exit.vocabulary:
-            raise ValueError(f"plan {wanted} asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
-        return exit, plan
+    def _choice(self, request: SpeculationRequest, prompts: list[list[int]]) -> tuple[DomainChoice | None, str]:
+        """What the profile advises for these prompts, and the domain it takes them for."""
+        if self.profile is None:
+            return None, ""
+        domain = request.domain
+        if domain == "auto":
+            off = request.speculative_decoding is False or not self.profile.routes
+            layer = self.profile.router_layer
+            marks = [] if off else [mark(self.model, self.cache, prompt, layer) for prompt in prompts]
+            domain = self.profile.route(torch.stack(marks)) if marks else next(iter(self.profile.domains))
+        return self.profile.choice(domain), domain
 
-    def _exit(self, layer: int) -> Exit:
-        check_exit_layer(layer, self.model.config.num_layers)
+    def _exit_layer(self, request: SpeculationRequest, plan: Plan | None, choice: DomainChoice | None) -> int | None:
+        """The request's exit, the profile's, or, for whoever wants to draft without either, one a quarter up."""
+        if request.exit_layer is not None:
+            check_exit_layer(request.exit_layer, self.model.config.num_layers)
+            return request.exit_layer
+        if choice is not None:
+            return choice.exit_layer
+        wanted = plan is not None or request.speculative_decoding == "force"
+        return max(1, self.model.config.num_layers // 4) if wanted else None
+
+    def _plans(self, choice: DomainChoice | None, sampling: Sampling) -> dict[int, Plan]:
+        """The profile's plans for a request; none at all where they were measured on another kind of device."""
+        if choice is None:
+            return {}
+        device = self.profile.device if self.profile else None
+        if device is not None and device.type != self.model.device.type:
+            return {1: NONE}
+        return choice.plans_at(sampling.temperature if sampling.do_sample else 0.0)
+
+    def _exit(self, layer: int, domain: str, prompts: list[list[int]], policy: Policy) -> Exit:
+        """The exit to draft these prompts with, over the domain's part of the head."""
         if layer not in self._exits:
             self._exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
-        return self._exits[layer]
+        exit = self._exits[layer]
+        if self.profile is not None and exit.block is not None:
+            if domain not in self._head_rows:
+                self._head_rows[domain] = self.profile.head_rows(self.model, domain)
+            exit = exit.offering(self._head_rows[domain], prompts)
+        if exit.head_rows is not None:
+            self._in_use.add(exit)
+        widest = max((rank for plan in policy.possible_plans for rank in plan.ranks), default=0)
+        if widest >= exit.vocabulary:
+            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
+        return exit
 
     def _read_profile(self, profile: Profile | str | Path | None) -> Profile | None:
         if profile is None:
@@ -303,8 +332,9 @@ class Engine:
         if not self._warned_no_profile:
             self._warned_no_profile = True
             warnings.warn(
-                "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate the "
-                "model to get one, or pass exit_layer= and plan= to draft with an untrained exit.",
+                "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate it "
+                "(python -m selfspec.calibrate --model ...), or pass exit_layer= and plan= to draft with an untrained "
+                "exit.",
                 UserWarning,
                 stacklevel=_stacklevel_of_caller(),
             )

@@ -1,13 +1,16 @@
 """Exits: how a hidden state after layer N becomes draft logits.
 
-An exit is a norm and the model's own head, optionally with a trained block (one decoder layer and an affine) before
-them and optionally only some rows of the head. What it computes is advice: it may be wrong without changing a token.
-Training exits and choosing among them is left to calibration.
+An exit is a norm and the model's own head, optionally with a trained block (about one decoder layer) before them and
+optionally only some rows of the head. The block also recalls what was known one position earlier: after a verified
+token what the model's head read there and the state half-way up, after a drafted one what the exit's own head read.
+What an exit computes is advice: it may be wrong without changing a token. Training exits and choosing among them is
+left to calibration.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,8 @@ import torch.nn.functional as F
 from selfspec.cache import Cache, Rows
 from selfspec.config import LayerConfig
 from selfspec.model import Decoder, Layer
+
+RECALLED = 2  # states per position that a block recalls: what the head read, and the state half-way up the model
 
 
 @dataclass
@@ -24,9 +29,20 @@ class ExitBlock:
     layer: Layer
     affine_weight: torch.Tensor  # [hidden, hidden]
     affine_bias: torch.Tensor  # [hidden]
+    recall: torch.Tensor | None = None  # [hidden, 2 * hidden]; None: nothing is recalled
+
+    def enter(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """The layer's input: states after layer N, and what was known one position before each of them. That is
+        [..., 2 * hidden] after verified tokens and [..., hidden], what a head read, after drafted ones."""
+        if self.recall is None:
+            return hidden
+        return hidden + F.linear(previous, self.recall[:, : previous.shape[-1]])
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.linear(hidden, self.affine_weight, self.affine_bias)
 
 
-@dataclass
+@dataclass(eq=False)
 class Exit:
     """An exit after `layer` layers of `model`."""
 
@@ -43,37 +59,58 @@ class Exit:
         # A gather of rows at every step would cost more than the rows it saves.
         self._head = self.model.head if self.head_rows is None else self.model.head[self.head_rows]
 
+    def offering(self, head_rows: torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
+        """The same exit with only some rows of the head: the given ones, and those of the prompts' own tokens, because
+        texts like to repeat what they were asked about."""
+        if head_rows is None:
+            return self
+        tokens = sorted({token for prompt in prompts for token in prompt})
+        own = torch.tensor(tokens, dtype=head_rows.dtype, device=head_rows.device)
+        return replace(self, head_rows=torch.cat((head_rows, own)).unique())
+
     @property
     def vocabulary(self) -> int:
         """How many tokens the exit can draft."""
         return self._head.shape[0]
 
     @property
+    def head_nbytes(self) -> int:
+        """Memory of the trimmed head."""
+        return 0 if self.head_rows is None else _nbytes([self._head, self.head_rows])
+
+    @property
     def nbytes(self) -> int:
-        """Memory beyond the model's own: block, affine, norm and trimmed head."""
-        tensors = [] if self.head_rows is None else [self._head, self.head_rows]
+        """Memory beyond the model's own: block, norm and trimmed head."""
+        tensors: list[torch.Tensor] = []
         if self.norm is not None and self.norm is not self.model.norm:
             tensors.append(self.norm)
         if self.block is not None:
-            tensors += [self.block.affine_weight, self.block.affine_bias]
-            tensors += [tensor for tensor in vars(self.block.layer).values() if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            own = [self.block.affine_weight, self.block.affine_bias, self.block.recall]
+            tensors += [tensor for tensor in (*own, *vars(self.block.layer).values()) if tensor is not None]
+        return self.head_nbytes + _nbytes(tensors)
 
-    def logits(self, hidden: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
-        """Draft logits [B, M, vocabulary] (float32) from the hidden states after layer N of `rows`."""
+    def read(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
+        """What the exit's head reads [B, M, hidden], from the hidden states after layer N of `rows` and from what was
+        known one position before each of them."""
         assert self.norm is not None
         if self.block is not None:
-            rotations = self.model.rotations(rows)
-            index = cache.exit_layer_index
-            hidden = self.model.run_layer(self.block.layer, self._block_config, index, hidden, rotations, rows, cache)
-            hidden = hidden + F.linear(hidden, self.block.affine_weight, self.block.affine_bias)
-        return self.model.project(self.model.normalise(hidden, self.norm), self._head)
+            spec = self._block_config
+            attend = self.model.attend_cached(spec, cache.exit_layer_index, rows, cache)
+            hidden = self.block.enter(hidden, previous)
+            hidden = self.model.run_layer(self.block.layer, spec, hidden, self.model.rotations(rows.positions), attend)
+            hidden = self.block.leave(hidden)
+        return self.model.normalise(hidden, self.norm)
 
-    def fill(self, hidden: torch.Tensor, rows: Rows, cache: Cache) -> None:
-        """Stores the block's keys and values for rows that need no draft logits: prompt, leaves, plain steps."""
+    def logits(self, read: torch.Tensor) -> torch.Tensor:
+        """Draft logits [B, M, vocabulary] (float32)."""
+        return self.model.project(read, self._head)
+
+    def fill(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> None:
+        """Stores the block's keys and values of `rows`, without drafting from them."""
         if self.block is None:
             return
-        rotation = self.model.rotations(rows)[self._block_config.rope]
+        rotation = self.model.rotations(rows.positions)[self._block_config.rope]
+        hidden = self.block.enter(hidden, previous)
         _, k, v = self.model.queries_keys_values(self.block.layer, hidden, rotation)
         cache.write(cache.exit_layer_index, rows.flat_slots, k, v)
 
@@ -82,8 +119,27 @@ class Exit:
         return ranked if self.head_rows is None else self.head_rows[ranked]
 
     @property
+    def recalled_layer(self) -> int:
+        """The state after this layer is kept for the next position to recall."""
+        return max(half_way(self.model), self.layer)
+
+    @property
     def _block_config(self) -> LayerConfig:
         return self.model.config.layers[self.layer]
+
+
+def half_way(model: Decoder) -> int:
+    return model.config.num_layers // 2
+
+
+def recalled(model: Decoder, middle: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """What the model leaves for the next position to recall [..., 2 * hidden]: what its head reads, which comes first,
+    and the state half-way up, which knows more of the text and less of the very next token."""
+    return torch.cat((model.read(last), F.rms_norm(middle, middle.shape[-1:])), dim=-1)
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_exit_layer(layer: int, num_layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Where selfspec keeps what it makes: converted models and profiles, under one folder.
+"""Where selfspec keeps what it makes, converted models and profiles, and where it finds what comes with it.
 
 Only says where; whoever writes there creates the folder.
 """
@@ -25,3 +25,10 @@ def models_dir() -> Path:
 def profiles_dir() -> Path:
     """What calibration wrote, one folder per model."""
     return home() / "profiles"
+
+
+def shipped_dir() -> Path:
+    """What comes with selfspec: the domains' prompts, and profiles of well-known models."""
+    package = Path(__file__).parent
+    installed = package / "calibration"
+    return installed if installed.is_dir() else package.parent / "calibration"  # in a checkout it lies beside it

@@ -25,6 +25,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of some rows -> attended
+
 
 @dataclass(frozen=True)
 class Part:
@@ -150,16 +152,26 @@ class Decoder:
         """Layers [start_layer, stop_layer) over hidden states [B, M, hidden] of `rows`; keys and values are stored."""
         if start_layer == stop_layer:
             return hidden
-        rotations = self.rotations(rows)
+        rotations = self.rotations(rows.positions)
         for index in range(start_layer, stop_layer):
+            spec = self.config.layers[index]
             hidden = self.run_layer(
-                self.layers[index], self.config.layers[index], index, hidden, rotations, rows, cache
+                self.layers[index], spec, hidden, rotations, self.attend_cached(spec, index, rows, cache)
             )
         return hidden
 
+    def attend_cached(self, spec: LayerConfig, cache_layer: int, rows: Rows, cache: Cache) -> Attend:
+        """Attention through the cache. `cache_layer` is where a layer's keys and values live: its index, or the exit
+        block's own."""
+        return lambda q, k, v: attend(q, k, v, cache, cache_layer, rows, spec.window, self.config.attention_scale)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and full head: [..., hidden] to float32 logits [..., vocabulary]."""
-        return self.project(self.normalise(hidden, self.norm), self.head)
+        return self.project(self.read(hidden), self.head)
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads: the last layer's states, normed."""
+        return self.normalise(hidden, self.norm)
 
     def project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Normed hidden states through head rows [K, hidden] to logits [..., K], float32 but rounded as the model."""
@@ -171,15 +183,13 @@ class Decoder:
         self,
         layer: Layer,
         spec: LayerConfig,
-        cache_layer: int,
         hidden: torch.Tensor,
         rotations: list[tuple[torch.Tensor, torch.Tensor]],
-        rows: Rows,
-        cache: Cache,
+        attend: Attend,
     ) -> torch.Tensor:
-        """One decoder layer. `cache_layer` is where its keys and values live: its index, or the exit block's layer."""
+        """One decoder layer. What its rows may see, and where keys and values are kept, is `attend`'s business."""
         q, k, v = self.queries_keys_values(layer, hidden, rotations[spec.rope])
-        attended = attend(q, k, v, cache, cache_layer, rows, spec.window, self.config.attention_scale)
+        attended = attend(q, k, v)
         update = F.linear(attended.flatten(-2), layer.out, layer.out_bias)
         if layer.attention_out_norm is not None:
             update = self.normalise(update, layer.attention_out_norm)
@@ -212,11 +222,11 @@ class Decoder:
         scale = self.config.norm_offset + weight.to(wide)
         return F.rms_norm(hidden.to(wide), weight.shape, scale, self.config.norm_eps).to(hidden.dtype)
 
-    def rotations(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and signed sines [B, M, 1, D] of the rows' positions, for each rope of the model."""
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and signed sines [B, M, 1, D] of positions [B, M], for each rope of the model."""
         pairs = []
         for rope, inv_freq in zip(self.config.ropes, self._inv_freqs, strict=True):
-            angles = rows.positions[:, :, None, None].float() * inv_freq
+            angles = positions[:, :, None, None].float() * inv_freq
             cos = (angles.cos() * rope.scaling).to(self.dtype)
             sin = (angles.sin() * rope.scaling).to(self.dtype)
             pairs.append((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))

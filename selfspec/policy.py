@@ -14,6 +14,8 @@ from selfspec.tree import NONE, Plan
 
 Mode = Literal["force"] | bool | None
 
+BATCHES = {"1": 1, "2-4": 4, "5-16": 16}  # bands of active rows with plans of their own, and the largest of each
+TEMPERATURES = {"0": 0.0, "0.7": 0.7, "1": 1.0}  # temperatures with plans of their own; 0 is greedy
 DEFAULT_TREE = Plan.parse("tree:4,2,2,1")
 DEFAULT_CHAIN = Plan.parse("chain:5")
 
@@ -43,20 +45,28 @@ class Policy:
         sampling: Sampling,
         mode: Mode = None,
         plan: Plan | None = None,
+        plans: dict[int, Plan] | None = None,
         has_exit: bool = True,
         stateful_processors: bool = False,
     ) -> None:
         self.rules = rules
         self.sampling = sampling
         self.mode = mode
-        self.plan = plan
+        self.plan = plan  # the request's
+        self.plans = plans or {}  # the profile's, by the largest batch each is for
         self.has_exit = has_exit
         self.stateful_processors = stateful_processors
 
     @property
     def off_for_good(self) -> str | None:
         """The reason why no cycle of this request will speculate, however small the batch becomes; None if some may."""
-        return self.reason(batch=1)
+        reason = self.reason(batch=1)
+        return None if reason == "goodput" and any(map(len, self.plans.values())) else reason
+
+    @property
+    def possible_plans(self) -> list[Plan]:
+        """Every plan that some cycle of this request might draft."""
+        return [self.plan] if self.plan else [*self.plans.values(), DEFAULT_TREE]
 
     def reason(self, batch: int) -> str | None:
         """The first rule that forbids speculating with `batch` active rows; None if none does."""
@@ -75,7 +85,10 @@ class Policy:
             return "temperature"
         unset_is_large = sampling.temperature > rules.unset_top_k_temperature
         large = sampling.top_k > rules.max_top_k or (sampling.top_k == 0 and unset_is_large)
-        return "top_k" if sampling.do_sample and large else None
+        if sampling.do_sample and large:
+            return "top_k"
+        profiled = self._profiled(batch)
+        return "goodput" if self.plan is None and profiled is not None and not len(profiled) else None
 
     def choose(self, batch: int) -> tuple[Plan, str | None]:
         """The plan for a cycle of `batch` active rows and, where it is `none`, the reason."""
@@ -83,11 +96,17 @@ class Policy:
         if reason is not None:
             return NONE, reason
         if self.mode == "force" or batch <= self.rules.max_tree_batch:
-            return self._planned(DEFAULT_TREE), None
-        return self._planned(DEFAULT_CHAIN).first_chain(), None
+            return self._planned(batch, DEFAULT_TREE), None
+        return self._planned(batch, DEFAULT_CHAIN).first_chain(), None
 
-    def _planned(self, default: Plan) -> Plan:
-        return self._cooled(default) if self.plan is None else self.plan
+    def _planned(self, batch: int, default: Plan) -> Plan:
+        """The request's plan, else the profile's, else the default; forcing skips a profile's advice not to draft."""
+        return self.plan or self._profiled(batch) or self._cooled(default)
+
+    def _profiled(self, batch: int) -> Plan | None:
+        """The profile's plan for this batch: that of the smallest band it fits in."""
+        sizes = sorted(self.plans)
+        return self.plans[next((size for size in sizes if batch <= size), sizes[-1])] if sizes else None
 
     def _cooled(self, plan: Plan) -> Plan:
         """Hotter text is harder to guess: one level less above temperature 0.3, two above 0.7, three above 1.0."""

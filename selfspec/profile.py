@@ -1,13 +1,14 @@
 """Profiles: what calibration learned about one model, in a folder that people can read and engines can check.
 
-`profile.json` names the model it was made for and the exit and plan of each domain; `exits.safetensors` holds the
-trained exits. Loading checks identity and schema and refuses a profile of other weights. Making one is calibration's
-job, using one the engine's.
+`profile.json` names the model it was made for, the exit and plans of each domain, and what was measured to choose them;
+`exits.safetensors` holds the trained exits. Loading checks identity and schema and refuses a profile of other weights.
+Making one is calibration's job, using one the engine's.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -15,20 +16,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from selfspec.exits import Exit, ExitBlock, check_exit_layer
-from selfspec.home import profiles_dir
+from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
+from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
+from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.routing import route
 from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
-SCHEMA = 1
-HOW_TO_CALIBRATE = "calibrate this model again, or pass profile=None"
+SCHEMA = 2
+HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
 
-class ModelIdentity(BaseModel):
-    """Which weights a profile belongs to, whatever file or dtype they come in."""
+class Entry(BaseModel):
+    """Part of a profile: written once, nothing unknown in it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelIdentity(Entry):
+    """Which weights a profile belongs to, whatever file or dtype they come in."""
 
     model_type: str
     num_layers: int
@@ -53,23 +60,113 @@ class ModelIdentity(BaseModel):
         return same_shape and same_fingerprint(self.fingerprint, other.fingerprint)
 
 
-class DomainChoice(BaseModel):
+class Device(Entry):
+    """What the costs were measured on."""
+
+    type: str
+    name: str
+    dtype: str
+    torch: str
+
+
+class Expected(Entry):
+    """What calibration predicts of a plan."""
+
+    tokens_per_cycle: float
+    accept_rate: float
+    speedup: float
+
+
+class Run(Entry):
+    """What was measured when a plan was run against plain decoding of the same prompts."""
+
+    plan: str
+    tokens_per_cycle: float
+    accept_rate: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+
+class PlanChoice(Entry):
+    """The plan for one temperature and batch, what it promised and, where it was run, what it did."""
+
+    plan: str
+    expected: Expected | None = None
+    measured: Run | None = None
+
+
+class ExitRates(Entry):
+    """How one exit did in one domain, greedy: what the choice between exits was made from."""
+
+    top1: float  # share of positions where the exit's best token is the model's
+    top4: float
+    accept_rate: float  # of the exit's own best plan for a single row
+    tokens_per_cycle: float
+    speedup: float  # predicted
+
+
+class Spread(Entry):
+    mean: float
+    deviation: float
+
+
+class DomainChoice(Entry):
     """What to draft with for one kind of text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     exit_layer: int
-    plan: str
+    plans: dict[str, dict[str, PlanChoice]]  # temperature -> batch -> plan, by the names in `policy`
+    head_rows: int = 0  # rows of the draft head; 0: all
+    head_coverage: float = 1.0  # share of the model's tokens that these rows, and the prompt's, can draft
+    exits: dict[int, ExitRates] = {}  # by layer; chosen or not
+    most_accepting_exit: int | None = None
+    chain: Run | None = None  # chain:4 in the place of the chosen tree
+    prompt_agreement: Spread | None = None  # the exit's agreement with the model on the last positions of prompts
+    text_agreement: Spread | None = None  # and on the text that followed
+    centroid: list[float] = []  # of the domain's prompts, for routing
+
+    @classmethod
+    def of(cls, exit_layer: int, plan: str) -> DomainChoice:
+        """One plan for every batch and temperature."""
+        return cls(exit_layer=exit_layer, plans={t: {b: PlanChoice(plan=plan) for b in BATCHES} for t in TEMPERATURES})
+
+    def check(self) -> None:
+        """Every plan can be read, and every temperature and batch is one that requests can be matched to."""
+        if not self.plans or not all(self.plans.values()):
+            raise ValueError("a domain has no plans")
+        batches = {name for of_batch in self.plans.values() for name in of_batch}
+        if unknown := [*(self.plans.keys() - TEMPERATURES.keys()), *(batches - BATCHES.keys())]:
+            raise ValueError(
+                f"a domain has plans for {', '.join(sorted(unknown))}; known temperatures are "
+                f"{', '.join(TEMPERATURES)} and batches {', '.join(BATCHES)}"
+            )
+        for of_batch in self.plans.values():
+            for choice in of_batch.values():
+                Plan.parse(choice.plan)
+
+    def plans_at(self, temperature: float) -> dict[int, Plan]:
+        """The plans for a temperature (0: greedy), by the largest batch each is for."""
+        known = [name for name in TEMPERATURES if name in self.plans]
+        nearest = min(known, key=lambda name: abs(TEMPERATURES[name] - temperature))
+        of_batch = self.plans[nearest]
+        return {size: Plan.parse(of_batch[name].plan) for name, size in BATCHES.items() if name in of_batch}
 
 
-class Profile(BaseModel):
+class Profile(Entry):
     """A model's exits and plans, by domain."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = SCHEMA
     model: ModelIdentity
     domains: dict[str, DomainChoice]
+    device: Device | None = None  # None: plans were not measured anywhere
+    created: str = ""
+    objective: str = "throughput"
+    trained: dict[str, float] = {}  # how much went into it: tokens, steps, seconds
+    router_layer: int = 1  # prompts are told apart by the hidden states after this layer
+    router_mean: list[float] = []
     folder: Path | None = None  # where it was loaded from or saved to; not part of the file
 
     @classmethod
@@ -89,7 +186,7 @@ class Profile(BaseModel):
         try:
             profile = cls(**content, folder=folder)
             for choice in profile.domains.values():
-                Plan.parse(choice.plan)
+                choice.check()
         except (ValidationError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not a valid profile: {error}; {HOW_TO_CALIBRATE}") from error
         if not profile.domains:
@@ -98,10 +195,11 @@ class Profile(BaseModel):
 
     @classmethod
     def find(cls, model: Decoder) -> Profile | None:
-        """The newest profile under SELFSPEC_HOME that was made for these weights, if any."""
+        """The newest profile under SELFSPEC_HOME that was made for these weights, else the shipped one, if any."""
         identity = ModelIdentity.of(model)
-        files = sorted(profiles_dir().glob("*/profile.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in files:
+        own = sorted(profiles_dir().glob("*/profile.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        shipped = sorted(shipped_dir().glob("profiles/*/profile.json"))
+        for path in (*own, *shipped):
             try:
                 profile = cls.load(path.parent)
             except ValueError:
@@ -110,16 +208,16 @@ class Profile(BaseModel):
                 return profile
         return None
 
-    def save(self, folder: str | Path, exits: list[Exit]) -> Profile:
-        """Writes the profile and its exits; returns it as loading would."""
+    def save(self, folder: str | Path, exits: list[Exit], head_rows: dict[str, torch.Tensor] | None = None) -> Profile:
+        """Writes the profile, its exits and the rows of each domain's head; returns it as loading would."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = {f"head_rows.{domain}": rows.to(torch.int32) for domain, rows in (head_rows or {}).items()}
         for exit in exits:
             tensors |= {f"{exit.layer}.{name}": tensor for name, tensor in _exit_tensors(exit).items()}
-        save_file(tensors, folder / "exits.safetensors")
-        text = json.dumps(self.model_dump(mode="json", exclude={"folder"}), indent=2)
-        (folder / "profile.json").write_text(text + "\n", encoding="utf-8")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "exits.safetensors")
+        text = json.dumps(self.model_dump(mode="json", exclude={"folder"}), indent=1)
+        (folder / "profile.json").write_text(_numbers_on_one_line(text) + "\n", encoding="utf-8")
         return self.model_copy(update={"folder": folder})
 
     def check(self, model: Decoder) -> None:
@@ -140,37 +238,83 @@ class Profile(BaseModel):
             )
 
     def choice(self, domain: str) -> DomainChoice:
-        """The choice for a domain; 'auto' takes the first."""
-        if domain == "auto":
-            return next(iter(self.domains.values()))
+        """The choice for a domain by name."""
         if domain not in self.domains:
             raise ValueError(f"the profile has no domain {domain!r}; it knows {', '.join(self.domains)} and 'auto'")
         return self.domains[domain]
 
+    def route(self, marks: torch.Tensor) -> str:
+        """The domain of a batch of prompts with these marks [P, hidden]; the first where no domain has a centroid."""
+        centroids = {name: choice.centroid for name, choice in self.domains.items() if choice.centroid}
+        return route(marks, centroids, self.router_mean) if len(centroids) > 1 else next(iter(self.domains))
+
+    @property
+    def routes(self) -> bool:
+        """Whether telling prompts apart takes looking at them."""
+        return sum(bool(choice.centroid) for choice in self.domains.values()) > 1
+
     def exit(self, model: Decoder, layer: int) -> Exit:
-        """The profile's exit after `layer` layers on the model's device, or a raw one where none was trained."""
-        path = self.folder / "exits.safetensors" if self.folder else None
-        if path is None or not path.exists():
-            return Exit(model, layer)
+        """The profile's exit after `layer` layers, on the model's device, over the whole head; a raw one where none
+        was trained."""
         prefix = f"{layer}."
-        try:
-            with safe_open(path, framework="pt", device=str(model.device)) as file:
-                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-                own = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); {HOW_TO_CALIBRATE}") from error
+        own = {name.removeprefix(prefix): tensor for name, tensor in self._tensors(model, prefix).items()}
         try:
             return _exit_from_tensors(model, layer, own)
         except KeyError as error:
-            raise ValueError(f"{path} lacks {error} of the exit after layer {layer}; {HOW_TO_CALIBRATE}") from error
+            raise self._unusable(f"lacks {error} of the exit after layer {layer}") from error
         except ValueError as error:
-            raise ValueError(f"{path}: {error}; {HOW_TO_CALIBRATE}") from error
+            raise self._unusable(str(error)) from error
+
+    def trained_layers(self) -> list[int]:
+        """The layers after which the profile has trained exits."""
+        path = self._exits_file
+        if path is None or not path.exists():
+            return []
+        try:
+            with safe_open(path, framework="pt") as file:
+                return sorted(int(name.split(".")[0]) for name in file.keys() if name.endswith(".affine_weight"))  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise self._unusable(f"cannot be read ({error})") from error
+
+    def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
+        """The token ids that a domain's drafts are chosen from, ascending; None: all."""
+        name = f"head_rows.{domain}"
+        rows = self._tensors(model, name).get(name)
+        if rows is None:
+            return None
+        rows = rows.long()
+        ascending = rows.ndim == 1 and bool((rows[1:] > rows[:-1]).all())
+        if not ascending or not len(rows) or rows[0] < 0 or rows[-1] >= model.config.vocab_size:
+            raise self._unusable(f"{name} are not ascending token ids of this model")
+        return rows
+
+    def _tensors(self, model: Decoder, prefix: str) -> dict[str, torch.Tensor]:
+        path = self._exits_file
+        if path is None or not path.exists():
+            return {}
+        try:
+            with safe_open(path, framework="pt", device=str(model.device)) as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise self._unusable(f"cannot be read ({error})") from error
+
+    @property
+    def _exits_file(self) -> Path | None:
+        return self.folder / "exits.safetensors" if self.folder else None
+
+    def _unusable(self, why: str) -> ValueError:
+        return ValueError(f"{self._exits_file}: {why}; {HOW_TO_CALIBRATE}")
+
+
+def _numbers_on_one_line(text: str) -> str:
+    """JSON with every list of numbers on a line of its own instead of one line for each number."""
+    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
 
 
 def _exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
-    tensors = {"norm": exit.norm, "head_rows": exit.head_rows}
+    tensors = {"norm": exit.norm}
     if exit.block is not None:
-        tensors |= {"affine_weight": exit.block.affine_weight, "affine_bias": exit.block.affine_bias}
+        tensors |= {name: getattr(exit.block, name) for name in ("affine_weight", "affine_bias", "recall")}
         tensors |= {f"block.{name}": tensor for name, tensor in vars(exit.block.layer).items()}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
@@ -191,6 +335,7 @@ def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tens
             for name, parts in layer_parts(model.config, "").items()
         }
         own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
-        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden))
+        recall = weight("recall", hidden, RECALLED * hidden) if "recall" in tensors else None
+        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), recall)
     norm = weight("norm", hidden) if "norm" in tensors else None
-    return Exit(model, layer, norm, block, tensors.get("head_rows"))
+    return Exit(model, layer, norm, block)

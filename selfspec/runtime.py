@@ -16,7 +16,7 @@ import torch
 
 from selfspec.cache import Cache, Rows
 from selfspec.cache import Sequence as CacheSequence
-from selfspec.exits import Exit
+from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.model import Decoder
 from selfspec.policy import Policy
 from selfspec.sampling import (
@@ -49,6 +49,7 @@ class Row:
     max_length: int  # prompt and new tokens together
     tokens: list[int] = field(default_factory=list)  # prompt and new tokens; the last one is pending
     sequence: CacheSequence = field(default_factory=CacheSequence)
+    known: torch.Tensor | None = None  # [2 * hidden] what was known just before the pending token, to be recalled
     finish_reason: str | None = None
     cycles: int = 0
     drafted: int = 0
@@ -73,6 +74,7 @@ class Draft:
     plan: Plan
     tokens: torch.Tensor  # [B, n+1], the root's first
     hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
+    reads: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, hidden] what the exit's head read there
     ranked: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, width] its best draft tokens in order
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, V], processed; for rejection only
 
@@ -92,6 +94,7 @@ class Session:
         stops: Sequence[Stop] = (),
         rejection: bool = False,
         on_token: Callable[[Row, int], None] | None = None,
+        prefill_rows: int = 1,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -103,6 +106,7 @@ class Session:
         self.stops = stops
         self.rejection = rejection and sampling.do_sample
         self.on_token = on_token
+        self.prefill_rows = prefill_rows  # prompts of equal length that may share a pass
         self.split = exit.layer if exit is not None else 0  # N: layers below it draft, layers from it on verify
         self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
 
@@ -134,27 +138,42 @@ class Session:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Runs all but the last token of every prompt; copies of a prompt share its full pages."""
-        first: Row | None = None
-        for row in self.rows:
-            if row.copy and first is not None:
-                row.sequence = self.cache.fork(first.sequence)
-                continue
-            first = row
-            context = row.prompt[:-1]
-            for start in range(0, len(context), PREFILL_CHUNK):
-                self._prefill_chunk(row.sequence, context[start : start + PREFILL_CHUNK])
+        firsts = [row for index, row in enumerate(self.rows) if not row.copy or not index]
+        for rows in self._prefilled_together(firsts):
+            contexts = [row.prompt[:-1] for row in rows]
+            for start in range(0, len(contexts[0]), PREFILL_CHUNK):
+                self._prefill_chunk(rows, [context[start : start + PREFILL_CHUNK] for context in contexts])
+        first = self.rows[0]
+        for index, row in enumerate(self.rows):
+            if row.copy and index:
+                row.sequence, row.known = self.cache.fork(first.sequence), first.known
+            else:
+                first = row
 
-    def _prefill_chunk(self, sequence: CacheSequence, tokens: list[int]) -> None:
-        """A chunk of the prompt, through all layers, into the cache."""
-        count = len(tokens)
-        self.cache.reserve(sequence, sequence.length + count)
-        rows = Rows.causal(sequence, count, self.model.device)
-        hidden = self.model.embed(torch.tensor([tokens], device=self.model.device))
-        hidden = self._run_draft_partition(hidden, rows)
+    def _prefilled_together(self, rows: list[Row]) -> list[list[Row]]:
+        """Batches of prompts of one length. By default a prompt is alone, so that no other can change its rounding."""
+        by_length = sorted(rows, key=lambda row: len(row.prompt)) if self.prefill_rows > 1 else rows
+        batches: list[list[Row]] = []
+        for row in by_length:
+            fits = batches and len(batches[-1]) < self.prefill_rows
+            if fits and len(batches[-1][0].prompt) == len(row.prompt):
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+        return batches
+
+    def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
+        """A chunk of each prompt, through all layers, into the cache."""
+        count, sequences = len(tokens[0]), [row.sequence for row in rows]
+        for sequence in sequences:
+            self.cache.reserve(sequence, sequence.length + count)
+        at = Rows.causal(sequences, count, self.model.device)
+        hidden = self._run_draft_partition(self.model.embed(torch.tensor(tokens, device=self.model.device)), at)
+        known = self._run_verify_partition(hidden, at)
         if self.exit is not None:
-            self.exit.fill(hidden, rows, self.cache)
-        self._run_verify_partition(hidden, rows)
-        self.cache.commit([sequence], [range(count)])
+            self.exit.fill(hidden, torch.cat((self._last_known(rows), known[:, :-1]), dim=1), at, self.cache)
+        self._remember(rows, known, [-1] * len(rows))
+        self.cache.commit(sequences, [range(count)] * len(rows))
 
     @torch.inference_mode()
     def cycle(self) -> None:
@@ -167,12 +186,13 @@ class Session:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
         try:
             draft = self.draft(rows, plan)
-            logits = self.verify(rows, draft)
-            paths = self.accept(rows, draft, logits)
+            known = self.verify(rows, draft)
+            paths = self.accept(rows, draft, self._logits(known))
         except BaseException:
             self.cache.abort(sequences)
             raise
         self.cache.commit(sequences, paths)
+        self._remember(rows, known, [path[-1] for path in paths])
         self._account(rows, plan, reason)
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
@@ -193,13 +213,16 @@ class Session:
         return draft
 
     def _leave(self, rows: list[Row], draft: Draft, level: range, hidden: torch.Tensor, at: Rows) -> None:
-        """Takes the exit at one level: ranks the children of its nodes, or only keeps the block's cache up."""
+        """Takes the exit at one level: ranks the children of its nodes."""
         assert self.exit is not None
         width = draft.plan.width(level)
         if not width:
-            self.exit.fill(hidden, at, self.cache)
             return
-        logits = self.exit.logits(hidden, at, self.cache).flatten(0, 1)  # [B * M, V]
+        parents = [draft.plan.parents[node - 1] for node in level if node]
+        previous = torch.stack([draft.reads[node] for node in parents], 1) if parents else self._last_known(rows)
+        read = self.exit.read(hidden, previous, at, self.cache)
+        draft.reads.update((node, read[:, index]) for index, node in enumerate(level))
+        logits = self.exit.logits(read).flatten(0, 1)  # [B * M, V]
         ids = self.exit.head_rows
         seen = self._seen_at(rows, draft, level)
         seen = seen if seen is None or ids is None else seen[:, ids]
@@ -219,10 +242,31 @@ class Session:
             draft.logits.update((node, whole[:, index]) for index, node in enumerate(level))
 
     def verify(self, rows: list[Row], draft: Draft) -> torch.Tensor:
-        """The saved states of root and nodes through the rest of the model, in one pass: logits [B, n+1, V]."""
+        """The saved states of root and nodes through the rest of the model, in one pass: what is then known at each of
+        them, [B, n+1, ...]. The exit's own keys and values are written anew from it."""
         everyone = range(len(draft.plan) + 1)
         at = self._rows_at(rows, draft.plan, everyone)
-        return self.model.logits(self._run_verify_partition(draft.hidden, at))
+        known = self._run_verify_partition(draft.hidden, at)
+        if self.exit is not None:
+            of_parents = known[:, list(draft.plan.parents)]
+            self.exit.fill(draft.hidden, torch.cat((self._last_known(rows), of_parents), dim=1), at, self.cache)
+        return known
+
+    def _logits(self, known: torch.Tensor) -> torch.Tensor:
+        """The model's logits; what its head reads comes first in what is known."""
+        return self.model.project(known[..., : self.model.config.hidden_size], self.model.head)
+
+    def _remember(self, rows: list[Row], known: torch.Tensor, nodes: list[int]) -> None:
+        """Keeps what is known at each row's newest committed node, for the exit to recall."""
+        if self.exit is None:
+            return
+        for row, newest in zip(rows, known[range(len(rows)), nodes].unbind(), strict=True):
+            row.known = newest
+
+    def _last_known(self, rows: list[Row]) -> torch.Tensor:
+        """What was known just before each row's newest position, [B, 1, 2 * hidden]; zeros where a text begins."""
+        nothing = self.model.norm.new_zeros(RECALLED * self.model.config.hidden_size)
+        return torch.stack([nothing if row.known is None else row.known for row in rows])[:, None]
 
     def accept(self, rows: list[Row], draft: Draft, logits: torch.Tensor) -> list[list[int]]:
         """Walks down from the root: the target draws each next token, and a child that carries it is the next node.
@@ -309,10 +353,14 @@ class Session:
         return hidden
 
     def _run_verify_partition(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        hidden = self.model.run(hidden, self.split, self.model.config.num_layers, rows, self.cache)
+        """What is known at each row: what the head reads there and, with an exit, more for it to recall."""
+        layers = self.model.config.num_layers
+        middle = self.split if self.exit is None else self.exit.recalled_layer
+        hidden = self.model.run(hidden, self.split, middle, rows, self.cache)
+        last = self.model.run(hidden, middle, layers, rows, self.cache)
         for sequence in rows.sequences:
             sequence.verified = rows.nodes.stop
-        return hidden
+        return self.model.read(last) if self.exit is None else recalled(self.model, hidden, last)
 
     def _rows_at(self, rows: list[Row], plan: Plan, nodes: range) -> Rows:
         depths = torch.tensor(plan.depths[: nodes.stop])

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, GPT2Config, TextStreamer
 
-from selfspec import Engine, Plan, Profile
+from selfspec import Engine, Plan
 from selfspec.cache import Cache
-from selfspec.exits import Exit, ExitBlock
+from selfspec.exits import Exit
 from selfspec.model import Decoder
-from selfspec.profile import DomainChoice, ModelIdentity
+from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -528,18 +528,10 @@ class TestModelFolder:
 class TestProfile:
     @pytest.fixture
     def folder(self, engine, tmp_path) -> Path:
-        domains = {
-            "chat": DomainChoice(exit_layer=2, plan="chain:2"),
-            "code": DomainChoice(exit_layer=1, plan="tree:2"),
-        }
-        profile = Profile(model=ModelIdentity.of(engine.model), domains=domains)
-        block = ExitBlock(engine.model.layers[2], torch.zeros(32, 32), torch.zeros(32))
-        profile.save(tmp_path / "profile", [Exit(engine.model, 2, block=block), Exit(engine.model, 1)])
+        domains = {"chat": choice_of(2, "chain:2"), "code": choice_of(1, "tree:2")}
+        exits = [random_exit(engine.model, 2), Exit(engine.model, 1)]
+        profile_of(engine.model, domains).save(tmp_path / "profile", exits, {"chat": random_rows(40)})
         return tmp_path / "profile"
-
-    def edit(self, folder: Path, **entries: Any) -> None:
-        path = folder / "profile.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
     def test_the_profile_is_good_as_long_as_nothing_is_wrong(self, model, folder, answer):
         engine = Engine.from_model(model, profile=folder)
@@ -561,11 +553,11 @@ class TestProfile:
         call = lambda: Engine.from_model(tuned, profile=folder)  # noqa: E731
         refuses(engine, call, "other weights", "calibrate")
 
-    @pytest.mark.parametrize("version", [0, None, "1"], ids=["older", "missing", "text"])
+    @pytest.mark.parametrize("version", [1, 3, None, "2"], ids=["older", "newer", "missing", "text"])
     def test_of_another_schema(self, folder, refuses, engine, model, version):
-        self.edit(folder, schema_version=version)
+        edit_profile(folder, schema_version=version)
         call = lambda: Engine.from_model(model, profile=folder)  # noqa: E731
-        refuses(engine, call, "profile.json", f"schema version {version}", "reads 1", "calibrate")
+        refuses(engine, call, "profile.json", f"schema version {version}", "reads 2", "calibrate")
 
     @pytest.mark.parametrize("content", ["", "{", "not json", "[]", '"text"', "\x00\xff"], ids=repr)
     def test_corrupt_profile_json(self, folder, refuses, engine, model, content):
@@ -577,14 +569,14 @@ class TestProfile:
         [
             ({"domains": {}}, "domain"),
             ({"domains": {"chat": {"exit_layer": 2}}}, "plan"),
-            ({"domains": {"chat": {"exit_layer": 2, "plan": "chain:x"}}}, "'chain:x'"),
+            ({"domains": {"chat": choice_of(2, "chain:x").model_dump()}}, "plan 'chain:x' is malformed"),
             ({"surprise": 1}, "surprise"),
             ({"model": None}, "model"),
         ],
         ids=["no-domain", "no-plan", "malformed-plan", "unknown-entry", "no-model"],
     )
     def test_invalid_profile_json(self, folder, refuses, engine, model, entries, word):
-        self.edit(folder, **entries)
+        edit_profile(folder, **entries)
         refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", word, "calibrate")
 
     def test_missing_profile(self, tmp_path, refuses, engine, model):
@@ -592,13 +584,16 @@ class TestProfile:
         refuses(engine, call, "nowhere", "no profile", "calibrate")
 
     def test_an_exit_the_model_does_not_have(self, folder, refuses, engine, model):
-        self.edit(folder, domains={"chat": {"exit_layer": 9, "plan": "chain:2"}})
+        edit_profile(folder, domains={"chat": choice_of(9, "chain:2").model_dump()})
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
         refuses(engine, call, "profile", "9", "4 layers", "1 to 3")
 
-    @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "tensor-missing", "tensor-misshapen"])
-    def test_corrupt_exits(self, folder, refuses, engine, model, damage):
-        """Whether they are read when the engine is built or when first needed is left open."""
+    @pytest.mark.parametrize(
+        "damage",
+        ["truncated", "garbage", "empty", "tensor-missing", "tensor-misshapen", "recall-misshapen", "rows-descending"],
+    )
+    def test_corrupt_exits(self, folder, refuses, engine, model, answer, damage):
+        """Whether they are read when the engine is built or when first needed is left open; without drafts, never."""
         file = folder / "exits.safetensors"
         tensors, content = load_file(file), file.read_bytes()
         if damage == "tensor-missing":
@@ -606,10 +601,16 @@ class TestProfile:
             save_file(tensors, file)
         elif damage == "tensor-misshapen":
             save_file({**tensors, "2.affine_weight": torch.zeros(3, 5)}, file)
+        elif damage == "recall-misshapen":
+            save_file({**tensors, "2.recall": torch.zeros(3, 5)}, file)
+        elif damage == "rows-descending":
+            save_file({**tensors, "head_rows.chat": tensors["head_rows.chat"].flip(0).contiguous()}, file)
         else:
             file.write_bytes({"truncated": content[:-10], "garbage": b"\xff" * 200, "empty": b""}[damage])
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
-        refuses(engine, call, "exits.safetensors", "calibrate")
+        refuses(engine, call, "exits.safetensors", "python -m selfspec.calibrate")
+        plain = Engine.from_model(model, profile=folder)
+        assert plain.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == answer
 
     def test_unknown_domain(self, folder, refuses, model):
         engine = Engine.from_model(model, profile=folder)

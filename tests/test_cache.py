@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,18 +27,18 @@ from transformers import DynamicCache
 from selfspec import cache as cache_module
 from selfspec import weights
 from selfspec.cache import PAGE_SIZE, Cache, CacheFull, Rows, Sequence
-from selfspec.exits import Exit, ExitBlock
+from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
 from selfspec.runtime import Draft, Row, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
+from tests.strategies import SETTINGS, paths, plans
 from tests.tiny import tiny_model
 
 VOCABULARY = 23
 TOKENS = st.integers(0, VOCABULARY - 1)
 FAMILIES = ["llama", "mistral"]  # without and with a sliding window (of 6)
-SETTINGS = settings(deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,12 @@ def hf_model(family: str) -> Any:
 @cache
 @torch.inference_mode(False)
 def exit_of(family: str) -> Exit:
-    """An exit after the first layer, with a block, so that all layers of the cache are in use."""
+    """An exit after the first layer, with a block that recalls, so that all layers of the cache are in use."""
     model = weights.adopt(hf_model(family))
     size = model.config.hidden_size
     affine = 0.1 * torch.eye(size, dtype=model.dtype), torch.zeros(size, dtype=model.dtype)
-    return Exit(model, layer=1, block=ExitBlock(model.layers[2], *affine))
+    recall = 0.3 * torch.randn(size, RECALLED * size, generator=torch.Generator().manual_seed(1), dtype=model.dtype)
+    return Exit(model, layer=1, block=ExitBlock(model.layers[2], *affine, recall))
 
 
 def new_cache(model: Decoder, max_pages: int | None = None) -> Cache:
@@ -80,18 +81,29 @@ class Forced(Session):
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
         return torch.stack([self.forced[node] for node in level], dim=1)
 
-    def write(self, rows: list[Row], plan: Plan, drafted: list[list[int]], verify: bool = True) -> None:
+    def write(self, rows: list[Row], plan: Plan, drafted: list[list[int]], verify: bool = True) -> torch.Tensor | None:
         """Drafts and, unless told not to, verifies; nothing is accepted yet. `drafted[b][i]` is node i + 1 of row b."""
         for row in rows:
             self.cache.reserve(row.sequence, row.sequence.length + len(plan) + 1)
         self.forced = {node + 1: torch.tensor([tokens[node] for tokens in drafted]) for node in range(len(plan))}
         draft = self.draft(rows, plan)
-        if verify:
-            self.verify(rows, draft)
+        return self.verify(rows, draft) if verify else None
+
+    def commit(self, rows: list[Row], known: torch.Tensor | None, accepted: list[list[int]]) -> None:
+        """Accepts these nodes of what `write` has written; `known` is what it gave."""
+        assert known is not None
+        self.cache.commit([row.sequence for row in rows], accepted)
+        self._remember(rows, known, [path[-1] for path in accepted])
 
 
 def new_row(tokens: list[int]) -> Row:
     return Row(tokens, seed=0, copy=0, max_length=10**6)
+
+
+def fork_row(cache: Cache, parent: Row) -> Row:
+    fork = new_row(parent.tokens)
+    fork.sequence, fork.known = cache.fork(parent.sequence), parent.known
+    return fork
 
 
 def contents(cache: Cache, sequence: Sequence) -> torch.Tensor:
@@ -101,37 +113,15 @@ def contents(cache: Cache, sequence: Sequence) -> torch.Tensor:
 
 
 @cache
-def fresh_prefill(family: str, tokens: tuple[int, ...]) -> torch.Tensor:
+def fresh_prefill(family: str, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the cache holds for a text, and what is known at its end."""
     session = Forced(family, new_cache(exit_of(family).model), [new_row([*tokens, 0])])
     session.prefill()
-    return contents(session.cache, session.rows[0].sequence)
+    return contents(session.cache, session.rows[0].sequence), session.rows[0].known
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@st.composite
-def plans(draw: st.DrawFn, max_nodes: int = 7) -> Plan:
-    """Any tree: parents ascend, so that nodes are listed depth by depth; ranks may skip some."""
-    parents: list[int] = []
-    for node in range(draw(st.integers(0, max_nodes))):
-        parents.append(draw(st.integers(parents[-1] if parents else 0, node)))
-    ranks: list[int] = []
-    for node, parent in enumerate(parents):
-        elder = [rank for rank, other in zip(ranks, parents[:node], strict=True) if other == parent]
-        ranks.append((elder[-1] + 1 if elder else 0) + draw(st.integers(0, 1)))
-    return Plan(tuple(parents), tuple(ranks))
-
-
-@st.composite
-def paths(draw: st.DrawFn, plan: Plan, acceptance: str) -> list[int]:
-    """A walk down from the root that goes on at a node as `acceptance` says."""
-    stops = {"always": st.just(False), "never": st.just(True), "mostly": st.integers(0, 9).map(lambda n: n == 7)}
-    path = [0]
-    while plan.children[path[-1]] and not draw(stops.get(acceptance, st.booleans())):
-        path.append(draw(st.sampled_from(plan.children[path[-1]])))
-    return path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +132,7 @@ def test_a_prefill_holds_the_keys_and_values_that_transformers_computes(family: 
     layers = [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in theirs.layers]
     expected = torch.stack([torch.stack(of_layer) for of_layer in layers], dim=1)
     # Their norms round to float32, whatever the model's dtype.
-    assert_same(fresh_prefill(family, tuple(tokens))[:, :-1], expected, tolerance=1e-4)
+    assert_same(fresh_prefill(family, tuple(tokens))[0][:, :-1], expected, tolerance=1e-4)
 
 
 class Life(RuleBasedStateMachine):
@@ -191,17 +181,14 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rows) < 4)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        parent = self.some_row(data)
-        child = new_row(parent.tokens)
-        child.sequence = self.cache.fork(parent.sequence)
-        self.rows.append(child)
+        self.rows.append(fork_row(self.cache, self.some_row(data)))
 
     @rule(data=st.data(), plan=plans())
     def cycle(self, data: st.DataObject, plan: Plan) -> None:
         rows = self.some_rows(data)
-        drafted = self.write(rows, plan, data)
+        drafted, known = self.write(rows, plan, data)
         accepted = [data.draw(paths(plan, self.acceptance)) for _ in rows]
-        self.cache.commit([row.sequence for row in rows], accepted)
+        self.session.commit(rows, known, accepted)
         for row, tokens, path in zip(rows, drafted, accepted, strict=True):
             row.tokens += [tokens[node - 1] for node in path[1:]] + [data.draw(TOKENS)]
 
@@ -211,14 +198,16 @@ class Life(RuleBasedStateMachine):
         self.write(rows, plan, data, verify)
         self.cache.abort([row.sequence for row in rows])
 
-    def write(self, rows: list[Row], plan: Plan, data: st.DataObject, verify: bool = True) -> list[list[int]]:
+    def write(
+        self, rows: list[Row], plan: Plan, data: st.DataObject, verify: bool = True
+    ) -> tuple[list[list[int]], torch.Tensor | None]:
         nodes = st.lists(TOKENS, min_size=len(plan), max_size=len(plan))
         drafted = [data.draw(nodes) for _ in rows]
-        self.session.write(rows, plan, drafted, verify)
+        known = self.session.write(rows, plan, drafted, verify)
         for row in rows:
             writable = set(row.sequence.pages[row.sequence.length // self.page_size :])
             assert all(writable.isdisjoint(other.sequence.pages) for other in self.rows if other is not row)
-        return drafted
+        return drafted, known
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
@@ -226,6 +215,7 @@ class Life(RuleBasedStateMachine):
         length = max(0, row.sequence.length - data.draw(st.integers(0, 2 * self.page_size)))
         self.cache.truncate(row.sequence, length)
         row.tokens = row.tokens[: length + 1]
+        row.known = fresh_prefill(self.family, tuple(row.tokens[:-1]))[1]  # the cache cannot give it back
 
     @precondition(lambda self: len(self.rows) > 2)
     @rule(data=st.data())
@@ -238,8 +228,11 @@ class Life(RuleBasedStateMachine):
     def every_sequence_holds_what_a_fresh_prefill_would(self) -> None:
         for row in self.rows:
             assert row.sequence.length == len(row.tokens) - 1
-            expected = fresh_prefill(self.family, tuple(row.tokens[:-1]))
+            expected, known = fresh_prefill(self.family, tuple(row.tokens[:-1]))
             assert_same(contents(self.cache, row.sequence), expected)
+            assert (row.known is None) == (known is None) == (row.sequence.length == 0)
+            if row.known is not None and known is not None:
+                assert_same(row.known, known)
 
     @invariant()
     def every_page_is_free_or_held(self) -> None:
@@ -266,9 +259,8 @@ def prefilled(cache: Cache, length: int, first: int = 0) -> Row:
 
 def extend(cache: Cache, row: Row, tokens: list[int]) -> None:
     """Appends the tokens, by a chain all of whose nodes are accepted."""
-    plan = Plan.tree((1,) * len(tokens))
-    Forced("llama", cache).write([row], plan, [tokens])
-    cache.commit([row.sequence], [range(len(tokens) + 1)])
+    plan, session = Plan.tree((1,) * len(tokens)), Forced("llama", cache)
+    session.commit([row], session.write([row], plan, [tokens]), [list(range(len(tokens) + 1))])
 
 
 def llama_cache(max_pages: int | None = None) -> Cache:
@@ -280,8 +272,7 @@ def llama_cache(max_pages: int | None = None) -> Cache:
 def test_what_one_writes_after_a_fork_the_other_never_sees(length: int, writer: str) -> None:
     cache = llama_cache()
     parent = prefilled(cache, length)
-    fork = new_row(parent.tokens)
-    fork.sequence = cache.fork(parent.sequence)
+    fork = fork_row(cache, parent)
     one, other = (parent, fork) if writer == "parent" else (fork, parent)
     before = contents(cache, other.sequence)
     extend(cache, one, [1, 2, 3])
@@ -292,8 +283,7 @@ def test_what_one_writes_after_a_fork_the_other_never_sees(length: int, writer: 
 def test_cut_back_into_a_shared_page_one_does_not_write_over_the_other(writer: str) -> None:
     cache = llama_cache()
     parent = prefilled(cache, 2 * PAGE_SIZE)
-    fork = new_row(parent.tokens)
-    fork.sequence = cache.fork(parent.sequence)
+    fork = fork_row(cache, parent)
     one, other = (parent, fork) if writer == "parent" else (fork, parent)
     before = contents(cache, other.sequence)
     cache.truncate(one.sequence, PAGE_SIZE + 10)

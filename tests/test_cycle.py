@@ -13,8 +13,8 @@ import torch
 
 from selfspec import Engine, GenerateOutput, Plan, Stats
 from selfspec.cache import Rows
-from selfspec.exits import Exit, ExitBlock
-from selfspec.model import Decoder
+from selfspec.exits import RECALLED, Exit, ExitBlock
+from selfspec.model import Attend, Decoder
 from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from tests.scripted import (
@@ -63,23 +63,19 @@ class Passes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[int, Rows, int]] = []
-        run_layer = Decoder.run_layer
+        attend_cached = Decoder.attend_cached
 
-        def counted(
-            model: Decoder,
-            layer: Any,
-            spec: Any,
-            cache_layer: int,
-            hidden: torch.Tensor,
-            rotations: Any,
-            rows: Rows,
-            kv: Any,
-        ) -> torch.Tensor:
-            assert hidden.shape[1] == len(rows.nodes)
-            self.seen.append((cache_layer, rows, hidden.shape[0]))
-            return run_layer(model, layer, spec, cache_layer, hidden, rotations, rows, kv)
+        def counted(model: Decoder, spec: Any, cache_layer: int, rows: Rows, kv: Any) -> Attend:
+            attend = attend_cached(model, spec, cache_layer, rows, kv)
 
-        monkeypatch.setattr(Decoder, "run_layer", counted)
+            def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                assert q.shape[1] == k.shape[1] == v.shape[1] == len(rows.nodes)
+                self.seen.append((cache_layer, rows, q.shape[0]))
+                return attend(q, k, v)
+
+            return counting
+
+        monkeypatch.setattr(Decoder, "attend_cached", counted)
 
     def take(self) -> Counter[tuple[int, int, int]]:
         """How often each (row of the batch, layer, node) passed since the last call."""
@@ -146,8 +142,8 @@ def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> No
     def forbidden(*_: Any) -> None:
         raise AssertionError("an exit was run")
 
-    monkeypatch.setattr(Exit, "logits", forbidden)
-    monkeypatch.setattr(Exit, "fill", forbidden)
+    for step in ("read", "logits", "fill"):
+        monkeypatch.setattr(Exit, step, forbidden)
     stats = stats_of(engine_of("llama"), PROMPTS, max_new_tokens=3, exit_layer=2, speculative_decoding=False)
     assert [row.new_tokens for row in stats] == [3, 3, 3]
 
@@ -156,11 +152,11 @@ def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def exit_with_block(engine: Engine) -> Exit:
-    """An exit at layer 2 whose block is the layer that follows and a random affine."""
+    """An exit at layer 2 whose block is the layer that follows, a random affine and a random recall."""
     generator = torch.Generator().manual_seed(4)
     size = engine.model.config.hidden_size
-    affine = 0.1 * torch.randn(size, size, generator=generator, dtype=torch.float64)
-    return Exit(engine.model, 2, block=ExitBlock(engine.model.layers[2], affine, affine[0]))
+    affine, *recall = 0.1 * torch.randn(1 + RECALLED, size, size, generator=generator, dtype=torch.float64)
+    return Exit(engine.model, 2, block=ExitBlock(engine.model.layers[2], affine, affine[0], torch.cat(recall, dim=1)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -154,7 +154,7 @@ class TestMemory:
         engine = Engine.from_model(model, profile=save_profile(model, tmp_path, block=True))
         engine.generate(PROMPT, max_new_tokens=2)
         layer = sum(parameter.numel() for parameter in model.model.layers[2].parameters())
-        expected = 8 * (layer + 32 * 32 + 32 + 32)  # in float64: block, affine with bias, norm
+        expected = 8 * (layer + 32 * 32 + 32 + 32 * 64 + 32)  # in float64: block, affine with bias, recall, norm
         assert engine.memory()["exits"] == expected
         engine.generate(PROMPT, max_new_tokens=2)
         assert engine.memory()["exits"] == expected
@@ -443,9 +443,10 @@ def save_profile(model: PreTrainedModel, folder: Path, block: bool = False, plan
     trained = None
     if block:
         layer = Layer(**{name: None if t is None else t.clone() for name, t in vars(decoder.layers[2]).items()})
-        trained = ExitBlock(layer, torch.zeros(32, 32), torch.zeros(32))
+        recall = 0.1 * torch.randn(32, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        trained = ExitBlock(layer, torch.zeros(32, 32), torch.zeros(32), recall)
     exits = [Exit(decoder, 2, decoder.norm.clone(), trained), Exit(decoder, 3)]
-    domains = {"chat": DomainChoice(exit_layer=2, plan=plan), "code": DomainChoice(exit_layer=3, plan="tree:2,1")}
+    domains = {"chat": DomainChoice.of(2, plan), "code": DomainChoice.of(3, "tree:2,1")}
     Profile(model=ModelIdentity.of(decoder), domains=domains).save(folder, exits)
     return folder
 

@@ -1,26 +1,31 @@
-"""Exits: their logits against transformers, their cache after trees, and that whatever they draft changes no token."""
+"""Exits: logits against transformers, cache and recall after trees, and that whatever they draft changes no token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec import Engine, Profile
+from selfspec import Engine, Profile, runtime
 from selfspec.cache import PAGE_SIZE, Cache, Rows
-from selfspec.exits import Exit, ExitBlock
+from selfspec.exits import RECALLED, Exit, ExitBlock, recalled
 from selfspec.kernels.noise import gumbel, uniform_vocabulary
 from selfspec.model import Decoder
-from selfspec.profile import DomainChoice, ModelIdentity
-from selfspec.runtime import Row, Session
+from selfspec.runtime import Draft, Row, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from selfspec.weights import adopt
+from tests.profiles import choice_of, profile_of, random_rows, watch_vocabularies
+from tests.strategies import SETTINGS, paths, plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 EXIT_LAYER = 2
@@ -54,7 +59,7 @@ def quieten(model: PreTrainedModel, from_layer: int, factor: float) -> PreTraine
 
 
 class Trained:
-    """A model with an exit whose block, affine and norm are random, and the same exit as a transformers model."""
+    """A model with an exit whose block, affine, recall and norm are random; and that exit as a transformers model."""
 
     def __init__(self, family: str, layer: int = EXIT_LAYER, quiet: float = 1.0) -> None:
         self.hf = quieten(tiny_model(family), layer, quiet)
@@ -62,7 +67,9 @@ class Trained:
         donor = quieten(tiny_model(family, seed=1), layer, quiet)
         self.affine = random_tensor(HIDDEN, HIDDEN, seed=2, scale=0.1 * quiet), random_tensor(HIDDEN, seed=3, scale=0.1)
         self.norm = self.model.norm + random_tensor(HIDDEN, seed=4, scale=0.1)
-        self.exit = Exit(self.model, layer, self.norm, ExitBlock(adopt(donor).layers[layer], *self.affine))
+        self.recall = random_tensor(HIDDEN, RECALLED * HIDDEN, seed=5, scale=0.2 * quiet)
+        block = ExitBlock(adopt(donor).layers[layer], *self.affine, self.recall)
+        self.exit = Exit(self.model, layer, self.norm, block)
         self.as_hf = self._as_hf(family, layer, donor)
 
     def _as_hf(self, family: str, layer: int, donor: PreTrainedModel) -> PreTrainedModel:
@@ -72,8 +79,37 @@ class Trained:
         state = {name: tensor for name, tensor in self.hf.state_dict().items() if name in whole.state_dict()}
         state |= {name: tensor for name, tensor in donor.state_dict().items() if name.startswith(block)}
         whole.load_state_dict(state | {"model.norm.weight": self.norm})
+        whole.model.layers[layer].register_forward_pre_hook(lambda _, args: (args[0] + self._recalled, *args[1:]))
         whole.model.norm.register_forward_pre_hook(lambda _, args: (args[0] + F.linear(args[0], *self.affine),))
         return whole
+
+    @torch.no_grad()
+    def hf_known(self, tokens: list[int]) -> torch.Tensor:
+        """What a text leaves to recall: what the model's own head reads, and the state half-way up or at the exit."""
+        out = self.hf.model(torch.tensor([tokens]), output_hidden_states=True)
+        middle = out.hidden_states[max(self.hf.config.num_hidden_layers // 2, self.exit.layer)]
+        return torch.cat((out.last_hidden_state, F.rms_norm(middle, (HIDDEN,))), dim=-1)[0]
+
+    @torch.no_grad()
+    def hf_exit_logits(self, tokens: list[int], drafted: int = 0) -> torch.Tensor:
+        """The exit's logits at every position of a text, the last tokens of which were drafted."""
+        known = self.hf_known(tokens)
+        for end in range(len(tokens) - drafted, len(tokens)):  # a drafted token recalls only what the exit's head read
+            known[end - 1] = F.pad(self.hf_exit_read(tokens[:end], known)[-1], (0, HIDDEN))
+        return self.as_hf.lm_head(self.hf_exit_read(tokens, known))
+
+    @torch.no_grad()
+    def hf_exit_read(self, tokens: list[int], known: torch.Tensor, cache: DynamicCache | None = None) -> torch.Tensor:
+        """What the exit's head reads, the block recalling at each position what was `known` at the one before."""
+        previous = torch.cat((torch.zeros_like(known[:1]), known))[: len(tokens)]
+        self._recalled = F.linear(previous, self.recall)
+        return self.as_hf.model(torch.tensor([tokens]), past_key_values=cache).last_hidden_state[0]
+
+
+@cache
+def trained_once(family: str) -> Trained:
+    """For tests that change nothing of it: an exit that is right often, and not always."""
+    return Trained(family, quiet=0.3)
 
 
 def prefill_logits(exit: Exit, tokens: list[int]) -> torch.Tensor:
@@ -82,10 +118,12 @@ def prefill_logits(exit: Exit, tokens: list[int]) -> torch.Tensor:
     cache = Cache(model.config, model.device, model.dtype)
     sequence = cache.open()
     cache.reserve(sequence, count)
-    causal = torch.ones(count, count, dtype=torch.bool).tril()
-    rows = Rows([sequence], range(count), torch.arange(count), causal, model.device)
+    rows = Rows.causal([sequence], count, model.device)
     hidden = model.run(model.embed(torch.tensor([tokens])), 0, exit.layer, rows, cache)
-    return exit.logits(hidden, rows, cache)[0]
+    middle = model.run(hidden, exit.layer, exit.recalled_layer, rows, cache)
+    known = recalled(model, middle, model.run(middle, exit.recalled_layer, model.config.num_layers, rows, cache))
+    previous = torch.cat((torch.zeros_like(known[:, :1]), known[:, :-1]), dim=1)
+    return exit.logits(exit.read(hidden, previous, rows, cache))[0]
 
 
 class Script:
@@ -99,13 +137,19 @@ class Script:
 
 
 def open_session(
-    exit: Exit, prompts: list[list[int]], plans: Sequence[str] = ("none",), sampling: Sampling = GREEDY
+    exit: Exit,
+    prompts: list[list[int]],
+    plans: Sequence[str] = ("none",),
+    sampling: Sampling = GREEDY,
+    copies: int = 1,
+    prefill_rows: int = 1,
 ) -> Session:
     """A prefilled session of rows that will not end by themselves."""
     model = exit.model
     cache = Cache(model.config, model.device, model.dtype)
-    rows = [Row(prompt, seed=SEED, copy=0, max_length=500) for prompt in prompts]
-    session = Session(model, cache, rows, sampling, Script(plans), exit)  # type: ignore[arg-type]
+    rows = [Row(prompt, seed=SEED, copy=copy, max_length=500) for prompt in prompts for copy in range(copies)]
+    policy: Any = Script(plans)
+    session = Session(model, cache, rows, sampling, policy, exit, prefill_rows=prefill_rows)
     session.prefill()
     return session
 
@@ -120,13 +164,10 @@ def drafted(exit: Exit, prompt: list[int], plan: str, sampling: Sampling = GREED
 
 
 def engine_with(exit: Exit, hf: PreTrainedModel, folder: Path, plan: str) -> Engine:
-    """An engine that drafts with this exit, by way of a profile."""
-    return Engine.from_model(hf, profile=profile_of(exit.model, {"text": (exit.layer, plan)}).save(folder, [exit]))
-
-
-def profile_of(model: Decoder, domains: dict[str, tuple[int, str]]) -> Profile:
-    choices = {name: DomainChoice(exit_layer=layer, plan=plan) for name, (layer, plan) in domains.items()}
-    return Profile(model=ModelIdentity.of(model), domains=choices)
+    """An engine that drafts with this exit and its rows of the head, by way of a profile."""
+    rows = {} if exit.head_rows is None else {"text": exit.head_rows}
+    profile = profile_of(exit.model, {"text": choice_of(exit.layer, plan)})
+    return Engine.from_model(hf, profile=profile.save(folder, [exit], rows))
 
 
 # Draft logits
@@ -156,8 +197,7 @@ def test_raw_exit_caps_its_logits_as_the_model_does() -> None:
 @families
 def test_exit_with_a_block_is_a_model_of_that_many_layers_and_the_block(family: str, layer: int) -> None:
     trained, tokens = Trained(family, layer), random_tokens(20)
-    with torch.no_grad():
-        expected = trained.as_hf(torch.tensor([tokens])).logits[0]
+    expected = trained.hf_exit_logits(tokens)
     got = prefill_logits(trained.exit, tokens)
     torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=0)
 
@@ -169,9 +209,8 @@ def test_drafted_children_are_the_best_tokens_of_the_exit_as_a_model_of_its_own(
     tokens = [prompt[-1], *drafted(trained.exit, prompt, plan)]
     for node in range(1, len(tokens)):
         path = shape.ancestors[shape.parents[node - 1]].nonzero().flatten().tolist()
-        with torch.no_grad():
-            logits = trained.as_hf(torch.tensor([prompt[:-1] + [tokens[n] for n in path]])).logits[0, -1]
-        best = logits.argsort(descending=True)
+        text = prompt[:-1] + [tokens[n] for n in path]
+        best = trained.hf_exit_logits(text, drafted=len(path) - 1)[-1].argsort(descending=True)
         assert tokens[node] == best[shape.ranks[node - 1]], f"node {node}"
 
 
@@ -199,7 +238,7 @@ def test_a_block_changes_the_drafts() -> None:
 
 
 @pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+def accepted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     """The accepted paths, as commits get them."""
     seen: list[list[int]] = []
     commit = Cache.commit
@@ -224,8 +263,7 @@ def block_cache(session: Session, row: Row) -> torch.Tensor:
 def hf_block_cache(trained: Trained, tokens: list[int]) -> torch.Tensor:
     """The same from transformers, with a cache that keeps what lies outside of windows."""
     cache = DynamicCache()
-    with torch.no_grad():
-        trained.as_hf(torch.tensor([tokens]), past_key_values=cache)
+    trained.hf_exit_read(tokens, trained.hf_known(tokens), cache)
     last = cache.layers[-1]
     return torch.stack((last.keys, last.values))[:, 0].transpose(1, 2)
 
@@ -251,22 +289,32 @@ PLANS = {
 }
 
 
+def assert_as_after_a_fresh_prefill(session: Session) -> None:
+    """Every row holds what a prefill of its text gives: the block's keys and values, and what it may recall."""
+    assert session.exit is not None
+    for row in session.active:
+        fresh = open_session(session.exit, [row.tokens])
+        assert row.sequence.length == len(row.tokens) - 1
+        assert_close(block_cache(session, row), block_cache(fresh, fresh.rows[0]))
+        assert_close(row.known, fresh.rows[0].known)
+
+
+def assert_close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-11, rtol=0)
+
+
 def assert_block_cache_is_that_of_a_fresh_prefill(family: str, plans: list[str], cycles: int) -> None:
-    trained = Trained(family, quiet=0.3)
     prompts = [random_tokens(5), random_tokens(PAGE_SIZE - 4, seed=1)]
-    session = open_session(trained.exit, prompts, plans)
+    session = open_session(trained_once(family).exit, prompts, plans)
     for _ in range(cycles):
         session.cycle()
-    for row in session.rows:
-        fresh = open_session(trained.exit, [row.tokens])
-        expected = block_cache(fresh, fresh.rows[0])
-        torch.testing.assert_close(block_cache(session, row), expected, atol=1e-11, rtol=0)
+    assert_as_after_a_fresh_prefill(session)
 
 
 @families
-def test_block_cache_survives_a_change_of_plans(family: str, paths: list[list[int]]) -> None:
+def test_block_cache_survives_a_change_of_plans(family: str, accepted: list[list[int]]) -> None:
     assert_block_cache_is_that_of_a_fresh_prefill(family, TO_AND_FRO, cycles=len(TO_AND_FRO))
-    assert any(path[1:] and path != list(range(len(path))) for path in paths), "nothing ever had to move"
+    assert any(path[1:] and path != list(range(len(path))) for path in accepted), "nothing ever had to move"
 
 
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
@@ -275,11 +323,222 @@ def test_block_cache_after_cycles_is_that_of_a_fresh_prefill(family: str, plans:
     assert_block_cache_is_that_of_a_fresh_prefill(family, plans, cycles=12)
 
 
+# Recall: what was known one position earlier
+
+
+class Taken(NamedTuple):
+    """One level of a draft, as its exit was taken."""
+
+    nodes: range
+    previous: torch.Tensor  # [B, M, hidden or more] what was recalled
+    read: torch.Tensor  # [B, M, hidden] what the exit's head then read
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
+    """The levels at which an exit was taken, in order."""
+    seen: list[Taken] = []
+    read = Exit.read
+
+    def remember(self: Exit, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
+        seen.append(Taken(rows.nodes, previous, read(self, hidden, previous, rows, cache)))
+        return seen[-1].read
+
+    monkeypatch.setattr(Exit, "read", remember)
+    return seen
+
+
+@pytest.mark.parametrize("plan", ["chain:4", TREE])
+@families
+def test_the_root_recalls_what_the_model_knew_one_position_before(family: str, plan: str, taken: list[Taken]) -> None:
+    trained = trained_once(family)
+    session = open_session(trained.exit, [random_tokens(20), random_tokens(9)], [plan])
+    for _ in range(5):
+        texts = [row.tokens[:-1] for row in session.rows]
+        taken.clear()
+        session.cycle()
+        assert taken[0].nodes == range(1)
+        expected = torch.stack([trained.hf_known(text)[-1] for text in texts])
+        torch.testing.assert_close(taken[0].previous[:, 0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("plan", ["chain:4", TREE, IRREGULAR])
+def test_a_drafted_node_recalls_what_the_exits_head_read_at_its_parent(plan: str, taken: list[Taken]) -> None:
+    session = open_session(trained_once("llama").exit, [random_tokens(20), random_tokens(9)], [plan])
+    session.cycle()
+    read = torch.cat([level.read for level in taken], dim=1)
+    previous = torch.cat([level.previous for level in taken[1:]], dim=1)
+    parents = Plan.parse(plan).parents[: taken[-1].nodes.stop - 1]  # leaves of the last level are not read
+    assert len(parents) >= 3
+    assert torch.equal(previous, read[:, list(parents)])
+
+
+def test_where_a_text_begins_nothing_is_recalled(taken: list[Taken], monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[torch.Tensor] = []
+    monkeypatch.setattr(Exit, "fill", lambda self, hidden, previous, rows, cache: filled.append(previous))
+    session = open_session(trained_once("llama").exit, [random_tokens(1), random_tokens(7)], ["chain:1"])
+    assert session.rows[0].known is None
+    session.cycle()
+    prompt, verified = filled
+    drafted = taken[0].previous
+    assert [known.any(dim=-1).tolist() for known in (prompt[0], verified[0], drafted[:, 0])] == [
+        [False, True, True, True, True, True],
+        [False, True],
+        [False, True],
+    ]
+
+
+def test_a_recall_changes_the_drafts() -> None:
+    trained, prompt = Trained("llama"), random_tokens(20)
+    assert drafted(trained.exit, prompt, "chain:4") != drafted(forgetful(trained.exit), prompt, "chain:4")
+
+
+def forgetful(exit: Exit) -> Exit:
+    """The same exit without its recall."""
+    assert exit.block is not None
+    return replace(exit, block=replace(exit.block, recall=None))
+
+
+def test_without_a_recall_what_was_read_before_does_not_matter() -> None:
+    trained, tokens = Trained("llama"), random_tokens(20)
+    got = prefill_logits(forgetful(trained.exit), tokens)
+    trained.recall = torch.zeros_like(trained.recall)
+    torch.testing.assert_close(got.double(), trained.hf_exit_logits(tokens), atol=1e-4, rtol=0)
+
+
+class AnyPlan:
+    """A policy without reason."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+
+    def choose(self, batch: int) -> tuple[Plan, str | None]:
+        return self.data.draw(plans()), None
+
+
+class Whimsical(Session):
+    """A session whose plans, accepted paths and ends of text are anything at all."""
+
+    def __init__(self, exit: Exit, prompts: list[list[int]], data: st.DataObject) -> None:
+        rows = [Row(prompt, seed=SEED, copy=0, max_length=500) for prompt in prompts]
+        kv, policy = Cache(exit.model.config, exit.model.device, exit.model.dtype), AnyPlan(data)
+        super().__init__(exit.model, kv, rows, GREEDY, policy, exit)  # type: ignore[arg-type]
+        self.data = data
+
+    def accept(self, rows: list[Row], draft: Draft, logits: torch.Tensor) -> list[list[int]]:
+        walks = paths(draft.plan, self.data.draw(st.sampled_from(["always", "mostly", "never", "at random"])))
+        accepted = [self.data.draw(walks) for _ in rows]
+        for index, (row, path) in enumerate(zip(rows, accepted, strict=True)):
+            own = self.data.draw(st.integers(3, VOCABULARY - 1))
+            row.tokens += [*draft.tokens[index, path[1:]].tolist(), own]
+        if len(rows) > 1 and self.data.draw(st.booleans()):
+            self.data.draw(st.sampled_from(rows)).finish_reason = "stop"
+        return accepted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@settings(SETTINGS, max_examples=20)
+@given(data=st.data(), lengths=st.lists(st.sampled_from([1, 2, 9, PAGE_SIZE - 2]), min_size=1, max_size=3))
+def test_after_any_cycles_cache_and_recall_are_those_of_a_fresh_prefill(
+    family: str, data: st.DataObject, lengths: list[int]
+) -> None:
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
+    session = Whimsical(trained_once(family).exit, prompts, data)
+    session.prefill()
+    for _ in range(data.draw(st.integers(1, 4))):
+        session.cycle()
+        assert_as_after_a_fresh_prefill(session)
+
+
+@pytest.mark.parametrize("prefill_rows", [1, 8], ids=lambda rows: f"prefill_rows{rows}")
+@pytest.mark.parametrize("plan", ["none", "chain:4", TREE])
+def test_copies_of_a_prompt_recall_what_it_read_and_then_their_own(plan: str, prefill_rows: int) -> None:
+    exit, prompts = trained_once("llama").exit, [random_tokens(9), random_tokens(PAGE_SIZE + 2), random_tokens(9, 1)]
+    sampling = Sampling(do_sample=True, temperature=1.0)
+    session = open_session(exit, prompts, [plan], sampling, copies=3, prefill_rows=prefill_rows)
+    assert_as_after_a_fresh_prefill(session)
+    for _ in range(4):
+        session.cycle()
+    assert len({tuple(row.tokens) for row in session.rows}) == 9
+    assert_as_after_a_fresh_prefill(session)
+
+
+def contents(session: Session, row: Row) -> torch.Tensor:
+    """[2, layers + 1, length, Hkv, D]: keys and values of all layers at the row's committed positions."""
+    both = torch.stack((session.cache.keys, session.cache.values))[:, :, row.sequence.pages]
+    return both.flatten(2, 3)[:, :, : row.sequence.length]
+
+
+def assert_same_rows(session: Session, expected: Session) -> None:
+    """All layers of the cache, and what may be recalled."""
+    for got, row in zip(session.rows, expected.rows, strict=True):
+        assert_close(contents(session, got), contents(expected, row))
+        assert_close(got.known, row.known)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 18, 19])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prompt_recalls_across_the_borders_of_its_chunks(
+    family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exit, prompts = trained_once(family).exit, [random_tokens(20)]
+    expected = open_session(exit, prompts)
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
+    assert_same_rows(open_session(exit, prompts), expected)
+
+
+# Prompts that share a prefill
+
+
+MIXED_LENGTHS = [9, 1, 2, 9, PAGE_SIZE + 6, 9, 1, 2, 30, PAGE_SIZE + 6]
+
+
+@pytest.mark.parametrize("chunk", [runtime.PREFILL_CHUNK, 5], ids=lambda chunk: f"chunk{chunk}")
+@pytest.mark.parametrize("copies", [1, 2], ids=lambda copies: f"copies{copies}")
+@families
+def test_prompts_prefilled_together_hold_what_they_hold_alone(
+    family: str, copies: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exit = trained_once(family).exit
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(MIXED_LENGTHS)]
+    expected = open_session(exit, prompts, copies=copies)
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
+    assert_same_rows(open_session(exit, prompts, copies=copies, prefill_rows=8), expected)
+
+
+@pytest.mark.parametrize(
+    ("prefill_rows", "passes"),
+    [(1, [9, 2, 9, 70, 9, 2, 30, 70]), (2, [2, 9, 9, 30, 70]), (8, [2, 9, 30, 70])],
+    ids=["alone", "pairs", "eights"],
+)
+def test_as_many_prompts_of_a_length_share_a_pass_as_may(
+    prefill_rows: int, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    embed = Decoder.embed
+
+    def remember(self: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(tokens.shape))
+        return embed(self, tokens)
+
+    monkeypatch.setattr(Decoder, "embed", remember)
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(MIXED_LENGTHS)]
+    open_session(trained_once("llama").exit, prompts, prefill_rows=prefill_rows)
+    assert [length + 1 for _, length in seen] == passes
+    assert max(rows for rows, _ in seen) <= prefill_rows
+    assert sum(rows for rows, _ in seen) == len([length for length in MIXED_LENGTHS if length > 1])
+
+
 # The trimmed head
 
 
 def head_rows(seed: int = 0) -> torch.Tensor:
-    return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed))[:30].sort().values
+    return random_rows(30, seed)
+
+
+def with_own(rows: torch.Tensor, prompt: torch.Tensor) -> int:
+    """How many tokens a head of these rows offers to a prompt: its own, too."""
+    return len({*rows.tolist(), *prompt.flatten().tolist()})
 
 
 @pytest.mark.parametrize("with_block", [False, True], ids=["raw", "with_block"])
@@ -296,8 +555,7 @@ def test_trimmed_head_drafts_the_best_of_its_rows(family: str) -> None:
     trained, prompt = Trained(family), random_tokens(20)
     rows = head_rows()
     trimmed = Exit(trained.model, EXIT_LAYER, trained.norm, trained.exit.block, rows)
-    with torch.no_grad():
-        logits = trained.as_hf(torch.tensor([prompt])).logits[0, -1]
+    logits = trained.hf_exit_logits(prompt)[-1]
     best = rows[logits[rows].argsort(descending=True)].tolist()
     assert drafted(trimmed, prompt, "tree:8") == best[:8]
 
@@ -320,33 +578,69 @@ def test_trimmed_head_drafts_with_the_noise_of_its_token_ids() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @families
-def test_trimmed_head_changes_no_greedy_token(family: str, seed: int, tmp_path: Path) -> None:
+def test_trimmed_head_changes_no_greedy_token(
+    family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained, prompt = Trained(family, quiet=0.3), torch.tensor([random_tokens(20, seed)])
-    trimmed = Exit(trained.model, EXIT_LAYER, trained.norm, trained.exit.block, head_rows(seed))
+    trimmed = replace(trained.exit, head_rows=head_rows(seed))
+    vocabularies = watch_vocabularies(monkeypatch)
     out = engine_with(trimmed, trained.hf, tmp_path, TREE).generate(prompt, max_new_tokens=16)
+    assert vocabularies == {with_own(head_rows(seed), prompt)}
     assert torch.equal(out, trained.hf.generate(prompt, max_new_tokens=16, do_sample=False))
 
 
 @families
-def test_block_and_trimmed_head_change_no_sampled_token(family: str, tmp_path: Path) -> None:
+def test_block_and_trimmed_head_change_no_sampled_token(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained, prompt = Trained(family, quiet=0.3), torch.tensor([random_tokens(20)])
-    trimmed = Exit(trained.model, EXIT_LAYER, trained.norm, trained.exit.block, head_rows())
-    engine = engine_with(trimmed, trained.hf, tmp_path, TREE)
+    vocabularies = watch_vocabularies(monkeypatch)
+    engine = engine_with(replace(trained.exit, head_rows=head_rows()), trained.hf, tmp_path, TREE)
     settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 5}
     plain, speculative = (
         engine.generate(prompt, speculative_decoding=mode, return_dict_in_generate=True, **settings)
         for mode in (False, True)
     )
     assert (plain.stats[0].drafted, speculative.stats[0].drafted > 0) == (0, True)
+    assert vocabularies == {with_own(head_rows(), prompt)}
     assert torch.equal(speculative.sequences, plain.sequences)
 
 
 def test_a_rank_past_the_trimmed_head_is_refused(tmp_path: Path) -> None:
-    trained = Trained("llama")
-    trimmed = Exit(trained.model, EXIT_LAYER, head_rows=torch.tensor([5, 9, 11]))
+    """Rows 5, 9 and 11, and 4 because the prompt has it."""
+    trained, prompt = Trained("llama"), torch.tensor([[4, 5]])
+    trimmed = replace(trained.exit, head_rows=torch.tensor([5, 9, 11]))
     engine = engine_with(trimmed, trained.hf, tmp_path, "tree:3")
-    with pytest.raises(ValueError, match="rank 3.*3 tokens"):
-        engine.generate(torch.tensor([[4, 5]]), max_new_tokens=2, plan="tree:4")
+    with pytest.raises(ValueError, match="rank 4.*4 tokens"):
+        engine.generate(prompt, max_new_tokens=2, plan="tree:5")
+    assert engine.generate(prompt, max_new_tokens=2, plan="tree:4").shape == (1, 4)
+
+
+def test_a_prompts_own_tokens_are_offered_too() -> None:
+    exit = trained_once("llama").exit
+    offering = exit.offering(torch.tensor([5, 9, 11]), [[4, 9, 4], [100, 5]])
+    assert offering.head_rows is not None
+    assert offering.head_rows.tolist() == [4, 5, 9, 11, 100]
+    assert offering.block is exit.block and offering.norm is exit.norm
+
+
+def test_without_rows_of_its_own_a_domain_offers_everything() -> None:
+    exit = trained_once("llama").exit
+    assert exit.offering(None, [[4, 9, 4]]) is exit
+
+
+def test_every_request_and_domain_has_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, vocabularies = trained_once("llama"), watch_vocabularies(monkeypatch)
+    choice = choice_of(EXIT_LAYER, TREE)
+    profile = profile_of(trained.model, {"text": choice, "code": choice, "whole": choice})
+    rows = {"text": head_rows(), "code": random_rows(50, 1)}
+    engine = Engine.from_model(trained.hf, profile=profile.save(tmp_path, [trained.exit], rows))
+    for prompt in (torch.tensor([random_tokens(9)]), torch.tensor([random_tokens(4), random_tokens(4, 1)])):
+        for domain in profile.domains:
+            vocabularies.clear()
+            engine.generate(prompt, max_new_tokens=3, domain=domain)
+            expected = with_own(rows[domain], prompt) if domain in rows else VOCABULARY
+            assert vocabularies == {expected}, domain
 
 
 # Memory
@@ -362,23 +656,29 @@ def test_trimmed_head_counts_its_rows() -> None:
 
 
 @families
-def test_block_counts_as_a_layer_an_affine_and_a_norm(family: str) -> None:
+def test_block_counts_as_a_layer_an_affine_a_recall_and_a_norm(family: str) -> None:
     trained = Trained(family)
     layer = sum(p.numel() for p in trained.hf.model.layers[EXIT_LAYER].parameters())
-    assert trained.exit.nbytes == 8 * (layer + HIDDEN * HIDDEN + HIDDEN + HIDDEN)
+    assert trained.exit.nbytes == 8 * (layer + HIDDEN * HIDDEN + HIDDEN + 2 * HIDDEN * HIDDEN + HIDDEN)
 
 
 # Profiles
 
 
+@pytest.mark.parametrize("recalls", [True, False], ids=["recall", "no_recall"])
 @pytest.mark.parametrize("rows", [None, head_rows()], ids=["whole_head", "trimmed_head"])
 @families
-def test_exit_comes_back_from_a_profile_as_it_was(family: str, rows: torch.Tensor | None, tmp_path: Path) -> None:
+def test_exit_comes_back_from_a_profile_as_it_was(
+    family: str, rows: torch.Tensor | None, recalls: bool, tmp_path: Path
+) -> None:
     trained, tokens = Trained(family), random_tokens(20)
-    saved = Exit(trained.model, EXIT_LAYER, trained.norm, trained.exit.block, rows)
-    profile_of(trained.model, {"text": (EXIT_LAYER, TREE)}).save(tmp_path, [saved])
-    loaded = Profile.load(tmp_path).exit(trained.model, EXIT_LAYER)
-    assert loaded.vocabulary == saved.vocabulary
+    exit = trained.exit if recalls else forgetful(trained.exit)
+    saved = replace(exit, head_rows=rows)
+    of_domain = {} if rows is None else {"text": rows}
+    profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [saved], of_domain)
+    profile = Profile.load(tmp_path)
+    loaded = replace(profile.exit(trained.model, EXIT_LAYER), head_rows=profile.head_rows(trained.model, "text"))
+    assert (loaded.vocabulary, loaded.nbytes) == (saved.vocabulary, saved.nbytes)
     assert torch.equal(prefill_logits(loaded, tokens), prefill_logits(saved, tokens))
 
 
@@ -386,14 +686,14 @@ def test_exits_of_one_profile_are_kept_apart(tmp_path: Path) -> None:
     first, second = Trained("llama", 1), Trained("llama", 3)
     model, tokens = first.model, random_tokens(20)
     saved = [first.exit, Exit(model, 3, second.norm, second.exit.block)]
-    profile = profile_of(model, {"text": (1, TREE), "code": (3, TREE)}).save(tmp_path, saved)
+    profile = profile_of(model, {"text": choice_of(1, TREE), "code": choice_of(3, TREE)}).save(tmp_path, saved)
     for exit in saved:
         assert torch.equal(prefill_logits(profile.exit(model, exit.layer), tokens), prefill_logits(exit, tokens))
 
 
 def test_a_layer_without_an_exit_in_the_profile_gets_a_raw_one(tmp_path: Path) -> None:
     trained, tokens = Trained("llama"), random_tokens(20)
-    profile = profile_of(trained.model, {"text": (EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
+    profile = profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
     loaded = profile.exit(trained.model, 1)
     assert loaded.nbytes == 0
     assert torch.equal(prefill_logits(loaded, tokens), prefill_logits(Exit(trained.model, 1), tokens))
@@ -401,7 +701,7 @@ def test_a_layer_without_an_exit_in_the_profile_gets_a_raw_one(tmp_path: Path) -
 
 def test_exit_takes_the_dtype_of_the_model_it_serves(tmp_path: Path) -> None:
     trained, tokens = Trained("llama"), random_tokens(20)
-    profile = profile_of(trained.model, {"text": (EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
+    profile = profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [trained.exit])
     single = adopt(tiny_model("llama", torch.float32))
     got = prefill_logits(profile.exit(single, EXIT_LAYER), tokens)
     torch.testing.assert_close(got, prefill_logits(trained.exit, tokens), atol=1e-3, rtol=1e-3)
@@ -409,13 +709,13 @@ def test_exit_takes_the_dtype_of_the_model_it_serves(tmp_path: Path) -> None:
 
 def test_profile_reads_back_what_it_says(tmp_path: Path) -> None:
     model = adopt(tiny_model("qwen3"))
-    profile = profile_of(model, {"text": (2, TREE), "code": (1, "chain:3")})
+    profile = profile_of(model, {"text": choice_of(2, TREE), "code": choice_of(1, "chain:3")})
     assert Profile.load(profile.save(tmp_path, []).folder) == profile.model_copy(update={"folder": tmp_path})
 
 
 def test_domains_choose_exit_and_plan(tmp_path: Path) -> None:
     trained, prompt = Trained("llama", quiet=0.3), torch.tensor([random_tokens(20)])
-    domains = {"text": (EXIT_LAYER, TREE), "code": (1, "chain:3")}
+    domains = {"text": choice_of(EXIT_LAYER, TREE), "code": choice_of(1, "chain:3")}
     engine = Engine.from_model(trained.hf, profile=profile_of(trained.model, domains).save(tmp_path, [trained.exit]))
 
     def used(**request: Any) -> tuple[int | None, str]:

@@ -1,4 +1,4 @@
-"""Sampled tokens are a function of model, prompt, seed and sampling settings alone: never of how they were drafted.
+"""Tokens are a function of model, prompt, seed and sampling settings alone: never of how they were drafted.
 
 Every test compares with the same row decoded plainly and alone, in float64, so that no rounding tie hides or fakes a
 fault.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,10 +17,9 @@ import pytest
 import torch
 
 from selfspec import Engine, GenerateOutput
-from selfspec.exits import Exit, ExitBlock
-from selfspec.model import Layer
 from selfspec.policy import Policy
-from tests.scripted import DRAFTING_PLANS, ScriptedPolicy, endless, left_padded, plan_id, random_prompt
+from tests.profiles import choice_of, profile_of, random_exit, random_rows, watch_vocabularies
+from tests.scripted import DRAFTING_PLANS, IRREGULAR, ScriptedPolicy, endless, left_padded, plan_id, random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 NEW_TOKENS = 16
@@ -27,6 +27,7 @@ PROMPTS = [random_prompt(56), random_prompt(9), random_prompt(31), random_prompt
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 0.8, "top_p": 0.9},
     "top_k-min_p-penalty": {"temperature": 0.8, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
+    "greedy": {"do_sample": False},
 }
 SWITCHING = ["tree:4,2,2,1", "chain:4", "none", "none", "chain:1", "none", "tree:3,2,1"]
 
@@ -41,10 +42,9 @@ def engine_of(family: str) -> Engine:
 def generate(engine: Engine, prompts: list[list[int]], seed: Any, sampling: str = "top_p", **options: Any) -> Any:
     """New tokens of every row, and their statistics."""
     ids, mask = left_padded(prompts)
-    settings = {"max_new_tokens": NEW_TOKENS, "speculative_decoding": "force", **SAMPLINGS[sampling], **options}
-    output = engine.generate(
-        ids, attention_mask=mask, seed=seed, do_sample=True, return_dict_in_generate=True, **settings
-    )
+    settings = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "speculative_decoding": "force"}
+    settings |= {**SAMPLINGS[sampling], **options}
+    output = engine.generate(ids, attention_mask=mask, seed=seed, return_dict_in_generate=True, **settings)
     assert isinstance(output, GenerateOutput)
     new_tokens = output.sequences[:, ids.shape[1] :].tolist()
     return [row[: stats.new_tokens] for row, stats in zip(new_tokens, output.stats, strict=True)], output.stats
@@ -196,21 +196,11 @@ def test_without_a_seed_every_call_draws_anew() -> None:
 
 
 def engine_with_exit(block: bool, trimmed: bool) -> Engine:
-    """An exit at layer 2: a disturbed copy of the next layer and a random affine, and 60 rows of the head."""
+    """An exit at layer 2, with a random block and 60 rows of the head, or one of these."""
     engine = Engine.from_model(endless(tiny_model("llama")))
-    generator = torch.Generator().manual_seed(3)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return 0.05 * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    copied = {
-        name: tensor + noise(*tensor.shape)
-        for name, tensor in vars(engine.model.layers[2]).items()
-        if tensor is not None
-    }
-    exit_block = ExitBlock(Layer(**copied), noise(32, 32), noise(32)) if block else None
-    rows = torch.randperm(VOCABULARY, generator=generator)[:60].sort().values if trimmed else None
-    engine._exits[2] = Exit(engine.model, 2, norm=engine.model.norm * 1.1, block=exit_block, head_rows=rows)
+    exit = random_exit(engine.model, 2)
+    rows = random_rows(60) if trimmed else None
+    engine._exits[2] = replace(exit, block=exit.block if block else None, head_rows=rows)
     return engine
 
 
@@ -232,3 +222,55 @@ def test_tokens_are_the_same_with_any_kind_of_exit_when_switching(kind: str) -> 
     with plan_of_each_cycle(SWITCHING):
         rows, _ = generate(engine, PROMPTS[:3], 13, exit_layer=2)
     assert rows == [alone(prompt, 13) for prompt in range(3)]
+
+
+# Profiles: trained-like exits, a trimmed head for each domain, and a plan for each batch
+
+BY_BATCH = {"1": "tree:4,2,2,1", "2-4": IRREGULAR, "5-16": "tree:3,2,1"}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "gemma3_text"])
+def profiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Engine]:
+    """A family, and an engine of it with a profile of two domains."""
+    hf, folder = endless(tiny_model(request.param)), tmp_path_factory.mktemp(request.param)
+    model = engine_of(request.param).model
+    marks = random_prompt(32, 1), random_prompt(32, 2)  # any two directions will do
+    centroids = [[float(value) for value in mark] for mark in marks]
+    domains = {
+        "text": choice_of(2, BY_BATCH, centroid=centroids[0]),
+        "code": choice_of(3, BY_BATCH, centroid=centroids[1]),
+    }
+    profile = profile_of(model, domains, router_mean=[50.0] * 32)
+    exits, rows = [random_exit(model, 2), random_exit(model, 3)], {"text": random_rows(40), "code": random_rows(20, 1)}
+    return request.param, Engine.from_model(hf, profile=profile.save(folder, exits, rows))
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "top_p"])
+@pytest.mark.parametrize(
+    ("size", "domain", "mode", "plan"),
+    [
+        (1, "text", None, BY_BATCH["1"]),
+        (3, "auto", None, BY_BATCH["2-4"]),
+        (6, "code", None, "chain:3"),
+        (6, "text", "force", BY_BATCH["5-16"]),
+    ],
+    ids=["batch1-tree", "batch3-irregular", "batch6-chain", "batch6-forced_tree"],
+)
+def test_tokens_with_a_profile_are_those_without(
+    profiled: tuple[str, Engine],
+    size: int,
+    domain: str,
+    mode: Any,
+    plan: str,
+    sampling: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family, engine = profiled
+    vocabularies, prompts = watch_vocabularies(monkeypatch), [index % 3 for index in range(size)]
+    rows, stats = generate(
+        engine, [PROMPTS[prompt] for prompt in prompts], 14, sampling, domain=domain, speculative_decoding=mode
+    )
+    assert rows == [alone(prompt, 14, sampling, family) for prompt in prompts]
+    assert {row.plan for row in stats} == {plan}
+    assert sum(row.accepted for row in stats) > 0
+    assert len(vocabularies) == 1 and max(vocabularies) < VOCABULARY, "the head is trimmed, for the request as a whole"

@@ -199,6 +199,7 @@ def test_a_cycle_that_fails_leaves_the_cache_at_its_committed_length(
     session.cycle()
     sequences = [row.sequence for row in session.rows]
     before = [sequence.length for sequence in sequences]
+    known = [row.known for row in session.rows]
     step = getattr(session, where)
 
     def failing(*args: Any) -> None:
@@ -209,6 +210,7 @@ def test_a_cycle_that_fails_leaves_the_cache_at_its_committed_length(
     with pytest.raises(Accident):
         session.cycle()
     assert [(s.length, s.drafted, s.verified) for s in sequences] == [(length, 0, 0) for length in before]
+    assert all(row.known is old for row, old in zip(session.rows, known, strict=True))
     session.close()
 
 

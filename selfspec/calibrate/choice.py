@@ -1,0 +1,154 @@
+"""Chooses exit, head and plans from measurements alone: which ranks the model's own tokens had in drafts, and what
+steps cost on this device. Pure arithmetic: the same measurements give the same choice.
+
+A *path* is what drafting would have met at one place of a text: the rank of the model's next token among the draft's
+candidates, then the rank of the token after it one depth further, and so on. A tree holds a node for some paths'
+beginnings; how often a node is reached is how many paths begin with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from selfspec.policy import BATCHES, DEFAULT_TREE
+from selfspec.tree import MAX_NODES, Plan
+
+MISSED = -1  # the rank of a token that the draft does not offer
+_WIDEST = 32  # ranks looked at
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a cycle of some batch on this device, by what it consists of."""
+
+    plain: float  # a cycle that drafts nothing
+    cycle: float  # what drafting costs before the first depth
+    depth: float  # each depth: the layers below the exit and the exit itself
+    node: float  # each drafted node of every row
+    head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
+    head_rows: int = 0  # the head that `depth` was measured with
+
+    def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
+        """A cycle that drafts so many nodes."""
+        if not nodes:
+            return self.plain
+        rows = 0 if head_rows is None else head_rows - self.head_rows
+        return self.plain + self.cycle + depth * (self.depth + rows * self.head_row) + nodes * self.node
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it is expected to do."""
+
+    plan: Plan
+    tokens_per_cycle: float
+    accept_rate: float
+    speedup: float  # over plain decoding
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a domain should draft with: one exit and head, and a plan for every temperature and batch."""
+
+    exit_layer: int
+    head_rows: int
+    plans: dict[str, dict[str, Candidate]]  # temperature -> batch -> plan
+
+
+class Paths:
+    """The paths of one exit in one domain at one temperature."""
+
+    def __init__(self, ranks: np.ndarray) -> None:  # [W, D] ints
+        self.total = max(1, len(ranks))
+        self.depth = ranks.shape[1]
+        self.begin: Counter[Ranks] = Counter()
+        for depth in range(1, self.depth + 1):
+            reached = ranks[((ranks[:, :depth] != MISSED) & (ranks[:, :depth] < _WIDEST)).all(1), :depth]
+            values, counts = np.unique(reached, axis=0, return_counts=True)
+            self.begin.update({tuple(map(int, v)): int(c) for v, c in zip(values, counts, strict=True)})
+
+    def most_reached(self, depth: int, chain: bool = False) -> list[Ranks]:
+        """Possible nodes, most often reached first. A node is reached at most as often as its parent, so any number
+        of them from the front is a tree, and no other tree of that size is reached as often."""
+        nodes = [path for path in self.begin if len(path) <= depth and not (chain and any(path))]
+        return sorted(nodes, key=lambda path: (-self.begin[path], len(path), path))[:MAX_NODES]
+
+    def tokens_per_cycle(self, plan: Plan) -> float:
+        return 1 + sum(self.begin[path] for path in rank_paths(plan)[1:]) / self.total
+
+    def accept_rate(self, plan: Plan) -> float:
+        """The chance that a reached depth holds the model's token."""
+        paths = rank_paths(plan)
+        accepted = sum(self.begin[path] for path in paths[1:])
+        inner = [path for path, children in zip(paths, plan.children, strict=True) if children]
+        asked = sum(self.begin[path] if path else self.total for path in inner)
+        return accepted / asked if asked else 0.0
+
+    def best(self, cost: StepCost, head_rows: int | None = None, chain: bool = False) -> Candidate:
+        """The plan with the most expected tokens per second; `none` where no other beats plain decoding."""
+        best, speedup = (0, 0), 1.0
+        for depth in range(1, self.depth + 1):
+            expected = 1.0
+            for nodes, path in enumerate(self.most_reached(depth, chain), start=1):
+                expected += self.begin[path] / self.total
+                if expected * cost.plain / cost.of(depth, nodes, head_rows) > speedup:
+                    best, speedup = (depth, nodes), expected * cost.plain / cost.of(depth, nodes, head_rows)
+        plan = plan_of(self.most_reached(best[0], chain)[: best[1]])
+        return Candidate(plan, self.tokens_per_cycle(plan), self.accept_rate(plan), speedup)
+
+
+def rank_paths(plan: Plan) -> list[Ranks]:
+    """The ranks from the root down to every node, the root's empty path first."""
+    paths: list[Ranks] = [()]
+    for parent, rank in zip(plan.parents, plan.ranks, strict=True):
+        paths.append((*paths[parent], rank))
+    return paths
+
+
+def plan_of(paths: list[Ranks]) -> Plan:
+    """The plan whose nodes have these paths; every path's beginning must be there."""
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    number = {(): 0} | {path: index for index, path in enumerate(ordered, start=1)}
+    return Plan.from_nodes((number[path[:-1]], path[-1]) for path in ordered)
+
+
+Measured = dict[tuple[int, int, str], Paths]  # (exit layer, head rows, temperature) -> paths of one domain
+
+
+def candidates(
+    measured: Measured, costs: dict[tuple[int, int], StepCost]
+) -> dict[tuple[int, int], dict[str, dict[str, Candidate]]]:
+    """For every exit and head of a domain, the best plan at each temperature and batch; `costs` by exit and batch."""
+    found: dict[tuple[int, int], dict[str, dict[str, Candidate]]] = {}
+    for (layer, head_rows, temperature), paths in measured.items():
+        plans = found.setdefault((layer, head_rows), {}).setdefault(temperature, {})
+        for band, batch in BATCHES.items():
+            plans[band] = paths.best(costs[layer, batch], head_rows, chain=batch > 4)
+    return found
+
+
+def choose(measured: Measured, costs: dict[tuple[int, int], StepCost], objective: str = "throughput") -> Choice:
+    """The exit and head with the best expected speed of a single row, over all temperatures; with the objective
+    'accept', the exit that accepts most, in the same tree, among those expected to be faster than plain decoding."""
+    found = candidates(measured, costs)
+
+    def speed(key: tuple[int, int]) -> float:
+        speedups = [of_batch["1"].speedup for of_batch in found[key].values()]
+        return prod(speedups) ** (1 / len(speedups))
+
+    def merit(key: tuple[int, int]) -> tuple[float, ...]:
+        greedy = next(iter(found[key]))
+        accepts = measured[*key, greedy].accept_rate(DEFAULT_TREE)
+        if objective != "accept":
+            return (speed(key), accepts)  # where nothing pays, whoever drafts all the same should draft well
+        pays = len(found[key][greedy]["1"].plan) > 0
+        return (float(pays), accepts, speed(key))
+
+    best = max(sorted(found), key=merit)
+    return Choice(*best, found[best])

@@ -1,0 +1,58 @@
+"""What a person sees of a calibration: a live line for the stage at work, and one line for each that is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Stage:
+    """One stage at work. `total` may be set late, once it is known."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+        self.note = ""
+
+    def total(self, total: float) -> None:
+        self._progress.update(self._task, total=total)
+
+    def advance(self, count: float, note: str | None = None) -> None:
+        self.note = self.note if note is None else note
+        self._progress.update(self._task, advance=count, note=self.note)
+
+
+class Display:
+    """Prints to a console; live where it is a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False)
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Stage]:
+        columns = (
+            TextColumn("{task.description:<9}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        began = time.perf_counter()
+        live = self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=not live) as progress:
+            stage = Stage(progress, progress.add_task(name, total=total, note=""))
+            yield stage
+        took = time.perf_counter() - began
+        self.say(f"{name:<9} {took:6.1f} s   {stage.note}")
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started

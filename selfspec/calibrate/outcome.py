@@ -1,0 +1,263 @@
+"""The outcome of a calibration: the profile made from its measurements, tried out, saved, and shown as tables."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, StepCost, candidates, choose
+from selfspec.calibrate.measuring import Measurement
+from selfspec.calibrate.report import write_report
+from selfspec.calibrate.trial import SETTINGS, trial
+from selfspec.engine import Engine
+from selfspec.model import Decoder
+from selfspec.policy import DEFAULT_TREE
+from selfspec.profile import Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
+from selfspec.routing import likeness, mark
+from selfspec.tree import Plan
+
+if TYPE_CHECKING:
+    from selfspec.calibrate.run import Calibration
+
+COMPARED_CHAIN = "chain:4"
+_GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
+
+
+def build(
+    run: Calibration,
+    measured: dict[tuple[str, str], list[Measurement]],
+    paths: dict[str, Measured],
+    costs: dict[tuple[int, int], StepCost],
+    choices: dict[str, Choice],
+    sizes: list[int],
+) -> Profile:
+    """The profile that the measurements speak for; nothing of it has been run yet."""
+    marks = {domain.name: _marks(run, domain.training) for domain in run.domains}
+    centroids = {name: of_domain.mean(0) for name, of_domain in marks.items()}
+    middle = torch.stack(list(centroids.values())).mean(0)
+    domains = {}
+    for index, domain in enumerate(run.domains):
+        choice = choices[domain.name]
+        place = [exit.layer for exit in run.exits].index(choice.exit_layer)
+        greedy = measured[domain.name, _GREEDY][place]
+        accepting = choose(paths[domain.name], costs, "accept").exit_layer
+        head_rows = run.head_rows(index, choice.head_rows)
+        domains[domain.name] = DomainChoice(
+            exit_layer=choice.exit_layer,
+            plans={
+                temperature: {band: _plan_choice(candidate) for band, candidate in of_batch.items()}
+                for temperature, of_batch in choice.plans.items()
+            },
+            head_rows=0 if head_rows is None else len(head_rows),
+            head_coverage=_rounded((greedy.paths(head_rows)[:, 0] >= 0).mean()) if len(greedy.ranks) else 0.0,
+            exits=_exit_rates(run, measured[domain.name, _GREEDY], paths[domain.name], costs, sizes[0]),
+            most_accepting_exit=accepting,
+            prompt_agreement=_spread(greedy.prompt_agreement),
+            text_agreement=_spread(greedy.text_agreement),
+            centroid=[_rounded(value) for value in centroids[domain.name].tolist()],
+        )
+    trained = {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, centroids, middle)}
+    trained |= {"tokens": float(run.own_tokens), "steps": float(run.steps)}
+    return Profile(
+        model=run.identity,
+        domains=domains,
+        device=_device(run.model),
+        created=date.today().isoformat(),
+        objective=run.settings.objective,
+        trained=trained,
+        router_layer=run.router_layer,
+        router_mean=[_rounded(value) for value in middle.tolist()],
+    )
+
+
+def try_out(run: Calibration, profile: Profile) -> Profile:
+    """Runs the chosen plans against plain decoding, saves the profile with what came of it, and writes the report."""
+    profile = _save(run, profile)
+    engine = Engine(run.model, run.engine.tokenizer, run.engine.generation_config, profile)
+    with run.display.stage("try", total=len(run.domains) * (len(SETTINGS) + 1)) as stage:
+        domains = {}
+        for domain in run.domains:
+            choice, prompts = profile.domains[domain.name], run.measuring_prompts(domain)
+            plans = {temperature: dict(of_batch) for temperature, of_batch in choice.plans.items()}
+            for setting in SETTINGS:
+                planned = plans[setting.temperature][setting.batch]
+                measured = trial(engine, domain.name, choice.exit_layer, planned.plan, prompts, setting)
+                plans[setting.temperature][setting.batch] = _after(planned, measured)
+                stage.advance(1, domain.name)
+            chain = trial(engine, domain.name, choice.exit_layer, COMPARED_CHAIN, prompts, SETTINGS[0])
+            stage.advance(1)
+            domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain})
+        stage.note = "chosen plans run against plain decoding"
+    trained = profile.trained | {"seconds": round(run.display.elapsed, 1)}
+    profile = _save(run, profile.model_copy(update={"domains": domains, "trained": trained}))
+    write_report(profile, run.out / "report.html")
+    return profile
+
+
+def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
+    """A plan that lost when it was run is not used; what was measured is kept."""
+    plan = "none" if measured is not None and measured.speedup < 1 else planned.plan
+    return planned.model_copy(update={"plan": plan, "measured": measured})
+
+
+def _save(run: Calibration, profile: Profile) -> Profile:
+    """With the exits that some domain uses, and every domain's head."""
+    used = {choice.exit_layer for choice in profile.domains.values()}
+    rows = {
+        domain.name: run.head_rows(index, profile.domains[domain.name].head_rows or run.vocabulary)
+        for index, domain in enumerate(run.domains)
+    }
+    exits = [exit for exit in run.exits if exit.layer in used]
+    return profile.save(run.out, exits, {name: own for name, own in rows.items() if own is not None})
+
+
+def _plan_choice(candidate: Candidate) -> PlanChoice:
+    expected = Expected(
+        tokens_per_cycle=_rounded(candidate.tokens_per_cycle),
+        accept_rate=_rounded(candidate.accept_rate),
+        speedup=_rounded(candidate.speedup),
+    )
+    return PlanChoice(plan=str(candidate.plan), expected=expected)
+
+
+def _exit_rates(
+    run: Calibration,
+    measured: list[Measurement],
+    paths: Measured,
+    costs: dict[tuple[int, int], StepCost],
+    head_size: int,
+) -> dict[int, ExitRates]:
+    rates = {}
+    found = candidates(paths, costs)
+    for exit, measurement in zip(run.exits, measured, strict=True):
+        own: Paths = paths[exit.layer, head_size, _GREEDY]
+        best = found[exit.layer, head_size][_GREEDY][_ONE]
+        first = measurement.ranks[:, 0] if len(measurement.ranks) else np.full(1, -1)
+        rates[exit.layer] = ExitRates(
+            top1=_rounded((first == 0).mean()),
+            top4=_rounded(((first >= 0) & (first < 4)).mean()),
+            accept_rate=_rounded(own.accept_rate(DEFAULT_TREE)),
+            tokens_per_cycle=_rounded(best.tokens_per_cycle),
+            speedup=_rounded(best.speedup),
+        )
+    return rates
+
+
+def _marks(run: Calibration, prompts: tuple) -> torch.Tensor:
+    tokens = (run.tokens_of(prompt) for prompt in prompts)
+    return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
+
+
+def _accuracy(run: Calibration, centroids: dict[str, torch.Tensor], middle: torch.Tensor) -> float:
+    """The share of measuring prompts that are routed to their own domain."""
+    right, total = 0, 0
+    for index, domain in enumerate(run.domains):
+        alike = likeness(_marks(run, domain.measuring), torch.stack(list(centroids.values())), middle)
+        right += int((alike.argmax(-1) == index).sum())
+        total += len(alike)
+    return _rounded(right / total)
+
+
+def _spread(values: list[float]) -> Spread | None:
+    return Spread(mean=_rounded(float(np.mean(values))), deviation=_rounded(float(np.std(values)))) if values else None
+
+
+def _rounded(value: float) -> float:
+    return float(f"{float(value):.5g}")
+
+
+def _device(model: Decoder) -> Device:
+    return Device(
+        type=model.device.type,
+        name=device_name(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        torch=torch.__version__,
+    )
+
+
+def device_name(model: Decoder) -> str:
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "the CPU"
+
+
+def show(profile: Profile, console: Console, model: str) -> None:
+    """The tables a person can act on, and the line of Python that uses the profile."""
+    console.print(_rates_table(profile))
+    console.print(_choice_table(profile))
+    console.print(_compared_table(profile))
+    assert profile.folder is not None
+    console.print(
+        f"profile and report.html are in {profile.folder}\n"
+        f'use it:  Engine.from_pretrained("{model}", profile="{profile.folder}")',
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+
+
+def _rates_table(profile: Profile) -> Table:
+    layers = sorted({layer for choice in profile.domains.values() for layer in choice.exits})
+    table = Table(
+        title=f"Accept rate of {DEFAULT_TREE} by exit layer (* chosen for {profile.objective}, + accepts most)",
+        title_justify="left",
+    )
+    table.add_column("domain")
+    for layer in layers:
+        table.add_column(f"layer {layer}", justify="right")
+    for name, choice in profile.domains.items():
+        cells = []
+        for layer in layers:
+            marks = "*" * (layer == choice.exit_layer) + "+" * (layer == choice.most_accepting_exit)
+            cells.append(f"{choice.exits[layer].accept_rate:.1%} {marks:<2}" if layer in choice.exits else "")
+        table.add_row(name, *cells)
+    return table
+
+
+def _choice_table(profile: Profile) -> Table:
+    table = Table(title="Chosen, for one row, greedy", title_justify="left")
+    table.add_column("domain")
+    for heading in ("exit", "head", "plan", "top-1", "top-4", "tokens/cycle", "predicted", "measured", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for name, choice in profile.domains.items():
+        planned = choice.plans[_GREEDY][_ONE]
+        run, rates = planned.measured, choice.exits[choice.exit_layer]
+        plan = Plan.parse(run.plan if run else planned.plan)
+        shape = f"{len(plan)} nodes, depth {plan.depth}" if len(plan) else "none"
+        shape += " (lost, off)" if run and planned.plan == "none" else ""
+        table.add_row(
+            name,
+            str(choice.exit_layer),
+            str(choice.head_rows or "all"),
+            shape,
+            f"{rates.top1:.2f}",
+            f"{rates.top4:.2f}",
+            f"{run.tokens_per_cycle:.2f}" if run else "",
+            f"{planned.expected.speedup:.2f}x" if planned.expected else "",
+            f"{run.speedup:.2f}x" if run else "",
+            f"{run.plain_tokens_per_second:.0f} -> {run.tokens_per_second:.0f}" if run else "",
+        )
+    return table
+
+
+def _compared_table(profile: Profile) -> Table:
+    table = Table(title=f"{COMPARED_CHAIN} against the chosen tree, greedy", title_justify="left")
+    for heading in ("domain", "accept rate", "tokens/cycle", "speed-up"):
+        table.add_column(heading, justify="left" if heading == "domain" else "right")
+    for name, choice in profile.domains.items():
+        pair = (choice.chain, choice.plans[_GREEDY][_ONE].measured)
+        cells = [
+            tuple(f"{value:{form}}" for value, form in zip(_figures(run), (".1%", ".2f", ".2f"), strict=True))
+            if run
+            else ("-",) * 3
+            for run in pair
+        ]
+        table.add_row(name, *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
+    return table
+
+
+def _figures(run: Run) -> tuple[float, float, float]:
+    return run.accept_rate, run.tokens_per_cycle, run.speedup

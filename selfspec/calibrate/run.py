@@ -1,0 +1,362 @@
+"""A calibration from beginning to end: load, write, train, measure, time, choose, try, save.
+
+Each stage leaves its result in the work folder and is skipped when it is already there, so that a stopped run goes on
+where it was. What the stages do is their modules' business; how the outcome looks is `outcome`'s.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.calibrate import heads, outcome
+from selfspec.calibrate.choice import Paths, StepCost, choose
+from selfspec.calibrate.corpus import Corpus, Document, recalled_states
+from selfspec.calibrate.display import Display, Stage
+from selfspec.calibrate.measuring import Answers, Measurement, measure
+from selfspec.calibrate.prompts import Domain, parse_domain, shipped_domains
+from selfspec.calibrate.resources import Resources, fit
+from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
+from selfspec.calibrate.timing import plain_cost, step_cost
+from selfspec.calibrate.training import Recipe, Trainer
+from selfspec.calibrate.work import Work
+from selfspec.calibrate.writing import Template, Writer, write_answers
+from selfspec.engine import Engine
+from selfspec.exits import Exit
+from selfspec.home import profiles_dir
+from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.profile import ModelIdentity, Profile
+from selfspec.text import encode
+
+Costs = dict[tuple[int, int], StepCost]  # by exit layer and batch
+
+_ANSWER_TOKENS = 128  # of a measuring prompt's answer
+_CHECKPOINT_SECONDS = 30.0
+_MOST_MEASURED = 24  # prompts of a domain
+_DISK_BYTES = 2 * 2**30
+
+
+class Calibration:
+    """One calibration of one model. `timings` replaces the measuring of step costs."""
+
+    def __init__(
+        self, settings: Settings, display: Display, timings: Callable[[Engine, list[Exit]], Costs] | None = None
+    ) -> None:
+        self.settings, self.display, self._timings = settings, display, timings
+        self.checkpoint_seconds = _CHECKPOINT_SECONDS
+        self.domains = [parse_domain(text) for text in settings.domains] or shipped_domains()
+        if len({domain.name for domain in self.domains}) < len(self.domains):
+            raise ValueError("two domains have the same name; give each --domain a name of its own")
+
+    def run(self) -> Profile:
+        self._open()
+        corpus = self._write()
+        self.order = heads.ordered_rows(heads.token_uses(corpus, len(self.domains), self.vocabulary))
+        self.own_tokens, self.steps = int(corpus.predicts.sum()), 0
+        self.exits = self._train(corpus) if self.settings.train else self._known_exits()
+        measured = self._measure()
+        costs = self._time()
+        paths, sizes = self._paths(measured)
+        choices = {d.name: choose(paths[d.name], costs, self.settings.objective) for d in self.domains}
+        profile = outcome.build(self, measured, paths, costs, choices, sizes)
+        profile = outcome.try_out(self, profile)
+        self.work.remove()
+        return profile
+
+    # Opening
+
+    def _open(self) -> None:
+        """Loads the model, plans for the memory there is, and says what will be done."""
+        settings = self.settings
+        _cap_memory(settings.memory_gb)
+        self.engine = Engine.from_pretrained(settings.model, settings.device, settings.dtype, profile=None)
+        self.model = self.engine.model
+        if self.engine.tokenizer is None:
+            raise ValueError(f"{settings.model} has no tokenizer, and prompts are text: add one to its folder")
+        self.vocabulary = self.model.config.vocab_size
+        self.layers = settings.exit_layers(self.model.config.num_layers)
+        self.recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)
+        self.resources = fit(self.model, len(self.layers), self.recipe, heads.largest_head(self.vocabulary))
+        self.recipe = replace(self.recipe, rows=self.resources.training_rows)
+        self.template = Template.of(self.engine.tokenizer)
+        self.identity = ModelIdentity.of(self.model)
+        self.out = settings.out or profiles_dir() / _name_of(self.identity)
+        key: dict[str, Any] = {
+            name: str(value) for name, value in asdict(settings).items() if name not in ("resume", "out")
+        }
+        key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
+        key |= {"resources": asdict(replace(self.resources, room=0, most_tokens=0))}
+        self.work = Work(self.out / "work", key, settings.resume)
+        _check_disk(self.out)
+        self._announce(self.resources)
+
+    def _announce(self, resources: Resources) -> None:
+        settings, config = self.settings, self.model.config
+        self.display.say(
+            f"Calibrating {settings.model} ({config.model_type}, {config.num_layers} layers, vocabulary "
+            f"{config.vocab_size:,}) on {outcome.device_name(self.model)} in {str(self.model.dtype).split('.')[-1]}"
+        )
+        train = "trains exits" if settings.train else "takes the trained exits"
+        self.display.say(
+            f"  domains {', '.join(d.name for d in self.domains)}; {train} after layers "
+            f"{', '.join(map(str, self.layers))}; writes its profile to {self.out}"
+        )
+        self.display.say(f"  {resources.describe()}")
+        if settings.tokens is None or settings.steps is None:
+            self.display.say(f"  about {settings.minutes:g} minutes; stop it at any time and go on with --resume")
+
+    def tokens_of(self, prompt: Any) -> list[int]:
+        """A prompt as tokens: through the chat template where there is one."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
+            prompt = "\n".join(message["content"] for message in prompt)
+        tokens = encode(tokenizer, prompt)
+        return tokens[: self.engine.context // 2]
+
+    def measuring_prompts(self, domain: Domain) -> list[list[int]]:
+        return [self.tokens_of(prompt) for prompt in domain.measuring[:_MOST_MEASURED]]
+
+    # Writing
+
+    def _write(self) -> Corpus:
+        length, rows = self.recipe.length, self.resources.writing_rows
+        if self.settings.tokens is not None:
+            rows = min(rows, 8 * ceil(self.settings.tokens / length / 8))
+        prompts = [[self.tokens_of(prompt) for prompt in domain.training] for domain in self.domains]
+        parts: list[Corpus] = []
+        with self.display.stage("write") as stage:
+            writer = Writer(self.model, prompts, self.template, self.ends, rows, length, self.settings.seed)
+            began = time.perf_counter()
+            while len(parts) < self._chunks(parts, rows * length, time.perf_counter() - began, stage):
+                parts.append(self._chunk(writer, len(parts), stage))
+            corpus = Corpus.join([*parts, *self._own_text(length)])
+            own = int(corpus.predicts.sum())
+            stage.note = f"{corpus.tokens.numel() / 1e6:.2f} M tokens, {own / 1e6:.2f} M of them the model's own"
+        del writer
+        _free(self.model)
+        return corpus
+
+    @property
+    def ends(self) -> list[int]:
+        ends = self.engine.generation_config.eos_token_id
+        return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+
+    def _chunks(self, parts: list[Corpus], size: int, seconds: float, stage: Stage) -> int:
+        """How many chunks to write, decided once: by the tokens asked for, or by how long the first one took."""
+        decided = self.work.read_json("chunks")
+        if decided is None and (parts or self.settings.tokens is not None or not self.settings.train):
+            if self.settings.tokens is not None:
+                decided = ceil(self.settings.tokens / size)
+            elif not self.settings.train:
+                decided = 1
+            else:
+                decided = round(WRITING_SHARE * self.settings.minutes * 60 / seconds)
+            decided = max(1, min(decided, self.resources.most_tokens // size))
+            self.work.write_json("chunks", decided)
+        stage.total((decided or 1) * size)
+        return decided or 1
+
+    def _chunk(self, writer: Writer, number: int, stage: Stage) -> Corpus:
+        name = f"chunk-{number:04d}"
+        stored = self.work.read_tensors(name)
+        if stored is not None:
+            stage.advance(stored["tokens"].numel())
+            return Corpus.from_small(stored)
+        chunk = writer.chunk(number, lambda count: stage.advance(count, f"chunk {number + 1}"))
+        self.work.write_tensors(name, chunk.small())
+        return chunk
+
+    def _own_text(self, length: int) -> list[Corpus]:
+        """The user's text, in pieces of a row's length; the model is asked for its distribution everywhere in it."""
+        documents: list[Document] = []
+        for path in self.settings.text:
+            tokens = list(self.engine.tokenizer(path.read_text(encoding="utf-8"))["input_ids"])
+            pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+            documents += [Document(piece, 1, len(documents) % len(self.domains)) for piece in pieces if len(piece) > 16]
+        return [Corpus.pack(documents, length)] if documents else []
+
+    # Training
+
+    def _train(self, corpus: Corpus) -> list[Exit]:
+        used = heads.token_uses(corpus, len(self.domains), self.vocabulary).sum(0, keepdim=True)
+        head_rows = heads.head_of(heads.ordered_rows(used)[0], heads.largest_head(self.vocabulary))
+        with self.display.stage("read", total=len(corpus)) as stage:
+            keep_on = torch.device(self.resources.states_on)
+            recalled = recalled_states(self.model, corpus, 16, keep_on, stage.advance)
+            stage.note = f"the model's own states at {corpus.tokens.numel() / 1e6:.2f} M tokens"
+        together = self.resources.exits_together
+        groups = [self.layers[start : start + together] for start in range(0, len(self.layers), together)]
+        if self.resources.states_on == self.model.device.type:
+            corpus = corpus.to(self.model.device)
+        exits: list[Exit] = []
+        for group in groups:
+            exits += self._train_group(group, len(groups), corpus, recalled, head_rows.to(self.model.device))
+        del recalled
+        _free(self.model)
+        return exits
+
+    def _train_group(
+        self, layers: list[int], groups: int, corpus: Corpus, recalled: torch.Tensor, head_rows: torch.Tensor
+    ) -> list[Exit]:
+        name = "exits-" + "-".join(map(str, layers))
+        trainer = Trainer(self.model, layers, corpus, recalled, head_rows, self.recipe, steps=1)
+        with self.display.stage("train") as stage:
+            trainer.steps = self._steps(name, trainer, groups)
+            stored = self.work.read_tensors(name)
+            if stored is not None:
+                trainer.restore(stored)
+            stage.total(trainer.steps)
+            stage.advance(trainer.step, "")
+            saved = shown = time.perf_counter()
+            while trainer.step < trainer.steps:
+                trainer.train_step()
+                now = time.perf_counter()
+                stage.advance(1, _training_note(trainer) if now - shown > 0.5 else None)
+                shown = now if now - shown > 0.5 else shown
+                if now - saved > self.checkpoint_seconds:
+                    self.work.write_tensors(name, trainer.state())
+                    saved = time.perf_counter()
+            self.work.write_tensors(name, trainer.state())
+            stage.note = f"{trainer.steps} steps; {_training_note(trainer)}"
+        exits = trainer.exits()
+        self.steps = max(self.steps, trainer.steps)
+        del trainer
+        _free(self.model)
+        return exits
+
+    def _steps(self, name: str, trainer: Trainer, groups: int) -> int:
+        """How many steps to train for, decided once: as asked for, or what fits the time; leaves the trainer new."""
+        decided = self.work.read_json(f"steps-{name}")
+        if decided is None:
+            decided = self.settings.steps
+            if decided is None:
+                seconds = TRAINING_SHARE * self.settings.minutes * 60 / groups
+                decided = max(20, int(seconds / trainer.seconds_per_step()))
+            self.work.write_json(f"steps-{name}", decided)
+        return decided
+
+    def _known_exits(self) -> list[Exit]:
+        """The exits of a profile that is there already."""
+        known = Profile.load(self.out) if (self.out / "profile.json").exists() else Profile.find(self.model)
+        layers = known.trained_layers() if known is not None else []
+        if known is None or not layers:
+            raise ValueError("there are no trained exits for this model yet: leave out --no-train")
+        known.check(self.model)
+        self.layers = [layer for layer in layers if not self.settings.exits or layer in self.settings.exits]
+        if not self.layers:
+            raise ValueError(f"the profile has exits after layers {layers}, none of those asked for with --exits")
+        return [known.exit(self.model, layer) for layer in self.layers]
+
+    # Measuring
+
+    @property
+    def router_layer(self) -> int:
+        """Prompts are told apart by what the shallowest exit sees, so that it costs little."""
+        return min(self.layers)
+
+    def _measure(self) -> dict[tuple[str, str], list[Measurement]]:
+        """What every exit does on every domain's measuring prompts, by domain and temperature."""
+        found: dict[tuple[str, str], list[Measurement]] = {}
+        prompts = {domain.name: self.measuring_prompts(domain) for domain in self.domains}
+        total = len(TEMPERATURES) * sum(map(len, prompts.values()))
+        with self.display.stage("measure", total=total) as stage:
+            for number, (name, temperature) in enumerate(TEMPERATURES.items()):
+                texts = [prompt for of_domain in prompts.values() for prompt in of_domain]
+                seed, temperatures = self.settings.seed + number, [temperature] * len(texts)
+                corpus = write_answers(self.model, self.template, self.ends, texts, temperatures, _ANSWER_TOKENS, seed)
+                stop = 0
+                for index, domain in enumerate(self.domains):
+                    start, stop = stop, stop + len(prompts[domain.name])
+                    answers = Answers(index, temperature, corpus.rows(slice(start, stop)))
+                    largest = self.head_rows(index, heads.largest_head(self.vocabulary))
+                    found[domain.name, name] = measure(
+                        self.model, self.exits, largest, answers, self.settings.seed, stage.advance
+                    )
+            stage.note = f"{len(self.exits)} exits on {total} answers"
+        _free(self.model)
+        return found
+
+    def head_rows(self, domain: int, size: int) -> torch.Tensor | None:
+        """The rows of a domain's head of some size; None: all."""
+        if size >= self.vocabulary:
+            return None
+        return heads.head_of(self.order[domain], size).to(self.model.device)
+
+    def _paths(
+        self, measured: dict[tuple[str, str], list[Measurement]]
+    ) -> tuple[dict[str, dict[tuple[int, int, str], Paths]], list[int]]:
+        """Paths by domain, then by exit, head size and temperature; and the head sizes."""
+        largest = heads.largest_head(self.vocabulary)
+        sizes = [largest] if largest == self.vocabulary else [largest, largest // 2, largest // 4]
+        paths: dict[str, dict[tuple[int, int, str], Paths]] = {}
+        for index, domain in enumerate(self.domains):
+            paths[domain.name] = {
+                (exit.layer, size, name): Paths(measured[domain.name, name][place].paths(self.head_rows(index, size)))
+                for place, exit in enumerate(self.exits)
+                for size in sizes
+                for name in TEMPERATURES
+            }
+        return paths, sizes
+
+    def _time(self) -> Costs:
+        stored = self.work.read_json("costs")
+        if stored is not None:
+            return {(layer, batch): StepCost(**cost) for layer, batch, cost in stored}
+        costs = self._timings(self.engine, self.exits) if self._timings else self._measured_costs()
+        self.work.write_json("costs", [(layer, batch, asdict(cost)) for (layer, batch), cost in costs.items()])
+        return costs
+
+    def _measured_costs(self) -> Costs:
+        costs: Costs = {}
+        with self.display.stage("time", total=len(BATCHES) * (len(self.exits) + 1)) as stage:
+            rows = self.head_rows(0, heads.largest_head(self.vocabulary))
+            for batch in BATCHES.values():
+                plain = plain_cost(self.engine, batch)
+                stage.advance(1)
+                for exit in self.exits:
+                    costs[exit.layer, batch] = step_cost(self.engine, exit.offering(rows, []), batch, plain)
+                    stage.advance(1)
+            plain = costs[self.exits[0].layer, 1].plain
+            stage.note = f"a plain step of one row takes {plain * 1e3:.2f} ms"
+        return costs
+
+
+def _training_note(trainer: Trainer) -> str:
+    loss, right = trainer.seen[:, :, 0].tolist()
+    pairs = zip(trainer.students, right, strict=True)
+    agreement = ", ".join(f"{share:.2f} ({student.layer})" for student, share in pairs)
+    return f"loss {sum(loss) / len(loss):.3f}, agreement by exit {agreement}"
+
+
+def _name_of(identity: ModelIdentity) -> str:
+    mark = sum(identity.fingerprint[: len(identity.fingerprint) // 2 + 1])
+    return f"{identity.model_type}-{identity.num_layers}x{identity.hidden_size}-{abs(mark):.4g}"
+
+
+def _cap_memory(gigabytes: float | None) -> None:
+    if gigabytes is not None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
+
+
+def _check_disk(out: Path) -> None:
+    free = shutil.disk_usage(out).free
+    if free < _DISK_BYTES:
+        raise ValueError(
+            f"only {free / 1e9:.1f} GB are free where {out} lies, and calibration wants {_DISK_BYTES / 1e9:.0f} GB for "
+            "its work: free some space, or choose another folder with --out"
+        )
+
+
+def _free(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,68 @@
+"""Profiles for tests: exits that look trained, heads that are trimmed, and what goes into a profile's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import Profile
+from selfspec.exits import RECALLED, Exit, ExitBlock
+from selfspec.model import Decoder, Layer
+from selfspec.profile import DomainChoice, ModelIdentity, PlanChoice
+from tests.tiny import VOCABULARY
+
+
+def random_exit(model: Decoder, layer: int, seed: int = 3, scale: float = 0.05) -> Exit:
+    """An exit with a disturbed copy of the layer after it as its block, a random affine and recall, and a norm."""
+    generator, hidden = torch.Generator().manual_seed(seed), model.config.hidden_size
+
+    def noise(*shape: int) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(model.dtype)
+
+    weights = {name: tensor for name, tensor in vars(model.layers[layer]).items() if tensor is not None}
+    copied = Layer(**{name: tensor + noise(*tensor.shape) for name, tensor in weights.items()})
+    recall = noise(hidden, RECALLED * hidden)
+    block = ExitBlock(copied, noise(hidden, hidden), noise(hidden), recall)
+    return Exit(model, layer, model.norm * 1.1, block)
+
+
+def random_rows(count: int, seed: int = 0) -> torch.Tensor:
+    """Token ids of a trimmed head."""
+    return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+
+
+def choice_of(exit_layer: int, plans: str | dict[str, str], **entries: Any) -> DomainChoice:
+    """A domain with one plan for everything, or plans by batch, the same at every temperature."""
+    choice = DomainChoice.of(exit_layer, plans if isinstance(plans, str) else "none")
+    if isinstance(plans, dict):
+        of_batch = {batch: PlanChoice(plan=plan) for batch, plan in plans.items()}
+        choice = choice.model_copy(update={"plans": dict.fromkeys(choice.plans, of_batch)})
+    return choice.model_copy(update=entries)
+
+
+def profile_of(model: Decoder, domains: dict[str, DomainChoice], **entries: Any) -> Profile:
+    return Profile(model=ModelIdentity.of(model), domains=domains, **entries)
+
+
+def edit_profile(folder: Path, **entries: Any) -> None:
+    """Replaces entries of a saved profile.json."""
+    path = folder / "profile.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def watch_vocabularies(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """How many tokens drafts are chosen from, from now on."""
+    seen: set[int] = set()
+    logits = Exit.logits
+
+    def remember(self: Exit, read: torch.Tensor) -> torch.Tensor:
+        values = logits(self, read)
+        seen.add(values.shape[-1])
+        return values
+
+    monkeypatch.setattr(Exit, "logits", remember)
+    return seen

@@ -1,0 +1,248 @@
+"""The choice of exit, head and plans: against brute force, against walking the tree, and always the same."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.calibrate.choice import MISSED, Choice, Paths, StepCost, candidates, choose, plan_of, rank_paths
+from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
+from selfspec.tree import MAX_NODES, NONE, Plan
+from tests.strategies import SETTINGS, plans
+
+WIDEST = 32  # ranks from here on count as missed
+FREE = StepCost(plain=1.0, cycle=0.0, depth=0.0, node=0.0)
+CHEAP = StepCost(plain=1.0, cycle=0.05, depth=0.05, node=0.01)
+DEAR = StepCost(plain=1.0, cycle=1.0, depth=1.0, node=1.0)
+
+
+def rank_arrays(most_paths: int, depths: tuple[int, int] = (1, 3), highest: int = 2) -> st.SearchStrategy[np.ndarray]:
+    """Paths of up to three depths; ranks are low, missed, or too high to be looked at."""
+    rank = st.sampled_from([*range(highest + 1), 0, 0, MISSED, WIDEST])
+    return st.integers(*depths).flatmap(
+        lambda depth: st.lists(st.lists(rank, min_size=depth, max_size=depth), min_size=1, max_size=most_paths).map(
+            lambda rows: np.array(rows).reshape(-1, depth)
+        )
+    )
+
+
+costs = st.builds(
+    StepCost,
+    plain=st.just(1.0),
+    cycle=st.sampled_from([0.0, 0.1, 0.4]),
+    depth=st.sampled_from([0.0, 0.05, 0.3]),
+    node=st.sampled_from([0.001, 0.01, 0.1]),
+    head_row=st.sampled_from([0.0, 0.001]),
+    head_rows=st.just(100),
+)
+
+
+def walk(plan: Plan, path: np.ndarray) -> tuple[int, int]:
+    """How many tokens of a path a tree's nodes carry, and how many nodes were asked for one."""
+    node, accepted, asked = 0, 0, 0
+    for rank in [*path.tolist(), None]:
+        if not plan.children[node]:
+            break
+        asked += 1
+        node = next((child for child in plan.children[node] if plan.ranks[child - 1] == rank), 0)
+        if not node:
+            break
+        accepted += 1
+    return accepted, asked
+
+
+def accepted_by(tree: frozenset[tuple[int, ...]], ranks: np.ndarray) -> int:
+    """Tokens of all paths that a tree, as a set of rank paths, carries."""
+    return sum(tuple(path[:depth]) in tree for path in ranks.tolist() for depth in range(1, len(path) + 1))
+
+
+def all_trees(nodes: list[tuple[int, ...]], size: int) -> list[frozenset[tuple[int, ...]]]:
+    """Every set of so many nodes that holds the parents of all of them."""
+    sets = map(frozenset, combinations(nodes, size))
+    return [tree for tree in sets if all(node[:-1] in tree or len(node) == 1 for node in tree)]
+
+
+@SETTINGS
+@given(rank_arrays(most_paths=10, depths=(1, 2)), st.integers(1, 4))
+def test_the_most_reached_nodes_are_the_best_tree_of_their_number(ranks: np.ndarray, size: int) -> None:
+    depth = ranks.shape[1]
+    nodes = list(chain(*(product(range(3), repeat=count) for count in range(1, depth + 1))))
+    best = max(accepted_by(tree, ranks) for tree in all_trees(nodes, min(size, len(nodes))))
+    found = Paths(ranks).most_reached(depth)[:size]
+    assert all(node[:-1] in found or len(node) == 1 for node in found), "it is a tree"
+    assert accepted_by(frozenset(found), ranks) == best
+
+
+def test_a_tree_has_no_more_nodes_than_a_plan_may_have() -> None:
+    ranks = np.array(list(product(range(10), repeat=2)))
+    assert len(Paths(ranks).most_reached(2)) == MAX_NODES
+    assert len(Paths(ranks).best(FREE).plan) <= MAX_NODES
+
+
+@SETTINGS
+@given(rank_arrays(most_paths=20, depths=(3, 3)), plans())
+def test_expected_tokens_and_accept_rate_are_those_of_walking_the_tree(ranks: np.ndarray, plan: Plan) -> None:
+    walked = [walk(plan, path) for path in ranks]
+    accepted, asked = sum(a for a, _ in walked), sum(b for _, b in walked)
+    paths = Paths(ranks)
+    assert paths.tokens_per_cycle(plan) == pytest.approx(1 + accepted / len(ranks))
+    assert paths.accept_rate(plan) == pytest.approx(accepted / asked if asked else 0.0)
+
+
+@SETTINGS
+@given(rank_arrays(most_paths=4), costs, st.sampled_from([None, 40, 100, 160]), st.booleans())
+def test_the_best_plan_is_the_best_of_all_trees(
+    ranks: np.ndarray, cost: StepCost, head_rows: int | None, as_chain: bool
+) -> None:
+    nodes = sorted({tuple(path[:end]) for path in ranks.tolist() for end in range(1, len(path) + 1)})
+    nodes = [node for node in nodes if all(0 <= rank < WIDEST for rank in node) and not (as_chain and any(node))]
+    speeds = [1.0]
+    for size in range(1, len(nodes) + 1):
+        for tree in all_trees(nodes, size):
+            tokens = 1 + accepted_by(tree, ranks) / len(ranks)
+            speeds.append(tokens * cost.plain / cost.of(max(map(len, tree)), size, head_rows))
+    best = Paths(ranks).best(cost, head_rows, as_chain)
+    assert best.speedup == pytest.approx(max(speeds))
+    own = cost.of(best.plan.depth, len(best.plan), head_rows)
+    tokens = 1 + np.mean([walk(best.plan, path)[0] for path in ranks])
+    assert best.tokens_per_cycle == pytest.approx(tokens)
+    assert tokens * cost.plain / own == pytest.approx(best.speedup), "the plan does what it promises"
+    assert not as_chain or best.plan.is_chain
+    assert max(speeds) > 1 or best.plan == NONE
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [[[MISSED, 0]] * 5, [[WIDEST, 0]] * 5, np.zeros((0, 3), dtype=int)],
+    ids=["missed", "too far down", "no paths"],
+)
+def test_nothing_is_drafted_where_nothing_would_be_accepted(ranks: object) -> None:
+    best = Paths(np.array(ranks)).best(FREE)
+    assert (best.plan, best.tokens_per_cycle, best.accept_rate, best.speedup) == (NONE, 1.0, 0.0, 1.0)
+
+
+def test_nothing_is_drafted_where_it_costs_more_than_it_gives() -> None:
+    always_right = Paths(np.zeros((10, 3), dtype=int))
+    assert always_right.best(CHEAP).plan == Plan.parse("chain:3")
+    assert always_right.best(DEAR).plan == NONE
+
+
+@SETTINGS
+@given(plans())
+def test_a_plan_is_made_again_from_its_paths(plan: Plan) -> None:
+    again = plan_of(rank_paths(plan)[1:][::-1])
+    assert sorted(rank_paths(again)) == sorted(rank_paths(plan))
+
+
+def test_a_step_costs_the_sum_of_its_parts() -> None:
+    cost = StepCost(plain=10.0, cycle=1.0, depth=2.0, node=0.5, head_row=0.01, head_rows=100)
+    assert cost.of(0, 0) == 10
+    assert cost.of(0, 0, 30) == 10
+    assert cost.of(3, 7) == 10 + 1 + 3 * 2 + 7 * 0.5
+    assert cost.of(3, 7, 100) == cost.of(3, 7)
+    assert cost.of(3, 7, 40) == pytest.approx(cost.of(3, 7) - 3 * 60 * 0.01)
+    assert cost.of(3, 7, 150) == pytest.approx(cost.of(3, 7) + 3 * 50 * 0.01)
+
+
+# Choosing for a domain
+
+LAYERS, HEADS = (1, 2, 3), (50, 100)
+
+
+@lru_cache(maxsize=100)
+def measured_domain(seed: int) -> tuple[dict, dict]:
+    """Paths of every exit, head and temperature, and costs of every exit and batch."""
+    random = np.random.default_rng(seed)
+    measured = {
+        (layer, head, temperature): Paths(random.choice([0, 0, 0, 1, 2, 3, MISSED], size=(8, 2)))
+        for layer in LAYERS
+        for head in HEADS
+        for temperature in TEMPERATURES
+    }
+    dearest = random.choice([0.05, 0.5, 2.0])
+    costs = {
+        (layer, batch): StepCost(1.0, *(random.random(3) * (dearest, dearest, dearest / 10)), 0.0005, 100)
+        for layer in LAYERS
+        for batch in BATCHES.values()
+    }
+    return measured, costs
+
+
+domains = st.integers(0, 30).map(measured_domain)
+
+
+def speed(choice: Choice | dict) -> float:
+    chosen = choice.plans if isinstance(choice, Choice) else choice
+    return float(np.prod([of_batch["1"].speedup for of_batch in chosen.values()])) ** (1 / len(chosen))
+
+
+@SETTINGS
+@given(domains)
+def test_the_fastest_exit_and_head_are_chosen(domain: tuple[dict, dict]) -> None:
+    choice = choose(*domain)
+    assert speed(choice) == pytest.approx(max(speed(plans) for plans in candidates(*domain).values()))
+    for temperature, of_batch in choice.plans.items():
+        paths = domain[0][choice.exit_layer, choice.head_rows, temperature]
+        for band, batch in BATCHES.items():
+            cost = domain[1][choice.exit_layer, batch]
+            assert of_batch[band] == paths.best(cost, choice.head_rows, chain=batch > 4)
+
+
+@SETTINGS
+@given(domains)
+def test_large_batches_draft_chains(domain: tuple[dict, dict]) -> None:
+    for of_key in candidates(*domain).values():
+        assert all(of_batch["5-16"].plan.is_chain for of_batch in of_key.values())
+
+
+def test_small_batches_may_draft_trees_where_large_ones_draft_chains() -> None:
+    paths = Paths(np.array([[0, 0], [1, 0], [2, 1]] * 4))
+    measured = {(1, 100, temperature): paths for temperature in TEMPERATURES}
+    plans = choose(measured, {(1, batch): CHEAP for batch in BATCHES.values()}).plans["0"]
+    assert [plans[band].plan.is_chain for band in BATCHES] == [False, False, True]
+    assert len(plans["5-16"].plan) > 0
+
+
+@SETTINGS
+@given(domains)
+def test_the_objective_accept_takes_the_most_accepting_exit_that_pays(domain: tuple[dict, dict]) -> None:
+    measured, _ = domain
+    greedy = next(iter(TEMPERATURES))
+    paying = [key for key, plans in candidates(*domain).items() if len(plans[greedy]["1"].plan)]
+    rates = {key: measured[*key, greedy].accept_rate(DEFAULT_TREE) for key in paying}
+    choice = choose(*domain, "accept")
+    if paying:
+        assert rates.get((choice.exit_layer, choice.head_rows)) == max(rates.values())
+    else:
+        assert choice.plans[greedy]["1"].plan == NONE
+
+
+def test_an_exit_that_accepts_more_but_does_not_pay_is_not_taken() -> None:
+    sure, unsure = Paths(np.zeros((4, 2), dtype=int)), Paths(np.array([[0, 0], [0, 0], [0, MISSED], [MISSED, 0]]))
+    measured = {(layer, 100, name): paths for layer, paths in ((1, unsure), (2, sure)) for name in TEMPERATURES}
+    costs = {(layer, batch): cost for layer, cost in ((1, CHEAP), (2, DEAR)) for batch in BATCHES.values()}
+    assert choose(measured, costs, "accept").exit_layer == 1
+    assert choose(measured, costs | {(2, batch): CHEAP for batch in BATCHES.values()}, "accept").exit_layer == 2
+
+
+@SETTINGS
+@given(domains, st.sampled_from(["throughput", "accept"]), st.randoms(use_true_random=False))
+def test_the_choice_depends_on_the_measurements_alone(domain: tuple[dict, dict], objective: str, random) -> None:
+    measured, costs = domain
+    keys = [(layer, head) for layer in LAYERS for head in HEADS]
+    random.shuffle(keys)
+    shuffled = {(*key, name): measured[*key, name] for key in keys for name in TEMPERATURES}
+    again = choose(shuffled, dict(reversed(costs.items())), objective)
+    assert again == choose(measured, costs, objective)
+
+
+def test_the_domains_of_these_tests_are_of_both_kinds() -> None:
+    """Some where an exit pays and some where none does; exits of every layer are chosen."""
+    choices = [choose(*measured_domain(seed)) for seed in range(31)]
+    assert {choice.exit_layer for choice in choices} == set(LAYERS)
+    assert {len(choice.plans["0"]["1"].plan) > 0 for choice in choices} == {True, False}

@@ -1,0 +1,278 @@
+"""The calibration report: complete, self-contained, well-formed HTML for every profile, from empty to full."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from selfspec.calibrate.report import draw_tree, spread, verdict, write_report
+from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.profile import Device, DomainChoice, ExitRates, Expected, ModelIdentity, PlanChoice, Profile, Run, Spread
+from selfspec.tree import Plan
+
+MODEL = ModelIdentity(model_type="qwen3", num_layers=28, hidden_size=2048, vocab_size=151936, fingerprint=[0.5, 1.5])
+DEVICE = Device(type="cuda", name="NVIDIA H200", dtype="bfloat16", torch="2.13.0")
+DOMAINS = {"chat": 0.62, "code": 0.78, "math": 0.74, "summarize": 0.58, "extract": 0.71, "write": 0.49}
+
+
+@lru_cache
+def tree_of(nodes: int, rate: float, depth: int = 3) -> Plan:
+    """The tree of the most likely paths, where rank r of a node holds the model's token with rate * (1 - rate)^r."""
+    paths = [(rank,) for rank in range(32)]
+    for path in paths:
+        if len(path) < depth:
+            paths += [(*path, rank) for rank in range(8)]
+
+    def chance(path: tuple[int, ...]) -> float:
+        return rate ** len(path) * (1 - rate) ** sum(path)
+
+    kept = sorted(paths, key=lambda path: (-chance(path), len(path), path))[:nodes]
+    kept.sort(key=lambda path: (len(path), path))
+    number = {(): 0} | {path: index for index, path in enumerate(kept, start=1)}
+    return Plan.from_nodes((number[path[:-1]], path[-1]) for path in kept)
+
+
+def plan_choice(name: str, rate: float, temperature: str, batch: str) -> PlanChoice:
+    """A plan with the numbers a real calibration could have found."""
+    warmth, rows = TEMPERATURES[temperature], BATCHES[batch]
+    if name == "write" and rows == 1 and not warmth:
+        return PlanChoice(plan="none", expected=Expected(tokens_per_cycle=1, accept_rate=0, speedup=1))
+    plan = tree_of({1: 40 + round(rate * 29), 4: 14, 16: 3}[rows], rate - 0.1 * warmth, depth=3 if rows < 16 else 2)
+    tokens = 1 + 2.6 * rate * (1 - 0.2 * warmth) * (1 if rows == 1 else 0.8 if rows == 4 else 0.5)
+    predicted = tokens / (1.55 if rows == 1 else 1.6 if rows == 4 else 1.45)
+    noise = 0.06 * ((len(name) * 7 + rows * 3 + int(10 * warmth)) % 5 - 2.4)
+    plain = 61.3 * rows
+    run = Run(
+        plan=str(plan),
+        tokens_per_cycle=tokens + noise,
+        accept_rate=rate * (1 - 0.15 * warmth),
+        tokens_per_second=plain * (predicted + noise),
+        plain_tokens_per_second=plain,
+    )
+    expected = Expected(tokens_per_cycle=tokens, accept_rate=rate, speedup=predicted)
+    return PlanChoice(plan=str(plan), expected=expected, measured=run)
+
+
+def domain_choice(name: str, rate: float) -> DomainChoice:
+    chosen = 1 if name in ("write", "chat") else 2
+    exits = {
+        layer: ExitRates(
+            top1=rate - 0.25 + 0.05 * layer,
+            top4=rate - 0.05 + 0.04 * layer,
+            accept_rate=rate - 0.12 + 0.06 * layer - (0.08 if layer == 3 and name == "math" else 0),
+            tokens_per_cycle=1 + rate * 2.2 + 0.15 * layer,
+            speedup=(1 + rate * 2.2 + 0.15 * layer) / (1.75 - 0.15 * (layer == chosen) + 0.04 * layer),
+        )
+        for layer in (1, 2, 3)
+    }
+    chain = Run(
+        plan="chain:4",
+        tokens_per_cycle=1 + 1.9 * rate,
+        accept_rate=rate - 0.12,
+        tokens_per_second=61.3 * (0.72 + 0.62 * rate),
+        plain_tokens_per_second=61.3,
+    )
+    return DomainChoice(
+        exit_layer=chosen,
+        plans={t: {b: plan_choice(name, rate, t, b) for b in BATCHES} for t in TEMPERATURES},
+        head_rows=0 if name == "math" else 16384,
+        head_coverage=1.0 if name == "math" else 0.95 + rate / 20,
+        exits=exits,
+        most_accepting_exit=2 if name == "math" else 3,
+        chain=chain,
+        prompt_agreement=Spread(mean=rate - 0.08, deviation=0.06),
+        text_agreement=Spread(mean=rate - 0.1, deviation=0.04),
+    )
+
+
+def full_profile(folder: Path | None = None) -> Profile:
+    return Profile(
+        model=MODEL,
+        domains={name: domain_choice(name, rate) for name, rate in DOMAINS.items()},
+        device=DEVICE,
+        created="2026-02-11T14:05:33+00:00",
+        trained={"tokens": 4_200_000, "steps": 1500, "seconds": 1312.0},
+        folder=folder,
+    )
+
+
+class Page(HTMLParser):
+    """Reads a page, insists on balanced tags, and keeps its text and tags."""
+
+    VOID = ("meta", "wbr")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.html = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(self.html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def of_class(self, name: str) -> list[str]:
+        return [tag for tag, attributes in self.tags if name in (attributes.get("class") or "").split()]
+
+
+def page_of(profile: Profile, folder: Path) -> Page:
+    path = folder / "report.html"
+    write_report(profile, path)
+    return Page(path)
+
+
+def profile_of(**domains: DomainChoice) -> Profile:
+    return Profile(model=MODEL, domains=domains)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    folder = tmp_path_factory.mktemp("report")
+    return page_of(full_profile(folder), folder)
+
+
+def test_nothing_comes_from_elsewhere(page):
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page.html)
+
+
+def test_the_head_says_what_was_calibrated_where_and_with_what_result(page):
+    for fact in ("qwen3", "28 layers", "2,048", "151,936", "NVIDIA H200", "bfloat16", "2026-02-11", "throughput"):
+        assert fact in page.text
+    assert "4.2 million tokens of text, 1,500 training steps, 22 minutes" in page.text
+    assert verdict(full_profile()) in page.text
+
+
+def test_every_exit_tried_is_in_the_table_and_both_choices_are_marked(page):
+    profile = full_profile()
+    for name, choice in profile.domains.items():
+        assert name in page.text
+        for layer, rates in choice.exits.items():
+            assert f"{name}, exit {layer}: {rates.accept_rate:.1%} accepted" in page.text
+            shares = (f"<td>{share:.1%}</td>" for share in (rates.top1, rates.top4, rates.accept_rate))
+            assert f"<td>{layer}</td>" + "".join(shares) in page.html
+    assert len(page.of_class("chosen")) == len(page.of_class("tag")) / 2 == len(profile.domains)
+    diamonds = [tag for tag in page.of_class("most") if tag == "path"]
+    assert len(diamonds) == len(profile.domains) + 1  # and the legend's
+
+
+def test_every_measured_plan_is_drawn_and_listed_and_losses_are_marked(page):
+    by_batch = [plans for choice in full_profile().domains.values() for plans in choice.plans.values()]
+    runs = [choice.measured for plans in by_batch for choice in plans.values() if choice.measured]
+    assert page.text.count("measured 0.") + page.text.count("measured 1.") == len(runs)  # the marks' titles
+    losses = [run for run in runs if run.speedup < 1]
+    assert losses and len(page.of_class("loss")) == len(losses)
+    for run in runs:
+        assert f"{run.speedup:.2f}×" in page.text
+        assert f"<td>{run.tokens_per_second:,.1f}</td>" in page.html
+
+
+def test_every_node_of_the_chosen_trees_is_drawn(page):
+    plans = {choice.plans["0"]["1"].plan for choice in full_profile().domains.values()}
+    assert len(page.of_class("node")) == sum(len(Plan.parse(plan)) for plan in plans)
+    for plan in plans:
+        assert plan in page.text
+
+
+@pytest.mark.parametrize("plan", ["chain:1", "chain:63", "tree:63", "tree:2,3,1", str(tree_of(63, 0.6))])
+def test_a_tree_has_its_nodes_in_columns_by_depth_without_two_at_one_place(plan):
+    plan = Plan.parse(plan)
+    tree = draw_tree(plan)
+    places = [(node.x, node.y) for node in tree.nodes]
+    assert len(set(places)) == len(plan)
+    assert len({x for x, _ in places}) == plan.depth
+    assert all(0 < x < tree.width and 0 < y < tree.height for x, y in places)
+    assert all(node.x > node.parent_x and node.y >= node.parent_y for node in tree.nodes)
+
+
+@pytest.mark.parametrize("folder", ["/home/me/profiles/mine", None])
+def test_the_last_words_say_how_to_use_it(folder, tmp_path):
+    text = page_of(full_profile(Path(folder) if folder else None), tmp_path).text
+    assert 'Engine.from_pretrained(MODEL, profile="auto")' in text
+    assert ('Engine.from_pretrained(MODEL, profile="/home/me/profiles/mine")' in text) == bool(folder)
+
+
+@pytest.mark.parametrize("plan", ["chain:3", "none", "tree:4,2"])
+def test_a_profile_with_nothing_measured_says_so(plan, tmp_path):
+    page = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path)
+    assert "set without measuring" in page.text
+    assert "No comparison of exits was recorded" in page.text
+    assert len(page.of_class("node")) == len(Plan.parse(plan))
+    assert ("no tree is expected to pay" in page.text) == (plan == "none")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"exits": {}},
+        {"exits": {2: ExitRates(top1=0, top4=0, accept_rate=float("nan"), tokens_per_cycle=1, speedup=1)}},
+        {"most_accepting_exit": None},
+        {"chain": None},
+        {"prompt_agreement": None},
+        {"prompt_agreement": None, "text_agreement": None},
+        {"plans": {"0.7": {"1": PlanChoice(plan="chain:2")}}},
+        {"plans": {"0": {"1": PlanChoice(plan="none")}}},
+        {"plans": {}},
+    ],
+)
+def test_missing_parts_are_left_out(missing, tmp_path):
+    choice = domain_choice("code", 0.7).model_copy(update=missing)
+    page = page_of(profile_of(code=choice, other=DomainChoice.of(1, "chain:2")), tmp_path)
+    assert "Using it" in page.text
+
+
+def test_a_profile_without_domains_does_not_fail(tmp_path):
+    page_of(profile_of(), tmp_path)
+
+
+def test_text_is_escaped(tmp_path):
+    name = "<b>&"
+    profile = Profile(model=MODEL, domains={name: domain_choice(name, 0.7)}, created="<i>now", folder=Path("/<u>&"))
+    page = page_of(profile, tmp_path)
+    assert not {"b", "i", "u"} & {tag for tag, _ in page.tags[page.tags.index(("section", {"id": "exits"})) :]}
+    assert name in page.text and "<i>now" in page.text and 'profile="/<u>&"' in page.text
+
+
+def test_the_verdict_does_not_hide_losses():
+    choice = domain_choice("code", 0.7)
+    fast = choice.plans["0"]["1"]
+
+    def told(**numbers: float) -> str:
+        plan = fast.model_copy(update={"measured": fast.measured.model_copy(update=numbers)})
+        return verdict(profile_of(code=choice.model_copy(update={"plans": {"0": {"1": plan}}})))
+
+    assert "no measured run was faster than plain decoding, the best being 0.65× in code" in told(tokens_per_second=40)
+    assert "not run against plain" in told(plain_tokens_per_second=0)
+
+
+def test_labels_keep_their_order_their_distance_and_the_chart():
+    wanted = [50.0, 52.0, 51.0, 299.0, 300.0, 10.0]
+    heights = spread(wanted, 14, 300)
+    assert sorted(range(6), key=wanted.__getitem__) == sorted(range(6), key=heights.__getitem__)
+    ordered = sorted(heights)
+    assert ordered[0] >= 14 and ordered[-1] <= 300
+    assert all(below - above >= 14.99 for above, below in zip(ordered, ordered[1:], strict=False))
+
+
+if __name__ == "__main__":  # to look at it: python -m tests.test_report page.html
+    import sys
+
+    write_report(full_profile(Path("/home/me/selfspec/profiles/qwen3-28")), Path(sys.argv[1]))
