@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from selfspec import Completion, Engine, Profile, Rules, Stats
-from selfspec.exits import Exit, ExitBlock
-from selfspec.model import Layer
-from selfspec.profile import DomainChoice, ModelIdentity
+from selfspec.exits import Exit
+from selfspec.profile import Device, PlanChoice
+from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import FAMILIES, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -25,6 +25,11 @@ PROMPT = torch.tensor([[1, 5, 9, 33]])
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model("llama", eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def answer(model) -> list[list[int]]:
+    return model.generate(PROMPT, max_new_tokens=4).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +164,43 @@ class TestMemory:
         engine.generate(PROMPT, max_new_tokens=2)
         assert engine.memory()["exits"] == expected
 
+    def test_a_trimmed_head_is_counted_while_its_request_lives(self, model, tokenizer, tmp_path):
+        rows = random_rows(40)
+        engine = Engine.from_model(model, tokenizer, save_profile(model, tmp_path, block=True, rows=rows))
+        engine.generate(PROMPT, max_new_tokens=2)
+        between = engine.memory()["exits"]
+
+        def of_heads(*texts: str) -> int:
+            offered = [{*rows.tolist(), *tokenizer(text)["input_ids"]} for text in texts]
+            return sum(len(tokens) * (32 + 1) * 8 for tokens in offered)  # weights and ids, 64 bits each
+
+        first, second = (engine.stream(text, max_new_tokens=40, domain="chat") for text in ("abc", "hello, you"))
+        next(first), next(second)
+        assert engine.memory()["exits"] == between + of_heads("abc", "hello, you")
+        del first
+        assert engine.memory()["exits"] == between + of_heads("hello, you")
+        del second
+        assert engine.memory()["exits"] == between
+
+    def test_a_trimmed_head_is_dropped_when_its_request_fails(self, model, tmp_path):
+        engine = Engine.from_model(model, profile=save_profile(model, tmp_path, block=True, rows=random_rows(40)))
+        engine.generate(PROMPT, max_new_tokens=2)
+        between, seen = engine.memory()["exits"], []
+
+        def fails(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(engine.memory()["exits"])
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            engine.generate(PROMPT, max_new_tokens=2, logits_processor=[fails])
+        gc.collect()  # the traceback held the request
+        assert seen[0] > between == engine.memory()["exits"]
+
 
 class TestNoProfileWarning:
     def test_it_comes_once_and_says_what_to_do(self, model):
         engine = Engine.from_model(model)
-        with pytest.warns(UserWarning, match="(?i)no profile.*calibrate.*exit_layer=.*plan="):
+        with pytest.warns(UserWarning, match="no profile.*python -m selfspec.calibrate.*exit_layer=.*plan="):
             engine.generate(PROMPT, max_new_tokens=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -437,17 +474,19 @@ class TestComplete:
         assert tree.stats.drafted > 0
 
 
-def save_profile(model: PreTrainedModel, folder: Path, block: bool = False, plan: str = "chain:3") -> Path:
+def save_profile(
+    model: PreTrainedModel,
+    folder: Path,
+    block: bool = False,
+    plan: str | dict[str, str] = "chain:3",
+    rows: torch.Tensor | None = None,
+    **entries: Any,
+) -> Path:
     """A profile of two domains, 'chat' with an exit after layer 2 and 'code' with one after layer 3."""
     decoder = Engine.from_model(model).model
-    trained = None
-    if block:
-        layer = Layer(**{name: None if t is None else t.clone() for name, t in vars(decoder.layers[2]).items()})
-        recall = 0.1 * torch.randn(32, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        trained = ExitBlock(layer, torch.zeros(32, 32), torch.zeros(32), recall)
-    exits = [Exit(decoder, 2, decoder.norm.clone(), trained), Exit(decoder, 3)]
-    domains = {"chat": DomainChoice.of(2, plan), "code": DomainChoice.of(3, "tree:2,1")}
-    Profile(model=ModelIdentity.of(decoder), domains=domains).save(folder, exits)
+    exits = [random_exit(decoder, 2) if block else Exit(decoder, 2), Exit(decoder, 3)]
+    domains = {"chat": choice_of(2, plan), "code": choice_of(3, "tree:2,1")}
+    profile_of(decoder, domains, **entries).save(folder, exits, {} if rows is None else {"chat": rows})
     return folder
 
 
@@ -507,11 +546,117 @@ class TestProfile:
         out = engine.generate(PROMPT, max_new_tokens=24, return_dict_in_generate=True)
         raw = stats_of(Engine.from_model(model), max_new_tokens=24, exit_layer=2, plan="chain:3")[0]
         assert out.sequences.tolist() == model.generate(PROMPT, max_new_tokens=24).tolist()
-        assert out.stats[0].cycles != raw.cycles, "layer 2 as the block drafts otherwise than no block"
+        assert out.stats[0].cycles != raw.cycles, "a block drafts otherwise than none"
 
     def test_it_serves_the_same_weights_in_another_dtype(self, profile_folder):
         engine = Engine.from_model(tiny_model("llama", torch.bfloat16), profile=profile_folder)
         assert stats_of(engine)[0].exit_layer == 2
+
+
+ELSEWHERE = Device(type="cuda", name="some GPU", dtype="bfloat16", torch="2.13.0")
+HERE = Device(type="cpu", name="some CPU", dtype="float32", torch="2.13.0")
+
+
+class TestPlans:
+    """A profile's plans are for a batch and a temperature, and for the kind of device they were measured on."""
+
+    by_batch = {"1": "none", "2-4": "tree:2,1", "5-16": "tree:3,1"}
+
+    @pytest.fixture(scope="class")
+    def advised(self, model, tmp_path_factory) -> Engine:
+        folder = save_profile(model, tmp_path_factory.mktemp("plans"), block=True, plan=self.by_batch)
+        return Engine.from_model(model, profile=folder)
+
+    @pytest.mark.parametrize(
+        ("rows", "plan", "reason"),
+        [
+            (1, "none", "goodput"),
+            (2, "tree:2,1", None),
+            (4, "tree:2,1", None),
+            (5, "chain:2", None),
+            (16, "chain:2", None),
+            (17, "none", "batch"),
+        ],
+    )
+    def test_each_batch_has_its_own(self, advised, model, rows, plan, reason):
+        ids = prompts(rows)
+        out = advised.generate(ids, max_new_tokens=6, return_dict_in_generate=True)
+        assert {(stats.plan, stats.disabled_reason) for stats in out.stats} == {(plan, reason)}
+        assert out.sequences.tolist() == model.generate(ids, max_new_tokens=6).tolist()
+
+    def test_a_batch_that_shrinks_takes_the_next(self, advised, model):
+        """Two rows draft; one ends after 3 tokens, and the other goes on plainly."""
+        ids = prompts(2)
+        first = ids[0].tolist()
+
+        def ends_the_first_row(prefix: torch.Tensor, _: Any) -> torch.Tensor:
+            return torch.tensor([prefix[0, :3].tolist() == first and prefix.shape[1] >= 6])
+
+        stopped, other = stats_of(advised, ids, max_new_tokens=24, stopping_criteria=[ends_the_first_row])
+        assert (stopped.plan, stopped.disabled_reason) == ("tree:2,1", None)
+        assert (other.plan, other.disabled_reason) == ("none", "goodput")
+        assert 0 < other.drafted < other.cycles
+
+    @pytest.mark.parametrize(
+        ("kwargs", "exit_layer", "plan", "reason"),
+        [
+            ({}, None, "none", "goodput"),
+            ({"speculative_decoding": True}, None, "none", "goodput"),
+            ({"speculative_decoding": False}, None, "none", "request"),
+            ({"speculative_decoding": "force"}, 2, "tree:4,2,2,1", None),
+            ({"plan": "chain:2"}, 2, "chain:2", None),
+            ({"exit_layer": 1}, 1, "tree:4,2,2,1", None),
+        ],
+        ids=["default", "asked_for", "refused", "forced", "plan", "exit_layer"],
+    )
+    @pytest.mark.parametrize("why", ["plan_none", "another_device"])
+    def test_where_none_pays_only_who_insists_drafts(self, model, tmp_path, why, kwargs, exit_layer, plan, reason):
+        entries = {"plan": "none", "device": HERE} if why == "plan_none" else {"device": ELSEWHERE}
+        engine = Engine.from_model(model, profile=save_profile(model, tmp_path, block=True, **entries))
+        out = engine.generate(PROMPT, max_new_tokens=24, return_dict_in_generate=True, **kwargs)
+        (stats,) = out.stats
+        assert (stats.exit_layer, stats.plan, stats.disabled_reason) == (exit_layer, plan, reason)
+        assert (stats.drafted > 0) == (reason is None)
+        assert out.sequences.tolist() == model.generate(PROMPT, max_new_tokens=24).tolist()
+
+    @pytest.mark.parametrize("device", [None, HERE], ids=["nowhere", "here"])
+    def test_measured_nowhere_or_on_this_kind_of_device_they_hold(self, model, tmp_path, device):
+        engine = Engine.from_model(model, profile=save_profile(model, tmp_path, device=device))
+        assert stats_of(engine, max_new_tokens=24)[0].plan == "chain:3"
+
+    @pytest.mark.parametrize(
+        ("sampling", "plan"),
+        [
+            ({"temperature": 0.9}, "chain:1"),
+            ({**SAMPLE, "temperature": 0.2}, "chain:1"),
+            ({**SAMPLE, "temperature": 0.5}, "chain:2"),
+            ({**SAMPLE, "temperature": 0.84}, "chain:2"),
+            ({**SAMPLE, "temperature": 0.86}, "chain:3"),
+            ({**SAMPLE, "temperature": 1.5}, "chain:3"),
+        ],
+        ids=["greedy", "0.2", "0.5", "0.84", "0.86", "1.5"],
+    )
+    def test_the_nearest_temperature_has_its_own(self, model, sampling, plan):
+        by_temperature = {"0": "chain:1", "0.7": "chain:2", "1": "chain:3"}
+        plans = {name: {"1": PlanChoice(plan=of)} for name, of in by_temperature.items()}
+        decoder = Engine.from_model(model).model
+        profile = profile_of(decoder, {"chat": choice_of(2, "none", plans=plans)})
+        assert stats_of(Engine.from_model(model, profile=profile), max_new_tokens=24, **sampling)[0].plan == plan
+
+    @pytest.mark.parametrize(
+        "kwargs",
+        [{"speculative_decoding": False}, {"plan": "none"}, {"stateful_processors": True}, {"domain": "code"}],
+        ids=["request", "plan_none", "processor", "goodput"],
+    )
+    def test_whoever_never_drafts_never_reads_the_exits(self, model, answer, tmp_path, kwargs):
+        folder = save_profile(model, tmp_path, block=True)
+        (folder / "exits.safetensors").write_bytes(b"broken")
+        domains = {"chat": choice_of(2, "chain:2"), "code": choice_of(3, "none")}
+        edit_profile(folder, domains={name: choice.model_dump() for name, choice in domains.items()})
+        engine = Engine.from_model(model, profile=folder)
+        assert engine.generate(PROMPT, max_new_tokens=4, **kwargs).tolist() == answer
+        with pytest.raises(ValueError, match="exits.safetensors.*python -m selfspec.calibrate"):
+            engine.generate(PROMPT, max_new_tokens=4)
 
 
 class TestAutomaticProfile:

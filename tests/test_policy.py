@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.policy import Policy, Rules
+from selfspec.policy import BATCHES, Policy, Rules
 from selfspec.sampling import Sampling
 from selfspec.tree import NONE, Plan
 
@@ -201,6 +201,108 @@ def test_forced_tree_stays_a_tree_at_every_batch(batch: int) -> None:
 
 def test_force_without_a_plan_takes_the_default_tree() -> None:
     assert choose(mode="force", has_exit=False) == ("tree:4,2,2,1", None)
+
+
+# A profile's plans
+
+BANDS = {1: "tree:4,2", 4: "tree:2,1", 16: "chain:2"}
+
+
+def profiled(plans: dict[int, str]) -> dict[int, Plan]:
+    return {size: Plan.parse(plan) for size, plan in plans.items()}
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [(1, "tree:4,2"), (2, "tree:2,1"), (4, "tree:2,1"), (5, "chain:2"), (16, "chain:2")],
+)
+@pytest.mark.parametrize("mode", [None, True, "force"], ids=str)
+def test_each_band_of_batches_has_its_plan(batch: int, expected: str, mode: Any) -> None:
+    assert choose(batch, mode=mode, plans=profiled(BANDS)) == (expected, None)
+
+
+def test_the_bands_are_those_of_a_profile() -> None:
+    assert list(BANDS) == list(BATCHES.values())
+    assert max(BANDS) == Rules().max_batch
+
+
+def test_the_order_of_bands_does_not_matter() -> None:
+    backwards = profiled(dict(reversed(BANDS.items())))
+    assert [choose(batch, plans=backwards)[0] for batch in (1, 3, 6)] == ["tree:4,2", "tree:2,1", "chain:2"]
+
+
+def test_a_batch_past_all_bands_takes_the_largest() -> None:
+    assert choose(3, plans=profiled({1: "tree:4,2"})) == ("tree:4,2", None)
+    assert choose(17, plans=profiled(BANDS), mode="force") == ("chain:2", None)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(None, "chain:2"), ("force", "tree:2,1")], ids=["by_rules", "forced"])
+def test_a_profiles_tree_is_narrowed_as_any_other(mode: Any, expected: str) -> None:
+    assert choose(5, mode=mode, plans=profiled({16: "tree:2,1"})) == (expected, None)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.9, 1.2])
+def test_a_profiles_plan_is_not_shortened_by_temperature(temperature: float) -> None:
+    assert choose(sampling=sampled(temperature), plans=profiled(BANDS)) == ("tree:4,2", None)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6])
+def test_the_requests_plan_is_taken_before_the_profiles(batch: int) -> None:
+    assert choose(batch, plan=Plan.parse("chain:7"), plans=profiled(BANDS)) == ("chain:7", None)
+    assert choose(batch, plan=NONE, plans=profiled(BANDS)) == ("none", "request")
+
+
+@pytest.mark.parametrize("mode", [None, True], ids=str)
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_where_no_plan_pays_the_reason_is_goodput(batch: int, mode: Any) -> None:
+    assert choose(batch, mode=mode, plans={1: NONE}) == ("none", "goodput")
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_force_and_a_plan_of_the_request_overrule_goodput(batch: int) -> None:
+    assert choose(batch, mode="force", plans={1: NONE}) == ("tree:4,2,2,1", None)
+    assert choose(batch, plan=Plan.parse("chain:2"), plans={1: NONE}) == ("chain:2", None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"mode": False}, "request"),
+        ({"stateful_processors": True}, "processor"),
+        ({"has_exit": False}, "no_profile"),
+        ({"batch": 17}, "batch"),
+        ({"sampling": sampled(2.0)}, "temperature"),
+        ({"sampling": sampled(top_k=500)}, "top_k"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_other_reason_is_given_before_goodput(request_: dict[str, Any], expected: str) -> None:
+    assert reason(**request_, plans={1: NONE}) == expected
+
+
+@pytest.mark.parametrize(
+    ("plans", "expected"),
+    [
+        ({1: "none"}, "goodput"),
+        ({1: "none", 4: "none", 16: "none"}, "goodput"),
+        ({1: "none", 4: "tree:2", 16: "none"}, None),
+        ({1: "none", 4: "none", 16: "chain:2"}, None),
+        ({1: "chain:2", 4: "none", 16: "none"}, None),
+    ],
+    ids=["one_band", "all_bands", "pays_in_the_middle", "pays_in_large_batches", "pays_alone"],
+)
+def test_goodput_holds_for_good_only_where_no_batch_pays(plans: dict[int, str], expected: str | None) -> None:
+    """A request that is off for good gets no exit: no cycle may then draft, whatever its batch."""
+    policy = Policy(Rules(), GREEDY, plans=profiled(plans))
+    assert policy.off_for_good == expected
+    assert any(len(policy.choose(batch)[0]) for batch in range(1, 18)) == (expected is None)
+
+
+def test_possible_plans_hold_all_that_may_be_drafted() -> None:
+    for plan in (None, TREE):
+        policy = Policy(Rules(), GREEDY, plan=plan, plans=profiled(BANDS))
+        drafted = {policy.choose(batch)[0] for batch in range(1, 17)}
+        assert max(max(p.ranks) for p in drafted) <= max(max(p.ranks) for p in policy.possible_plans)
 
 
 # Rules

@@ -106,14 +106,12 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
 
 
 def _save(run: Calibration, profile: Profile) -> Profile:
-    """With the exits that some domain uses, and every domain's head."""
-    used = {choice.exit_layer for choice in profile.domains.values()}
+    """With every exit, chosen or not, since a request may ask for one, and every domain's head."""
     rows = {
         domain.name: run.head_rows(index, profile.domains[domain.name].head_rows or run.vocabulary)
         for index, domain in enumerate(run.domains)
     }
-    exits = [exit for exit in run.exits if exit.layer in used]
-    return profile.save(run.out, exits, {name: own for name, own in rows.items() if own is not None})
+    return profile.save(run.out, run.exits, {name: own for name, own in rows.items() if own is not None})
 
 
 def _plan_choice(candidate: Candidate) -> PlanChoice:
