@@ -48,7 +48,7 @@ def profile_of(model: Decoder, domains: dict[str, DomainChoice], **entries: Any)
     return Profile(model=ModelIdentity.of(model), domains=domains, **entries)
 
 
-def edit_profile(folder: Path, **entries: Any) -> None:
+def edit_profile(folder: Path, /, **entries: Any) -> None:
     """Replaces entries of a saved profile.json."""
     path = folder / "profile.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))

@@ -12,9 +12,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from selfspec import Completion, Engine, Profile, Rules, Stats
+from selfspec import Completion, Engine, Plan, Profile, Rules, Stats
 from selfspec.exits import Exit
-from selfspec.profile import Device, PlanChoice
+from selfspec.policy import Policy
+from selfspec.profile import Device, DomainChoice, PlanChoice
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import FAMILIES, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -560,12 +561,10 @@ HERE = Device(type="cpu", name="some CPU", dtype="float32", torch="2.13.0")
 class TestPlans:
     """A profile's plans are for a batch and a temperature, and for the kind of device they were measured on."""
 
-    by_batch = {"1": "none", "2-4": "tree:2,1", "5-16": "tree:3,1"}
-
-    @pytest.fixture(scope="class")
-    def advised(self, model, tmp_path_factory) -> Engine:
-        folder = save_profile(model, tmp_path_factory.mktemp("plans"), block=True, plan=self.by_batch)
-        return Engine.from_model(model, profile=folder)
+    @pytest.fixture
+    def advised(self, model, tmp_path) -> Engine:
+        by_batch = {"1": "none", "2-4": "tree:2,1", "5-16": "tree:3,1"}
+        return Engine.from_model(model, profile=save_profile(model, tmp_path, block=True, plan=by_batch))
 
     @pytest.mark.parametrize(
         ("rows", "plan", "reason"),
@@ -578,11 +577,18 @@ class TestPlans:
             (17, "none", "batch"),
         ],
     )
-    def test_each_batch_has_its_own(self, advised, model, rows, plan, reason):
+    def test_each_batch_has_its_own(self, advised, model, rows, plan, reason, monkeypatch):
+        choose, chosen = Policy.choose, {}
+
+        def spy(policy: Policy, batch: int) -> Any:
+            chosen[batch] = choose(policy, batch)
+            return chosen[batch]
+
+        monkeypatch.setattr(Policy, "choose", spy)
         ids = prompts(rows)
-        out = advised.generate(ids, max_new_tokens=6, return_dict_in_generate=True)
-        assert {(stats.plan, stats.disabled_reason) for stats in out.stats} == {(plan, reason)}
-        assert out.sequences.tolist() == model.generate(ids, max_new_tokens=6).tolist()
+        out = advised.generate(ids, max_new_tokens=6)
+        assert chosen[rows] == (Plan.parse(plan), reason)
+        assert out.tolist() == model.generate(ids, max_new_tokens=6).tolist()
 
     def test_a_batch_that_shrinks_takes_the_next(self, advised, model):
         """Two rows draft; one ends after 3 tokens, and the other goes on plainly."""
@@ -640,7 +646,7 @@ class TestPlans:
         by_temperature = {"0": "chain:1", "0.7": "chain:2", "1": "chain:3"}
         plans = {name: {"1": PlanChoice(plan=of)} for name, of in by_temperature.items()}
         decoder = Engine.from_model(model).model
-        profile = profile_of(decoder, {"chat": choice_of(2, "none", plans=plans)})
+        profile = profile_of(decoder, {"chat": DomainChoice(exit_layer=2, plans=plans)})
         assert stats_of(Engine.from_model(model, profile=profile), max_new_tokens=24, **sampling)[0].plan == plan
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,25 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.py"))
+PROMPTS = sorted(path.name for path in (ROOT / "calibration" / "prompts").glob("*.jsonl"))
+
+# Laid beside the real files before the wheel is built: what a calibration leaves, and what people leave.
+A_PROFILE = ["calibration/profiles/tiny/profile.json", "calibration/profiles/tiny/exits.safetensors"]
+STRAY = [
+    "calibration/profiles/tiny/report.html",
+    "calibration/profiles/tiny/checkpoint.pt",
+    "calibration/profiles/profile.json",
+    "calibration/prompts/notes.txt",
+    "calibration/prompts/old/chat.jsonl",
+    "calibration/README.md",
+    "kernels/notes.md",
+    "selfspec/notes.md",
+    "selfspec/calibrate/report.html",
+    "selfspec/scratch/module.py",
+    "bench/run.py",
+    "tests/test_it.py",
+    "shared/data.bin",
+]
 
 
 def required(platform: str, extra: str = "") -> set[str]:
@@ -64,7 +84,7 @@ def test_a_checkout_does_not_shadow_the_package_named_kernels(tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The files of a wheel built from a copy of the checkout, unpacked as pip would."""
+    """The files of a wheel built from a copy of the checkout and much that is none of its business, unpacked."""
     try:  # asked for its version only: importing it here would clash with a distutils that is already imported
         found = Version(version("setuptools"))
     except PackageNotFoundError:
@@ -73,12 +93,17 @@ def installed(tmp_path_factory) -> Path:
         pytest.skip("building the wheel needs setuptools 77")
     base = tmp_path_factory.mktemp("build")
     names = ("pyproject.toml", "README.md", "LICENSE", "selfspec", "kernels", "calibration")
+    ignored = shutil.ignore_patterns("__pycache__", "profiles")  # real profiles are large
     for source in (ROOT / name for name in names if (ROOT / name).exists()):
         if source.is_dir():
-            shutil.copytree(source, base / "copy" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, base / "copy" / source.name, ignore=ignored)
         else:
             (base / "copy").mkdir(exist_ok=True)
             shutil.copy(source, base / "copy")
+    for path in (base / "copy" / name for name in (*A_PROFILE, *STRAY)):
+        assert not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
     build = "from setuptools import build_meta; build_meta.build_wheel('../wheel')"
     (base / "wheel").mkdir()
     python(build, path=[], cwd=base / "copy")
@@ -95,16 +120,37 @@ def test_a_wheel_contains_every_module(installed):
     assert {path.relative_to(installed).as_posix() for path in installed.rglob("*.py")} == modules
 
 
+def test_a_wheel_contains_prompts_profiles_and_the_reports_template_and_nothing_else(installed):
+    files = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
+    others = {name for name in files if not name.endswith(".py") and ".dist-info/" not in name}
+    expected = {f"selfspec/calibration/prompts/{name}" for name in PROMPTS}
+    expected |= {f"selfspec/{name}" for name in A_PROFILE}
+    assert len(PROMPTS) == 6
+    assert others == expected | {"selfspec/calibrate/report.html.jinja"}
+
+
 def test_a_wheel_contains_no_top_level_but_selfspec(installed):
     assert [path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")] == ["selfspec"]
 
 
-def test_the_installed_package_finds_its_kernels(installed, tmp_path):
-    """Where no checkout lies beside it."""
+def test_the_installed_package_finds_what_comes_with_it(installed, tmp_path):
+    """Kernels, prompts, profiles and the report's template, where no checkout lies beside it."""
     out = python(
-        "import selfspec.generate, selfspec.kernels.noise as noise",
-        "print(selfspec.__file__, noise.__file__, sep='\\n')",
+        "import json",
+        "import selfspec.generate, selfspec.kernels.noise as noise, selfspec.calibrate.report as report",
+        "from selfspec.calibrate.prompts import shipped_domains",
+        "from selfspec.home import shipped_dir",
+        "profiles = shipped_dir().glob('profiles/*/profile.json')",
+        "files = [selfspec.__file__, noise.__file__, *map(str, profiles), report._page().filename]",
+        "print(json.dumps([files, [domain.name for domain in shipped_domains()]]))",
         path=[installed],
         cwd=tmp_path,
     )
-    assert out.splitlines() == [str(installed / "selfspec" / name) for name in ("__init__.py", "kernels/noise.py")]
+    files, domains = json.loads(out)
+    assert [Path(file).relative_to(installed / "selfspec").as_posix() for file in files] == [
+        "__init__.py",
+        "kernels/noise.py",
+        "calibration/profiles/tiny/profile.json",
+        "calibrate/report.html.jinja",
+    ]
+    assert sorted(f"{name}.jsonl" for name in domains) == PROMPTS

@@ -69,7 +69,7 @@ class Student:
 
     def exit(self) -> Exit:
         """The exit as it stands, in the model's dtype, differentiable."""
-        own = {name: tensor.to(self.model.dtype) for name, tensor in self.parameters.items()}
+        own = {name: tensor.to(self.model.dtype, copy=True) for name, tensor in self.parameters.items()}
         fused = {
             name: torch.cat([own[f"{name}.{index}"] for index in range(len(sizes))])
             for name, sizes in self.pieces.items()
@@ -99,7 +99,7 @@ class Trainer:
         self.step = 0
         self._places = _Places(corpus, recipe.depths)
         rows, device = min(recipe.rows, len(corpus)), model.device
-        self._batch = Corpus(*(tensor[:rows].to(device) for tensor in vars(corpus).values()))
+        self._batch = Corpus(*(tensor[:rows].to(device, copy=True) for tensor in vars(corpus).values()))
         self._recalled = recalled[:rows].to(device, copy=True)
         self._roots = torch.zeros(rows, recipe.roots, dtype=torch.int64, device=device)
         # What the last step saw, for each exit and depth: loss and share of positions with the model's best token.

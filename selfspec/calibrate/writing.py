@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.calibrate.corpus import Corpus
-from selfspec.calibrate.graphs import captured
+from selfspec.calibrate.graphs import captured, shared_pool
 from selfspec.model import Attend, Decoder
 from selfspec.text import encode
 
@@ -165,6 +165,7 @@ class _Hand:
         # Which tokens are the model's own, and one place for the token that the last pass decides in vain.
         self.own = torch.zeros(rows, length + 1, dtype=torch.bool, device=device)
         self._passes: dict[int, Callable[[], None]] = {}
+        self._pool = shared_pool(device)
 
     @torch.no_grad()
     def write(self, scripts: list[list[Script]], progress: Callable[[int], None]) -> Corpus:
@@ -197,7 +198,7 @@ class _Hand:
         if seen not in self._passes:
             self._passes[seen] = partial(self._step, seen)
         elif isinstance(self._passes[seen], partial):
-            self._passes[seen] = captured(partial(self._step, seen), self.model.device)
+            self._passes[seen] = captured(partial(self._step, seen), self.model.device, self._pool)
         return self._passes[seen]
 
     def _step(self, seen: int) -> None:

@@ -1,0 +1,437 @@
+"""The smaller parts of calibration: packed text, heads, prompts, the work folder, settings and what fits in memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.calibrate import heads, resources
+from selfspec.calibrate.corpus import Corpus, Document, hidden_states
+from selfspec.calibrate.prompts import SHIPPED, parse_domain, read_domain, shipped_domains
+from selfspec.calibrate.resources import Resources, fit
+from selfspec.calibrate.settings import Settings
+from selfspec.calibrate.training import Recipe
+from selfspec.calibrate.work import Work
+from selfspec.weights import adopt
+from tests.calibrated import documents_of, random_documents, write_lines, write_prompts
+from tests.strategies import SETTINGS
+from tests.tiny import FAMILIES, tiny_model
+
+# Packing
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> list[Document]:
+    lengths = draw(st.lists(st.integers(2, 30), min_size=1, max_size=25))
+    first = 1
+    found = []
+    for length in lengths:
+        tokens = list(range(first, first + length))  # no token occurs twice
+        first += length
+        found.append(Document(tokens, draw(st.integers(1, length)), draw(st.integers(0, 3))))
+    return found
+
+
+@SETTINGS
+@given(documents(), st.integers(0, 3), st.integers(1, 4))
+def test_packing_loses_nothing_and_splits_nothing(given_documents: list[Document], seed: int, open_rows: int) -> None:
+    length = 20
+    corpus = Corpus.pack(given_documents, length, seed, open_rows)
+    packed = [document for row in range(len(corpus)) for document in documents_of(corpus, row)]
+    by_first = {document.tokens[0]: document for document in given_documents}
+    assert len(packed) == len(given_documents)
+    for document in packed:
+        source = by_first.pop(document.tokens[0])
+        assert document.tokens == source.tokens[:length], "whole, or cut where it is longer than a row"
+        assert document.positions == list(range(len(document.tokens)))
+        assert document.domains == {source.domain}
+        own = [place >= source.written for place in range(len(document.tokens))]
+        assert document.predicts == [*own[1:], False]
+    padding = corpus.documents == 0
+    assert not corpus.predicts[padding].any()
+    used = (~padding).sum(1)
+    assert (used > 0).all()
+    assert (padding.int().diff(dim=1) >= 0).all(), "padding lies at the end"
+
+
+def test_packing_depends_on_the_seed_alone_and_fills_rows() -> None:
+    given_documents = random_documents(*[5, 9, 14, 3, 20, 7] * 5)
+    one, again, other = (Corpus.pack(given_documents, 20, seed) for seed in (0, 0, 1))
+    assert torch.equal(one.tokens, again.tokens)
+    assert one.tokens.shape != other.tokens.shape or not torch.equal(one.tokens, other.tokens)
+    assert (one.documents > 0).float().mean() > 0.85
+
+
+def test_a_corpus_on_disk_is_smaller_and_the_same() -> None:
+    corpus = Corpus.pack(random_documents(5, 9, 14, 3), 20)
+    small = corpus.small()
+    again = Corpus.from_small(small)
+    for name, tensor in vars(corpus).items():
+        assert torch.equal(getattr(again, name), tensor) and getattr(again, name).dtype == tensor.dtype
+        assert small[name].nbytes <= tensor.nbytes
+    both = Corpus.join([corpus, again])
+    assert len(both) == 2 * len(corpus) and torch.equal(both.rows(slice(0, len(corpus))).tokens, corpus.tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_see_only_themselves(family: str) -> None:
+    """Every state of every layer is transformers' for the document alone; sliding windows are shorter than them."""
+    hf = tiny_model(family)
+    corpus = Corpus.pack(random_documents(17, 6, 3, 11), 24)
+    with torch.no_grad():
+        states = list(hidden_states(adopt(hf), corpus))
+    for row in range(len(corpus)):
+        for document in documents_of(corpus, row):
+            part = slice(document.start, document.start + len(document.tokens))
+            with torch.no_grad():
+                alone = hf.model(torch.tensor([document.tokens]), output_hidden_states=True).hidden_states
+            for ours, theirs in zip(states[:-1], alone, strict=False):  # their last is normed
+                torch.testing.assert_close(ours[row, part], theirs[0], rtol=1e-4, atol=1e-5)
+
+
+# Heads
+
+
+def test_uses_are_of_the_models_own_tokens_by_domain() -> None:
+    corpus = Corpus.pack([Document([5, 5, 7, 7, 7, 8], 3, 0), Document([9, 9, 9, 7], 2, 1)], 12)
+    uses = heads.token_uses(corpus, 2, 10)
+    assert uses.tolist() == [[0, 0, 0, 0, 0, 0, 0, 2, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 1]]
+
+
+def test_rows_come_by_use_in_the_domain_then_elsewhere_then_by_id() -> None:
+    uses = torch.zeros(2, 8, dtype=torch.float64)
+    uses[0, [6, 3]] = torch.tensor([5.0, 9.0], dtype=torch.float64)
+    uses[1, [5, 1]] = torch.tensor([4.0, 2.0], dtype=torch.float64)
+    order = heads.ordered_rows(uses)
+    assert order.tolist() == [[3, 6, 5, 1, 0, 2, 4, 7], [5, 1, 3, 6, 0, 2, 4, 7]]
+    assert heads.head_of(order[0], 3).tolist() == [3, 5, 6]
+
+
+@SETTINGS
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 5))
+def test_every_token_has_one_place_and_smaller_heads_lie_in_larger_ones(domains: int, size: int, seed: int) -> None:
+    uses = torch.randint(0, 6, (domains, 40), generator=torch.Generator().manual_seed(seed)).double()
+    for order, own in zip(heads.ordered_rows(uses), uses, strict=True):
+        assert order.sort().values.tolist() == list(range(40))
+        head = heads.head_of(order, size)
+        assert len(head) == size and (head.diff() > 0).all()
+        assert set(heads.head_of(order, size // 2).tolist()) <= set(head.tolist())
+        if domains == 1:
+            assert (own[order].diff() <= 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [101, 2047, 2048, 32_000, 151_936])
+def test_a_trimmed_head_leaves_two_thirds_of_a_large_vocabulary_out(vocabulary: int) -> None:
+    largest = heads.largest_head(vocabulary)
+    if vocabulary < 2048:
+        assert largest == vocabulary
+    else:
+        assert 0 < largest <= vocabulary // 3 - 512
+
+
+# Prompts
+
+
+def lines_of(*entries: object, count: int = 8) -> list[str]:
+    """Good lines, then these."""
+    good = [json.dumps({"prompt": f"prompt {number}"}) for number in range(count)]
+    return [*good, *(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)]
+
+
+BAD_LINES = {
+    "broken": ("{broken", "not a JSON object"),
+    "list": ("[1, 2]", "an object"),
+    "text": ('"text"', "an object"),
+    "nothing": ({}, 'either "prompt" or "messages"'),
+    "neither": ({"text": "x"}, 'either "prompt" or "messages"'),
+    "both": ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
+    "number as prompt": ({"prompt": 3}, '"prompt" must be a text'),
+    "empty prompt": ({"prompt": " "}, '"prompt" must be a text that is not empty'),
+    "no messages": ({"messages": []}, '"messages" must be a list that is not empty'),
+    "text as messages": ({"messages": "x"}, '"messages" must be a list'),
+    "no content": ({"messages": [{"role": "user"}]}, '"role" and "content"'),
+    "text as message": ({"messages": ["x"]}, '"role" and "content"'),
+    "list as content": ({"messages": [{"role": "user", "content": [1]}]}, '"role" and "content" as texts'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, case: str) -> None:
+    entry, expected = BAD_LINES[case]
+    path = write_lines(tmp_path / "bad.jsonl", [*lines_of(count=9), "", *lines_of(entry, count=0)])
+    with pytest.raises(ValueError) as error:
+        read_domain("mine", path)
+    assert f"{path}, line 11:" in str(error.value) and expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [""], lines_of(count=7), lines_of(count=4) * 3], ids=["empty", "blank", "seven", "repeated"]
+)
+def test_too_few_prompts_are_refused(tmp_path: Path, lines: list[str]) -> None:
+    path = write_lines(tmp_path / "few.jsonl", lines)
+    different = len({line for line in lines if line})
+    with pytest.raises(ValueError, match=f"{different} different prompts.*at least 8"):
+        read_domain("mine", path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "binary"])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe\x80" * 10)
+    with pytest.raises(ValueError, match="'mine'.*prompts.jsonl"):
+        read_domain("mine", path)
+
+
+@pytest.mark.parametrize("text", ["mine", "=a.jsonl", "mine=", " =a.jsonl", "auto=a.jsonl", " auto =a.jsonl"])
+def test_a_domain_is_a_name_and_a_file(text: str) -> None:
+    with pytest.raises(ValueError, match="NAME=PROMPTS.jsonl|cannot be called 'auto'"):
+        parse_domain(text)
+
+
+def test_a_domain_from_the_command_line_is_the_files(tmp_path: Path) -> None:
+    path = write_prompts(tmp_path / "a=b.jsonl", "abc")
+    assert parse_domain(f" mine = {path}") == read_domain("mine", path)
+
+
+def test_line_ends_within_a_text_do_not_end_a_line(tmp_path: Path) -> None:
+    odd = [f"one\u2028two\x85three {number}" for number in range(8)]
+    lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in odd]
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    domain = read_domain("mine", path)
+    assert {*domain.training, *domain.measuring} == set(odd)
+
+
+@SETTINGS
+@given(st.lists(st.integers(0, 30), min_size=8, max_size=60).filter(lambda numbers: len(set(numbers)) >= 8))
+def test_training_and_measuring_prompts_never_mix(tmp_path_factory: pytest.TempPathFactory, numbers: list[int]) -> None:
+    path = tmp_path_factory.getbasetemp() / "split.jsonl"
+    write_lines(path, [json.dumps({"prompt": f"prompt {number}"}) for number in numbers])
+    domain = read_domain("mine", path)
+    training, measuring = set(domain.training), set(domain.measuring)
+    assert not training & measuring
+    assert training | measuring == {f"prompt {number}" for number in numbers}
+    assert len(domain.training) + len(domain.measuring) == len(set(numbers))
+    assert len(measuring) == len(set(numbers)) // 4
+
+
+def test_the_split_goes_by_place_so_that_it_stays(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    lines = lines_of({"messages": messages})
+    domain = read_domain("mine", write_lines(tmp_path / "a.jsonl", lines))
+    assert domain.measuring == ("prompt 3", "prompt 7")
+    assert domain.training[-1] == messages
+
+
+def test_six_domains_are_shipped_and_share_no_prompt() -> None:
+    domains = shipped_domains()
+    assert [domain.name for domain in domains] == list(SHIPPED) and len(SHIPPED) == 6
+    texts = [json.dumps(prompt) for domain in domains for prompt in (*domain.training, *domain.measuring)]
+    assert len(texts) == len(set(texts)), "training and measuring are apart, across domains too"
+    for domain in domains:
+        assert len(domain.training) + len(domain.measuring) >= 40, domain.name
+        assert len(domain.measuring) >= 10
+
+
+# The work folder
+
+
+def test_pieces_of_work_are_there_again_on_resuming(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work", {"a": 1, "b": (1, 2)}, resume=False)
+    work.write_json("steps", 12)
+    work.write_tensors("chunk", {"x": torch.arange(6).view(2, 3).T, "y": torch.tensor(3)})
+    again = Work(tmp_path / "work", {"a": 1, "b": (1, 2)}, resume=True)
+    assert again.read_json("steps") == 12
+    stored = again.read_tensors("chunk")
+    assert stored is not None and torch.equal(stored["x"], torch.arange(6).view(2, 3).T) and stored["y"] == 3
+    assert again.read_json("other") is None and again.read_tensors("other") is None
+    again.remove()
+    assert not (tmp_path / "work").exists()
+
+
+def test_without_resume_work_begins_anew(tmp_path: Path) -> None:
+    Work(tmp_path, {"a": 1}, resume=False).write_json("steps", 12)
+    assert Work(tmp_path, {"a": 1}, resume=False).read_json("steps") is None
+
+
+def test_resuming_where_nothing_is_begins_anew(tmp_path: Path) -> None:
+    work = Work(tmp_path / "deep" / "work", {"a": 1}, resume=True)
+    assert work.read_json("key") == {"a": 1}
+
+
+def test_a_run_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
+    Work(tmp_path, {"minutes": 1, "seed": 0, "steps": None}, resume=False).write_json("steps", 12)
+    with pytest.raises(ValueError, match=r"other settings \(minutes, steps\)") as error:
+        Work(tmp_path, {"minutes": 2, "seed": 0, "steps": 5}, resume=True)
+    assert "--resume" in str(error.value)
+    assert json.loads((tmp_path / "steps.json").read_text()) == 12, "and nothing of it is lost"
+
+
+def test_damaged_pieces_count_as_not_there(tmp_path: Path) -> None:
+    work = Work(tmp_path, {}, resume=False)
+    work.write_json("steps", 12)
+    work.write_tensors("chunk", {"x": torch.zeros(100)})
+    for path in (tmp_path / "steps.json", tmp_path / "chunk.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "empty.safetensors").touch()
+    assert work.read_json("chunk") is None
+    assert work.read_tensors("chunk") is None and work.read_tensors("empty") is None
+    (tmp_path / "steps.json").write_text("{")
+    assert work.read_json("steps") is None
+
+
+@pytest.mark.parametrize("kind", ["json", "tensors"])
+def test_a_piece_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Stopped at the worst moment, between writing and naming it, the piece before stays."""
+    work = Work(tmp_path, {}, resume=False)
+    write, read = getattr(work, f"write_{kind}"), getattr(work, f"read_{kind}")
+    old, new = (12, 13) if kind == "json" else ({"x": torch.zeros(3)}, {"x": torch.ones(3)})
+    write("piece", old)
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.calibrate.work.os.replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write("piece", new)
+    assert str(read("piece")) == str(old)
+    write("piece", new)
+    assert str(read("piece")) == str(new)
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["anew", "resume"])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, resume: bool) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="cannot write to .*--out"):
+        Work(file / "out" / "work", {}, resume)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "num_layers, expected",
+    [(2, [1]), (3, [1]), (4, [1, 2]), (6, [1, 2, 3]), (24, [1, 2, 3]), (30, [1, 2, 3]), (32, [2, 3, 4]),
+     (48, [4, 5, 6]), (80, [8, 9, 10])],
+)  # fmt: skip
+def test_exits_are_three_shallow_layers_in_the_lower_half(num_layers: int, expected: list[int]) -> None:
+    assert Settings().exit_layers(num_layers) == expected
+
+
+def test_exits_asked_for_are_sorted_and_checked() -> None:
+    assert Settings(exits=(3, 1, 3)).exit_layers(6) == [1, 3]
+    for layer in (0, -1, 4, 6):
+        with pytest.raises(ValueError, match=f"layer {layer} .*6 layers.* 1 to 3"):
+            Settings(exits=(1, layer)).exit_layers(6)
+
+
+@pytest.mark.parametrize("exits", [(), (1,)])
+def test_a_model_of_one_layer_has_no_place_for_an_exit(exits: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="1 layer"):
+        Settings(exits=exits).exit_layers(1)
+
+
+@pytest.mark.parametrize("name", ["minutes", "tokens", "steps", "memory_gb"])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_impossible_amounts_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be above 0"):
+        Settings(**{name: value})
+
+
+def test_unknown_objectives_and_missing_texts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="objective 'fun'.*throughput, accept"):
+        Settings(objective="fun")
+    with pytest.raises(ValueError, match="--text .*no such file"):
+        Settings(text=(tmp_path / "missing.txt",))
+
+
+# Memory
+
+RECIPE = Recipe(length=128, rows=32, roots=16)
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch):
+    """What fits a tiny model in so much room."""
+    model = adopt(tiny_model("llama", dtype=torch.float32))
+
+    def fit_room(room: int, exits: int = 3) -> Resources:
+        monkeypatch.setattr(resources, "device_room", lambda _: room)
+        return fit(model, exits, RECIPE, 101)
+
+    return fit_room
+
+
+def test_less_room_gives_fewer_rows_and_then_fewer_exits_together(fitted) -> None:
+    found = []
+    for room in (2**shift for shift in range(36, 18, -1)):
+        try:
+            found.append(fitted(room))
+        except ValueError:
+            break
+    for more, less in zip(found, found[1:], strict=False):
+        assert less.writing_rows <= more.writing_rows
+        assert less.exits_together * less.training_rows <= more.exits_together * more.training_rows
+        assert less.exits_together <= more.exits_together
+        assert less.most_tokens <= more.most_tokens
+    assert (found[0].training_rows, found[0].exits_together) == (32, 3)
+    assert len({part.training_rows for part in found}) > 2
+    assert {part.exits_together for part in found} >= {3, 1}
+    assert all(part.writing_rows >= 8 and part.writing_rows % 8 == 0 for part in found)
+    assert all(part.training_rows >= 4 and part.most_tokens >= 128 * part.training_rows for part in found)
+
+
+def test_exits_are_divided_evenly(fitted) -> None:
+    """Four exits of which three would fit are trained as two and two."""
+    rooms = [int(1.1**power) for power in range(200, 150, -1)]
+    together = set()
+    for room in rooms:
+        try:
+            together.add(fitted(room, exits=4).exits_together)
+        except ValueError:
+            break
+    assert together <= {4, 2, 1} and 2 in together
+
+
+@pytest.mark.parametrize("room", [0, 1000, 100_000])
+def test_nothing_is_begun_where_nothing_fits(fitted, room: int) -> None:
+    with pytest.raises(ValueError, match="too little to calibrate"):
+        fitted(room)
+
+
+def test_the_teachers_states_go_to_host_memory_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = adopt(tiny_model("llama", dtype=torch.float32))
+    gpu = SimpleNamespace(config=cpu.config, layers=cpu.layers, dtype=cpu.dtype, device=torch.device("cuda"))
+    monkeypatch.setattr(resources, "host_room", lambda: 10**9)
+    places = {}
+    for room in (int(2**30 * 0.9**power) for power in range(40)):
+        monkeypatch.setattr(resources, "device_room", lambda _, room=room: room)
+        part = fit(gpu, 3, RECIPE, 101)
+        places[part.states_on] = part
+        assert ("host memory" in part.describe()) == (part.states_on == "cpu")
+    assert set(places) == {"cuda", "cpu"}
+    assert places["cpu"].most_tokens == int(0.4 * 10**9 / (2 * 32 * 4))
+
+
+def test_host_room_is_what_the_system_says_is_free() -> None:
+    assert 2**20 < resources.host_room() < 2**50
+    assert resources.device_room(torch.device("cpu")) == pytest.approx(resources.host_room(), rel=0.2)
+
+
+def test_a_recipe_is_smaller_elsewhere_than_on_a_gpu_and_fits_the_context() -> None:
+    gpu, cpu = (Recipe.for_device(torch.device(kind), 4096, seed=3) for kind in ("cuda", "cpu"))
+    assert gpu == replace(Recipe(), seed=3)
+    assert cpu.length < gpu.length and cpu.rows < gpu.rows
+    assert [Recipe.for_device(torch.device(kind), 64, 0).length for kind in ("cuda", "cpu")] == [64, 64]

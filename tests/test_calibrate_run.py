@@ -1,0 +1,384 @@
+"""Calibrations from beginning to end, through the command line: a tiny model, amounts given, costs injected.
+
+How fast a run is, is replaced by how few cycles it takes, so that nothing depends on how busy this machine is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from selfspec import Engine, Profile
+from selfspec.calibrate import __main__ as command
+from selfspec.calibrate import outcome, resources, run, trial
+from selfspec.calibrate.corpus import Corpus
+from selfspec.calibrate.prompts import parse_domain
+from selfspec.calibrate.training import Trainer
+from selfspec.calibrate.trial import Setting
+from selfspec.calibrate.writing import Writer
+from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.text import encode
+from selfspec.tree import Plan
+from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quieten, write_lines, write_prompts
+from tests.tiny import tiny_model
+from tests.tiny_tokenizer import ids_of, tiny_tokenizer
+
+ROWS, LENGTH = 8, 128  # of a chunk of text
+AMOUNTS = ["--tokens", str(3 * ROWS * LENGTH), "--steps", "80", "--exits", "1,2"]
+SHORT_TRIALS = (Setting("0", "1", 2, 16), Setting("0.7", "1", 1, 16), Setting("0", "2-4", 4, 16))
+
+
+class Outcome(NamedTuple):
+    """What came of a command."""
+
+    code: int
+    text: str
+    out: Path
+
+    @property
+    def profile(self) -> Profile:
+        return Profile.load(self.out)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The profile's file, without what is of the clock."""
+        content = json.loads((self.out / "profile.json").read_text())
+        del content["trained"]["seconds"], content["created"]
+        return content
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.out / "exits.safetensors")
+
+
+class Place(NamedTuple):
+    """A folder with a model and the prompts of two domains."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def domains(self) -> list[str]:
+        return [f"--domain={name}={self.folder / name}.jsonl" for name in "ab"]
+
+    def calibrate(self, out: Path | None, *arguments: str) -> Outcome:
+        where = [] if out is None else ["--out", str(out)]
+        text = io.StringIO()
+        with redirect_stdout(text):
+            code = command.main(["--model", str(self.model), *where, *self.domains, *arguments])
+        return Outcome(code, text.getvalue(), out or self.folder)
+
+    def engine(self, profile: Any) -> Engine:
+        return Engine.from_pretrained(self.model, "cpu", profile=profile)
+
+    def measuring_prompts(self, engine: Engine, name: str) -> list[torch.Tensor]:
+        prompts = parse_domain(f"{name}={self.folder / name}.jsonl").measuring
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return [torch.tensor([encode(engine.tokenizer, chat)]) for chat in chats]
+
+
+def tokens_per_cycle(outputs: list) -> float:
+    """In the place of tokens per second."""
+    tokens = sum(stats.new_tokens for output in outputs for stats in output.stats)
+    return tokens / sum(max(stats.cycles for stats in output.stats) for output in outputs)
+
+
+@contextmanager
+def quick() -> Iterator[pytest.MonkeyPatch]:
+    """Injected costs and speeds, few rows, short answers and trials, and a checkpoint at every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "Calibration", partial(run.Calibration, timings=cheap_drafting))
+        fitting = run.fit
+        patch.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), writing_rows=ROWS))
+        patch.setattr(run, "_ANSWER_TOKENS", 32)
+        patch.setattr(run, "_CHECKPOINT_SECONDS", 0)
+        patch.setattr(outcome, "SETTINGS", SHORT_TRIALS)
+        patch.setattr(trial, "_speed", tokens_per_cycle)
+        yield patch
+
+
+@pytest.fixture
+def quickly(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    with quick() as patch:
+        patch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A chat model whose upper layers say little, so that an exit below them is right sometimes."""
+    here = Place(tmp_path_factory.mktemp("calibration"))
+    quieten(tiny_model("llama", torch.float32, num_hidden_layers=5), 2, 0.7).save_pretrained(here.model)
+    chat_tokenizer().save_pretrained(here.model)
+    for name, letters in (("a", "abcdefgh"), ("b", "opqrstuv")):
+        write_prompts(here.folder / f"{name}.jsonl", letters)
+    return here
+
+
+@pytest.fixture(scope="module")
+def whole(place: Place) -> Outcome:
+    """A calibration that nothing interrupted."""
+    with quick():
+        return place.calibrate(place.folder / "whole", *AMOUNTS)
+
+
+# What comes of it
+
+
+def test_a_calibration_leaves_a_profile_a_report_and_no_work(whole: Outcome) -> None:
+    assert whole.code == 0, whole.text
+    assert sorted(path.name for path in whole.out.iterdir()) == ["exits.safetensors", "profile.json", "report.html"]
+    assert (whole.out / "report.html").read_text().lower().startswith("<!doctype html>")
+    profile = whole.profile
+    assert list(profile.domains) == ["a", "b"] and profile.objective == "throughput"
+    assert profile.trained["steps"] == 80 and 0 < profile.trained["tokens"] < 3 * ROWS * LENGTH
+    assert profile.trained["router_accuracy"] > 0.5
+    for choice in profile.domains.values():
+        assert set(choice.plans) == set(TEMPERATURES)
+        assert all(set(of_batch) == set(BATCHES) for of_batch in choice.plans.values())
+        assert set(choice.exits) == {1, 2} and choice.exit_layer in (1, 2)
+        assert choice.chain is not None and choice.chain.plan == "chain:4"
+        assert choice.head_rows == 0, "a vocabulary this small is not trimmed"
+
+
+def test_what_was_promised_is_about_what_came(whole: Outcome) -> None:
+    for choice in whole.profile.domains.values():
+        planned = choice.plans["0"]["1"]
+        assert planned.expected is not None and planned.measured is not None
+        assert len(Plan.parse(planned.plan)) > 0, "drafting is cheap here"
+        assert planned.measured.tokens_per_cycle == pytest.approx(planned.expected.tokens_per_cycle, rel=0.35)
+
+
+def test_a_person_sees_tables_and_the_line_of_python_to_use(place: Place, whole: Outcome) -> None:
+    for stage in ("write", "train", "measure", "try"):
+        assert f"\n{stage:<9} " in whole.text
+    assert "agreement by exit" in whole.text
+    assert "Chosen, for one row, greedy" in whole.text and "layer 1" in whole.text and "layer 2" in whole.text
+    assert f'Engine.from_pretrained("{place.model}", profile="{whole.out}")' in whole.text
+    for name in "ab":
+        assert f"│ {name} " in whole.text
+    rate = whole.profile.domains["a"].exits[2].accept_rate
+    assert f"{rate:.1%}" in whole.text
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_trained_exit_is_accepted_far_more_often_than_a_raw_one(place: Place, whole: Outcome, name: str) -> None:
+    """On prompts that were not trained on, in chains, after the same layer."""
+    layer = whole.profile.domains[name].exit_layer
+    options = {"exit_layer": layer, "plan": "chain:3", "speculative_decoding": "force", "do_sample": False}
+    rates = []
+    for profile in (None, whole.out):
+        engine = place.engine(profile)
+        prompts = place.measuring_prompts(engine, name)
+        options |= {"max_new_tokens": 48, "return_dict_in_generate": True, "eos_token_id": None}
+        runs = [engine.generate(prompt, **options).stats[0] for prompt in prompts]
+        rates.append(sum(stats.accepted for stats in runs) / sum(stats.cycles for stats in runs))
+    raw, trained = rates
+    assert raw > 0.02
+    assert trained > 1.4 * raw
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "drawn"])
+def test_a_profile_changes_no_token(place: Place, whole: Outcome, sampling: dict) -> None:
+    plain, drafting = place.engine(None), place.engine(whole.out)
+    for name in "ab":
+        for prompt in place.measuring_prompts(plain, name):
+            expected = plain.generate(prompt, max_new_tokens=32, speculative_decoding=False, **sampling)
+            out = drafting.generate(prompt, max_new_tokens=32, return_dict_in_generate=True, **sampling)
+            assert torch.equal(out.sequences, expected)
+            assert out.stats[0].drafted > 0, "and it did draft"
+
+
+# Stopping and going on
+
+
+def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Any) -> list[tuple]:
+    """Makes a function raise KeyboardInterrupt when told to; returns the calls it got before."""
+    real, calls = getattr(owner, name), []
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            raise KeyboardInterrupt
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    patch.setattr(owner, name, stopping)
+    return calls
+
+
+def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(place: Place, whole: Outcome, quickly: Any) -> None:
+    """Stopped while writing, while training and while measuring, with a damaged piece to make again in between."""
+    out = place.folder / "stopped"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, Writer, "chunk", lambda writer, number, *_: number == 1)
+        first = place.calibrate(out, *AMOUNTS)
+    assert first.code == 130 and "--resume" in first.text
+    assert (out / "work" / "chunk-0000.safetensors").exists() and not (out / "profile.json").exists()
+
+    with pytest.MonkeyPatch.context() as patch:
+        written = stop_at(patch, Writer, "chunk", lambda *_: False)
+        stop_at(patch, Trainer, "train_step", lambda trainer: trainer.step == 30)
+        assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
+        assert [number for _, number, *_ in written] == [1, 2], "the first chunk was there"
+    damaged = out / "work" / "chunk-0001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+
+    with pytest.MonkeyPatch.context() as patch:
+        written = stop_at(patch, Writer, "chunk", lambda *_: False)
+        trained = stop_at(patch, Trainer, "train_step", lambda *_: False)
+        stop_at(patch, run, "measure", lambda *_: True)
+        assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
+        assert [number for _, number, *_ in written] == [1]
+        assert len(trained) == 50, "thirty of eighty steps were there"
+
+    with pytest.MonkeyPatch.context() as patch:
+        written = stop_at(patch, Writer, "chunk", lambda *_: False)
+        trained = stop_at(patch, Trainer, "train_step", lambda *_: False)
+        last = place.calibrate(out, *AMOUNTS, "--resume")
+        assert last.code == 0 and not written and not trained
+    assert (last.out / "exits.safetensors").read_bytes() == (whole.out / "exits.safetensors").read_bytes()
+    assert last.content == whole.content
+    assert not (out / "work").exists()
+
+
+def test_a_stopped_run_with_other_settings_is_refused(place: Place, quickly: Any, tmp_path: Path) -> None:
+    stop_at(quickly, Writer, "chunk", lambda *_: True)
+    assert place.calibrate(tmp_path, *AMOUNTS).code == 130
+    refused = place.calibrate(tmp_path, *AMOUNTS, "--seed", "5", "--resume")
+    assert refused.code == 2 and "other settings (seed)" in refused.text
+    assert place.calibrate(tmp_path, *AMOUNTS, "--resume").code == 130, "the first can still go on"
+
+
+# Other ways to run it
+
+
+def test_exits_trained_before_are_chosen_from_anew(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
+    shutil.copytree(whole.out, tmp_path / "again")
+    quickly.setattr(run, "Trainer", None)  # nothing is trained
+    again = place.calibrate(tmp_path / "again", "--no-train", "--objective", "accept")
+    assert again.code == 0, again.text
+    assert again.profile.objective == "accept"
+    assert again.profile.trained["steps"] == 0
+    assert again.profile.trained_layers() == whole.profile.trained_layers() == [1, 2]
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, again.tensors[name])
+    accepting = {name: choice.most_accepting_exit for name, choice in whole.profile.domains.items()}
+    assert {name: choice.exit_layer for name, choice in again.profile.domains.items()} == accepting
+    plans = [choice.plans["0"]["1"].plan for choice in again.profile.domains.values()]
+    assert all(len(Plan.parse(plan)) for plan in plans)
+
+
+def test_a_base_model_by_the_clock_with_a_text_of_the_users(quickly: Any, tmp_path: Path) -> None:
+    """No template, no amounts, no folder: one exit at a time, real timings, found again by profile='auto'."""
+    here = Place(tmp_path)
+    tiny_model("qwen3", torch.float32).save_pretrained(here.model)
+    tiny_tokenizer().save_pretrained(here.model)
+    write_prompts(here.folder / "a.jsonl", "abcdefgh")
+    chats = [{"messages": [{"role": "user", "content": f"number {number}"}]} for number in range(9)]
+    write_lines(here.folder / "b.jsonl", [json.dumps(chat) for chat in chats])
+    own = write_lines(tmp_path / "own.txt", ["zyx" * 60])
+
+    quickly.setattr(command, "Calibration", run.Calibration)
+    fitting = run.fit
+    quickly.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), exits_together=1))
+    corpora: list[Corpus] = []
+
+    class Watched(Trainer):
+        def __init__(self, model: Any, layers: list[int], corpus: Corpus, *arguments: Any, **options: Any) -> None:
+            corpora.append(corpus)
+            assert len(layers) == 1
+            super().__init__(model, layers, corpus, *arguments, **options)
+
+    quickly.setattr(run, "Trainer", Watched)
+    done = here.calibrate(None, "--minutes", "0.02", "--text", str(own))
+    assert done.code == 0, done.text
+    assert "about 0.02 minutes" in done.text and "\ntime " in done.text
+    assert len(corpora) == 2, "two groups of one exit"
+
+    profile = here.engine("auto").profile
+    assert profile is not None and set(profile.domains["a"].exits) == {1, 2}
+    assert profile.folder.is_relative_to(tmp_path / "home" / "profiles")
+    assert profile.trained["steps"] >= 20
+
+    texts = {tuple(d.tokens): d for row in range(len(corpora[0])) for d in documents_of(corpora[0], row)}
+    expected = (*ids_of(*"zyx") * 60, *ids_of("\n"))
+    for piece in (expected[:LENGTH], expected[LENGTH:]):
+        assert texts[piece].predicts == [True] * (len(piece) - 1) + [False]
+
+
+# Errors
+
+FAILURES = {  # arguments that cannot work, and what is said about them
+    "no model": ("--model {tmp}/nothing", "nothing"),
+    "exits of letters": ("--exits x", "--exits 'x' must be layer numbers"),
+    "an exit too deep": ("--exits 4", "after layer 1 to 2"),
+    "no prompts": ("--domain c={tmp}/no.jsonl", "there is no file"),
+    "a bad line": ("--domain c={tmp}/bad.jsonl", "bad.jsonl, line 1: expected"),
+    "no domain": ("--domain c", "NAME=PROMPTS.jsonl"),
+    "one name twice": ("--domain a={place}/b.jsonl", "two domains have the same name"),
+    "no folder": ("--out {tmp}/bad.jsonl/out", "choose another folder with --out"),
+    "no minutes": ("--minutes 0", "minutes must be above 0"),
+    "no text": ("--text {tmp}/no.txt", "there is no such file"),
+    "a text of bytes": ("--text {place}/model/model.safetensors", "utf-8"),
+    "nothing trained": ("--no-train", "leave out --no-train"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_errors_are_said_and_end_with_code_two(place: Place, quickly: Any, tmp_path: Path, case: str) -> None:
+    arguments, said = FAILURES[case]
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    filled = [argument.format(tmp=tmp_path, place=place.folder) for argument in arguments.split()]
+    failed = place.calibrate(tmp_path / "out", "--tokens", "1000", "--steps", "2", *filled)
+    assert failed.code == 2
+    assert "error: " in failed.text and said in failed.text
+    assert not (tmp_path / "out" / "profile.json").exists()
+
+
+def test_exits_that_are_not_there_cannot_be_taken(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
+    shutil.copytree(whole.out, tmp_path / "one")
+    quickly.setattr(Profile, "trained_layers", lambda _: [1])
+    failed = place.calibrate(tmp_path / "one", "--no-train", "--exits", "2")
+    assert failed.code == 2 and "exits after layers [1], none of those asked for" in failed.text
+
+
+@pytest.mark.parametrize("what", ["memory", "disk", "tokenizer"])
+def test_a_machine_or_model_that_lacks_something_is_told_so(
+    place: Place, quickly: Any, tmp_path: Path, what: str
+) -> None:
+    here, said = place, "has no tokenizer"
+    if what == "memory":
+        quickly.setattr(resources, "device_room", lambda _: 10_000)
+        said = "too little to calibrate"
+    elif what == "disk":
+        quickly.setattr("selfspec.calibrate.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
+        said = "GB are free where"
+    else:
+        here = Place(tmp_path)
+        for name in ("model", "a.jsonl", "b.jsonl"):
+            copy = shutil.copytree if name == "model" else shutil.copy
+            copy(place.folder / name, tmp_path / name)
+        for path in here.model.glob("tokenizer*"):
+            path.unlink()
+    failed = here.calibrate(tmp_path / "new", *AMOUNTS)
+    assert failed.code == 2 and said in failed.text
+
+
+def test_an_unknown_option_ends_with_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        command.main(["--objective", "fun"])
+    assert error.value.code == 2 and "throughput" in capsys.readouterr().err

@@ -1,0 +1,292 @@
+"""Training exits: the loss against torch's own, the optimizer, the model untouched, and steps that can be repeated."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
+from selfspec.calibrate.optimizer import Optimizer, orthogonalised
+from selfspec.calibrate.rehearsal import drafted_reads
+from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places
+from selfspec.calibrate.writing import Template, write_answers
+from selfspec.exits import Exit
+from selfspec.model import Decoder
+from selfspec.profile import _exit_tensors
+from selfspec.weights import adopt
+from tests.calibrated import random_documents
+from tests.scripted import random_prompt
+from tests.tiny import FAMILIES, VOCABULARY, tiny_model
+
+RECIPE = Recipe(length=32, rows=4, roots=8, warmup=5, learning_rate=4e-3)
+EVERY_ROW = torch.arange(VOCABULARY)
+
+
+@cache
+def text(family: str) -> tuple[Decoder, Corpus, torch.Tensor]:
+    """A model, some text of its own, and what it leaves to recall there."""
+    model = adopt(tiny_model(family, dtype=torch.float32))
+    prompts = [random_prompt(6, seed) for seed in range(8)]
+    corpus = write_answers(model, Template((), ()), [], prompts, [0.7] * 8, 26, seed=0)
+    return model, corpus, recalled_states(model, corpus, 3, torch.device("cpu"))
+
+
+def trainer(family: str = "llama", layers: tuple[int, ...] = (1, 2), steps: int = 12, **changes: object) -> Trainer:
+    model, corpus, recalled = text(family)
+    return Trainer(model, list(layers), corpus, recalled, EVERY_ROW, replace(RECIPE, **changes), steps)
+
+
+def tensors_of(model: Decoder) -> list[torch.Tensor]:
+    of_layers = [getattr(layer, field.name) for layer in model.layers for field in fields(layer)]
+    return [tensor for tensor in (model.embedding, model.norm, model.head, *of_layers) if tensor is not None]
+
+
+def same(exits: list[Exit], others: list[Exit]) -> bool:
+    pairs = zip(exits, others, strict=True)
+    return all(
+        torch.equal(tensor, _exit_tensors(other)[name])
+        for exit, other in pairs
+        for name, tensor in _exit_tensors(exit).items()
+    )
+
+
+# The loss
+
+
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "soft cap"])
+def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
+    """Value and gradient, over some rows of the head. Logits are float32 as everywhere, hence the tolerance."""
+    generator = torch.Generator().manual_seed(0)
+    model = adopt(tiny_model("llama"))
+    model.config = replace(model.config, logit_softcap=cap)
+    head = model.head[:50]
+    read = torch.randn(20, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(20, 50, generator=generator).mul(2).softmax(-1)
+    loss, right = HeadLoss.apply(read, head, target, target.argmax(-1), model)
+    (gradient,) = torch.autograd.grad(3 * loss, read)
+
+    logits = read @ head.T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(logits, target.double())
+    (expected_gradient,) = torch.autograd.grad(3 * expected, read)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+    assert right == (logits.argmax(-1) == target.argmax(-1)).float().mean()
+
+
+def test_the_target_is_the_models_own_distribution_at_each_depth() -> None:
+    one = trainer()
+    one._load_batch()
+    with torch.no_grad():
+        logits = one.model.logits(list(hidden_states(one.model, one._batch))[-1])
+    for depth in range(RECIPE.depths):
+        at = (one._roots + depth)[..., None].expand(-1, -1, VOCABULARY)
+        torch.testing.assert_close(one._target(depth), logits.softmax(-1).gather(1, at).flatten(0, 1))
+
+
+def test_the_loss_is_that_of_every_exit_and_depth() -> None:
+    one = trainer()
+    one._load_batch()
+    total = one._loss()
+    weighted = (one.seen[0] * torch.tensor(RECIPE.depth_weights)).sum()
+    torch.testing.assert_close(total.detach(), weighted)
+    below = list(hidden_states(one.model, one._batch))
+    for index, exit in enumerate(one.exits()):
+        reads = drafted_reads(exit, below[exit.layer], one._recalled, one._batch, one._roots, RECIPE.depths)
+        for depth, read in enumerate(reads):
+            expected = F.cross_entropy(exit.logits(read).flatten(0, 1), one._target(depth))
+            torch.testing.assert_close(one.seen[0, index, depth], expected)
+
+
+def test_drafts_are_rehearsed_where_the_models_own_tokens_follow() -> None:
+    corpus = Corpus.pack([*random_documents(20, 11, 7, written=4), *random_documents(18, written=1)], 40)
+    places, depths = _Places(corpus, 3), 3
+    drawn = places.some(np.random.default_rng(0), np.arange(len(corpus)), 500)
+    for row, of_row in enumerate(drawn):
+        allowed = {
+            place
+            for place in range(corpus.length - depths)
+            if all(bool(corpus.predicts[row, place + depth]) for depth in range(depths))
+        }
+        assert set(of_row.tolist()) == allowed
+        for place in allowed:
+            assert len(set(corpus.documents[row, place : place + depths + 1].tolist())) == 1
+
+
+def test_a_text_too_short_to_draft_from_is_refused() -> None:
+    with pytest.raises(ValueError, match="too short"):
+        _Places(Corpus.pack(random_documents(5, written=3), 8), 3)
+
+
+# The optimizer
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (1, 5)], ids=str)
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1e-3, 1.0, 50.0], dtype=torch.float64)[:, None, None]
+    matrices = sizes * torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    found = orthogonalised(matrices)
+    assert found.shape == matrices.shape and found.dtype == matrices.dtype
+    for before, after in zip(matrices, found, strict=True):
+        u, values, v = torch.linalg.svd(before, full_matrices=False)
+        inside = u.T @ after @ v.T  # diagonal, in the same basis
+        assert torch.allclose(inside, inside.diag().diag(), atol=1e-6)
+        kept = inside.diag()[values > 0.05 * values[0]]
+        assert ((kept > 0.6) & (kept < 1.3)).all()
+
+
+def test_a_matrix_step_moves_along_the_orthogonalised_momentum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(6, 4, generator=generator), torch.randn(3, 6, 4, generator=generator)
+    optimizer = Optimizer({"w": start.clone()}, weight_decay=0.1)
+    optimizer.learning_rate.fill_(0.01)
+    expected, momentum = start.clone(), torch.zeros(6, 4)
+    for gradient in gradients:
+        optimizer.step({"w": gradient})
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = orthogonalised((0.05 * gradient + 0.95 * momentum)[None])[0]
+        expected = expected * (1 - 0.01 * 0.1) - 0.01 * 0.2 * 6**0.5 * update
+    torch.testing.assert_close(optimizer.parameters["w"], expected)
+
+
+def test_a_vector_step_is_adams() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(7, generator=generator), torch.randn(4, 7, generator=generator)
+    optimizer = Optimizer({"b": start.clone()})
+    optimizer.learning_rate.fill_(0.01)
+    theirs = start.clone().requires_grad_()
+    adam = torch.optim.Adam([theirs], lr=0.01, betas=(0.9, 0.98), eps=1e-8)
+    for gradient in gradients:
+        optimizer.step({"b": gradient})
+        theirs.grad = gradient
+        adam.step()
+    torch.testing.assert_close(optimizer.parameters["b"], theirs.detach())
+
+
+def test_matrices_of_one_shape_do_not_mix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(2, 5, 5, generator=generator), torch.randn(2, 5, 5, generator=generator)
+    both = Optimizer({"a": start[0].clone(), "b": start[1].clone()})
+    alone = Optimizer({"b": start[1].clone()})
+    for optimizer in (both, alone):
+        optimizer.learning_rate.fill_(0.1)
+    both.step({"a": gradients[0], "b": gradients[1]})
+    alone.step({"b": gradients[1]})
+    torch.testing.assert_close(both.parameters["b"], alone.parameters["b"])
+
+
+def test_the_learning_rate_warms_up_and_ends_at_nothing() -> None:
+    rates = [RECIPE.rate_at(step, 100) for step in range(101)]
+    assert rates[0] == pytest.approx(RECIPE.learning_rate / RECIPE.warmup)
+    assert max(rates) == rates[RECIPE.warmup - 1]
+    assert all(later < earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    assert rates[100] == pytest.approx(0)
+
+
+# Students
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_student_begins_as_the_models_next_layer(family: str) -> None:
+    """With nothing recalled and no affine: its exit reads what the model would after one layer more."""
+    model, corpus, recalled = text(family)
+    states = list(hidden_states(model, corpus))
+    exit = Student(model, 2).exit()
+    roots = torch.arange(5, 12).expand(len(corpus), -1)
+    (read,) = drafted_reads(exit, states[2], recalled, corpus, roots, 1)
+    expected = model.normalise(states[3], model.norm).gather(1, roots[..., None].expand(-1, -1, 32))
+    torch.testing.assert_close(read.detach(), expected)
+
+
+# Training
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_changes_every_part_of_the_exits_and_nothing_of_the_model(family: str) -> None:
+    one = trainer(family, layers=(1, 2), steps=4)
+    model = one.model
+    before = [tensor.clone() for tensor in tensors_of(model)]
+    untrained = one.exits()
+    for _ in range(4):
+        one.train_step()
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors_of(model), strict=True))
+    assert not any(tensor.requires_grad for tensor in tensors_of(model))
+    for exit, old in zip(one.exits(), untrained, strict=True):
+        was = _exit_tensors(old)
+        assert [name for name, tensor in _exit_tensors(exit).items() if torch.equal(tensor, was[name])] == []
+        assert not any(tensor.requires_grad for tensor in _exit_tensors(exit).values())
+
+
+def test_the_loss_falls_at_every_exit_and_depth() -> None:
+    one = trainer(steps=60)
+    losses = []
+    for _ in range(60):
+        one.train_step()
+        losses.append(one.seen[0].clone())
+    assert (torch.stack(losses[-8:]).mean(0) < 0.85 * torch.stack(losses[:8]).mean(0)).all()
+
+
+def test_training_goes_on_from_a_saved_state_to_the_bit() -> None:
+    whole = trainer()
+    state = {}
+    for step in range(12):
+        if step == 5:
+            state = {name: tensor.clone() for name, tensor in whole.state().items()}
+        whole.train_step()
+    resumed = trainer()
+    resumed.restore(state)
+    assert resumed.step == 5
+    while resumed.step < 12:
+        resumed.train_step()
+    assert same(whole.exits(), resumed.exits())
+    other = trainer(seed=1)
+    while other.step < 12:
+        other.train_step()
+    assert not same(whole.exits(), other.exits()), "another seed takes other rows and places"
+
+
+def test_timing_the_steps_leaves_no_trace() -> None:
+    timed, plain = trainer(), trainer()
+    assert 0 < timed.seconds_per_step(2) < 10
+    assert timed.step == 0 and same(timed.exits(), plain.exits())
+    for one in (timed, plain):
+        for _ in range(3):
+            one.train_step()
+    assert same(timed.exits(), plain.exits())
+
+
+def test_exits_trained_together_are_those_trained_alone() -> None:
+    """So that what fits in memory does not change what is learned; batched matrices round a little differently."""
+    together, alone = trainer(layers=(1, 2), steps=3), trainer(layers=(2,), steps=3)
+    for one in (together, alone):
+        for _ in range(3):
+            one.train_step()
+    ours, theirs = _exit_tensors(together.exits()[1]), _exit_tensors(alone.exits()[0])
+    assert [exit.layer for exit in together.exits()] == [1, 2]
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+def test_training_leaves_its_text_as_it_is() -> None:
+    model, corpus, recalled = text("llama")
+    kept = {name: tensor.clone() for name, tensor in vars(corpus).items()}
+    teacher = recalled.clone()
+    one = trainer(steps=3)
+    for _ in range(3):
+        one.train_step()
+    assert all(torch.equal(getattr(corpus, name), tensor) for name, tensor in kept.items())
+    assert torch.equal(recalled, teacher)
+
+
+def test_a_small_text_is_trained_on_with_the_rows_there_are() -> None:
+    model, corpus, recalled = text("llama")
+    one = Trainer(model, [1], corpus.rows(slice(0, 2)), recalled[:2], EVERY_ROW, RECIPE, 2)
+    for _ in range(2):
+        one.train_step()
+    assert torch.isfinite(one.seen).all()

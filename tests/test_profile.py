@@ -1,0 +1,442 @@
+"""Profiles: what is saved comes back, what is broken says so and what to do, and each finds the weights it is for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from selfspec import Engine, Profile
+from selfspec.exits import Exit
+from selfspec.home import shipped_dir
+from selfspec.model import Decoder
+from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.profile import (
+    HOW_TO_CALIBRATE,
+    Device,
+    DomainChoice,
+    ExitRates,
+    Expected,
+    ModelIdentity,
+    PlanChoice,
+    Run,
+    Spread,
+)
+from selfspec.weights import adopt, load_folder
+from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
+from tests.scripted import endless
+from tests.tiny import FAMILIES, VOCABULARY, tiny_model
+
+PROMPT = torch.tensor([[1, 5, 9, 33]])
+CPU = torch.device("cpu")
+ROWS = random_rows(40)
+
+
+@cache
+def model() -> Decoder:
+    return adopt(tiny_model("llama"))
+
+
+def full_profile() -> Profile:
+    """Every entry differs from its default."""
+    run = Run(
+        plan="chain:4",
+        tokens_per_cycle=2.5,
+        accept_rate=1 / 3,
+        tokens_per_second=150.0,
+        plain_tokens_per_second=60.0,
+    )
+    plan = PlanChoice(
+        plan="nodes:0.0,0.2,1.0",
+        expected=Expected(tokens_per_cycle=2.0, accept_rate=0.6, speedup=1.5),
+        measured=run,
+    )
+    choice = DomainChoice(
+        exit_layer=2,
+        plans={temperature: dict.fromkeys(BATCHES, plan) for temperature in TEMPERATURES},
+        head_rows=40,
+        head_coverage=0.97,
+        exits={
+            layer: ExitRates(top1=0.1, top4=0.4, accept_rate=0.3, tokens_per_cycle=1.2, speedup=1e-5)
+            for layer in (1, 2, 3)
+        },
+        most_accepting_exit=3,
+        chain=run,
+        prompt_agreement=Spread(mean=0.5, deviation=0.1),
+        text_agreement=Spread(mean=0.4, deviation=0.2),
+        centroid=[0.1, -2.5e-7, 3.0],
+    )
+    return profile_of(
+        model(),
+        {"text": choice, "code": choice.model_copy(update={"exit_layer": 3})},
+        device=Device(type="cpu", name="a CPU [1, 2]", dtype="float32", torch="2.13.0"),
+        created="2026-02-11T14:05:33+00:00",
+        objective="latency",
+        trained={"tokens": 1e6, "seconds": 12.5},
+        router_layer=2,
+        router_mean=[0.5, -1.0, 1e-9],
+    )
+
+
+def entries_of(entry: BaseModel) -> Iterator[BaseModel]:
+    """An entry and all entries within it."""
+    yield entry
+    values = [value for _, value in entry]
+    while values:
+        value = values.pop()
+        if isinstance(value, BaseModel):
+            yield from entries_of(value)
+        elif isinstance(value, dict):
+            values += value.values()
+
+
+# What is saved comes back
+
+
+def test_a_full_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+    profile = full_profile()
+    saved = profile.save(tmp_path / "new" / "folder", [random_exit(model(), 2)], {"text": ROWS})
+    loaded = Profile.load(tmp_path / "new" / "folder")
+    assert loaded == saved == profile.model_copy(update={"folder": tmp_path / "new" / "folder"})
+    assert list(loaded.domains["text"].exits) == [1, 2, 3], "layers are numbers, though JSON has only text for keys"
+
+
+def test_the_full_profile_is_full() -> None:
+    """An entry that is left at its default could get lost unnoticed."""
+    for entry in entries_of(full_profile()):
+        left = {name for name, field in type(entry).model_fields.items() if getattr(entry, name) == field.default}
+        assert left <= {"schema_version", "folder"}, type(entry).__name__
+
+
+def test_a_list_of_numbers_takes_one_line(tmp_path: Path) -> None:
+    text = (full_profile().save(tmp_path, []).folder / "profile.json").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines()]
+    for name in ("fingerprint", "centroid", "router_mean"):
+        assert all(line.rstrip(",").endswith("]") for line in lines if line.startswith(f'"{name}"')), name
+    assert not [line for line in lines if line.strip(",").replace(".", "").isdigit()]
+    assert '"name": "a CPU [1, 2]"' in text
+
+
+def test_saving_what_was_loaded_writes_the_same_files(tmp_path: Path) -> None:
+    exits, rows = [random_exit(model(), 2), Exit(model(), 3)], {"text": ROWS}
+    full_profile().save(tmp_path / "a", exits, rows)
+    loaded = Profile.load(tmp_path / "a")
+    again = [loaded.exit(model(), layer) for layer in (2, 3)]
+    text = loaded.head_rows(model(), "text")
+    assert text is not None
+    loaded.save(tmp_path / "b", again, {"text": text})
+    for name in ("profile.json", "exits.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_rows_come_back_by_domain(tmp_path: Path) -> None:
+    """Also where one name begins with another."""
+    rows = {"code": ROWS, "code.old": random_rows(7, 1)}
+    profile = profile_of(model(), {name: choice_of(2, "chain:2") for name in (*rows, "text")}).save(tmp_path, [], rows)
+    for name in rows:
+        assert torch.equal(profile.head_rows(model(), name), rows[name])
+    assert profile.head_rows(model(), "text") is None
+
+
+def test_trained_layers_are_those_with_a_block(tmp_path: Path) -> None:
+    exits = [random_exit(model(), 3), Exit(model(), 2), random_exit(model(), 1)]
+    profile = profile_of(model(), {"text": choice_of(2, "chain:2")})
+    assert profile.trained_layers() == []
+    assert profile.save(tmp_path / "none", [Exit(model(), 2)]).trained_layers() == []
+    assert profile.save(tmp_path / "two", exits, {"text": ROWS}).trained_layers() == [1, 3]
+
+
+def test_without_its_exits_a_profile_has_raw_ones(tmp_path: Path) -> None:
+    profile = full_profile().save(tmp_path, [random_exit(model(), 2)], {"text": ROWS})
+    (tmp_path / "exits.safetensors").unlink()
+    assert profile.trained_layers() == []
+    assert profile.exit(model(), 2).block is None
+    assert profile.head_rows(model(), "text") is None
+
+
+def test_a_profile_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        full_profile().objective = "latency"  # type: ignore[misc]
+
+
+# A broken profile.json
+
+
+def plans(temperature: str = "0", batch: str = "1", plan: str = "chain:2") -> dict[str, Any]:
+    """The entries of a profile with a single plan."""
+    return {"domains": {"text": {"exit_layer": 2, "plans": {temperature: {batch: {"plan": plan}}}}}}
+
+
+BAD_ENTRIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "schema-older": ({"schema_version": 1}, ("schema version 1", "reads 2")),
+    "schema-newer": ({"schema_version": 3}, ("schema version 3", "reads 2")),
+    "schema-missing": ({"schema_version": None}, ("schema version None", "reads 2")),
+    "schema-text": ({"schema_version": "2"}, ("schema version 2", "reads 2")),
+    "temperature-unknown": (plans(temperature="0.5"), ("plans for 0.5", "0, 0.7, 1")),
+    "temperature-spelled-otherwise": (plans(temperature="1.0"), ("plans for 1.0", "0, 0.7, 1")),
+    "batch-unknown": (plans(batch="3"), ("plans for 3", "1, 2-4, 5-16")),
+    "plan-malformed": (plans(plan="chain:x"), ("plan 'chain:x' is malformed",)),
+    "plan-too-large": (plans(plan="tree:8,8"), ("more than 63 nodes",)),
+    "plan-a-number": (plans(plan=4), ("plan", "string")),  # type: ignore[arg-type]
+    "no-temperature": ({"domains": {"text": {"exit_layer": 2, "plans": {}}}}, ("no plans",)),
+    "no-batch": ({"domains": {"text": {"exit_layer": 2, "plans": {"0": {}}}}}, ("no plans",)),
+    "plans-missing": ({"domains": {"text": {"exit_layer": 2}}}, ("text.plans", "required")),
+    "plan-of-schema-1": ({"domains": {"text": {"exit_layer": 2, "plan": "chain:2"}}}, ("text.plan", "not permitted")),
+    "exits-not-by-layer": (
+        {"domains": {"text": {**plans()["domains"]["text"], "exits": {"first": {}}}}},
+        ("text.exits.first", "integer"),
+    ),
+    "exit-layer-a-fraction": ({"domains": {"text": {**plans()["domains"]["text"], "exit_layer": 1.5}}}, ("integer",)),
+    "no-domain": ({"domains": {}}, ("no domain",)),
+    "domains-a-list": ({"domains": []}, ("domains", "dictionary")),
+    "unknown-entry": ({"surprise": 1}, ("surprise", "not permitted")),
+    "a-folder": ({"folder": "elsewhere"}, ("folder",)),
+    "no-model": ({"model": None}, ("model",)),
+    "fingerprint-of-words": ({"model": {"fingerprint": ["a"]}}, ("model.fingerprint", "number")),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A good profile, to be broken."""
+    choice = choice_of(2, "chain:2")
+    profile = profile_of(model(), {"text": choice, "code": choice})
+    profile.save(tmp_path, [random_exit(model(), 2)], {"text": ROWS})
+    return tmp_path
+
+
+def refusal(call: Any) -> str:
+    """What a refusal says."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert type(caught.value) is ValueError, "not one of a library"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", BAD_ENTRIES)
+def test_bad_entries_are_refused_with_file_and_fix(folder: Path, kind: str) -> None:
+    entries, words = BAD_ENTRIES[kind]
+    edit_profile(folder, **entries)
+    message = refusal(lambda: Profile.load(folder))
+    assert all(word in message for word in (str(folder / "profile.json"), HOW_TO_CALIBRATE, *words)), message
+
+
+def test_only_what_is_broken_is_refused(folder: Path) -> None:
+    edit_profile(folder, **plans())
+    assert Profile.load(folder).choice("text").plans == {"0": {"1": PlanChoice(plan="chain:2")}}
+
+
+BAD_FILES = {
+    "empty": b"",
+    "cut": b'{"schema_version": 2, "model": {',
+    "not-json": b"schema_version: 2",
+    "not-text": b"\xff\xfe\x00",
+    "a-list": b"[2]",
+    "a-number": b"2",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
+def test_a_corrupt_file_is_refused_with_file_and_fix(folder: Path, content: bytes) -> None:
+    (folder / "profile.json").write_bytes(content)
+    message = refusal(lambda: Profile.load(folder))
+    assert str(folder / "profile.json") in message and HOW_TO_CALIBRATE in message
+
+
+@pytest.mark.parametrize("what", ["missing", "a_folder"])
+def test_a_file_that_is_none_is_refused_with_file_and_fix(folder: Path, what: str) -> None:
+    (folder / "profile.json").unlink()
+    if what == "a_folder":
+        (folder / "profile.json").mkdir()
+    message = refusal(lambda: Profile.load(folder))
+    assert str(folder) in message and "profile.json" in message and HOW_TO_CALIBRATE in message
+
+
+def test_how_to_calibrate_names_the_command() -> None:
+    assert "python -m selfspec.calibrate" in HOW_TO_CALIBRATE and "profile=None" in HOW_TO_CALIBRATE
+
+
+# Broken exits
+
+
+def cut(share: float) -> Any:
+    return lambda file: file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+
+
+def changed(**tensors: torch.Tensor) -> Any:
+    """Tensors by name, two underscores for each dot."""
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    return lambda file: save_file({**load_file(file), **named}, file)
+
+
+BAD_EXITS: dict[str, tuple[Any, str]] = {
+    "cut-at-its-end": (cut(0.99), "cannot be read"),
+    "cut-in-its-header": (cut(0.001), "cannot be read"),
+    "empty": (cut(0), "cannot be read"),
+    "not-safetensors": (lambda file: file.write_text("not safetensors" * 100), "cannot be read"),
+    "rows-past-the-vocabulary": (changed(head_rows__text=torch.tensor([5, 9, VOCABULARY])), "head_rows.text"),
+    "rows-negative": (changed(head_rows__text=torch.tensor([-1, 5, 9])), "head_rows.text"),
+    "rows-descending": (changed(head_rows__text=torch.tensor([9, 5])), "head_rows.text"),
+    "rows-twice": (changed(head_rows__text=torch.tensor([5, 5, 9])), "head_rows.text"),
+    "rows-none": (changed(head_rows__text=torch.tensor([], dtype=torch.int32)), "head_rows.text"),
+    "rows-of-two-dimensions": (changed(head_rows__text=torch.tensor([[5, 9], [11, 12]])), "head_rows.text"),
+    "rows-a-number": (changed(head_rows__text=torch.tensor(5)), "head_rows.text"),
+    "norm-misshapen": (changed(**{"2__norm": torch.zeros(31)}), "norm is [31] instead of [32]"),
+    "block-misshapen": (changed(**{"2__block__down": torch.zeros(32, 47)}), "block.down is [32, 47] instead of"),
+}
+
+
+@pytest.fixture(scope="module")
+def hf() -> PreTrainedModel:
+    return endless(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kind", BAD_EXITS)
+def test_broken_exits_are_refused_with_file_and_fix_where_drafts_are_wanted(
+    folder: Path, hf: PreTrainedModel, kind: str
+) -> None:
+    damage, words = BAD_EXITS[kind]
+    damage(folder / "exits.safetensors")
+    engine = Engine.from_model(hf, profile=folder)
+    plain = engine.generate(PROMPT, max_new_tokens=2, speculative_decoding=False)
+    assert plain.tolist() == hf.generate(PROMPT, max_new_tokens=2).tolist()
+    for mode in (None, True, "force"):
+        message = refusal(lambda mode=mode: engine.generate(PROMPT, max_new_tokens=2, speculative_decoding=mode))
+        assert all(word in message for word in (str(folder / "exits.safetensors"), HOW_TO_CALIBRATE, words)), message
+
+
+def test_a_domain_whose_rows_are_good_can_be_drafted(folder: Path, hf: PreTrainedModel) -> None:
+    changed(head_rows__text=torch.tensor([9, 5]))(folder / "exits.safetensors")
+    engine = Engine.from_model(hf, profile=folder)
+    out = engine.generate(PROMPT, max_new_tokens=4, domain="code", return_dict_in_generate=True)
+    assert out.stats[0].drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["cut-at-its-end", "cut-in-its-header", "empty", "not-safetensors"])
+def test_layers_of_broken_exits_are_not_guessed(folder: Path, kind: str) -> None:
+    BAD_EXITS[kind][0](folder / "exits.safetensors")
+    message = refusal(Profile.load(folder).trained_layers)
+    assert str(folder / "exits.safetensors") in message and HOW_TO_CALIBRATE in message
+
+
+# Whose profile it is
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_the_same_in_every_file_and_dtype(family: str, tmp_path: Path) -> None:
+    live = tiny_model(family, torch.float32)
+    models = {"live": Engine.from_model(live).model}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        folder = tmp_path / str(dtype)
+        tiny_model(family, dtype).save_pretrained(folder)
+        models[f"{dtype} folder"] = load_folder(folder, CPU, "auto")
+        models[f"folder as {dtype}"] = load_folder(tmp_path / str(torch.float32), CPU, dtype)
+    assert {model.dtype for model in models.values()} == {torch.float32, torch.bfloat16, torch.float16}
+    identities = {name: ModelIdentity.of(model) for name, model in models.items()}
+    for first in identities:
+        profile = Profile(model=identities[first], domains={"text": choice_of(2, "chain:2")})
+        for second, model in models.items():
+            assert identities[first].matches(identities[second]), f"{first} and {second}"
+            profile.check(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_were_trained_a_little_are_others(family: str) -> None:
+    """Three steps of plain training: no weight has moved by more than a few thousandths."""
+    hf = tiny_model(family, torch.float32)
+    before = ModelIdentity.of(adopt(hf))
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-3, weight_decay=0.0)
+    for _ in range(3):
+        hf(PROMPT, labels=PROMPT).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = ModelIdentity.of(adopt(hf))
+    moved = max(abs(x - y) for x, y in zip(before.fingerprint, after.fingerprint, strict=True))
+    assert 0 < moved < 4e-3
+    assert not before.matches(after) and not after.matches(before)
+    profile = Profile(model=before, domains={"text": choice_of(2, "chain:2")})
+    with pytest.raises(ValueError, match="other weights.*different values.*selfspec.calibrate"):
+        profile.check(adopt(hf))
+
+
+@pytest.mark.parametrize("entry", ["model_type", "num_layers", "hidden_size", "vocab_size"])
+def test_a_model_of_another_shape_is_another(entry: str) -> None:
+    own = ModelIdentity.of(model())
+    other = own.model_copy(update={entry: "qwen3" if entry == "model_type" else 7})
+    assert own.matches(own) and not own.matches(other)
+
+
+# Where it is found
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Where profiles are looked for."""
+    monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("selfspec.profile.shipped_dir", lambda: tmp_path / "shipped")
+    return {"own": tmp_path / "home" / "profiles", "shipped": tmp_path / "shipped" / "profiles"}
+
+
+def put(folder: Path, age: int = 0, of: Decoder | None = None) -> Path:
+    profile_of(of or model(), {"text": choice_of(2, "chain:2")}).save(folder, [])
+    os.utime(folder / "profile.json", (1e9 - age, 1e9 - age))
+    return folder
+
+
+def found() -> Path | None:
+    profile = Profile.find(model())
+    return profile.folder if profile else None
+
+
+def test_nothing_is_found_where_nothing_is(places: dict[str, Path]) -> None:
+    assert found() is None
+
+
+def test_a_shipped_profile_is_found(places: dict[str, Path]) -> None:
+    put(places["shipped"] / "another", of=adopt(tiny_model("llama", seed=1)))
+    assert found() is None
+    shipped = put(places["shipped"] / "tiny")
+    assert found() == shipped
+
+
+def test_an_own_profile_is_found_before_the_shipped_one(places: dict[str, Path]) -> None:
+    put(places["shipped"] / "a")
+    own = put(places["own"] / "b", age=1000)
+    assert found() == own
+
+
+def test_the_newest_own_profile_is_found(places: dict[str, Path]) -> None:
+    put(places["own"] / "a", age=20)
+    newest = put(places["own"] / "b", age=10)
+    put(places["own"] / "c", age=30)
+    put(places["own"] / "d", age=0, of=adopt(tiny_model("llama", seed=1)))
+    assert found() == newest
+
+
+@pytest.mark.parametrize("kind", ["schema-older", "plan-malformed", "temperature-unknown"])
+def test_a_broken_own_profile_does_not_hide_the_shipped_one(places: dict[str, Path], kind: str) -> None:
+    edit_profile(put(places["own"] / "a"), **BAD_ENTRIES[kind][0])
+    shipped = put(places["shipped"] / "b")
+    assert found() == shipped
+
+
+def test_an_engine_uses_what_is_found(places: dict[str, Path], hf: PreTrainedModel, tmp_path: Path) -> None:
+    put(places["shipped"] / "tiny")
+    hf.save_pretrained(tmp_path / "model")
+    for engine in (Engine.from_model(hf, profile="auto"), Engine.from_pretrained(tmp_path / "model", device="cpu")):
+        out = engine.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
+        assert (out.stats[0].exit_layer, out.stats[0].plan) == (2, "chain:2")
+
+
+def test_what_is_shipped_is_valid() -> None:
+    for path in shipped_dir().glob("profiles/*/profile.json"):
+        profile = Profile.load(path.parent)
+        assert set(profile.trained_layers()) >= {choice.exit_layer for choice in profile.domains.values()}

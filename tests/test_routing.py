@@ -1,0 +1,267 @@
+"""Routing: prompts go to the domain whose prompts are like them, alone or in a batch, and leave no trace."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import Engine
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.exits import Exit
+from selfspec.model import Decoder
+from selfspec.routing import likeness, mark, route
+from selfspec.weights import adopt
+from tests.profiles import choice_of, profile_of
+from tests.scripted import endless, left_padded, open_session, random_prompt
+from tests.tiny import FAMILIES, tiny_model
+
+LAYER = 1
+KINDS = {"low": range(3, 11), "middle": range(40, 48), "high": range(90, 98)}  # the token ids of a domain's prompts
+EXITS = {"low": 1, "middle": 2, "high": 3}  # to tell from the statistics where a request went
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def prompt_of(kind: str, seed: int, length: int = 30) -> list[int]:
+    """A prompt of a domain's tokens."""
+    ids, generator = KINDS[kind], torch.Generator().manual_seed(seed)
+    return torch.randint(ids.start, ids.stop, (length,), generator=generator).tolist()
+
+
+@cache
+def model_of(family: str) -> Decoder:
+    return adopt(endless(tiny_model(family)))
+
+
+def new_cache(model: Decoder) -> Cache:
+    return Cache(model.config, model.device, model.dtype)
+
+
+def mark_of(model: Decoder, prompt: list[int]) -> torch.Tensor:
+    return mark(model, new_cache(model), prompt, LAYER)
+
+
+@cache
+def centroids(family: str) -> dict[str, list[float]]:
+    """The mean marks of twelve prompts of each domain."""
+    model = model_of(family)
+    of = {kind: torch.stack([mark_of(model, prompt_of(kind, seed)) for seed in range(12)]) for kind in KINDS}
+    return {kind: marks.mean(0).tolist() for kind, marks in of.items()}
+
+
+@cache
+def middle(family: str) -> list[float]:
+    return torch.tensor(list(centroids(family).values())).mean(0).tolist()
+
+
+@cache
+def engine_of(family: str = "llama", routes: bool = True) -> Engine:
+    """An engine whose profile has an exit of its own for every domain."""
+    of = centroids(family) if routes else dict.fromkeys(KINDS, [])
+    domains = {kind: choice_of(EXITS[kind], "chain:2", centroid=of[kind]) for kind in KINDS}
+    profile = profile_of(model_of(family), domains, router_layer=LAYER, router_mean=middle(family) if routes else [])
+    return Engine.from_model(endless(tiny_model(family)), profile=profile)
+
+
+def domain_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
+    """Where a request goes."""
+    ids, mask = left_padded(prompts)
+    out = engine.generate(ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **options)
+    (layer,) = {stats.exit_layer for stats in out.stats}
+    return next(kind for kind, exit_layer in EXITS.items() if exit_layer == layer)
+
+
+# Marks
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@families
+def test_a_mark_is_the_mean_state_of_a_prompt(family: str, layer: int) -> None:
+    prompt, hf, model = random_prompt(20), tiny_model(family), model_of(family)
+    with torch.no_grad():
+        states = hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[layer][0]
+    got = mark(model, new_cache(model), prompt, layer)
+    assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", (32,))
+    torch.testing.assert_close(got, states.mean(0).float(), atol=1e-4, rtol=0)
+
+
+def test_of_a_long_prompt_the_end_is_looked_at() -> None:
+    model, prompt = model_of("llama"), random_prompt(300)
+    assert torch.equal(mark_of(model, prompt), mark_of(model, prompt[-256:]))
+    assert not torch.equal(mark_of(model, prompt), mark_of(model, prompt[-255:]))
+
+
+@pytest.mark.parametrize("length", [1, PAGE_SIZE, PAGE_SIZE + 1, 300])
+def test_a_mark_takes_no_page_for_good(length: int) -> None:
+    model, prompt = model_of("llama"), random_prompt(length)
+    cache = new_cache(model)
+    mark(model, cache, prompt, LAYER)
+    pages = cache.num_pages
+    again = [mark(model, cache, prompt, LAYER) for _ in range(3)]
+    assert cache.free_pages == cache.num_pages == pages
+    assert all(torch.equal(other, mark_of(model, prompt)) for other in again), "nothing of what came before is seen"
+
+
+def test_a_mark_leaves_texts_in_progress_alone() -> None:
+    engine = engine_of()
+    exit = Exit(engine.model, 2)
+    interrupted, undisturbed = (open_session(engine, [random_prompt(70)], "tree:2,1", exit) for _ in range(2))
+    for _ in interrupted.run():
+        mark(engine.model, engine.cache, random_prompt(90), LAYER)
+    for _ in undisturbed.run():
+        pass
+    assert interrupted.rows[0].tokens == undisturbed.rows[0].tokens
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_a_mark_that_fails_frees_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = model_of("llama"), new_cache(model_of("llama"))
+    mark(model, cache, random_prompt(70), LAYER)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Decoder, "run", fails)
+    with pytest.raises(ZeroDivisionError):
+        mark(model, cache, random_prompt(70), LAYER)
+    assert cache.free_pages == cache.num_pages > 0
+
+
+# Likeness
+
+
+def test_likeness_is_of_directions_seen_from_the_middle() -> None:
+    centre = torch.tensor([10.0, 10.0])
+    toward = torch.tensor([[11.0, 10.0], [10.0, 13.0]])
+    marks = torch.tensor([[15.0, 10.0], [10.0, 10.5], [9.0, 10.0]])
+    expected = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    torch.testing.assert_close(likeness(marks, toward, centre), expected)
+
+
+def test_a_batch_goes_where_it_is_most_like_together() -> None:
+    of, centre = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0]
+    right, up, between = [1.0, 0.1], [0.2, 1.0], [0.5, 0.6]
+    assert route(torch.tensor([right]), of, centre) == "right"
+    assert route(torch.tensor([right, up, between]), of, centre) == "up"
+    assert route(torch.tensor([right, up, right]), of, centre) == "right"
+
+
+def test_a_loud_prompt_counts_no_more_than_a_quiet_one() -> None:
+    of, centre = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0]
+    assert route(torch.tensor([[100.0, 0.0], [0.0, 0.1], [0.0, 0.1]]), of, centre) == "up"
+
+
+# Requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@families
+def test_new_prompts_go_to_their_own_domain(family: str, kind: str) -> None:
+    profile, model = engine_of(family).profile, model_of(family)
+    assert profile is not None
+    for seed in range(100, 110):
+        for length in (30, 90):
+            assert profile.route(mark_of(model, prompt_of(kind, seed, length))[None]) == kind, f"{seed}, {length}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_routes_its_requests(kind: str) -> None:
+    assert domain_of(engine_of(), [prompt_of(kind, 100)]) == kind
+    assert domain_of(engine_of(), [prompt_of(kind, 100)], domain="auto", do_sample=True, seed=1) == kind
+
+
+def test_routing_is_deterministic() -> None:
+    model, prompt = model_of("llama"), random_prompt(40)
+    assert torch.equal(mark_of(model, prompt), mark_of(model, prompt))
+    assert len({domain_of(engine_of(), [prompt]) for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_goes_where_most_of_it_belongs(kind: str) -> None:
+    other = next(name for name in KINDS if name != kind)
+    batch = [prompt_of(kind, 100), prompt_of(other, 101), prompt_of(kind, 102, length=45)]
+    assert domain_of(engine_of(), batch) == kind
+
+
+def test_order_and_padding_of_a_batch_do_not_matter() -> None:
+    batch = [prompt_of("low", 100, 9), prompt_of("high", 101, 70), prompt_of("high", 102, 30)]
+    assert {domain_of(engine_of(), list(order)) for order in permutations(batch)} == {"high"}
+
+
+def test_padding_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are of prompts alone: a short one has the same in a batch with a long one."""
+    seen: list[list[int]] = []
+
+    def spy(model: Decoder, cache: Cache, prompt: list[int], layer: int) -> torch.Tensor:
+        seen.append(list(prompt))
+        return mark(model, cache, prompt, layer)
+
+    monkeypatch.setattr("selfspec.engine.mark", spy)
+    batch = [prompt_of("low", 100, 9), prompt_of("low", 101, 70)]
+    domain_of(engine_of(), batch)
+    assert seen == batch
+
+
+def test_routing_changes_no_token() -> None:
+    batch = [prompt_of("low", 100, 9), prompt_of("high", 101, 70)]
+    ids, mask = left_padded(batch)
+    plain, *others = (
+        engine_of().generate(ids, attention_mask=mask, max_new_tokens=8, **options).tolist()
+        for options in ({"speculative_decoding": False}, {}, {"domain": "low"}, {"domain": "high"})
+    )
+    assert others == [plain] * 3
+    assert engine_of().cache.free_pages == engine_of().cache.num_pages
+
+
+# Where nothing needs to be looked at
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at a prompt is a failure."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a prompt was looked at")
+
+    monkeypatch.setattr("selfspec.engine.mark", never)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_domain_by_name_is_taken_unseen(kind: str, blind: None) -> None:
+    assert domain_of(engine_of(), [prompt_of("low", 100)], domain=kind) == kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_centroids_the_first_domain_is_taken_unseen(kind: str, blind: None) -> None:
+    assert domain_of(engine_of(routes=False), [prompt_of(kind, 100)]) == "low"
+
+
+def test_with_one_centroid_the_first_domain_is_taken() -> None:
+    domains = {"a": choice_of(1, "chain:2"), "b": choice_of(2, "chain:2", centroid=[1.0] * 32)}
+    profile = profile_of(model_of("llama"), domains, router_mean=[0.0] * 32)
+    assert not profile.routes
+    assert profile.route(torch.ones(1, 32)) == "a"
+
+
+def test_whoever_declines_drafts_is_not_looked_at(blind: None) -> None:
+    ids = torch.tensor([prompt_of("low", 100)])
+    out = engine_of().generate(ids, max_new_tokens=3, speculative_decoding=False, return_dict_in_generate=True)
+    assert out.stats[0].disabled_reason == "request"
+
+
+def test_the_watch_notices_a_look(blind: None) -> None:
+    with pytest.raises(AssertionError, match="looked at"):
+        domain_of(engine_of(), [prompt_of("low", 100)])
+
+
+def test_a_saved_profile_routes_alike(tmp_path: Path) -> None:
+    profile = engine_of().profile
+    assert profile is not None
+    again = Engine.from_model(endless(tiny_model("llama")), profile=profile.save(tmp_path, []))
+    for kind in KINDS:
+        assert domain_of(again, [prompt_of(kind, 100)]) == kind
