@@ -198,6 +198,7 @@ class Rows:
         depths: torch.Tensor,  # [K] depth of every node up to the last row's, K = nodes.stop
         ancestors: torch.Tensor,  # [M, K] bool: which nodes each row sees
         device: torch.device,
+        all_ancestors: bool | None = None,  # whether that is all of them, where it is known without a look
     ) -> None:
         self.sequences = sequences
         self.nodes = nodes
@@ -207,7 +208,7 @@ class Rows:
         self.ancestors = ancestors.to(device)
         self.positions = self.lengths[:, None] + self.depths[nodes.start : nodes.stop]  # [B, M]
         self.slots = max(sequence.length for sequence in sequences) + nodes.stop  # S: slots that any row may see
-        self._all_ancestors = bool(ancestors.all())  # asked of the CPU's tensor: no wait for the device
+        self._all_ancestors = bool(ancestors.all()) if all_ancestors is None else all_ancestors
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
 

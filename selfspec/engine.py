@@ -222,7 +222,8 @@ class Engine:
         criteria: Sequence[Callable] | None,
         request: SpeculationRequest,
     ) -> Session:
-        """Checks everything that can be checked and opens a session; nothing is computed and no page is taken."""
+        """Checks everything that can be checked and opens a session; no page is taken, and nothing computed but, where
+        a profile routes, the prompts' domain."""
         check_prompts(prompts, self.model.config.vocab_size, self.context)
         batch = len(prompts) * settings.num_return_sequences
         if self.max_batch is not None and batch > self.max_batch:
@@ -232,21 +233,20 @@ class Engine:
         allowed = settings.new_tokens_allowed(width)
         seeds = read_seeds(seed, len(prompts), settings.sampling.do_sample)
         sampling = _less_replaced(settings.sampling, processors or ())
+        stops = self._stops(settings, criteria)
         plan = None if request.plan is None else Plan.parse(request.plan)
-        choice, domain = self._choice(request, prompts)
-        layer = self._exit_layer(request, plan, choice)
+        layer = self._own_exit_layer(request, plan)
         policy = Policy(
             rules=request.rules or self.rules,
             sampling=sampling,
             mode=request.speculative_decoding,
             plan=plan,
-            plans=self._plans(choice, sampling) if request.exit_layer is None else {},
-            has_exit=layer is not None,
+            has_exit=layer is not None or self.profile is not None,
             stateful_processors=request.stateful_processors,
         )
         if policy.off_for_good == "no_profile":
             self._warn_no_profile()
-        exit = None if policy.off_for_good or layer is None else self._exit(layer, domain, prompts, policy)
+        exit = None if policy.off_for_good else self._drafter(request, prompts, policy, layer)
         rows = [
             Row(prompt, seeds[index], copy, max_length=min(len(prompt) + allowed, self.context))
             for index, prompt in enumerate(prompts)
@@ -260,36 +260,43 @@ class Engine:
             policy,
             exit=exit,
             processors=list(processors or ()),
-            stops=self._stops(settings, criteria),
+            stops=stops,
             rejection=request.acceptance == "rejection",
         )
 
-    def _choice(self, request: SpeculationRequest, prompts: list[list[int]]) -> tuple[DomainChoice | None, str]:
-        """What the profile advises for these prompts, and the domain it takes them for."""
-        if self.profile is None:
-            return None, ""
-        domain = request.domain
-        if domain == "auto":
-            off = request.speculative_decoding is False or not self.profile.routes
-            layer = self.profile.router_layer
-            marks = [] if off else [mark(self.model, self.cache, prompt, layer) for prompt in prompts]
-            domain = self.profile.route(torch.stack(marks)) if marks else next(iter(self.profile.domains))
-        return self.profile.choice(domain), domain
-
-    def _exit_layer(self, request: SpeculationRequest, plan: Plan | None, choice: DomainChoice | None) -> int | None:
-        """The request's exit, the profile's, or, for whoever wants to draft without either, one a quarter up."""
+    def _own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
+        """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""
         if request.exit_layer is not None:
             check_exit_layer(request.exit_layer, self.model.config.num_layers)
             return request.exit_layer
-        if choice is not None:
-            return choice.exit_layer
+        if self.profile is not None and request.domain != "auto":
+            self.profile.choice(request.domain)  # an unknown domain is an error, whatever comes of it
         wanted = plan is not None or request.speculative_decoding == "force"
-        return max(1, self.model.config.num_layers // 4) if wanted else None
+        return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
 
-    def _plans(self, choice: DomainChoice | None, sampling: Sampling) -> dict[int, Plan]:
+    def _drafter(
+        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
+    ) -> Exit | None:
+        """The exit to draft with; tells the policy what the profile plans. None where that is not to draft at all."""
+        domain = ""
+        if self.profile is not None:
+            domain = request.domain if request.domain != "auto" else self._route(prompts)
+            choice = self.profile.choice(domain)
+            if layer is None:
+                layer, policy.plans = choice.exit_layer, self._plans(choice, policy.sampling)
+        assert layer is not None
+        return None if policy.off_for_good else self._exit(layer, domain, prompts, policy)
+
+    def _route(self, prompts: list[list[int]]) -> str:
+        """The domain that the profile takes these prompts for."""
+        assert self.profile is not None
+        if not self.profile.routes:
+            return next(iter(self.profile.domains))
+        marks = [mark(self.model, self.cache, prompt, self.profile.router_layer) for prompt in prompts]
+        return self.profile.route(torch.stack(marks))
+
+    def _plans(self, choice: DomainChoice, sampling: Sampling) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""
-        if choice is None:
-            return {}
         device = self.profile.device if self.profile else None
         if device is not None and device.type != self.model.device.type:
             return {1: NONE}

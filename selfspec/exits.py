@@ -9,6 +9,7 @@ left to calibration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -117,6 +118,13 @@ class Exit:
     def to_token_ids(self, ranked: torch.Tensor) -> torch.Tensor:
         """Indices into the draft vocabulary to token ids."""
         return ranked if self.head_rows is None else self.head_rows[ranked]
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits [R, vocabulary] placed into the whole vocabulary: -inf for what the exit cannot draft."""
+        if self.head_rows is None:
+            return logits
+        whole = logits.new_full((logits.shape[0], self.model.config.vocab_size), -math.inf)
+        return whole.index_copy(1, self.head_rows, logits)
 
     @property
     def recalled_layer(self) -> int:

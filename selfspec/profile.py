@@ -202,10 +202,10 @@ class Profile(Entry):
         for path in (*own, *shipped):
             try:
                 profile = cls.load(path.parent)
+                profile.check(model, identity)
             except ValueError:
-                continue  # someone else's broken or older profile must not stop this model
-            if profile.model.matches(identity):
-                return profile
+                continue  # a broken or older profile, or another model's, must not stop this one
+            return profile
         return None
 
     def save(self, folder: str | Path, exits: list[Exit], head_rows: dict[str, torch.Tensor] | None = None) -> Profile:
@@ -220,12 +220,13 @@ class Profile(Entry):
         (folder / "profile.json").write_text(_numbers_on_one_line(text) + "\n", encoding="utf-8")
         return self.model_copy(update={"folder": folder})
 
-    def check(self, model: Decoder) -> None:
-        """Refuses to serve other weights than the profile was made for."""
-        identity = ModelIdentity.of(model)
+    def check(self, model: Decoder, identity: ModelIdentity | None = None) -> None:
+        """Refuses to serve other weights than the profile was made for, and entries that fit no model like it."""
+        identity = identity or ModelIdentity.of(model)
         where = f" at {self.folder}" if self.folder else ""
         for domain, choice in self.domains.items():
             try:
+                choice.check()
                 check_exit_layer(choice.exit_layer, self.model.num_layers)
             except ValueError as error:
                 raise ValueError(f"domain {domain!r} of the profile{where}: {error}; {HOW_TO_CALIBRATE}") from error
@@ -236,6 +237,10 @@ class Profile(Entry):
                 + ("" if self.model.num_layers != identity.num_layers else " with different values")
                 + f"; {HOW_TO_CALIBRATE}"
             )
+        marks = [self.router_mean, *(choice.centroid for choice in self.domains.values() if choice.centroid)]
+        fits = all(len(mark) == identity.hidden_size for mark in marks) and 1 <= self.router_layer < identity.num_layers
+        if self.routes and not fits:
+            raise ValueError(f"the router of the profile{where} does not fit the model; {HOW_TO_CALIBRATE}")
 
     def choice(self, domain: str) -> DomainChoice:
         """The choice for a domain by name."""

@@ -6,7 +6,6 @@ there is no second path. Prompts and settings arrive checked; text, tokenizers a
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from selfspec.cache import Cache, Rows
 from selfspec.cache import Sequence as CacheSequence
+from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.model import Decoder
 from selfspec.policy import Policy
@@ -67,18 +67,6 @@ class Row:
         return len(self.tokens) - len(self.prompt)
 
 
-@dataclass
-class Draft:
-    """The tree drafted in one cycle, for B rows."""
-
-    plan: Plan
-    tokens: torch.Tensor  # [B, n+1], the root's first
-    hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
-    reads: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, hidden] what the exit's head read there
-    ranked: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, width] its best draft tokens in order
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> [B, V], processed; for rejection only
-
-
 class Session:
     """One request in progress. Closing it, at any moment, returns every page."""
 
@@ -108,6 +96,7 @@ class Session:
         self.on_token = on_token
         self.prefill_rows = prefill_rows  # prompts of equal length that may share a pass
         self.split = exit.layer if exit is not None else 0  # N: layers below it draft, layers from it on verify
+        self._shapes: dict[tuple[Plan, int, int], Shape] = {}
         self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
 
     @property
@@ -218,10 +207,9 @@ class Session:
         width = draft.plan.width(level)
         if not width:
             return
-        parents = [draft.plan.parents[node - 1] for node in level if node]
-        previous = torch.stack([draft.reads[node] for node in parents], 1) if parents else self._last_known(rows)
+        previous = draft.reads[-1][:, self._shape(draft.plan, level).parents] if draft.reads else self._last_known(rows)
         read = self.exit.read(hidden, previous, at, self.cache)
-        draft.reads.update((node, read[:, index]) for index, node in enumerate(level))
+        draft.reads.append(read)
         logits = self.exit.logits(read).flatten(0, 1)  # [B * M, V]
         ids = self.exit.head_rows
         seen = self._seen_at(rows, draft, level)
@@ -234,12 +222,9 @@ class Session:
         if self.sampling.do_sample:
             key = self._noise_key(rows, [len(row.tokens) + depth for row in rows], repeat=len(level))
             noisy = perturbed(values, key, CHILDREN if self.rejection else TARGET, ids)
-        best = self.exit.to_token_ids(ranked(noisy, width)).view(len(rows), len(level), width)
-        for index, node in enumerate(level):
-            draft.ranked[node] = best[:, index]
+        draft.ranked.append(self.exit.to_token_ids(ranked(noisy, width)).view(len(rows), len(level), width))
         if self.rejection:
-            whole = self._over_vocabulary(values).view(len(rows), len(level), -1)
-            draft.logits.update((node, whole[:, index]) for index, node in enumerate(level))
+            draft.logits.append(self.exit.over_vocabulary(values).view(len(rows), len(level), -1))
 
     def verify(self, rows: list[Row], draft: Draft) -> torch.Tensor:
         """The saved states of root and nodes through the rest of the model, in one pass: what is then known at each of
@@ -248,7 +233,7 @@ class Session:
         at = self._rows_at(rows, draft.plan, everyone)
         known = self._run_verify_partition(draft.hidden, at)
         if self.exit is not None:
-            of_parents = known[:, list(draft.plan.parents)]
+            of_parents = known[:, self._shape(draft.plan, everyone).parents]
             self.exit.fill(draft.hidden, torch.cat((self._last_known(rows), of_parents), dim=1), at, self.cache)
         return known
 
@@ -275,11 +260,15 @@ class Session:
         each row, root first.
         """
         plan, drafted = draft.plan, draft.tokens.tolist()
+        best = logits.argmax(-1).tolist() if self._takes_the_best else None  # for all nodes at once
         paths: list[list[int]] = [[0] for _ in rows]
         walking = list(range(len(rows)))
         while walking:
             nodes = [paths[index][-1] for index in walking]
-            chosen = self._draw([rows[index] for index in walking], walking, nodes, draft, logits)
+            if best is not None:
+                chosen = [best[index][node] for index, node in zip(walking, nodes, strict=True)]
+            else:
+                chosen = self._draw([rows[index] for index in walking], walking, nodes, draft, logits)
             still_walking = []
             for index, node, token in zip(walking, nodes, chosen, strict=True):
                 row = rows[index]
@@ -294,6 +283,13 @@ class Session:
                         still_walking.append(index)
             walking = still_walking
         return paths
+
+    @property
+    def _takes_the_best(self) -> bool:
+        """Whether the target's choice is simply its best token, whatever came before."""
+        sampling = self.sampling
+        changed = sampling.do_sample or sampling.repetition_penalty != 1 or sampling.min_new_tokens > 0
+        return not changed and not self.processors
 
     def _draw(
         self, rows: list[Row], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
@@ -311,9 +307,11 @@ class Session:
             if children:
                 at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
                 of = torch.tensor(indices, device=values.device)[at]
+                depth, place = draft.at(node)
                 ranks = {draft.plan.ranks[child - 1] for child in children}
-                offered = [rank in ranks for rank in range(draft.ranked[node].shape[1])]
-                p, guess, drawn = values[at].softmax(-1), draft.logits[node][of], draft.ranked[node][of]
+                offered = [rank in ranks for rank in range(draft.ranked[depth].shape[2])]
+                p = values[at].softmax(-1)
+                guess, drawn = draft.logits[depth][of, place], draft.ranked[depth][of, place]
                 chosen[at] = reject_or_accept(p, guess, drawn, offered, key.at(at))
         return chosen.tolist()
 
@@ -363,14 +361,20 @@ class Session:
         return self.model.read(last) if self.exit is None else recalled(self.model, hidden, last)
 
     def _rows_at(self, rows: list[Row], plan: Plan, nodes: range) -> Rows:
-        depths = torch.tensor(plan.depths[: nodes.stop])
-        ancestors = plan.ancestors[nodes.start : nodes.stop, : nodes.stop]
-        return Rows([row.sequence for row in rows], nodes, depths, ancestors, self.model.device)
+        shape = self._shape(plan, nodes)
+        return Rows([row.sequence for row in rows], nodes, shape.depths, shape.ancestors, self.model.device, shape.all)
+
+    def _shape(self, plan: Plan, nodes: range) -> Shape:
+        """What passes of these nodes need to know of the plan, on the device; the same in every cycle."""
+        key = (plan, nodes.start, nodes.stop)
+        if key not in self._shapes:
+            self._shapes[key] = Shape.of(plan, nodes, self.model.device)
+        return self._shapes[key]
 
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
         """Tokens [B, M] of a level's nodes: each is its parent's ranked draft token of the node's rank."""
-        plan = draft.plan
-        return torch.stack([draft.ranked[plan.parents[n - 1]][:, plan.ranks[n - 1]] for n in level], dim=1)
+        shape = self._shape(draft.plan, level)
+        return draft.ranked[-1][:, shape.parents, shape.ranks]
 
     def _noise_key(self, rows: list[Row], positions: list[int], repeat: int = 1) -> NoiseKey:
         columns = [[row.seed for row in rows], [row.copy for row in rows], positions]
@@ -396,11 +400,3 @@ class Session:
             path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
-
-    def _over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draft logits placed into the whole vocabulary: -inf for what the exit cannot draft."""
-        assert self.exit is not None
-        if self.exit.head_rows is None:
-            return logits
-        whole = logits.new_full((logits.shape[0], self.model.config.vocab_size), -math.inf)
-        return whole.index_copy(1, self.exit.head_rows, logits)

@@ -56,7 +56,7 @@ def runtime_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
     session.prefill()
     cache.reserve(row.sequence, root + DEPTH + 1)
     draft = session.draft([row], Plan.parse(f"chain:{DEPTH}"))
-    return [draft.reads[node][0] for node in range(DEPTH)]
+    return [draft.reads[depth][0, 0] for depth in range(DEPTH)]
 
 
 @families

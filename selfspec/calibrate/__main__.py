@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -27,6 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped; the same command with --resume goes on from here")
         return 130
+    except torch.OutOfMemoryError:
+        console.print(
+            "[bold red]error:[/] the GPU ran out of memory: free some, or say with --memory-gb how much may be used",
+            soft_wrap=True,
+        )
+        return 2
     except (ValueError, OSError, CacheFull) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2

@@ -7,8 +7,10 @@ comes from is left to `writing`, what is learned from it to `training`.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +153,9 @@ def recalled_states(
     kept = torch.empty(*corpus.tokens.shape, size, dtype=model.dtype, device=keep_on, pin_memory=pinned)
     for start in range(0, len(corpus), rows):
         batch = corpus.rows(slice(start, start + rows)).to(model.device)
-        states = list(hidden_states(model, batch))
-        kept[start : start + rows].copy_(recalled(model, states[half_way(model)], states[-1]))
+        states = hidden_states(model, batch)
+        middle = deque(islice(states, half_way(model) + 1), maxlen=1).pop()
+        last = deque(states, maxlen=1).pop()
+        kept[start : start + rows].copy_(recalled(model, middle, last))
         progress(len(batch))
     return kept

@@ -7,7 +7,7 @@ random as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from selfspec.exits import Exit
 from selfspec.model import Decoder
 
 DEPTHS = 5  # how deep plans may be
+_ROWS_AT_ONCE = 8  # answers
 _PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
 
 
@@ -62,66 +63,105 @@ def measure(
     """A measurement of every exit."""
     parts: list[list[Measurement]] = [[] for _ in exits]
     random = torch.Generator(device=model.device).manual_seed(seed)
-    for row in range(len(answers.corpus)):
-        one = _cut(answers.corpus.rows(slice(row, row + 1)))
-        if int(one.predicts.sum()) > DEPTHS:
-            for index, measured in enumerate(_measure_row(model, exits, head_rows, one, answers.temperature, random)):
-                parts[index].append(measured)
-        progress(1)
+    long_enough = (answers.corpus.predicts.sum(1) > DEPTHS).nonzero()[:, 0]
+    for rows in long_enough.split(_ROWS_AT_ONCE) if len(long_enough) else ():
+        some = _cut(answers.corpus.rows(rows))
+        for found in _measure_rows(model, exits, head_rows, some, answers.temperature, random):
+            for of_exit, measured in zip(parts, found, strict=True):
+                of_exit.append(measured)
+        progress(len(rows))
+    progress(len(answers.corpus) - len(long_enough))
     return [_joined(of_exit) for of_exit in parts]
 
 
-def _cut(one: Corpus) -> Corpus:
-    """Only as long as the document."""
-    length = int((one.documents[0] == 1).sum())
-    return Corpus(*(tensor[:, :length] for tensor in vars(one).values()))
+def _cut(some: Corpus) -> Corpus:
+    """Only as long as the longest document."""
+    length = int((some.documents == 1).sum(1).max())
+    return Corpus(*(tensor[:, :length] for tensor in vars(some).values()))
 
 
-def _measure_row(
+def _measure_rows(
     model: Decoder,
     exits: list[Exit],
     head_rows: torch.Tensor | None,
-    one: Corpus,
+    some: Corpus,
     temperature: float,
     random: torch.Generator,
-) -> list[Measurement]:
-    batch = one.to(model.device)
-    written = batch.predicts[0].nonzero()[:, 0]
-    first = int(written[0])
-    roots = torch.arange(first, batch.length - DEPTHS, device=model.device)[None]  # every token of a path is known
-    prompt = batch.tokens[0, : first + 1].tolist()
-    recalled = recalled_states(model, one, 1, model.device)
-    reads = recalled[0, :, : model.config.hidden_size]
-    best = model.project(reads, model.head).argmax(-1)
-    noise = None
-    if temperature:
-        logits = model.project(reads[first:-1], model.head) / temperature
-        noise = noise_behind(logits, batch.tokens[0, first + 1 :], random)  # [W, V]
+) -> Iterator[list[Measurement]]:
+    """For every answer, a measurement of every exit. The passes through layers are made for all answers together."""
+    batch = some.to(model.device)
+    recalled = recalled_states(model, some, len(some), model.device)
     states = hidden_states(model, batch)
     below = [next(states) for _ in range(max(exit.layer for exit in exits) + 1)]
-    ends = torch.arange(max(0, first - _PROMPT_END), first, device=model.device)[None]
-    following = roots[0, :, None] + torch.arange(1, DEPTHS + 1, device=model.device)
-    tokens = batch.tokens[0][following].cpu().numpy()  # [W, DEPTHS]
-    found = []
-    for exit in exits:
-        offered = exit.offering(head_rows, [prompt])
-        drafted = drafted_reads(offered, below[exit.layer], recalled, batch, roots, DEPTHS)
+    firsts, lasts = _ranges(some)
+    longest = max(last - first for first, last in zip(firsts, lasts, strict=True))
+    steps = torch.arange(longest, device=model.device)
+    # Roots from each answer's first prediction on; past an answer's end the last one again, to be left out.
+    roots = torch.stack([(first + steps).clamp(max=last - 1) for first, last in zip(firsts, lasts, strict=True)])
+    ends = torch.stack([(first - 1 - torch.arange(_PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
+    drafts = [drafted_reads(e, below[e.layer], recalled, batch, roots, DEPTHS) for e in exits]
+    at_ends = [drafted_reads(e, below[e.layer], recalled, batch, ends, 1)[0] for e in exits]
+    for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+        reads = recalled[row, :, : model.config.hidden_size]
+        answer = _Answer(batch.tokens[row, : last + DEPTHS], first, last, temperature, None, reads)
+        answer.noise = answer.draw_noise(model, random) if temperature else None
+        yield [
+            answer.measured(
+                exit.offering(head_rows, [answer.prompt]),
+                [read[row, : last - first] for read in drafted],
+                end[row, : min(first, _PROMPT_END)],
+            )
+            for exit, drafted, end in zip(exits, drafts, at_ends, strict=True)
+        ]
+
+
+def _ranges(some: Corpus) -> tuple[list[int], list[int]]:
+    """The first root of every answer, and where its roots end so that every token of a path is known."""
+    firsts = some.predicts.int().argmax(1)
+    lengths = (some.documents == 1).sum(1)
+    return firsts.tolist(), (lengths - DEPTHS).tolist()
+
+
+@dataclass
+class _Answer:
+    """One answer, and what the model's head read along it."""
+
+    tokens: torch.Tensor  # [T] prompt and answer
+    first: int  # the first root
+    last: int  # where roots end
+    temperature: float
+    noise: torch.Tensor | None  # [T - 1 - first, V] from the first root on
+    reads: torch.Tensor  # [.., hidden]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.first + 1].tolist()
+
+    def draw_noise(self, model: Decoder, random: torch.Generator) -> torch.Tensor:
+        logits = model.project(self.reads[self.first : len(self.tokens) - 1], model.head) / self.temperature
+        return noise_behind(logits, self.tokens[self.first + 1 :], random)
+
+    def measured(self, exit: Exit, drafted: list[torch.Tensor], at_end: torch.Tensor) -> Measurement:
+        roots = torch.arange(self.first, self.last, device=self.tokens.device)
         ranks = []
         for depth, read in enumerate(drafted):
-            at = roots[0] + depth
-            of_place = None if noise is None else noise[at - first]
-            ranks.append(text_ranks(offered, read[0], batch.tokens[0, at + 1], of_place, temperature or 1.0))
-        (at_ends,) = drafted_reads(offered, below[exit.layer], recalled, batch, ends, 1)
-        found.append(
-            Measurement(
-                np.stack(ranks, axis=1),
-                tokens,
-                np.isin(tokens, prompt),
-                [_agreement(offered, at_ends[0], best[ends[0]])],
-                [_agreement(offered, drafted[0][0], best[roots[0]])],
-            )
+            at = roots + depth
+            noise = None if self.noise is None else self.noise[at - self.first]
+            ranks.append(text_ranks(exit, read, self.tokens[at + 1], noise, self.temperature or 1.0))
+        following = roots[:, None] + torch.arange(1, DEPTHS + 1, device=roots.device)
+        tokens = self.tokens[following].cpu().numpy()
+        ends = self.first - 1 - torch.arange(len(at_end), device=roots.device)
+        agreements = [self._agreement(exit, at_end, ends), self._agreement(exit, drafted[0], roots)]
+        return Measurement(
+            np.stack(ranks, axis=1), tokens, np.isin(tokens, self.prompt), [agreements[0]], [agreements[1]]
         )
-    return found
+
+    def _agreement(self, exit: Exit, read: torch.Tensor, places: torch.Tensor) -> float:
+        """The share of places where the exit's best token is the model's."""
+        if not len(places):
+            return 0.0
+        best = exit.model.project(self.reads[places], exit.model.head).argmax(-1)
+        return float((exit.to_token_ids(exit.logits(read).argmax(-1)) == best).float().mean())
 
 
 def noise_behind(logits: torch.Tensor, chosen: torch.Tensor, random: torch.Generator) -> torch.Tensor:
@@ -131,12 +171,6 @@ def noise_behind(logits: torch.Tensor, chosen: torch.Tensor, random: torch.Gener
     top += logits.logsumexp(-1, keepdim=True)  # the largest of all, whichever entry it is
     below = -torch.logaddexp(-top, -(logits + noise))  # the others, given that they stay below it
     return below.scatter_(1, chosen[:, None], top) - logits
-
-
-def _agreement(exit: Exit, read: torch.Tensor, best: torch.Tensor) -> float:
-    if not len(best):
-        return 0.0
-    return float((exit.to_token_ids(exit.logits(read).argmax(-1)) == best).float().mean())
 
 
 def _joined(parts: list[Measurement]) -> Measurement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,10 @@ from rich.table import Table
 
 from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, StepCost, candidates, choose
 from selfspec.calibrate.measuring import Measurement
+from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
-from selfspec.calibrate.trial import SETTINGS, trial
+from selfspec.calibrate.settings import TRYING_SHARE
+from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
 from selfspec.engine import Engine
 from selfspec.model import Decoder
 from selfspec.policy import DEFAULT_TREE
@@ -37,7 +40,7 @@ def build(
     sizes: list[int],
 ) -> Profile:
     """The profile that the measurements speak for; nothing of it has been run yet."""
-    marks = {domain.name: _marks(run, domain.training) for domain in run.domains}
+    marks = {domain.name: _marks(run, domain, domain.training) for domain in run.domains}
     centroids = {name: of_domain.mean(0) for name, of_domain in marks.items()}
     middle = torch.stack(list(centroids.values())).mean(0)
     domains = {}
@@ -75,24 +78,25 @@ def build(
     )
 
 
-def try_out(run: Calibration, profile: Profile) -> Profile:
+def try_out(run: Calibration, profile: Profile, plain_step: float) -> Profile:
     """Runs the chosen plans against plain decoding, saves the profile with what came of it, and writes the report."""
     profile = _save(run, profile)
+    length = trial_length(TRYING_SHARE * run.settings.minutes * 60 / len(run.domains), plain_step)
     engine = Engine(run.model, run.engine.tokenizer, run.engine.generation_config, profile)
     with run.display.stage("try", total=len(run.domains) * (len(SETTINGS) + 1)) as stage:
         domains = {}
         for domain in run.domains:
             choice, prompts = profile.domains[domain.name], run.measuring_prompts(domain)
             plans = {temperature: dict(of_batch) for temperature, of_batch in choice.plans.items()}
+            trials = Trials(engine, domain.name, choice.exit_layer, prompts, length)
             for setting in SETTINGS:
                 planned = plans[setting.temperature][setting.batch]
-                measured = trial(engine, domain.name, choice.exit_layer, planned.plan, prompts, setting)
-                plans[setting.temperature][setting.batch] = _after(planned, measured)
+                plans[setting.temperature][setting.batch] = _after(planned, trials.run(planned.plan, setting))
                 stage.advance(1, domain.name)
-            chain = trial(engine, domain.name, choice.exit_layer, COMPARED_CHAIN, prompts, SETTINGS[0])
+            chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
             domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain})
-        stage.note = "chosen plans run against plain decoding"
+        stage.note = f"chosen plans run against plain decoding, answers of {length} tokens"
     trained = profile.trained | {"seconds": round(run.display.elapsed, 1)}
     profile = _save(run, profile.model_copy(update={"domains": domains, "trained": trained}))
     write_report(profile, run.out / "report.html")
@@ -146,8 +150,8 @@ def _exit_rates(
     return rates
 
 
-def _marks(run: Calibration, prompts: tuple) -> torch.Tensor:
-    tokens = (run.tokens_of(prompt) for prompt in prompts)
+def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
+    tokens = run.fitting(domain.name, prompts)
     return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
 
 
@@ -155,7 +159,7 @@ def _accuracy(run: Calibration, centroids: dict[str, torch.Tensor], middle: torc
     """The share of measuring prompts that are routed to their own domain."""
     right, total = 0, 0
     for index, domain in enumerate(run.domains):
-        alike = likeness(_marks(run, domain.measuring), torch.stack(list(centroids.values())), middle)
+        alike = likeness(_marks(run, domain, domain.measuring), torch.stack(list(centroids.values())), middle)
         right += int((alike.argmax(-1) == index).sum())
         total += len(alike)
     return _rounded(right / total)

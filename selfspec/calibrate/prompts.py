@@ -53,7 +53,7 @@ def read_domain(name: str, path: Path) -> Domain:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             prompts.append(_read_line(line, f"{path}, line {number}"))
-    unique = list({json.dumps(prompt): prompt for prompt in prompts}.values())
+    unique = list({_same(prompt): prompt for prompt in prompts}.values())
     if len(unique) < FEWEST_PROMPTS:
         raise ValueError(
             f"domain {name!r}: {path} holds {len(unique)} different prompts; calibration needs at least "
@@ -62,6 +62,11 @@ def read_domain(name: str, path: Path) -> Domain:
     measuring = unique[_MEASURED - 1 :: _MEASURED]
     training = [prompt for index, prompt in enumerate(unique) if (index + 1) % _MEASURED]
     return Domain(name, tuple(training), tuple(measuring))
+
+
+def _same(prompt: Prompt) -> str:
+    """Equal for prompts that ask the same: a text, and a chat of it alone."""
+    return json.dumps([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, sort_keys=True)
 
 
 def _read_line(line: str, where: str) -> Prompt:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from selfspec.calibrate.choice import Paths, StepCost, choose
 from selfspec.calibrate.corpus import Corpus, Document, recalled_states
 from selfspec.calibrate.display import Display, Stage
 from selfspec.calibrate.measuring import Answers, Measurement, measure
-from selfspec.calibrate.prompts import Domain, parse_domain, shipped_domains
+from selfspec.calibrate.prompts import Domain, Prompt, parse_domain, shipped_domains
 from selfspec.calibrate.resources import Resources, fit
 from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
 from selfspec.calibrate.timing import plain_cost, step_cost
@@ -66,7 +67,7 @@ class Calibration:
         paths, sizes = self._paths(measured)
         choices = {d.name: choose(paths[d.name], costs, self.settings.objective) for d in self.domains}
         profile = outcome.build(self, measured, paths, costs, choices, sizes)
-        profile = outcome.try_out(self, profile)
+        profile = outcome.try_out(self, profile, costs[self.exits[0].layer, 1].plain)
         self.work.remove()
         return profile
 
@@ -83,8 +84,6 @@ class Calibration:
         self.vocabulary = self.model.config.vocab_size
         self.layers = settings.exit_layers(self.model.config.num_layers)
         self.recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)
-        self.resources = fit(self.model, len(self.layers), self.recipe, heads.largest_head(self.vocabulary))
-        self.recipe = replace(self.recipe, rows=self.resources.training_rows)
         self.template = Template.of(self.engine.tokenizer)
         self.identity = ModelIdentity.of(self.model)
         self.out = settings.out or profiles_dir() / _name_of(self.identity)
@@ -92,10 +91,21 @@ class Calibration:
             name: str(value) for name, value in asdict(settings).items() if name not in ("resume", "out")
         }
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
-        key |= {"resources": asdict(replace(self.resources, room=0, most_tokens=0))}
+        key |= {"text": [sha256(path.read_bytes()).hexdigest() for path in settings.text]}
         self.work = Work(self.out / "work", key, settings.resume)
         _check_disk(self.out)
+        self.resources = self._resources()
+        self.recipe = replace(self.recipe, rows=self.resources.training_rows)
         self._announce(self.resources)
+
+    def _resources(self) -> Resources:
+        """What fits; a run that goes on keeps the sizes it began with."""
+        stored = self.work.read_json("resources")
+        if stored is not None:
+            return Resources(**stored)
+        resources = fit(self.model, len(self.layers), self.recipe, heads.largest_head(self.vocabulary))
+        self.work.write_json("resources", asdict(resources))
+        return resources
 
     def _announce(self, resources: Resources) -> None:
         settings, config = self.settings, self.model.config
@@ -112,18 +122,25 @@ class Calibration:
         if settings.tokens is None or settings.steps is None:
             self.display.say(f"  about {settings.minutes:g} minutes; stop it at any time and go on with --resume")
 
-    def tokens_of(self, prompt: Any) -> list[int]:
+    def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens: through the chat template where there is one."""
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str) and getattr(tokenizer, "chat_template", None):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
             prompt = "\n".join(message["content"] for message in prompt)
-        tokens = encode(tokenizer, prompt)
-        return tokens[: self.engine.context // 2]
+        return encode(tokenizer, prompt)
+
+    def fitting(self, name: str, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Prompts as tokens, without those that leave too little of the model's context for an answer."""
+        tokens = [self.tokens_of(prompt) for prompt in prompts]
+        fitting = [prompt for prompt in tokens if len(prompt) <= self.engine.context // 2]
+        if not fitting:
+            raise ValueError(f"domain {name!r}: every prompt is longer than half of the model's context")
+        return fitting
 
     def measuring_prompts(self, domain: Domain) -> list[list[int]]:
-        return [self.tokens_of(prompt) for prompt in domain.measuring[:_MOST_MEASURED]]
+        return self.fitting(domain.name, domain.measuring)[:_MOST_MEASURED]
 
     # Writing
 
@@ -131,7 +148,7 @@ class Calibration:
         length, rows = self.recipe.length, self.resources.writing_rows
         if self.settings.tokens is not None:
             rows = min(rows, 8 * ceil(self.settings.tokens / length / 8))
-        prompts = [[self.tokens_of(prompt) for prompt in domain.training] for domain in self.domains]
+        prompts = [self.fitting(domain.name, domain.training) for domain in self.domains]
         parts: list[Corpus] = []
         with self.display.stage("write") as stage:
             writer = Writer(self.model, prompts, self.template, self.ends, rows, length, self.settings.seed)
@@ -167,7 +184,8 @@ class Calibration:
 
     def _chunk(self, writer: Writer, number: int, stage: Stage) -> Corpus:
         name = f"chunk-{number:04d}"
-        stored = self.work.read_tensors(name)
+        # Before the number of chunks is decided the first one is written anew, since it is timed for that.
+        stored = self.work.read_tensors(name) if self.work.read_json("chunks") is not None else None
         if stored is not None:
             stage.advance(stored["tokens"].numel())
             return Corpus.from_small(stored)
@@ -191,7 +209,7 @@ class Calibration:
         head_rows = heads.head_of(heads.ordered_rows(used)[0], heads.largest_head(self.vocabulary))
         with self.display.stage("read", total=len(corpus)) as stage:
             keep_on = torch.device(self.resources.states_on)
-            recalled = recalled_states(self.model, corpus, 16, keep_on, stage.advance)
+            recalled = recalled_states(self.model, corpus, 2 * self.recipe.rows, keep_on, stage.advance)
             stage.note = f"the model's own states at {corpus.tokens.numel() / 1e6:.2f} M tokens"
         together = self.resources.exits_together
         groups = [self.layers[start : start + together] for start in range(0, len(self.layers), together)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 OBJECTIVES = ("throughput", "accept")
 DEFAULT_MINUTES = 7.0
-# Shares of the time for writing text and for training; the rest is for loading, measuring and choosing.
-WRITING_SHARE, TRAINING_SHARE = 0.2, 0.52
+# Shares of the time; the rest is for loading, measuring and choosing.
+WRITING_SHARE, TRAINING_SHARE, TRYING_SHARE = 0.2, 0.52, 0.1
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0, got {value}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or above, got {self.seed}")
         for path in self.text:
             if not path.is_file():
                 raise ValueError(f"--text {path}: there is no such file")

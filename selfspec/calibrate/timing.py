@@ -22,7 +22,7 @@ from selfspec.tree import NONE, Plan
 
 _PLANS = [Plan.parse(plan) for plan in ("chain:1", "chain:3", "tree:12", "tree:7,7")]
 _CONTEXT = 128  # tokens before the timed cycles
-_WARM_UP, _TIMED = 2, 7
+_WARM_UP, _TIMED = 2, 5
 
 
 def plain_cost(engine: Engine, batch: int) -> float:

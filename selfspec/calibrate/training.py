@@ -146,7 +146,7 @@ class Trainer:
     def _load_batch(self) -> None:
         """The rows and positions of this step, from its number alone."""
         random = np.random.default_rng((self.recipe.seed, self.step))
-        rows = np.sort(random.permutation(len(self.corpus))[: len(self._batch)])
+        rows = self._places.some_rows(random, len(self._batch))
         roots = self._places.some(random, rows, self.recipe.roots)
         index = torch.from_numpy(rows)
         for name, static in vars(self._batch).items():
@@ -222,8 +222,13 @@ class _Places:
         self.counts = whole.sum(1)
         if not self.counts.any():
             raise ValueError("the training text has no place to draft from: it is too short")
+        self.rows = np.flatnonzero(self.counts)
         self.starts = np.concatenate(([0], self.counts.cumsum()[:-1]))
-        self.places = np.append(np.nonzero(whole)[1], 0)
+        self.places = np.nonzero(whole)[1]
+
+    def some_rows(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """`count` different rows that have places, as far as there are so many."""
+        return np.sort(np.resize(random.permutation(self.rows), count))
 
     def some(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
         """`count` places of each row, drawn with replacement: [rows, count]."""

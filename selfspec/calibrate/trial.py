@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,48 +21,65 @@ class Setting:
     temperature: str
     batch: str
     prompts: int
-    new_tokens: int
+    length: float  # of an answer, as a share of a trial's usual length
 
 
 # The settings that are run: a single row at every temperature, and the other batches greedily.
 SETTINGS = (
-    Setting("0", "1", 3, 64),
-    Setting("0.7", "1", 1, 64),
-    Setting("1", "1", 1, 64),
-    Setting("0", "2-4", 4, 32),
-    Setting("0", "5-16", 16, 32),
+    Setting("0", "1", 2, 1.0),
+    Setting("0.7", "1", 1, 1.0),
+    Setting("1", "1", 1, 1.0),
+    Setting("0", "2-4", 4, 0.5),
+    Setting("0", "5-16", 16, 0.5),
 )
+_PLAIN_STEPS = 8.0  # about how many plain steps all trials of a domain cost, for each token of the usual length
 
 
-def trial(
-    engine: Engine, domain: str, exit_layer: int, plan: str, prompts: list[list[int]], setting: Setting
-) -> Run | None:
-    """The plan against plain decoding on the same prompts; None for the plan that drafts nothing."""
-    if not len(Plan.parse(plan)) or not prompts:
-        return None
-    size = BATCHES[setting.batch]
-    chosen = [prompts[index % len(prompts)] for index in range(max(setting.prompts, size))]
-    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-    temperature = TEMPERATURES[setting.temperature]
-    kwargs = {"max_new_tokens": setting.new_tokens, "seed": 0, "top_k": 0, "domain": domain}
-    kwargs |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False, "top_k": None}
-    drafting = {"exit_layer": exit_layer, "plan": plan, "speculative_decoding": "force"}
-    plain = _generate(engine, batches, {**kwargs, "speculative_decoding": False})
-    drafted = _generate(engine, batches, {**kwargs, **drafting})
-    stats = [stats for output in drafted for stats in output.stats]
-    accepted, cycles = sum(s.accepted for s in stats), sum(s.cycles for s in stats)
-    asked = sum(s.accepted / s.accept_rate for s in stats if s.accept_rate)
-    asked += sum(s.cycles for s in stats if not s.accept_rate)
-    return Run(
-        plan=plan,
-        tokens_per_cycle=sum(s.new_tokens for s in stats) / cycles,
-        accept_rate=accepted / asked if asked else 0.0,
-        tokens_per_second=_speed(drafted),
-        plain_tokens_per_second=_speed(plain),
-    )
+class Trials:
+    """Trials of one domain. Plain decoding is run once for each batch: no plan or temperature changes its speed."""
+
+    def __init__(self, engine: Engine, domain: str, exit_layer: int, prompts: list[list[int]], new_tokens: int) -> None:
+        self.engine, self.domain, self.exit_layer, self.prompts = engine, domain, exit_layer, prompts
+        self.new_tokens = new_tokens
+        self._plain: dict[str, float] = {}
+
+    def run(self, plan: str, setting: Setting) -> Run | None:
+        """The plan against plain decoding on the same prompts; None for the plan that drafts nothing."""
+        if not len(Plan.parse(plan)) or not self.prompts:
+            return None
+        size = BATCHES[setting.batch]
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(max(setting.prompts, size))]
+        batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+        temperature = TEMPERATURES[setting.temperature]
+        kwargs: dict[str, Any] = {"max_new_tokens": max(8, int(setting.length * self.new_tokens)), "seed": 0}
+        kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        if setting.batch not in self._plain:
+            self._plain[setting.batch] = _speed(
+                _generate(self.engine, batches, kwargs | {"speculative_decoding": False})
+            )
+        kwargs |= {"exit_layer": self.exit_layer, "plan": plan, "domain": self.domain, "speculative_decoding": "force"}
+        outputs = _generate(self.engine, batches, kwargs)
+        stats = [stats for output in outputs for stats in output.stats]
+        asked = sum(s.accepted / s.accept_rate if s.accept_rate else s.cycles for s in stats)
+        return Run(
+            plan=plan,
+            tokens_per_cycle=_rounded(sum(s.new_tokens for s in stats) / sum(s.cycles for s in stats)),
+            accept_rate=_rounded(sum(s.accepted for s in stats) / asked),
+            tokens_per_second=_rounded(_speed(outputs)),
+            plain_tokens_per_second=_rounded(self._plain[setting.batch]),
+        )
 
 
-def _generate(engine: Engine, batches: list[list[list[int]]], kwargs: dict) -> list[GenerateOutput]:
+def trial_length(seconds: float, plain_step: float) -> int:
+    """Tokens of an answer, so that a domain's trials take about so long where a plain step takes `plain_step`."""
+    return int(min(96, max(16, seconds / (_PLAIN_STEPS * plain_step))))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _generate(engine: Engine, batches: list[list[list[int]]], kwargs: dict[str, Any]) -> list[GenerateOutput]:
     outputs = []
     for batch in batches:
         longest = max(len(prompt) for prompt in batch)

@@ -104,7 +104,7 @@ def write_answers(
 ) -> Corpus:
     """One row for each prompt: the prompt and at most `new_tokens` of its answer, and nothing after it."""
     longest = max(len(prompt) for prompt in prompts)
-    hand = _Hand(model, template, ends, len(prompts), longest + new_tokens, longest)
+    hand = _Hand(model, template, ends, len(prompts), longest + new_tokens, longest, answer_tokens=new_tokens)
     scripts = [
         [Script(tuple(prompt), True, temperature, 0)] * _SCRIPTS
         for prompt, temperature in zip(prompts, temperatures, strict=True)
@@ -145,10 +145,17 @@ class _Hand:
     """The lockstep decoder: fixed tensors, and one pass as a function of the place alone."""
 
     def __init__(
-        self, model: Decoder, template: Template, ends: Sequence[int], rows: int, length: int, longest: int
+        self,
+        model: Decoder,
+        template: Template,
+        ends: Sequence[int],
+        rows: int,
+        length: int,
+        longest: int,
+        answer_tokens: int | None = None,
     ) -> None:
         config, device = model.config, model.device
-        self.model, self.length = model, length
+        self.model, self.length, self.answer_tokens = model, length, answer_tokens or _ANSWER_TOKENS
         self.ends = torch.tensor([*ends, *template.after[:1]], dtype=torch.int64, device=device)
         self.after = torch.tensor(template.after or (0,), device=device)
         shape = (config.num_layers, rows, length, config.num_kv_heads, config.head_dim)
@@ -263,7 +270,7 @@ class _Hand:
         count = torch.where(to_closing & ~ends, 0, count)
         script_done = in_script & (count >= self.script_length.gather(1, script)[:, 0])
         closed = (phase == _CLOSING) & (count >= len(self.after))
-        answered = answering & (ends | (count >= _ANSWER_TOKENS))
+        answered = answering & (ends | (count >= self.answer_tokens))
         of_script = torch.where(self.whole.gather(1, script)[:, 0] == 1, _ANSWER, _TURN)
         phase = torch.where(script_done, of_script, torch.where(closed, _ANSWER, phase))
         state.phase.copy_(torch.where(answered, _SCRIPT, phase))
