@@ -6,7 +6,7 @@ STAMP := $(ENV)/.selfspec-installed
 .PHONY: demo test format bench
 
 demo: $(STAMP)
-	$(PYTHON) -m selfspec.generate --speculative force --compare --exit-layer 24 --plan tree:3,1
+	$(PYTHON) -m selfspec.generate --speculative force --compare --plan chain:2
 
 test: $(STAMP)
 	$(PYTHON) -m ruff check .

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         console.width = 110  # a log has room that no terminal tells of
     device = weights.pick_device(args.device)
     hf, tokenizer = load(args, device)
-    engine = Engine.from_model(hf, tokenizer)
+    engine = Engine.from_model(hf, tokenizer, profile=None if args.profile == "none" else args.profile)
     modes = [Mode("transformers eager", lambda ids: with_transformers(hf, ids, args.max_new_tokens))]
     modes += [Mode("selfspec plain", lambda ids: ours(engine, ids, args.max_new_tokens, speculative_decoding=False))]
     for plan in args.plans:
@@ -113,7 +113,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of .jsonl files with 'prompt' lines")
     parser.add_argument("--limit", type=int, default=8, help="prompts taken from each file")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--exit-layer", type=int, help="default: a quarter of the layers")
+    parser.add_argument("--profile", default="auto", help="folder, 'auto' or 'none'")
+    parser.add_argument(
+        "--exit-layer", type=int, help="default: the profile's, else a quarter of the layers, untrained"
+    )
     parser.add_argument("--plans", nargs="*", default=["chain:2", "tree:4,2,2,1"], help="plans to force")
     return parser.parse_args(arguments)
 
@@ -183,10 +186,11 @@ def read_bandwidth(device: torch.device) -> float:
 def show(
     console: Console, setup: Setup, results: list[dict[str, Any]], engine: Engine, args: argparse.Namespace
 ) -> None:
-    layer = args.exit_layer or max(1, engine.model.config.num_layers // 4)
+    trained = engine.profile.trained_layers() if engine.profile else []
+    exits = f"exits trained after layers {trained}" if trained else "exits untrained"
     console.print(
         f"{setup.model}, {setup.dtype} on {setup.device} ({setup.threads} threads), torch {setup.torch}, transformers "
-        f"{setup.transformers}, greedy, {setup.max_new_tokens} new tokens, exit after layer {layer} (untrained)",
+        f"{setup.transformers}, greedy, {setup.max_new_tokens} new tokens, {exits}",
         soft_wrap=True,
     )
     table = Table()

@@ -283,7 +283,7 @@ class Engine:
             domain = request.domain if request.domain != "auto" else self._route(prompts)
             choice = self.profile.choice(domain)
             if layer is None:
-                layer, policy.plans = choice.exit_layer, self._plans(choice, policy.sampling)
+                layer, policy.plans = choice.exit_layer, self._plans(choice, policy)
         assert layer is not None
         return None if policy.off_for_good else self._exit(layer, domain, prompts, policy)
 
@@ -295,12 +295,12 @@ class Engine:
         marks = [mark(self.model, self.cache, prompt, self.profile.router_layer) for prompt in prompts]
         return self.profile.route(torch.stack(marks))
 
-    def _plans(self, choice: DomainChoice, sampling: Sampling) -> dict[int, Plan]:
+    def _plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""
-        device = self.profile.device if self.profile else None
-        if device is not None and device.type != self.model.device.type:
+        device, forced = self.profile.device if self.profile else None, policy.mode == "force"
+        if device is not None and device.type != self.model.device.type and not forced:
             return {1: NONE}
-        return choice.plans_at(sampling.temperature if sampling.do_sample else 0.0)
+        return choice.plans_at(policy.sampling.temperature if policy.sampling.do_sample else 0.0, forced)
 
     def _exit(self, layer: int, domain: str, prompts: list[list[int]], policy: Policy) -> Exit:
         """The exit to draft these prompts with, over the domain's part of the head."""

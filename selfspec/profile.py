@@ -98,6 +98,10 @@ class PlanChoice(Entry):
     expected: Expected | None = None
     measured: Run | None = None
 
+    def parsed(self, forced: bool) -> Plan:
+        tried = self.measured.plan if self.measured is not None else self.plan
+        return Plan.parse(tried if forced else self.plan)
+
 
 class ExitRates(Entry):
     """How one exit did in one domain, greedy: what the choice between exits was made from."""
@@ -147,12 +151,13 @@ class DomainChoice(Entry):
             for choice in of_batch.values():
                 Plan.parse(choice.plan)
 
-    def plans_at(self, temperature: float) -> dict[int, Plan]:
-        """The plans for a temperature (0: greedy), by the largest batch each is for."""
+    def plans_at(self, temperature: float, forced: bool = False) -> dict[int, Plan]:
+        """The plans for a temperature (0: greedy), by the largest batch each is for. Whoever forces speculation gets
+        the plan that was tried even where it lost."""
         known = [name for name in TEMPERATURES if name in self.plans]
         nearest = min(known, key=lambda name: abs(TEMPERATURES[name] - temperature))
         of_batch = self.plans[nearest]
-        return {size: Plan.parse(of_batch[name].plan) for name, size in BATCHES.items() if name in of_batch}
+        return {size: of_batch[name].parsed(forced) for name, size in BATCHES.items() if name in of_batch}
 
 
 class Profile(Entry):
@@ -167,6 +172,7 @@ class Profile(Entry):
     trained: dict[str, float] = {}  # how much went into it: tokens, steps, seconds
     router_layer: int = 1  # prompts are told apart by the hidden states after this layer
     router_mean: list[float] = []
+    router_spread: list[float] = []  # empty: every coordinate counts alike
     folder: Path | None = None  # where it was loaded from or saved to; not part of the file
 
     @classmethod
@@ -238,6 +244,7 @@ class Profile(Entry):
                 + f"; {HOW_TO_CALIBRATE}"
             )
         marks = [self.router_mean, *(choice.centroid for choice in self.domains.values() if choice.centroid)]
+        marks += [self.router_spread] if self.router_spread else []
         fits = all(len(mark) == identity.hidden_size for mark in marks) and 1 <= self.router_layer < identity.num_layers
         if self.routes and not fits:
             raise ValueError(f"the router of the profile{where} does not fit the model; {HOW_TO_CALIBRATE}")
@@ -251,7 +258,9 @@ class Profile(Entry):
     def route(self, marks: torch.Tensor) -> str:
         """The domain of a batch of prompts with these marks [P, hidden]; the first where no domain has a centroid."""
         centroids = {name: choice.centroid for name, choice in self.domains.items() if choice.centroid}
-        return route(marks, centroids, self.router_mean) if len(centroids) > 1 else next(iter(self.domains))
+        if len(centroids) < 2:
+            return next(iter(self.domains))
+        return route(marks, centroids, self.router_mean, self.router_spread)
 
     @property
     def routes(self) -> bool:

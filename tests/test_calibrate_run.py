@@ -104,7 +104,7 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(command, "Calibration", partial(run.Calibration, timings=cheap_drafting))
         fitting = run.fit
         patch.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), writing_rows=ROWS))
-        patch.setattr(run, "_ANSWER_TOKENS", 32)
+        patch.setattr(run, "_MEASURED_WITHOUT_GPU", (24, 32))
         patch.setattr(run, "_CHECKPOINT_SECONDS", 0)
         patch.setattr(outcome, "SETTINGS", SHORT_TRIALS)
         patch.setattr(trial, "_speed", tokens_per_cycle)

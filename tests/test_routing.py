@@ -81,13 +81,20 @@ def domain_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
 
 @pytest.mark.parametrize("layer", [1, 2])
 @families
-def test_a_mark_is_the_mean_state_of_a_prompt(family: str, layer: int) -> None:
+def test_a_mark_is_the_mean_normed_state_of_a_prompt(family: str, layer: int) -> None:
     prompt, hf, model = random_prompt(20), tiny_model(family), model_of(family)
     with torch.no_grad():
         states = hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[layer][0]
     got = mark(model, new_cache(model), prompt, layer)
     assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", (32,))
-    torch.testing.assert_close(got, states.mean(0).float(), atol=1e-4, rtol=0)
+    normed = states / states.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(got, normed.mean(0).float(), atol=1e-4, rtol=0)
+
+
+def test_coordinates_that_vary_less_within_a_domain_count_more() -> None:
+    of, centre, between = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0], torch.tensor([[1.0, 0.9]])
+    assert route(between, of, centre) == "right"
+    assert route(between, of, centre, [1.0, 0.5]) == "up"
 
 
 def test_of_a_long_prompt_the_end_is_looked_at() -> None:

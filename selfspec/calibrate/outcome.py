@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,7 @@ def build(
 ) -> Profile:
     """The profile that the measurements speak for; nothing of it has been run yet."""
     marks = {domain.name: _marks(run, domain, domain.training) for domain in run.domains}
-    centroids = {name: of_domain.mean(0) for name, of_domain in marks.items()}
-    middle = torch.stack(list(centroids.values())).mean(0)
+    router = Router.of(marks)
     domains = {}
     for index, domain in enumerate(run.domains):
         choice = choices[domain.name]
@@ -62,9 +62,9 @@ def build(
             most_accepting_exit=accepting,
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
-            centroid=[_rounded(value) for value in centroids[domain.name].tolist()],
+            centroid=_rounded_all(router.centroids[index]),
         )
-    trained = {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, centroids, middle)}
+    trained = {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, router)}
     trained |= {"tokens": float(run.own_tokens), "steps": float(run.steps)}
     return Profile(
         model=run.identity,
@@ -74,7 +74,8 @@ def build(
         objective=run.settings.objective,
         trained=trained,
         router_layer=run.router_layer,
-        router_mean=[_rounded(value) for value in middle.tolist()],
+        router_mean=_rounded_all(router.middle),
+        router_spread=_rounded_all(router.spread),
     )
 
 
@@ -155,11 +156,28 @@ def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch
     return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
 
 
-def _accuracy(run: Calibration, centroids: dict[str, torch.Tensor], middle: torch.Tensor) -> float:
+@dataclass(frozen=True)
+class Router:
+    """What tells the domains' prompts apart."""
+
+    centroids: torch.Tensor  # [D, hidden]
+    middle: torch.Tensor  # [hidden]
+    spread: torch.Tensor  # [hidden]
+
+    @classmethod
+    def of(cls, marks: dict[str, torch.Tensor]) -> Router:
+        """From the marks [P, hidden] of each domain's training prompts."""
+        centroids = torch.stack([of_domain.mean(0) for of_domain in marks.values()])
+        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in marks.values()])
+        return cls(centroids, centroids.mean(0), off.square().mean(0).sqrt().clamp(min=1e-4))
+
+
+def _accuracy(run: Calibration, router: Router) -> float:
     """The share of measuring prompts that are routed to their own domain."""
     right, total = 0, 0
     for index, domain in enumerate(run.domains):
-        alike = likeness(_marks(run, domain, domain.measuring), torch.stack(list(centroids.values())), middle)
+        marks = _marks(run, domain, domain.measuring)
+        alike = likeness(marks, router.centroids, router.middle, router.spread)
         right += int((alike.argmax(-1) == index).sum())
         total += len(alike)
     return _rounded(right / total)
@@ -167,6 +185,10 @@ def _accuracy(run: Calibration, centroids: dict[str, torch.Tensor], middle: torc
 
 def _spread(values: list[float]) -> Spread | None:
     return Spread(mean=_rounded(float(np.mean(values))), deviation=_rounded(float(np.std(values)))) if values else None
+
+
+def _rounded_all(values: torch.Tensor) -> list[float]:
+    return [_rounded(value) for value in values.tolist()]
 
 
 def _rounded(value: float) -> float:

@@ -38,9 +38,10 @@ from selfspec.text import encode
 
 Costs = dict[tuple[int, int], StepCost]  # by exit layer and batch
 
-_ANSWER_TOKENS = 128  # of a measuring prompt's answer
 _CHECKPOINT_SECONDS = 30.0
-_MOST_MEASURED = 24  # prompts of a domain
+# Prompts of a domain that are measured with, and tokens of their answers; fewer where a GPU does not answer them all
+# at once.
+_MEASURED, _MEASURED_WITHOUT_GPU = (24, 128), (6, 48)
 _DISK_BYTES = 2 * 2**30
 
 
@@ -140,7 +141,11 @@ class Calibration:
         return fitting
 
     def measuring_prompts(self, domain: Domain) -> list[list[int]]:
-        return self.fitting(domain.name, domain.measuring)[:_MOST_MEASURED]
+        return self.fitting(domain.name, domain.measuring)[: self._measured[0]]
+
+    @property
+    def _measured(self) -> tuple[int, int]:
+        return _MEASURED if self.model.device.type == "cuda" else _MEASURED_WITHOUT_GPU
 
     # Writing
 
@@ -278,8 +283,8 @@ class Calibration:
 
     @property
     def router_layer(self) -> int:
-        """Prompts are told apart by what the shallowest exit sees, so that it costs little."""
-        return min(self.layers)
+        """Prompts are told apart by what the deepest exit sees: shallow enough to cost little."""
+        return max(self.layers)
 
     def _measure(self) -> dict[tuple[str, str], list[Measurement]]:
         """What every exit does on every domain's measuring prompts, by domain and temperature."""
@@ -290,7 +295,9 @@ class Calibration:
             for number, (name, temperature) in enumerate(TEMPERATURES.items()):
                 texts = [prompt for of_domain in prompts.values() for prompt in of_domain]
                 seed, temperatures = self.settings.seed + number, [temperature] * len(texts)
-                corpus = write_answers(self.model, self.template, self.ends, texts, temperatures, _ANSWER_TOKENS, seed)
+                corpus = write_answers(
+                    self.model, self.template, self.ends, texts, temperatures, self._measured[1], seed
+                )
                 stop = 0
                 for index, domain in enumerate(self.domains):
                     start, stop = stop, stop + len(prompts[domain.name])
