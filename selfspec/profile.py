@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
 from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.routing import route
+from selfspec.routing import Router
 from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
@@ -130,7 +131,9 @@ class DomainChoice(Entry):
     chain: Run | None = None  # chain:4 in the place of the chosen tree
     prompt_agreement: Spread | None = None  # the exit's agreement with the model on the last positions of prompts
     text_agreement: Spread | None = None  # and on the text that followed
-    centroid: list[float] = []  # of the domain's prompts, for routing
+    centroid: list[float] = []  # of the domain's prompts, as the router sees them
+    direction: list[float] = []  # the router's score of a prompt for this domain: along this direction, plus the offset
+    offset: float = 0.0
 
     @classmethod
     def of(cls, exit_layer: int, plan: str) -> DomainChoice:
@@ -171,8 +174,6 @@ class Profile(Entry):
     objective: str = "throughput"
     trained: dict[str, float] = {}  # how much went into it: tokens, steps, seconds
     router_layer: int = 1  # prompts are told apart by the hidden states after this layer
-    router_mean: list[float] = []
-    router_spread: list[float] = []  # empty: every coordinate counts alike
     folder: Path | None = None  # where it was loaded from or saved to; not part of the file
 
     @classmethod
@@ -243,9 +244,8 @@ class Profile(Entry):
                 + ("" if self.model.num_layers != identity.num_layers else " with different values")
                 + f"; {HOW_TO_CALIBRATE}"
             )
-        marks = [self.router_mean, *(choice.centroid for choice in self.domains.values() if choice.centroid)]
-        marks += [self.router_spread] if self.router_spread else []
-        fits = all(len(mark) == identity.hidden_size for mark in marks) and 1 <= self.router_layer < identity.num_layers
+        lengths = {len(choice.direction) for choice in self.domains.values()}
+        fits = lengths == {identity.hidden_size} and 1 <= self.router_layer < identity.num_layers
         if self.routes and not fits:
             raise ValueError(f"the router of the profile{where} does not fit the model; {HOW_TO_CALIBRATE}")
 
@@ -256,16 +256,20 @@ class Profile(Entry):
         return self.domains[domain]
 
     def route(self, marks: torch.Tensor) -> str:
-        """The domain of a batch of prompts with these marks [P, hidden]; the first where no domain has a centroid."""
-        centroids = {name: choice.centroid for name, choice in self.domains.items() if choice.centroid}
-        if len(centroids) < 2:
-            return next(iter(self.domains))
-        return route(marks, centroids, self.router_mean, self.router_spread)
+        """The domain of a batch of prompts with these marks [P, hidden]; the first where nothing tells them apart."""
+        names = list(self.domains)
+        return names[self._router.route(marks)] if self.routes else names[0]
 
     @property
     def routes(self) -> bool:
         """Whether telling prompts apart takes looking at them."""
-        return sum(bool(choice.centroid) for choice in self.domains.values()) > 1
+        return len(self.domains) > 1 and any(choice.direction for choice in self.domains.values())
+
+    @cached_property
+    def _router(self) -> Router:
+        choices = self.domains.values()
+        centroids, directions = (torch.tensor([getattr(c, n) for c in choices]) for n in ("centroid", "direction"))
+        return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
 
     def exit(self, model: Decoder, layer: int) -> Exit:
         """The profile's exit after `layer` layers, on the model's device, over the whole head; a raw one where none

@@ -1,13 +1,14 @@
 """Routing: which domain a prompt belongs to, told by its shallow hidden states.
 
-A prompt's mark is the mean of its tokens' states after a few layers, each state normed. Calibration keeps each
-domain's mean mark, and how much marks of one domain vary in each coordinate; a new prompt goes to the domain whose mean
-lies most in its direction, seen from the middle of all domains, with coordinates that vary less counting more.
+A prompt's mark is the mean of its tokens' states after a few layers, each state normed. Calibration finds, from the
+marks of each domain's prompts, the directions that tell the domains apart; a prompt goes to the domain whose centroid
+it lies nearest to, in the measure that the marks' own scatter gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from selfspec.cache import Cache, Rows
 from selfspec.model import Decoder
 
 _TOKENS = 256  # of a prompt's end that are looked at
+_SHRINKAGE = 0.5
 
 
 @torch.inference_mode()
@@ -32,22 +34,29 @@ def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> tor
         cache.close(sequence)
 
 
-def likeness(
-    marks: torch.Tensor,  # [P, hidden]
-    centroids: torch.Tensor,  # [D, hidden]
-    middle: torch.Tensor,  # [hidden]
-    spread: torch.Tensor | None = None,  # [hidden] how much marks of one domain vary; None: alike
-) -> torch.Tensor:  # [P, D] in -1..1
-    """How much each mark lies in the direction of each domain's centroid."""
-    unit = torch.ones_like(middle) if spread is None else spread
-    return F.normalize((marks - middle) / unit, dim=-1) @ F.normalize((centroids - middle) / unit, dim=-1).T
+@dataclass(frozen=True)
+class Router:
+    """Scores marks for each of D domains: higher is nearer to the domain's centroid."""
 
+    centroids: torch.Tensor  # [D, hidden]
+    directions: torch.Tensor  # [D, hidden]
+    offsets: torch.Tensor  # [D]
 
-def route(
-    marks: torch.Tensor, centroids: dict[str, list[float]], middle: list[float], spread: list[float] | None = None
-) -> str:
-    """The domain of a batch of prompts: the one they are most like together."""
-    names = list(centroids)
-    towards = torch.tensor([centroids[name] for name in names])
-    alike = likeness(marks, towards, torch.tensor(middle), torch.tensor(spread) if spread else None)
-    return names[int(alike.sum(0).argmax())]
+    @classmethod
+    def fit(cls, marks: list[torch.Tensor]) -> Router:
+        """From the marks [P, hidden] of some prompts of each domain."""
+        centroids = torch.stack([of_domain.mean(0) for of_domain in marks]).double()
+        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in marks]).double()
+        scatter = off.T @ off / len(off)
+        own = scatter.diag().diag()  # there are more coordinates than prompts: half of the way to none but these
+        scatter = torch.lerp(scatter, own, _SHRINKAGE) + 1e-6 * torch.eye(len(scatter), dtype=scatter.dtype)
+        directions = torch.linalg.solve(scatter, centroids.T).T
+        return cls(centroids.float(), directions.float(), -0.5 * (directions * centroids).sum(1).float())
+
+    def scores(self, marks: torch.Tensor) -> torch.Tensor:
+        """[P, D] for marks [P, hidden]; differences between domains are log odds."""
+        return marks @ self.directions.T + self.offsets
+
+    def route(self, marks: torch.Tensor) -> int:
+        """The domain that a batch of prompts most likely shares."""
+        return int(self.scores(marks).log_softmax(-1).sum(0).argmax())

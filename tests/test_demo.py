@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec import Engine
 from selfspec.cache import Rows
+from selfspec.routing import mark
+from selfspec.text import encode
 from selfspec.weights import resolve
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
@@ -47,6 +49,14 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine.from_pretrained("demo", device="cpu", dtype="float32", profile=None)
+
+
+@pytest.fixture(scope="module")
+def profiled(engine, tmp_path_factory) -> Engine:
+    """The same model with the profile that comes with selfspec: there is none of anyone's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_HOME", str(tmp_path_factory.mktemp("home")))
+        return Engine(engine.model, engine.tokenizer, engine.generation_config, profile="auto")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +112,50 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
     for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
         padding = (row_mask == 0).sum()
         assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
+
+
+@pytest.mark.parametrize(
+    ("plan", "least"), [("chain:2", 1.7), ("tree:3,2,1", 2.0)], ids=["chain", "tree"]
+)  # an untrained exit after layer 3 gives less than 1.1
+@torch.no_grad()
+def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, batch, expected, plan, least):
+    rows = slice(4, 8)
+    ids, mask = batch[0][rows], batch[1][rows]
+    out = profiled.generate(ids, mask, return_dict_in_generate=True, speculative_decoding="force", plan=plan, **GREEDY)
+    assert {stats.exit_layer for stats in out.stats} == {3}
+    assert sum(stats.new_tokens for stats in out.stats) / sum(stats.cycles for stats in out.stats) > least
+    for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
+        padding = (row_mask == 0).sum()
+        assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
+
+
+def test_the_shipped_profile_is_of_another_device_and_says_so(profiled):
+    assert profiled.profile.device.type == "cuda" and profiled.profile.trained_layers() == [3]
+    stats = profiled.complete("Once upon a time", max_new_tokens=2).stats
+    assert (stats.drafted, stats.disabled_reason) == (0, "goodput")
+
+
+def test_the_shipped_profile_knows_the_model_in_any_dtype(profiled, engine):
+    half = Engine.from_pretrained("demo", device="cpu", dtype="bfloat16", profile=None)
+    profiled.profile.check(half.model)
+
+
+def test_what_is_shipped_is_small(profiled):
+    assert sum(path.stat().st_size for path in profiled.profile.folder.parent.rglob("*")) < 24e6
+
+
+@pytest.mark.parametrize(
+    ("question", "domain"),
+    [
+        ("Write a C function that returns the larger of two integers, with a comment on every line.", "code"),
+        ("Tom has 12 apples. He gives 5 to Ann and buys 8 more. How many apples does Tom have now?", "math"),
+        ("Write a short poem about a lighthouse in a storm, with four lines that rhyme.", "write"),
+    ],
+    ids=["code", "math", "write"],
+)
+def test_a_clear_case_is_routed_to_its_domain(profiled, question, domain):
+    prompt = encode(profiled.tokenizer, [{"role": "user", "content": question}])
+    assert profiled.profile.route(mark(profiled.model, profiled.cache, prompt, 3)[None]) == domain
 
 
 @torch.inference_mode()

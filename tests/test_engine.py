@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from selfspec import Completion, Engine, Plan, Profile, Rules, Stats
 from selfspec.exits import Exit
 from selfspec.policy import Policy
-from selfspec.profile import Device, DomainChoice, PlanChoice
+from selfspec.profile import Device, DomainChoice, PlanChoice, Run
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import FAMILIES, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -603,6 +603,16 @@ class TestPlans:
         assert (other.plan, other.disabled_reason) == ("none", "goodput")
         assert 0 < other.drafted < other.cycles
 
+    def test_who_insists_drafts_the_plan_that_was_tried_and_lost(self, model, tmp_path):
+        lost = Run(plan="tree:2,1", tokens_per_cycle=1, accept_rate=0, tokens_per_second=1, plain_tokens_per_second=2)
+        choice = DomainChoice(exit_layer=2, plans={"0": {"1": PlanChoice(plan="none", measured=lost)}})
+        profile = profile_of(Engine.from_model(model).model, {"text": choice}, device=HERE)
+        engine = Engine.from_model(
+            model, profile=profile.save(tmp_path, [random_exit(Engine.from_model(model).model, 2)])
+        )
+        assert stats_of(engine)[0].disabled_reason == "goodput"
+        assert stats_of(engine, speculative_decoding="force")[0].plan == "tree:2,1"
+
     @pytest.mark.parametrize(
         ("kwargs", "exit_layer", "plan", "reason"),
         [
@@ -621,6 +631,8 @@ class TestPlans:
         engine = Engine.from_model(model, profile=save_profile(model, tmp_path, block=True, **entries))
         out = engine.generate(PROMPT, max_new_tokens=24, return_dict_in_generate=True, **kwargs)
         (stats,) = out.stats
+        if why == "another_device" and kwargs == {"speculative_decoding": "force"}:
+            plan = "chain:3"  # the profile's own: it was chosen elsewhere, but it was chosen
         assert (stats.exit_layer, stats.plan, stats.disabled_reason) == (exit_layer, plan, reason)
         assert (stats.drafted > 0) == (reason is None)
         assert out.sequences.tolist() == model.generate(PROMPT, max_new_tokens=24).tolist()

@@ -237,10 +237,10 @@ def profiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     marks = random_prompt(32, 1), random_prompt(32, 2)  # any two directions will do
     centroids = [[float(value) for value in mark] for mark in marks]
     domains = {
-        "text": choice_of(2, BY_BATCH, centroid=centroids[0]),
-        "code": choice_of(3, BY_BATCH, centroid=centroids[1]),
+        "text": choice_of(2, BY_BATCH, centroid=centroids[0], direction=centroids[0]),
+        "code": choice_of(3, BY_BATCH, centroid=centroids[1], direction=centroids[1]),
     }
-    profile = profile_of(model, domains, router_mean=[50.0] * 32)
+    profile = profile_of(model, domains)
     exits, rows = [random_exit(model, 2), random_exit(model, 3)], {"text": random_rows(40), "code": random_rows(20, 1)}
     return request.param, Engine.from_model(hf, profile=profile.save(folder, exits, rows))
 

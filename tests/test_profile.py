@@ -73,6 +73,8 @@ def full_profile() -> Profile:
         prompt_agreement=Spread(mean=0.5, deviation=0.1),
         text_agreement=Spread(mean=0.4, deviation=0.2),
         centroid=[0.1, -2.5e-7, 3.0],
+        direction=[1.5, -2e-7, 4.0],
+        offset=-0.5,
     )
     return profile_of(
         model(),
@@ -82,7 +84,6 @@ def full_profile() -> Profile:
         objective="latency",
         trained={"tokens": 1e6, "seconds": 12.5},
         router_layer=2,
-        router_mean=[0.5, -1.0, 1e-9],
     )
 
 
@@ -119,7 +120,7 @@ def test_the_full_profile_is_full() -> None:
 def test_a_list_of_numbers_takes_one_line(tmp_path: Path) -> None:
     text = (full_profile().save(tmp_path, []).folder / "profile.json").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines()]
-    for name in ("fingerprint", "centroid", "router_mean"):
+    for name in ("fingerprint", "centroid", "direction"):
         assert all(line.rstrip(",").endswith("]") for line in lines if line.startswith(f'"{name}"')), name
     assert not [line for line in lines if line.strip(",").replace(".", "").isdigit()]
     assert '"name": "a CPU [1, 2]"' in text

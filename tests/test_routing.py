@@ -14,7 +14,7 @@ from selfspec import Engine
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit
 from selfspec.model import Decoder
-from selfspec.routing import likeness, mark, route
+from selfspec.routing import Router, mark
 from selfspec.weights import adopt
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, open_session, random_prompt
@@ -47,24 +47,24 @@ def mark_of(model: Decoder, prompt: list[int]) -> torch.Tensor:
 
 
 @cache
-def centroids(family: str) -> dict[str, list[float]]:
-    """The mean marks of twelve prompts of each domain."""
+def router_of(family: str) -> Router:
+    """Fitted to twelve prompts of each domain."""
     model = model_of(family)
-    of = {kind: torch.stack([mark_of(model, prompt_of(kind, seed)) for seed in range(12)]) for kind in KINDS}
-    return {kind: marks.mean(0).tolist() for kind, marks in of.items()}
+    return Router.fit([torch.stack([mark_of(model, prompt_of(kind, seed)) for seed in range(12)]) for kind in KINDS])
 
 
-@cache
-def middle(family: str) -> list[float]:
-    return torch.tensor(list(centroids(family).values())).mean(0).tolist()
+def entries(router: Router, index: int) -> dict[str, Any]:
+    """A domain's part of a router, as a profile keeps it."""
+    centroid, direction = router.centroids[index].tolist(), router.directions[index].tolist()
+    return {"centroid": centroid, "direction": direction, "offset": float(router.offsets[index])}
 
 
 @cache
 def engine_of(family: str = "llama", routes: bool = True) -> Engine:
     """An engine whose profile has an exit of its own for every domain."""
-    of = centroids(family) if routes else dict.fromkeys(KINDS, [])
-    domains = {kind: choice_of(EXITS[kind], "chain:2", centroid=of[kind]) for kind in KINDS}
-    profile = profile_of(model_of(family), domains, router_layer=LAYER, router_mean=middle(family) if routes else [])
+    of = [entries(router_of(family), index) if routes else {} for index in range(len(KINDS))]
+    domains = {kind: choice_of(EXITS[kind], "chain:2", **own) for kind, own in zip(KINDS, of, strict=True)}
+    profile = profile_of(model_of(family), domains, router_layer=LAYER)
     return Engine.from_model(endless(tiny_model(family)), profile=profile)
 
 
@@ -89,12 +89,6 @@ def test_a_mark_is_the_mean_normed_state_of_a_prompt(family: str, layer: int) ->
     assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", (32,))
     normed = states / states.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(got, normed.mean(0).float(), atol=1e-4, rtol=0)
-
-
-def test_coordinates_that_vary_less_within_a_domain_count_more() -> None:
-    of, centre, between = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0], torch.tensor([[1.0, 0.9]])
-    assert route(between, of, centre) == "right"
-    assert route(between, of, centre, [1.0, 0.5]) == "up"
 
 
 def test_of_a_long_prompt_the_end_is_looked_at() -> None:
@@ -139,28 +133,45 @@ def test_a_mark_that_fails_frees_its_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache.free_pages == cache.num_pages > 0
 
 
-# Likeness
+# Scores
 
 
-def test_likeness_is_of_directions_seen_from_the_middle() -> None:
-    centre = torch.tensor([10.0, 10.0])
-    toward = torch.tensor([[11.0, 10.0], [10.0, 13.0]])
-    marks = torch.tensor([[15.0, 10.0], [10.0, 10.5], [9.0, 10.0]])
-    expected = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
-    torch.testing.assert_close(likeness(marks, toward, centre), expected)
+def cloud(centre: tuple[float, float], scale: tuple[float, float], seed: int) -> torch.Tensor:
+    """Marks of a domain: scattered more along one coordinate than along the other."""
+    noise = torch.randn(2000, 2, generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(centre) + torch.tensor(scale) * noise
 
 
-def test_a_batch_goes_where_it_is_most_like_together() -> None:
-    of, centre = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0]
-    right, up, between = [1.0, 0.1], [0.2, 1.0], [0.5, 0.6]
-    assert route(torch.tensor([right]), of, centre) == "right"
-    assert route(torch.tensor([right, up, between]), of, centre) == "up"
-    assert route(torch.tensor([right, up, right]), of, centre) == "right"
+def test_coordinates_that_scatter_less_count_more() -> None:
+    left, right = cloud((-1.0, 0.0), (3.0, 0.3), 0), cloud((0.0, 1.0), (3.0, 0.3), 1)
+    router = Router.fit([left, right])
+    assert router.route(torch.tensor([[-3.0, 0.9]])) == 1, "as the second coordinate says"
+    assert router.route(torch.tensor([[3.0, 0.1]])) == 0
 
 
-def test_a_loud_prompt_counts_no_more_than_a_quiet_one() -> None:
-    of, centre = {"right": [1.0, 0.0], "up": [0.0, 1.0]}, [0.0, 0.0]
-    assert route(torch.tensor([[100.0, 0.0], [0.0, 0.1], [0.0, 0.1]]), of, centre) == "up"
+def test_differences_of_scores_are_log_odds() -> None:
+    clouds = [cloud((-1.0, 0.0), (1.0, 0.5), 0), cloud((1.0, 0.5), (1.0, 0.5), 1)]
+    marks = torch.tensor([[0.0, 0.0], [1.5, -0.5], [-2.0, 0.7]])
+    gaps = Router.fit(clouds).scores(marks).diff(dim=1)[:, 0]
+    scale = torch.tensor([1.0, 0.5])
+    distances = [(((marks - torch.tensor(c)) / scale) ** 2).sum(1) for c in ((-1.0, 0.0), (1.0, 0.5))]
+    torch.testing.assert_close(gaps, 0.5 * (distances[0] - distances[1]), atol=0.2, rtol=0.1)
+
+
+def test_a_batch_goes_where_it_most_likely_belongs_together() -> None:
+    router = Router.fit([cloud((1.0, 0.0), (1.0, 1.0), 0), cloud((0.0, 1.0), (1.0, 1.0), 1)])
+    right, up, rather_up = [1.0, 0.0], [0.0, 1.0], [0.4, 0.6]
+    assert router.route(torch.tensor([right])) == 0
+    assert router.route(torch.tensor([right, up, rather_up])) == 1
+    assert router.route(torch.tensor([right, up, right])) == 0
+
+
+def test_more_coordinates_than_prompts_are_no_trouble() -> None:
+    generator = torch.Generator().manual_seed(0)
+    marks = [torch.randn(5, 64, generator=generator) + shift for shift in (0.0, 1.0)]
+    router = Router.fit(marks)
+    assert [router.route(of_domain) for of_domain in marks] == [0, 1]
+    assert router.scores(marks[0]).isfinite().all()
 
 
 # Requests
@@ -248,11 +259,28 @@ def test_without_centroids_the_first_domain_is_taken_unseen(kind: str, blind: No
     assert domain_of(engine_of(routes=False), [prompt_of(kind, 100)]) == "low"
 
 
-def test_with_one_centroid_the_first_domain_is_taken() -> None:
-    domains = {"a": choice_of(1, "chain:2"), "b": choice_of(2, "chain:2", centroid=[1.0] * 32)}
-    profile = profile_of(model_of("llama"), domains, router_mean=[0.0] * 32)
+def test_one_domain_needs_no_look() -> None:
+    profile = profile_of(model_of("llama"), {"a": choice_of(1, "chain:2", **entries(router_of("llama"), 0))})
     assert not profile.routes
     assert profile.route(torch.ones(1, 32)) == "a"
+
+
+@pytest.mark.parametrize("change", [{"direction": [1.0] * 31}, {"direction": []}], ids=["short", "missing"])
+def test_a_router_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
+    router = router_of("llama")
+    domains = {
+        "a": choice_of(1, "chain:2", **entries(router, 0) | change),
+        "b": choice_of(2, "chain:2", **entries(router, 1)),
+    }
+    with pytest.raises(ValueError, match="router.*calibrate"):
+        Engine.from_model(tiny_model("llama"), profile=profile_of(model_of("llama"), domains))
+
+
+@pytest.mark.parametrize("layer", [0, 4, -1])
+def test_a_router_after_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    domains = {kind: choice_of(1, "chain:2", **entries(router_of("llama"), i)) for i, kind in enumerate(KINDS)}
+    with pytest.raises(ValueError, match="router.*calibrate"):
+        Engine.from_model(tiny_model("llama"), profile=profile_of(model_of("llama"), domains, router_layer=layer))
 
 
 def test_whoever_declines_drafts_is_not_looked_at(blind: None) -> None:

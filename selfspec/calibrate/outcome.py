@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from selfspec.engine import Engine
 from selfspec.model import Decoder
 from selfspec.policy import DEFAULT_TREE
 from selfspec.profile import Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
-from selfspec.routing import likeness, mark
+from selfspec.routing import Router, mark
 from selfspec.tree import Plan
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def build(
 ) -> Profile:
     """The profile that the measurements speak for; nothing of it has been run yet."""
     marks = {domain.name: _marks(run, domain, domain.training) for domain in run.domains}
-    router = Router.of(marks)
+    router = Router.fit(list(marks.values()))
     domains = {}
     for index, domain in enumerate(run.domains):
         choice = choices[domain.name]
@@ -63,6 +62,8 @@ def build(
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
             centroid=_rounded_all(router.centroids[index]),
+            direction=_rounded_all(router.directions[index]),
+            offset=_rounded(router.offsets[index].item()),
         )
     trained = {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, router)}
     trained |= {"tokens": float(run.own_tokens), "steps": float(run.steps)}
@@ -74,8 +75,6 @@ def build(
         objective=run.settings.objective,
         trained=trained,
         router_layer=run.router_layer,
-        router_mean=_rounded_all(router.middle),
-        router_spread=_rounded_all(router.spread),
     )
 
 
@@ -156,30 +155,13 @@ def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch
     return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
 
 
-@dataclass(frozen=True)
-class Router:
-    """What tells the domains' prompts apart."""
-
-    centroids: torch.Tensor  # [D, hidden]
-    middle: torch.Tensor  # [hidden]
-    spread: torch.Tensor  # [hidden]
-
-    @classmethod
-    def of(cls, marks: dict[str, torch.Tensor]) -> Router:
-        """From the marks [P, hidden] of each domain's training prompts."""
-        centroids = torch.stack([of_domain.mean(0) for of_domain in marks.values()])
-        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in marks.values()])
-        return cls(centroids, centroids.mean(0), off.square().mean(0).sqrt().clamp(min=1e-4))
-
-
 def _accuracy(run: Calibration, router: Router) -> float:
     """The share of measuring prompts that are routed to their own domain."""
     right, total = 0, 0
     for index, domain in enumerate(run.domains):
-        marks = _marks(run, domain, domain.measuring)
-        alike = likeness(marks, router.centroids, router.middle, router.spread)
-        right += int((alike.argmax(-1) == index).sum())
-        total += len(alike)
+        scores = router.scores(_marks(run, domain, domain.measuring))
+        right += int((scores.argmax(-1) == index).sum())
+        total += len(scores)
     return _rounded(right / total)
 
 

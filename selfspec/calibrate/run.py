@@ -62,7 +62,7 @@ class Calibration:
         corpus = self._write()
         self.order = heads.ordered_rows(heads.token_uses(corpus, len(self.domains), self.vocabulary))
         self.own_tokens, self.steps = int(corpus.predicts.sum()), 0
-        self.exits = self._train(corpus) if self.settings.train else self._known_exits()
+        self.exits = self._train(corpus) if self.settings.train else self.known
         measured = self._measure()
         costs = self._time()
         paths, sizes = self._paths(measured)
@@ -93,6 +93,7 @@ class Calibration:
         }
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
         key |= {"text": [sha256(path.read_bytes()).hexdigest() for path in settings.text]}
+        self.known = [] if settings.train else self._known_exits()
         self.work = Work(self.out / "work", key, settings.resume)
         _check_disk(self.out)
         self.resources = self._resources()
