@@ -65,8 +65,7 @@ def build(
             direction=_rounded_all(router.directions[index]),
             offset=_rounded(router.offsets[index].item()),
         )
-    trained = {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, router)}
-    trained |= {"tokens": float(run.own_tokens), "steps": float(run.steps)}
+    trained = run.trained | {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, router)}
     return Profile(
         model=run.identity,
         domains=domains,

@@ -59,10 +59,13 @@ class Calibration:
 
     def run(self) -> Profile:
         self._open()
-        corpus = self._write()
-        self.order = heads.ordered_rows(heads.token_uses(corpus, len(self.domains), self.vocabulary))
-        self.own_tokens, self.steps = int(corpus.predicts.sum()), 0
-        self.exits = self._train(corpus) if self.settings.train else self.known
+        if self.known is None:
+            corpus = self._write()
+            self.order = heads.ordered_rows(heads.token_uses(corpus, len(self.domains), self.vocabulary))
+            self.trained = {"tokens": float(corpus.predicts.sum())}
+            self.exits = self._train(corpus)
+        else:
+            self._take_over(self.known)
         measured = self._measure()
         costs = self._time()
         paths, sizes = self._paths(measured)
@@ -93,7 +96,7 @@ class Calibration:
         }
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
         key |= {"text": [sha256(path.read_bytes()).hexdigest() for path in settings.text]}
-        self.known = [] if settings.train else self._known_exits()
+        self.known = None if settings.train else self._known_profile()
         self.work = Work(self.out / "work", key, settings.resume)
         _check_disk(self.out)
         self.resources = self._resources()
@@ -176,11 +179,9 @@ class Calibration:
     def _chunks(self, parts: list[Corpus], size: int, seconds: float, stage: Stage) -> int:
         """How many chunks to write, decided once: by the tokens asked for, or by how long the first one took."""
         decided = self.work.read_json("chunks")
-        if decided is None and (parts or self.settings.tokens is not None or not self.settings.train):
+        if decided is None and (parts or self.settings.tokens is not None):
             if self.settings.tokens is not None:
                 decided = ceil(self.settings.tokens / size)
-            elif not self.settings.train:
-                decided = 1
             else:
                 decided = round(WRITING_SHARE * self.settings.minutes * 60 / seconds)
             decided = max(1, min(decided, self.resources.most_tokens // size))
@@ -252,7 +253,7 @@ class Calibration:
             self.work.write_tensors(name, trainer.state())
             stage.note = f"{trainer.steps} steps; {_training_note(trainer)}"
         exits = trainer.exits()
-        self.steps = max(self.steps, trainer.steps)
+        self.trained["steps"] = float(max(trainer.steps, self.trained.get("steps", 0)))
         del trainer
         _free(self.model)
         return exits
@@ -268,8 +269,8 @@ class Calibration:
             self.work.write_json(f"steps-{name}", decided)
         return decided
 
-    def _known_exits(self) -> list[Exit]:
-        """The exits of a profile that is there already."""
+    def _known_profile(self) -> Profile:
+        """A profile that is there already, for its exits."""
         known = Profile.load(self.out) if (self.out / "profile.json").exists() else Profile.find(self.model)
         layers = known.trained_layers() if known is not None else []
         if known is None or not layers:
@@ -278,7 +279,18 @@ class Calibration:
         self.layers = [layer for layer in layers if not self.settings.exits or layer in self.settings.exits]
         if not self.layers:
             raise ValueError(f"the profile has exits after layers {layers}, none of those asked for with --exits")
-        return [known.exit(self.model, layer) for layer in self.layers]
+        return known
+
+    def _take_over(self, known: Profile) -> None:
+        """Exits as they are, and heads: a domain's own, or, for one the profile does not know, all of them together."""
+        self.exits = [known.exit(self.model, layer) for layer in self.layers]
+        self.trained = {name: value for name, value in known.trained.items() if name in ("tokens", "steps")}
+        rows = {name: known.head_rows(self.model, name) for name in known.domains}
+        uses = torch.zeros(len(self.domains), self.vocabulary, dtype=torch.float64)
+        for index, domain in enumerate(self.domains):
+            for own in [rows[domain.name]] if domain.name in rows else rows.values():
+                uses[index, slice(None) if own is None else own.cpu()] += 1
+        self.order = heads.ordered_rows(uses)
 
     # Measuring
 
