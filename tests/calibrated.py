@@ -17,6 +17,7 @@ from selfspec.engine import Engine
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.policy import BATCHES
+from selfspec.tree import MAX_NODES
 from tests.scripted import random_prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -81,9 +82,17 @@ def documents_of(corpus: Corpus, row: int) -> list[Written]:
     return found
 
 
+def linear_cost(
+    plain: float, cycle: float, depth: float, node: float, head_row: float = 0.0, head_rows: int = 0
+) -> StepCost:
+    """Costs that grow with every node alike."""
+    ends = tuple((nodes, plain + cycle + nodes * node) for nodes in (1, MAX_NODES))
+    return StepCost(plain, depth, ends, head_row, head_rows)
+
+
 def cheap_drafting(engine: Engine, exits: list[Exit]) -> dict[tuple[int, int], StepCost]:
     """Costs with which drafting pays, the same for every exit."""
-    cost = StepCost(plain=1.0, cycle=0.02, depth=0.03, node=0.002)
+    cost = linear_cost(1.0, cycle=0.02, depth=0.03, node=0.002)
     return {(exit.layer, batch): cost for exit in exits for batch in BATCHES.values()}
 
 

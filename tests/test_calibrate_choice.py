@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from selfspec.calibrate.choice import MISSED, Choice, Paths, StepCost, candidates, choose, plan_of, rank_paths
 from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
 from selfspec.tree import MAX_NODES, NONE, Plan
+from tests.calibrated import linear_cost
 from tests.strategies import SETTINGS, plans
 
 WIDEST = 32  # ranks from here on count as missed
-FREE = StepCost(plain=1.0, cycle=0.0, depth=0.0, node=0.0)
-CHEAP = StepCost(plain=1.0, cycle=0.05, depth=0.05, node=0.01)
-DEAR = StepCost(plain=1.0, cycle=1.0, depth=1.0, node=1.0)
+FREE = linear_cost(plain=1.0, cycle=0.0, depth=0.0, node=0.0)
+CHEAP = linear_cost(plain=1.0, cycle=0.05, depth=0.05, node=0.01)
+DEAR = linear_cost(plain=1.0, cycle=1.0, depth=1.0, node=1.0)
 
 
 def rank_arrays(most_paths: int, depths: tuple[int, int] = (1, 3), highest: int = 2) -> st.SearchStrategy[np.ndarray]:
@@ -140,13 +141,19 @@ def test_a_plan_is_made_again_from_its_paths(plan: Plan) -> None:
 
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
-    cost = StepCost(plain=10.0, cycle=1.0, depth=2.0, node=0.5, head_row=0.01, head_rows=100)
+    cost = linear_cost(plain=10.0, cycle=1.0, depth=2.0, node=0.5, head_row=0.01, head_rows=100)
     assert cost.of(0, 0) == 10
     assert cost.of(0, 0, 30) == 10
-    assert cost.of(3, 7) == 10 + 1 + 3 * 2 + 7 * 0.5
+    assert cost.of(3, 7) == pytest.approx(10 + 1 + 3 * 2 + 7 * 0.5)
     assert cost.of(3, 7, 100) == cost.of(3, 7)
     assert cost.of(3, 7, 40) == pytest.approx(cost.of(3, 7) - 3 * 60 * 0.01)
     assert cost.of(3, 7, 150) == pytest.approx(cost.of(3, 7) + 3 * 50 * 0.01)
+
+
+def test_between_measured_numbers_of_nodes_a_cost_lies_on_a_straight_line() -> None:
+    cost = StepCost(plain=1.0, depth=0.5, drafting=((1, 2.0), (3, 3.0), (11, 4.0)))
+    assert [cost.of(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
+    assert cost.of(2, 63) == 5.0, "past the last, as the last"
 
 
 # Choosing for a domain
@@ -166,7 +173,7 @@ def measured_domain(seed: int) -> tuple[dict, dict]:
     }
     dearest = random.choice([0.05, 0.5, 2.0])
     costs = {
-        (layer, batch): StepCost(1.0, *(random.random(3) * (dearest, dearest, dearest / 10)), 0.0005, 100)
+        (layer, batch): linear_cost(1.0, *(random.random(3) * (dearest, dearest, dearest / 10)), 0.0005, 100)
         for layer in LAYERS
         for batch in BATCHES.values()
     }

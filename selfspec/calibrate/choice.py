@@ -28,18 +28,18 @@ class StepCost:
     """Seconds of a cycle of some batch on this device, by what it consists of."""
 
     plain: float  # a cycle that drafts nothing
-    cycle: float  # what drafting costs before the first depth
-    depth: float  # each depth: the layers below the exit and the exit itself
-    node: float  # each drafted node of every row
+    depth: float  # each depth of a draft: the layers below the exit and the exit itself
+    drafting: tuple[tuple[int, float], ...]  # the rest of a cycle that drafts so many nodes, for some numbers of nodes
     head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
     head_rows: int = 0  # the head that `depth` was measured with
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A cycle that drafts so many nodes."""
+        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
-        return self.plain + self.cycle + depth * (self.depth + rows * self.head_row) + nodes * self.node
+        numbers, seconds = zip(*self.drafting, strict=True)
+        return float(np.interp(nodes, numbers, seconds)) + depth * (self.depth + rows * self.head_row)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from selfspec.calibrate.measuring import Answers, Measurement, measure
 from selfspec.calibrate.prompts import Domain, Prompt, parse_domain, shipped_domains
 from selfspec.calibrate.resources import Resources, fit
 from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
-from selfspec.calibrate.timing import plain_cost, step_cost
+from selfspec.calibrate.timing import step_costs
 from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.work import Work
 from selfspec.calibrate.writing import Template, Writer, write_answers
@@ -357,12 +357,10 @@ class Calibration:
         costs: Costs = {}
         with self.display.stage("time", total=len(BATCHES) * (len(self.exits) + 1)) as stage:
             rows = self.head_rows(0, heads.largest_head(self.vocabulary))
+            exits = [exit.offering(rows, []) for exit in self.exits]
             for batch in BATCHES.values():
-                plain = plain_cost(self.engine, batch)
-                stage.advance(1)
-                for exit in self.exits:
-                    costs[exit.layer, batch] = step_cost(self.engine, exit.offering(rows, []), batch, plain)
-                    stage.advance(1)
+                of_batch = step_costs(self.engine, exits, batch, stage.advance)
+                costs |= {(layer, batch): cost for layer, cost in of_batch.items()}
             plain = costs[self.exits[0].layer, 1].plain
             stage.note = f"a plain step of one row takes {plain * 1e3:.2f} ms"
         return costs

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import islice
 from statistics import median
 
-import numpy as np
 import torch
 
 from selfspec.calibrate.choice import StepCost
@@ -20,23 +19,33 @@ from selfspec.runtime import Row, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import NONE, Plan
 
-_PLANS = [Plan.parse(plan) for plan in ("chain:1", "chain:3", "tree:12", "tree:7,7")]
+_LARGEST_TREE_BATCH = Rules().max_tree_batch
+_STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root
+_CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # as many nodes, two depths apart
 _CONTEXT = 128  # tokens before the timed cycles
 _WARM_UP, _TIMED = 2, 5
 
 
-def plain_cost(engine: Engine, batch: int) -> float:
-    """Seconds of a cycle of plain decoding."""
-    return _cycle_time(engine, None, NONE, batch)
-
-
-def step_cost(engine: Engine, exit: Exit, batch: int, plain: float) -> StepCost:
-    """What cycles with this exit cost. A straight line through a few plans: so much a cycle, a depth and a node."""
-    extra = [_cycle_time(engine, exit, plan, batch) - plain for plan in _PLANS]
-    shape = np.array([[1.0, plan.depth, len(plan)] for plan in _PLANS])
-    solved = np.linalg.lstsq(shape, np.array(extra), rcond=None)[0].clip(min=0)
-    cycle, depth, node = (float(value) for value in solved)
-    return StepCost(plain, cycle, depth, node, _head_row_cost(engine, exit, batch), exit.vocabulary)
+def step_costs(
+    engine: Engine, exits: list[Exit], batch: int, progress: Callable[[int], None] = lambda _: None
+) -> dict[int, StepCost]:
+    """What cycles of a batch cost with each exit, by its layer. What a depth costs is the exit's own; how a cycle grows
+    with its nodes is much the same for all, and measured with the first."""
+    plain = _cycle_time(engine, None, NONE, batch)
+    depths = {}
+    for exit in exits:
+        further = _cycle_time(engine, exit, _CHAIN, batch) - _cycle_time(engine, exit, _STAR, batch)
+        depths[exit.layer] = max(0.0, further / (_CHAIN.depth - _STAR.depth))
+        progress(1)
+    first = exits[0]
+    stars = [nodes for nodes in _STARS if batch <= _LARGEST_TREE_BATCH or nodes <= _CHAIN.depth + 2]
+    times = [_cycle_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
+    drafting = tuple((nodes, max(plain, seconds)) for nodes, seconds in zip(stars, times, strict=True))
+    progress(1)
+    return {
+        exit.layer: StepCost(plain, depths[exit.layer], drafting, _head_row_cost(engine, exit, batch), exit.vocabulary)
+        for exit in exits
+    }
 
 
 def _cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
