@@ -33,7 +33,7 @@ def rank_arrays(most_paths: int, depths: tuple[int, int] = (1, 3), highest: int 
 
 
 costs = st.builds(
-    StepCost,
+    linear_cost,
     plain=st.just(1.0),
     cycle=st.sampled_from([0.0, 0.1, 0.4]),
     depth=st.sampled_from([0.0, 0.05, 0.3]),
