@@ -109,9 +109,9 @@ class ExitRates(Entry):
 
     top1: float  # share of positions where the exit's best token is the model's
     top4: float
-    accept_rate: float  # of the exit's own best plan for a single row
-    tokens_per_cycle: float
-    speedup: float  # predicted
+    accept_rate: float  # in the same tree for all exits, policy.DEFAULT_TREE
+    tokens_per_cycle: float  # predicted of the exit's own best plan for a single row
+    speedup: float  # predicted of it
 
 
 class Spread(Entry):

@@ -91,13 +91,14 @@ def training(trained: dict[str, float]) -> str:
         seconds = trained["seconds"]
         minutes = f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
         parts.append(f"{seconds:.0f} seconds" if seconds < 120 else minutes)
-    parts += [f"{key} {value:g}" for key, value in trained.items() if key not in units and key != "seconds"]
+    if "router_accuracy" in trained:
+        parts.append(f"{trained['router_accuracy']:.0%} of the measuring prompts routed to their own domain")
     return ", ".join(parts)
 
 
 def _date(created: str) -> str:
     try:
-        return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M}"
+        return f"{datetime.fromisoformat(created):%Y-%m-%d}"
     except ValueError:
         return created
 
