@@ -191,9 +191,9 @@ def device_name(model: Decoder) -> str:
 
 def show(profile: Profile, console: Console, model: str) -> None:
     """The tables a person can act on, and the line of Python that uses the profile."""
-    console.print(_rates_table(profile))
-    console.print(_choice_table(profile))
-    console.print(_compared_table(profile))
+    for title, table in (_rates_table(profile), _choice_table(profile), _compared_table(profile)):
+        console.print(f"\n{title}", soft_wrap=True, highlight=False)
+        console.print(table)
     assert profile.folder is not None
     console.print(
         f"profile and report.html are in {profile.folder}\n"
@@ -204,12 +204,10 @@ def show(profile: Profile, console: Console, model: str) -> None:
     )
 
 
-def _rates_table(profile: Profile) -> Table:
+def _rates_table(profile: Profile) -> tuple[str, Table]:
     layers = sorted({layer for choice in profile.domains.values() for layer in choice.exits})
-    table = Table(
-        title=f"Accept rate of {DEFAULT_TREE} by exit layer (* chosen for {profile.objective}, + accepts most)",
-        title_justify="left",
-    )
+    title = f"Accept rate of {DEFAULT_TREE} by exit layer (* chosen for {profile.objective}, + accepts most)"
+    table = Table()
     table.add_column("domain")
     for layer in layers:
         table.add_column(f"layer {layer}", justify="right")
@@ -219,11 +217,11 @@ def _rates_table(profile: Profile) -> Table:
             marks = "*" * (layer == choice.exit_layer) + "+" * (layer == choice.most_accepting_exit)
             cells.append(f"{choice.exits[layer].accept_rate:.1%} {marks:<2}" if layer in choice.exits else "")
         table.add_row(name, *cells)
-    return table
+    return title, table
 
 
-def _choice_table(profile: Profile) -> Table:
-    table = Table(title="Chosen, for one row, greedy", title_justify="left")
+def _choice_table(profile: Profile) -> tuple[str, Table]:
+    table = Table()
     table.add_column("domain")
     for heading in ("exit", "head", "plan", "top-1", "top-4", "tokens/cycle", "predicted", "measured", "tokens/s"):
         table.add_column(heading, justify="right")
@@ -245,11 +243,11 @@ def _choice_table(profile: Profile) -> Table:
             f"{run.speedup:.2f}x" if run else "",
             f"{run.plain_tokens_per_second:.0f} -> {run.tokens_per_second:.0f}" if run else "",
         )
-    return table
+    return "Chosen, for one row, greedy", table
 
 
-def _compared_table(profile: Profile) -> Table:
-    table = Table(title=f"{COMPARED_CHAIN} against the chosen tree, greedy", title_justify="left")
+def _compared_table(profile: Profile) -> tuple[str, Table]:
+    table = Table()
     for heading in ("domain", "accept rate", "tokens/cycle", "speed-up"):
         table.add_column(heading, justify="left" if heading == "domain" else "right")
     for name, choice in profile.domains.items():
@@ -261,7 +259,7 @@ def _compared_table(profile: Profile) -> Table:
             for run in pair
         ]
         table.add_row(name, *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
-    return table
+    return f"{COMPARED_CHAIN} | the chosen plan, greedy", table
 
 
 def _figures(run: Run) -> tuple[float, float, float]:
