@@ -29,7 +29,7 @@ STRAY = [
     "calibration/profiles/profile.json",
     "calibration/prompts/notes.txt",
     "calibration/prompts/old/chat.jsonl",
-    "calibration/README.md",
+    "calibration/notes.md",
     "kernels/notes.md",
     "selfspec/notes.md",
     "selfspec/calibrate/report.html",
