@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,8 +20,8 @@ from selfspec import Engine, Plan
 from selfspec.calibrate.choice import Paths, plan_of
 from selfspec.calibrate.measuring import Answers, Measurement, measure
 from selfspec.calibrate.prompts import Prompt, shipped_domains
+from selfspec.calibrate.trial import acceptance, generate_batches
 from selfspec.calibrate.writing import Template, write_answers
-from selfspec.results import GenerateOutput
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -36,7 +35,6 @@ class Bench:
     engine: Engine
     exit_layer: int
     depth: int
-    limit: int
     batch: int
     new_tokens: int
 
@@ -58,7 +56,7 @@ class Bench:
         corpus = write_answers(model, template, ends, prompts, greedy, self.new_tokens, seed=0)
         exit = self.engine.profile.exit(model, self.exit_layer)
         rows = self.engine.profile.head_rows(model, domain)
-        return measure(model, [exit], rows, Answers(0, 0.0, corpus), seed=0)[0]
+        return measure(model, [exit], rows, Answers(0.0, corpus), seed=0)[0]
 
     def grown(self, domain: str, prompts: list[list[int]]) -> Plan:
         """The tree of at most 63 nodes that would accept most on these prompts."""
@@ -66,23 +64,11 @@ class Bench:
 
     def generate(self, domain: str, prompts: list[list[int]], plan: Plan | str, **kwargs: Any) -> dict[str, float]:
         """Tokens per cycle and accept rate over all prompts, with speculation forced."""
-        stats = []
-        for start in range(0, len(prompts), self.batch):
-            rows = prompts[start : start + self.batch]
-            longest = max(map(len, rows))
-            ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=self.engine.model.device)
-            mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=ids.device)
-            output = self.engine.generate(
-                ids, mask, return_dict_in_generate=True, speculative_decoding="force", domain=domain, plan=plan,
-                exit_layer=self.exit_layer, max_new_tokens=self.new_tokens, pad_token_id=0, seed=0, **kwargs,
-            )  # fmt: skip
-            assert isinstance(output, GenerateOutput)
-            stats += output.stats
-        reached = sum(s.accepted / s.accept_rate if s.accept_rate else s.cycles for s in stats)
-        return {
-            "tokens_per_cycle": round(sum(s.new_tokens for s in stats) / sum(s.cycles for s in stats), 3),
-            "accept_rate": round(sum(s.accepted for s in stats) / reached, 3),
-        }
+        batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
+        drafting = {"speculative_decoding": "force", "domain": domain, "plan": plan, "exit_layer": self.exit_layer}
+        settings = {"max_new_tokens": self.new_tokens, "seed": 0, **drafting, **kwargs}
+        tokens_per_cycle, accept_rate = acceptance(generate_batches(self.engine, batches, settings))
+        return {"tokens_per_cycle": round(tokens_per_cycle, 3), "accept_rate": round(accept_rate, 3)}
 
     def domain(self, name: str, prompts: list[list[int]], measuring: list[list[int]], domain: str) -> dict[str, Any]:
         ranks = self.rehearse(domain, prompts).ranks[:, 0]
@@ -124,7 +110,7 @@ def main() -> None:
     for path in args.prompts:
         domain = path.stem if path.stem in engine.profile.domains else next(iter(engine.profile.domains))
         layer = args.exit_layer or engine.profile.domains[domain].exit_layer
-        bench = Bench(engine, layer, args.depth, args.limit, args.batch, args.max_new_tokens)
+        bench = Bench(engine, layer, args.depth, args.batch, args.max_new_tokens)
         prompts = bench.tokens_of([json.loads(line)["prompt"] for line in path.read_text().splitlines()])
         measuring = bench.tokens_of(list(known[domain].measuring))
         fitting = [prompt for prompt in prompts if len(prompt) < 512][: args.limit]

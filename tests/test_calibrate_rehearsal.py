@@ -154,7 +154,7 @@ def answering(family: str) -> tuple[Engine, Exit]:
 def answers_to(engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int = 40) -> Answers:
     template = Template((), ())
     corpus = write_answers(engine.model, template, [], prompts, [temperature] * len(prompts), new_tokens, seed=3)
-    return Answers(0, temperature, corpus)
+    return Answers(temperature, corpus)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])

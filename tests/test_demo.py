@@ -116,7 +116,7 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
 
 @pytest.mark.parametrize(
     ("plan", "least"), [("chain:2", 1.7), ("tree:3,2,1", 2.0)], ids=["chain", "tree"]
-)  # an untrained exit after layer 3 gives less than 1.1
+)  # an untrained exit after layer 3 gives 1.0 to 1.15
 @torch.no_grad()
 def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, batch, expected, plan, least):
     rows = slice(4, 8)

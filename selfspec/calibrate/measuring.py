@@ -28,7 +28,6 @@ _PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a f
 class Answers:
     """The model's answers to one domain's measuring prompts at one temperature: one document a row."""
 
-    domain: int
     temperature: float
     corpus: Corpus
 

@@ -314,7 +314,7 @@ class Calibration:
                 stop = 0
                 for index, domain in enumerate(self.domains):
                     start, stop = stop, stop + len(prompts[domain.name])
-                    answers = Answers(index, temperature, corpus.rows(slice(start, stop)))
+                    answers = Answers(temperature, corpus.rows(slice(start, stop)))
                     largest = self.head_rows(index, heads.largest_head(self.vocabulary))
                     found[domain.name, name] = measure(
                         self.model, self.exits, largest, answers, self.settings.seed, stage.advance

@@ -56,17 +56,16 @@ class Trials:
         at = (setting.temperature, setting.batch)
         if at not in self._plain:
             plain = kwargs | {"speculative_decoding": False}
-            _generate(self.engine, batches[:1], plain | {"max_new_tokens": 4})
-            self._plain[at] = _speed(_generate(self.engine, batches, plain))
+            generate_batches(self.engine, batches[:1], plain | {"max_new_tokens": 4})
+            self._plain[at] = _speed(generate_batches(self.engine, batches, plain))
         kwargs |= {"exit_layer": self.exit_layer, "plan": plan, "domain": self.domain, "speculative_decoding": "force"}
-        _generate(self.engine, batches[:1], kwargs | {"max_new_tokens": 4})  # what happens once is not its cost
-        outputs = _generate(self.engine, batches, kwargs)
-        stats = [stats for output in outputs for stats in output.stats]
-        asked = sum(s.accepted / s.accept_rate if s.accept_rate else s.cycles for s in stats)
+        generate_batches(self.engine, batches[:1], kwargs | {"max_new_tokens": 4})  # what happens once is not its cost
+        outputs = generate_batches(self.engine, batches, kwargs)
+        tokens_per_cycle, accept_rate = acceptance(outputs)
         return Run(
             plan=plan,
-            tokens_per_cycle=_rounded(sum(s.new_tokens for s in stats) / sum(s.cycles for s in stats)),
-            accept_rate=_rounded(sum(s.accepted for s in stats) / asked),
+            tokens_per_cycle=_rounded(tokens_per_cycle),
+            accept_rate=_rounded(accept_rate),
             tokens_per_second=_rounded(_speed(outputs)),
             plain_tokens_per_second=_rounded(self._plain[at]),
         )
@@ -81,7 +80,15 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _generate(engine: Engine, batches: list[list[list[int]]], kwargs: dict[str, Any]) -> list[GenerateOutput]:
+def acceptance(outputs: list[GenerateOutput]) -> tuple[float, float]:
+    """Tokens per cycle and accept rate over all rows."""
+    stats = [stats for output in outputs for stats in output.stats]
+    reached = sum(s.accepted / s.accept_rate if s.accept_rate else s.cycles for s in stats)
+    return sum(s.new_tokens for s in stats) / sum(s.cycles for s in stats), sum(s.accepted for s in stats) / reached
+
+
+def generate_batches(engine: Engine, batches: list[list[list[int]]], kwargs: dict[str, Any]) -> list[GenerateOutput]:
+    """Generates for batches of prompts of any lengths, padded on the left."""
     outputs = []
     for batch in batches:
         longest = max(len(prompt) for prompt in batch)
