@@ -1,0 +1,33 @@
+"""Triton where it is installed; elsewhere stand-ins that let the PyTorch references of the kernels be imported."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit: Any = triton.jit
+except ImportError:  # no Triton on this platform: kernels can be imported, not launched
+    triton = None
+
+    class _Language:
+        def __getattr__(self, name: str) -> Any:
+            return object
+
+    tl: Any = _Language()  # type: ignore[no-redef]
+
+    def jit(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else jit
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_pdl(tensor: torch.Tensor) -> bool:
+    """Whether launches on this tensor's device may overlap (programmatic dependent launch, from sm_90 on)."""
+    return tensor.is_cuda and not INTERPRETED and torch.cuda.get_device_capability(tensor.device)[0] >= 9
