@@ -1,0 +1,138 @@
+"""Compiles kernels for GPUs that are not there: within `compiling`, a launch compiles its kernel instead of running it.
+
+The tensors may lie on any device ("meta" costs no memory). It needs a process in which Triton does not interpret, so
+tests call it as a command: `python -m tests.compiling linear 90` compiles what `tests/launches_linear.py` launches and
+prints one line of JSON for each kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+Launches = Iterable[tuple[str, Callable[[], object]]]  # a name that says op and shape, and a call of the launcher
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel and what it needs; `stack` counts the bytes a thread spills."""
+
+    launch: str
+    kernel: str
+    arch: int
+    warps: int
+    shared: int
+    registers: int
+    stack: int
+
+
+class _Driver:
+    """Stands in for Triton's CUDA driver; the architecture is the device's number, so that caches are kept apart."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Any]]:
+    """Launches within it compile for `arch` (80, 86, 89, 90) and add Triton's compiled kernel to the list given."""
+    import triton
+    from triton.runtime.driver import driver
+
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise RuntimeError("Triton interprets in this process; compile in one without TRITON_INTERPRET")
+    run = triton.runtime.jit.JITFunction.run
+    kernels: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernels.append(kernel)
+        return kernel
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
+        stack.enter_context(mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("selfspec.kernels.") and hasattr(module, "use_pdl"):
+                stack.enter_context(mock.patch.object(module, "use_pdl", lambda _: arch >= 90))
+        yield kernels
+
+
+def describe(launch: str, kernel: Any) -> Compiled:
+    """What a kernel of `compiling` needs."""
+    metadata = kernel.metadata
+    registers, stack = _resources(kernel.asm["cubin"])
+    return Compiled(launch, metadata.name, metadata.target.arch, metadata.num_warps, metadata.shared, registers, stack)
+
+
+def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
+    """Compiles every launch for `arch`."""
+    for name, launch in launches:
+        with compiling(arch) as kernels:
+            launch()
+        if not kernels:
+            raise RuntimeError(f"{name} launched no kernel")
+        for kernel in kernels:
+            yield describe(name, kernel)
+
+
+def compile_op(op: str, arch: int) -> list[Compiled]:
+    """Runs this file as a command, in a process that does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compiling", op, str(arch)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"compiling {op} for sm_{arch} failed:\n{done.stderr[-4000:]}")
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack, which is where spilled registers go."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump did not tell the resources of a kernel: {text}")
+    return int(found[1]), int(found[2])
+
+
+def main() -> None:
+    op, arch = sys.argv[1], int(sys.argv[2])
+    module = importlib.import_module(f"tests.launches_{op}")
+    torch.manual_seed(0)
+    for compiled in compile_launches(module.launches(), arch):
+        print(json.dumps(asdict(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
