@@ -1,0 +1,96 @@
+"""Acceptance: every sequence walks down its tree, from the root along the children that carry the target's own choice.
+
+The choices of all nodes were drawn before; a node's choice depends on its position alone, never on the walk. Also moves
+what follows from the walk: committed lengths and pending tokens. Keys and values are moved by `kernels.commit`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
+
+COUNT, LAST, TOKENS = 0, 1, 2  # columns of a report: tokens emitted, the node the walk ended at, the tokens
+
+
+def accept_reference(
+    chosen: torch.Tensor,  # [(n + 1) * B], node-major
+    tokens: torch.Tensor,  # [(n + 1) * B]
+    children: torch.Tensor,  # [n + 1, W], -1 where there is none
+    sequences: int,
+) -> list[tuple[list[int], list[int]]]:
+    """For each sequence the accepted path (nodes, root first) and the tokens emitted, one for each node of it."""
+    walks = []
+    for sequence in range(sequences):
+        path, emitted, node = [], [], 0
+        while node >= 0:
+            choice = int(chosen[node * sequences + sequence])
+            path.append(node)
+            emitted.append(choice)
+            kids = [int(child) for child in children[node] if child >= 0]
+            node = next((child for child in kids if int(tokens[child * sequences + sequence]) == choice), -1)
+        walks.append((path, emitted))
+    return walks
+
+
+@jit
+def _accept(
+    chosen, tokens, children, active, lengths, bases, pending, paths, report,
+    sequences, path_stride, report_stride,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for each sequence."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = tl.program_id(0)
+    kid = tl.arange(0, WIDTH_P2)
+    walking = tl.load(active + sequence) != 0
+    node = tl.full((), 0, tl.int32)
+    count = tl.full((), 0, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    newest = tl.load(pending + sequence)
+    for depth in range(DEPTH + 1):
+        choice = tl.load(chosen + node * sequences + sequence).to(tl.int32)
+        tl.store(report + sequence * report_stride + FIRST_TOKEN + depth, choice, mask=walking)
+        tl.store(paths + sequence * path_stride + depth, node, mask=walking)
+        count += walking.to(tl.int32)
+        last = tl.where(walking, node, last)
+        newest = tl.where(walking, choice.to(newest.dtype), newest)
+        child = tl.load(children + node * WIDTH + kid, mask=kid < WIDTH, other=-1)
+        drafted = tl.load(tokens + child * sequences + sequence, mask=child >= 0, other=-1).to(tl.int32)
+        match = tl.min(tl.where((child >= 0) & (drafted == choice), child, 1 << 30), axis=0)
+        walking = walking & (match < (1 << 30))
+        node = tl.where(walking, match, node)
+    length = tl.load(lengths + sequence)
+    tl.store(bases + sequence, length)
+    tl.store(lengths + sequence, length + count)
+    tl.store(pending + sequence, newest)
+    tl.store(report + sequence * report_stride, count)
+    tl.store(report + sequence * report_stride + 1, last)
+
+
+def accept(
+    chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the target's choice at every node, node-major
+    tokens: torch.Tensor,  # [(n + 1) * B] int32: what the nodes carry
+    children: torch.Tensor,  # [n + 1, W] int32, -1 where there is none
+    active: torch.Tensor,  # [B] int32: 0 for seats nobody sits on; nothing of theirs moves
+    lengths: torch.Tensor,  # [B] int32, advanced by what is accepted
+    bases: torch.Tensor,  # [B] int32, to fill: the lengths before
+    pending: torch.Tensor,  # [B] int32, replaced by the newest token
+    paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
+    report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill: for the host
+) -> None:
+    """Walks, and moves lengths and pending tokens."""
+    sequences, depths = paths.shape
+    if report.shape[1] < TOKENS + depths:
+        raise ValueError(f"a report of {report.shape[1]} columns has no room for {depths} tokens")
+    if chosen.numel() != children.shape[0] * sequences or tokens.numel() != chosen.numel():
+        raise ValueError(f"{chosen.numel()} choices do not fit {children.shape[0]} nodes of {sequences} sequences")
+    pdl = use_pdl(chosen)
+    _accept[(sequences,)](
+        chosen, tokens, children, active, lengths, bases, pending, paths, report,
+        sequences, paths.stride(0), report.stride(0),
+        DEPTH=depths - 1, WIDTH=children.shape[1], WIDTH_P2=triton.next_power_of_2(children.shape[1]),
+        FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Entering the model: the tokens of one level of a tree become hidden states, with all that later kernels need to know
+of their rows: position, cache slot, and rotary angles.
+
+Rows are node-major: row = node * B + sequence, so that every level of a tree, and the whole tree, is one range of
+rows. Which tokens the nodes carry was ranked by the draft head; lengths, pages and pending tokens are device data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.kernels.norm import block_width, check_squares
+from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows stand, filled by `enter`; each tensor has one entry for each row."""
+
+    tokens: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int32
+    slots: torch.Tensor  # [R] int64: page * page size + offset
+    cos: torch.Tensor  # [ropes, R, D / 2]
+    sin: torch.Tensor  # [ropes, R, D / 2]
+
+    def rows(self, start: int, stop: int) -> Places:
+        at = slice(start, stop)
+        return Places(self.tokens[at], self.positions[at], self.slots[at], self.cos[:, at], self.sin[:, at])
+
+
+def enter_reference(
+    tokens: torch.Tensor,  # [R]
+    embedding: torch.Tensor,  # [V, hidden]
+    scale: torch.Tensor | None,  # scalar, in the model's dtype
+    lengths: torch.Tensor,  # [B]
+    page_table: torch.Tensor,  # [B, P]
+    nodes: torch.Tensor,  # [M]
+    depths: torch.Tensor,  # [M]
+    inv_freq: torch.Tensor,  # [ropes, D / 2] float32
+    rope_scaling: torch.Tensor,  # [ropes] float32
+) -> tuple[torch.Tensor, Places]:
+    """Hidden states [R, hidden] and the places of the rows of some nodes that carry `tokens`."""
+    hidden = embedding[tokens] if scale is None else embedding[tokens] * scale
+    sequences = torch.arange(len(lengths), device=lengths.device).repeat(len(nodes))
+    node, depth = (x.repeat_interleave(len(lengths)).long() for x in (nodes, depths))
+    slots, positions = lengths[sequences] + node, lengths[sequences] + depth
+    flat = page_table[sequences, slots // PAGE_SIZE].long() * PAGE_SIZE + slots % PAGE_SIZE
+    angles = positions[None, :, None].float() * inv_freq[:, None]
+    cos, sin = (turn * rope_scaling[:, None, None] for turn in (angles.cos(), angles.sin()))
+    return hidden, Places(tokens.int(), positions.int(), flat, cos.to(embedding.dtype), sin.to(embedding.dtype))
+
+
+@jit
+def _enter(
+    pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
+    tokens, positions, slots, cos, sin, hidden_out, squares,
+    sequences, first, level_rows, page_table_stride, cos_rope_stride,
+    HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr, WIDTH: tl.constexpr,
+    ROOT: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for each row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    sequence = row % sequences
+    place = row // sequences
+    if ROOT:
+        token = tl.load(pending + sequence).to(tl.int32)
+    else:
+        parent = tl.load(parents + place)
+        token = tl.load(ranked + (parent * sequences + sequence) * WIDTH + tl.load(ranks + place)).to(tl.int32)
+    tl.store(tokens + row, token)
+    length = tl.load(lengths + sequence)
+    slot = length + first + place
+    page = tl.load(page_table + sequence * page_table_stride + slot // PAGE).to(tl.int64)
+    tl.store(slots + row, page * PAGE + slot % PAGE)
+    position = length + tl.load(depths + place)
+    tl.store(positions + row, position)
+
+    pair = tl.arange(0, HALF_P2)
+    for rope in tl.static_range(ROPES):
+        angle = position.to(tl.float32) * tl.load(inv_freq + rope * HALF + pair, mask=pair < HALF, other=0.0)
+        factor = tl.load(rope_scaling + rope)
+        at = rope * cos_rope_stride + row * HALF + pair
+        tl.store(cos + at, (tl.cos(angle) * factor).to(cos.dtype.element_ty), mask=pair < HALF)
+        tl.store(sin + at, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=pair < HALF)
+
+    tile = tl.arange(0, TILES_P2)
+    column = tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    state = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+    if SCALED:
+        state = (state.to(tl.float32) * tl.load(scale).to(tl.float32)).to(hidden_out.dtype.element_ty)
+    tl.store(hidden_out + row * HIDDEN + column, state, mask=column < HIDDEN)
+    wide = state.to(tl.float32)
+    tl.store(squares + row * TILES + tile, tl.sum(wide * wide, axis=1), mask=tile < TILES)
+
+
+def enter(
+    level: Places,  # to fill: the places of the level's rows
+    hidden_out: torch.Tensor,  # [R, hidden]
+    squares: torch.Tensor,  # [R, T] float32
+    embedding: torch.Tensor,
+    scale: torch.Tensor | None,
+    lengths: torch.Tensor,  # [B] int32
+    page_table: torch.Tensor,  # [B, P] int32
+    depths: torch.Tensor,  # [M] int32
+    inv_freq: torch.Tensor,
+    rope_scaling: torch.Tensor,
+    first: int,  # the level's first node
+    pending: torch.Tensor | None = None,  # [B] the root's tokens
+    ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens
+    parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
+    ranks: torch.Tensor | None = None,  # [M] int32
+) -> None:
+    """Tokens, places, hidden states and their squares for all rows of a level."""
+    rows, hidden = hidden_out.shape
+    sequences = lengths.shape[0]
+    if (pending is None) == (ranked is None):
+        raise ValueError("a level's tokens come either from `pending` (the root) or from `ranked` (all others)")
+    if rows != sequences * depths.shape[0]:
+        raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
+    if not all(t.is_contiguous() for t in (hidden_out, squares, embedding, level.tokens, level.slots)):
+        raise ValueError("the rows that enter must be contiguous")
+    tiles, half = squares.shape[1], inv_freq.shape[1]
+    check_squares(squares, rows, hidden)
+    pdl = use_pdl(hidden_out)
+    nothing = depths
+    _enter[(rows,)](
+        pending if pending is not None else nothing,
+        ranked if ranked is not None else nothing,
+        parents if parents is not None else nothing,
+        ranks if ranks is not None else nothing,
+        embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
+        level.tokens, level.positions, level.slots, level.cos, level.sin, hidden_out, squares,
+        sequences, first, rows, page_table.stride(0), level.cos.stride(0),
+        HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles), BLOCK=block_width(hidden),
+        HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
+        WIDTH=ranked.shape[1] if ranked is not None else 1,
+        ROOT=pending is not None, SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
+        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

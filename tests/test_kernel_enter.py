@@ -1,0 +1,90 @@
+"""Entering the model: tokens, places and states of a level, in Triton's interpreter against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.kernels.enter import PAGE_SIZE, Places, enter, enter_reference
+from selfspec.kernels.norm import squares_reference, tiles
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> Places:
+    ints = torch.full((rows,), -7, dtype=torch.int32)
+    cos, sin = (poisoned(ropes, rows, half, dtype=dtype) for _ in range(2))
+    return Places(ints, ints.clone(), ints.long(), cos, sin)
+
+
+@pytest.mark.parametrize("hidden", [16, 48, 80, 576])
+@pytest.mark.parametrize("ropes", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(hidden)
+    sequences, half, first = 3, 12, 2
+    nodes = torch.arange(first, first + 5)
+    depths = torch.tensor([1, 1, 2, 2, 2], dtype=torch.int32)
+    parents = torch.tensor([0, 1, 1, 0, 1], dtype=torch.int32)
+    ranks = torch.tensor([1, 0, 2, 1, 1], dtype=torch.int32)
+    ranked = torch.randint(0, 50, (2 * sequences, 3), generator=generator, dtype=torch.int32)
+    embedding = torch.randn(50, hidden, generator=generator).to(dtype)
+    scale = torch.tensor(2.5, dtype=dtype) if scaled else None
+    lengths = torch.tensor([0, 61, 130], dtype=torch.int32)
+    page_table = torch.randperm(12, generator=generator).view(3, 4).int()
+    inv_freq, factors = torch.rand(ropes, half, generator=generator), torch.tensor([1.0, 1.25][:ropes])
+
+    rows = sequences * len(nodes)
+    level = empty_places(rows, ropes, half, dtype)
+    states, squares = poisoned(rows, hidden, dtype=dtype), poisoned(rows, tiles(hidden))
+    enter(
+        level, states, squares, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
+        ranked=ranked, parents=parents, ranks=ranks,
+    )  # fmt: skip
+
+    place, sequence = torch.arange(rows) // sequences, torch.arange(rows) % sequences
+    tokens = ranked[parents[place] * sequences + sequence, ranks[place].long()]
+    expected, places = enter_reference(tokens, embedding, scale, lengths, page_table, nodes, depths, inv_freq, factors)
+    assert torch.equal(level.tokens, tokens)
+    assert torch.equal(level.positions, places.positions)
+    assert torch.equal(level.slots, places.slots)
+    assert torch.equal(states, expected)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(level.cos, places.cos, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(level.sin, places.sin, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(squares, squares_reference(expected))
+
+
+def test_the_root_carries_the_pending_token() -> None:
+    level, states, squares = empty_places(2, 1, 4), poisoned(2, 16), poisoned(2, 1)
+    embedding = torch.arange(5 * 16.0).view(5, 16)
+    lengths = torch.tensor([PAGE_SIZE - 1, PAGE_SIZE], dtype=torch.int32)
+    table = torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
+    enter(
+        level, states, squares, embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
+        torch.ones(1, 4), torch.ones(1), 0, pending=torch.tensor([4, 2], dtype=torch.int32),
+    )  # fmt: skip
+    assert level.tokens.tolist() == [4, 2]
+    assert torch.equal(states, embedding[[4, 2]])
+    assert level.slots.tolist() == [3 * PAGE_SIZE + PAGE_SIZE - 1, PAGE_SIZE]
+    assert level.positions.tolist() == [PAGE_SIZE - 1, PAGE_SIZE]
+
+
+def test_a_level_needs_exactly_one_source_of_tokens() -> None:
+    zeros = torch.zeros(1, dtype=torch.int32)
+    fixed = (
+        empty_places(1, 1, 4),
+        poisoned(1, 16),
+        poisoned(1, 1),
+        torch.zeros(5, 16),
+        None,
+        zeros,
+        zeros[None],
+        zeros,
+    )
+    for sources in ({}, {"pending": zeros, "ranked": zeros[None]}):
+        with pytest.raises(ValueError, match="pending"):
+            enter(*fixed, torch.ones(1, 4), torch.ones(1), 0, **sources)  # type: ignore[arg-type]
