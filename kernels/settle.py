@@ -48,7 +48,7 @@ def _settle(
     if layer == layers:
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
         column = tl.program_id(2) * KNOWN_P2 + tl.arange(0, KNOWN_P2)
-        inside = (column < KNOWN) & (count > 0)
+        inside = column < tl.where(count > 0, KNOWN, 0)
         newest = tl.load(known + (sequences * (last + 1) + sequence) * KNOWN + column, mask=inside)
         tl.store(known + sequence * KNOWN + column, newest, mask=inside)
     else:
