@@ -1,0 +1,572 @@
+"""Attention of tree nodes over the paged key-value cache, summing every node's keys in the order of their positions.
+
+Once a node is committed its key moves to another slot. What a node computes may not depend on that, to the bit: here
+it is a function of its position and of the keys in position order alone, whatever the tree, the batch and the pages.
+The keys below a split point that depends on the position only are committed for every node of any tree; they are
+summed in fixed ranges, for many nodes at once. The up to 127 keys from there on are summed for each node alone, found
+through its path. Knows tensors only; writing the rows' keys and values to the cache is another kernel's job.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+
+PAGE_SIZE = 64
+DEEPEST = 63  # a node may stand this far behind the root
+LOG2_E = 1.4426950408889634
+
+
+def reference(
+    q: torch.Tensor,  # [R, Hq * D]
+    keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache
+    values: torch.Tensor,  # [pages, 64, Hkv, D]
+    page_table: torch.Tensor,  # [B, P]
+    lengths: torch.Tensor,  # [B] committed positions
+    paths: torch.Tensor,  # [M, W]: entry i is the node at depth i on the way to the row's node, i up to its depth
+    depths: torch.Tensor,  # [M]
+    window: int | None,  # keys further back than this are not seen
+    scale: float,
+) -> torch.Tensor:  # [R, Hq * D]
+    """Softmax attention of each row over the keys it sees, gathered in the order of their positions."""
+    rows, (_, _, kv_heads, dim) = depths.shape[0], keys.shape
+    out = torch.empty_like(q)
+    for row in range(q.shape[0]):
+        b, m = divmod(row, rows)
+        length, depth = int(lengths[b]), int(depths[m])
+        path = paths[m, : depth + 1].long().cpu()
+        slots = torch.cat([torch.arange(length), length + path])
+        if window is not None:
+            slots = slots[-window:]
+        pages = page_table[b].cpu()[slots // PAGE_SIZE].long()
+        k, v = (cached[pages, slots % PAGE_SIZE].transpose(0, 1) for cached in (keys, values))  # [Hkv, T, D]
+        heads = q[row].view(kv_heads, -1, dim)  # [Hkv, group, D]
+        weights = torch.softmax(heads @ k.to(q.dtype).transpose(1, 2) * scale, dim=-1)
+        out[row] = (weights @ v.to(q.dtype)).flatten()
+    return out
+
+
+def range_of(position: int) -> int:
+    """Index of the range of the prefix in which a position lies: ranges of 128, of 512 from 1024 on, of 2048 from 4096
+    on. Short contexts get many programs, long ones few partial results. (Also compiled: plain integer arithmetic.)"""
+    return min(position, 1024) // 128 + max(min(position, 4096) - 1024, 0) // 512 + max(position - 4096, 0) // 2048
+
+
+def range_start(index: int) -> int:
+    """The first position of a range."""
+    return min(index, 8) * 128 + max(min(index, 14) - 8, 0) * 512 + max(index - 14, 0) * 2048
+
+
+def split_point(position: int) -> int:
+    """Where the prefix of a query ends and its tail begins; below 0 where there is no prefix.
+
+    A whole page at least DEEPEST behind the query: 64 * floor((position - 63) / 64), from position -1 on.
+    """
+    return (position + 1) // 64 * 64 - 64
+
+
+def ranges_for(context: int) -> int:
+    """Ranges that a launch must be planned for, so that queries may stand at any position below `context`."""
+    end = split_point(context - 1)
+    return range_of(end - 1) + 1 if end > 0 else 0
+
+
+def workspace_size(batch: int, rows: int, query_heads: int, dim: int, ranges: int) -> int:
+    """How many float32 numbers of workspace a launch needs for its partial results."""
+    return batch * ranges * rows * query_heads * (dim + 2)
+
+
+def counters_size(batch: int, rows: int, kv_heads: int) -> int:
+    """How many int32 counters a launch needs, at most; they must be 0 before the first launch, and are so after each."""
+    return batch * rows * kv_heads
+
+
+_range_of = jit(range_of)
+_range_start = jit(range_start)
+_split_point = jit(split_point)
+
+
+@jit
+def _ranges(begin, end):
+    """The ranges in which the positions from begin up to end lie: first, and one past the last."""
+    low = _range_of(begin)
+    return low, tl.where(end > begin, _range_of(tl.maximum(end, 1) - 1) + 1, low)
+
+
+@jit
+def _ranges_of_tile(depths, length, first, count, WINDOW: tl.constexpr, ROW_TILE: tl.constexpr):
+    """The positions of the prefix, and their ranges, that any of the nodes of a tile sees."""
+    node = tl.arange(0, ROW_TILE)
+    depth = tl.load(depths + first + node, mask=node < count, other=0)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length + tl.min(tl.where(node < count, depth, 64)) - WINDOW + 1, 0)
+    end = _split_point(length + tl.max(depth))
+    low, high = _ranges(begin, end)
+    return begin, end, low, high
+
+
+@jit
+def _absorb(top, total, sums, q, k, v, visible, scale):
+    """Takes a tile of keys into a running softmax: its largest logit, its sum of weights and of weighted values.
+
+    A row that sees none of the keys keeps its bits. `total` is summed by a dot product as well, in the same order
+    whatever the height of the tile, where the order of tl.sum would follow the layout; the maximum has no order.
+    """
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    logits = tl.where(visible, logits, float("-inf"))
+    raised = tl.maximum(top, tl.max(logits, 1))
+    shift = tl.where(raised == float("-inf"), 0.0, raised)  # nothing seen yet: not infinity minus infinity
+    weights = tl.exp2(tl.math.fma(logits, tl.full(logits.shape, scale, tl.float32), (-shift * scale)[:, None]))
+    weights = weights.to(v.dtype)
+    kept = tl.exp2((top - shift) * scale)
+    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * kept[:, None], input_precision="ieee")  # [rows, 16], all columns alike
+    sums = tl.dot(weights, v, sums * kept[:, None], input_precision="ieee")
+    return raised, total, sums
+
+
+@jit
+def _merge(top, total, sums, top2, total2, sums2, scale):
+    """One running softmax out of two; the multiply-adds are spelled out, so that no compiler chooses their rounding."""
+    raised = tl.maximum(top, top2)
+    kept, kept2 = tl.exp2((top - raised) * scale), tl.exp2((top2 - raised) * scale)
+    total = tl.math.fma(total, kept, total2 * kept2)
+    sums = tl.math.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), sums2 * kept2[:, None])
+    return raised, total, sums
+
+
+@jit
+def _prefix_program(
+    program,
+    q,
+    q_stride,
+    cache,
+    rows_at,
+    workspace,
+    scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Sums one range of the prefix for one key-value head and a tile of rows: nodes times the query heads sharing it.
+
+    Which range is told by the lengths: the unit's last one first, as it is the longest.
+    """
+    keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
+    lengths, _, depths, _, batch, rows = rows_at
+    partials, stats, counters, ranges = workspace
+    PER_TILE: tl.constexpr = ROW_TILE // GROUP
+    tiles = tl.cdiv(rows, PER_TILE)
+    units = batch * KV_HEADS * tiles
+    unit = program % units
+    first = unit % tiles * PER_TILE
+    head = unit // tiles % KV_HEADS
+    b = unit // (tiles * KV_HEADS)
+    length = tl.load(lengths + b)
+    begin, end, low, high = _ranges_of_tile(depths, length, first, tl.minimum(rows - first, PER_TILE), WINDOW, ROW_TILE)
+    index = high - 1 - program // units
+    if (index >= low) & (high <= ranges):
+        row = tl.arange(0, ROW_TILE)
+        node = first + row // GROUP
+        real = (row < PER_TILE * GROUP) & (node < rows)
+        position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
+        upto = _split_point(position)
+        column = tl.arange(0, DIM_PAD)
+        inside = real[:, None] & (column < DIM)[None, :]
+        query_head = head * GROUP + row % GROUP
+        q_at = (b * rows + node).to(tl.int64) * q_stride + query_head * DIM
+        q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
+        key = tl.arange(0, KEY_TILE)
+        tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]
+        top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
+        total = tl.zeros((ROW_TILE, 16), tl.float32)
+        sums = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
+        # Split points and ranges are whole pages, so every key of every tile is committed.
+        start = tl.maximum(_range_start(index), begin // KEY_TILE * KEY_TILE)
+        stop = tl.minimum(_range_start(index + 1), end)
+        for at in tl.range(start, stop, KEY_TILE, num_stages=STAGES):
+            page = tl.load(page_table + b * table_stride + at // 64).to(tl.int64)
+            offset = page * page_stride + at % 64 * slot_stride
+            k = _load_columns(keys + offset + tile_at, column, DIM, DIM_PAD)
+            v = _load_columns(values + offset + tile_at, column, DIM, DIM_PAD)
+            visible = (at + key)[None, :] < upto[:, None]
+            if WINDOW > 0:
+                visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
+            top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible, scale)
+        record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
+        tl.store(partials + record[:, None] * DIM + column[None, :], sums, mask=inside)
+        tl.store(stats + record * 2, top, mask=real)
+        tl.store(stats + record * 2 + 1, tl.max(total, 1), mask=real)
+        if COUNT:
+            tl.debug_barrier()  # all warps have stored before one thread says so
+            tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
+
+
+@jit
+def _load_columns(pointers, column, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Whole rows of keys or values; no mask where the head size is a power of two."""
+    if DIM == DIM_PAD:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
+
+
+@jit
+def _wait_for_prefix(counter, expected, nodes):
+    """Waits until the programs of the prefix have stored their results; the last node to see it clears the counter.
+
+    They have been started: programs start in the order of their numbers, and those of the prefix never wait.
+    """
+    if expected > 0:
+        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < expected:
+            pass
+        last = nodes == 1
+        if not last:
+            last = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == expected + nodes - 1
+        if last:
+            tl.store(counter, 0)
+
+
+@jit
+def _sum_tail(
+    q_tile,
+    cache,
+    path,
+    b,
+    head,
+    length,
+    begin,
+    position,
+    scale,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+):
+    """The running softmax of one node over the keys from its split point to itself, in position order."""
+    keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
+    column = tl.arange(0, DIM_PAD)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16, 16), tl.float32)
+    sums = tl.zeros((16, DIM_PAD), tl.float32)
+    for part in tl.static_range(128 // TAIL_TILE):
+        at = tl.maximum(_split_point(position), 0) + part * TAIL_TILE + tl.arange(0, TAIL_TILE)
+        visible = (at >= begin) & (at <= position)
+        depth = at - length
+        node = tl.load(path + depth, mask=visible & (depth >= 0), other=0)
+        slot = tl.where(depth >= 0, length + node, at)
+        page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
+        row_at = page * page_stride + slot % 64 * slot_stride + head * head_stride
+        inside = visible[:, None] & (column < DIM)[None, :]
+        k = tl.load(keys + row_at[:, None] + column[None, :], mask=inside, other=0.0)
+        v = tl.load(values + row_at[:, None] + column[None, :], mask=inside, other=0.0)
+        top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible[None, :], scale)
+    return top, tl.max(total, 1), sums
+
+
+@jit
+def _node_program(
+    program,
+    q,
+    q_stride,
+    out,
+    out_stride,
+    cache,
+    rows_at,
+    workspace,
+    scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    WAIT: tl.constexpr,
+):
+    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
+    lengths, paths, depths, path_stride, _, rows = rows_at
+    partials, stats, counters, ranges = workspace
+    head = program % KV_HEADS
+    node = program // KV_HEADS % rows
+    b = program // (KV_HEADS * rows)
+    length = tl.load(lengths + b)
+    position = length + tl.load(depths + node)
+    begin = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    row = tl.arange(0, 16)
+    column = tl.arange(0, DIM_PAD)
+    inside = (row < GROUP)[:, None] & (column < DIM)[None, :]
+    query_head = head * GROUP + row
+    in_row = query_head[:, None] * DIM + column[None, :]
+    q_tile = tl.load(q + (b * rows + node).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
+    path = paths + node * path_stride
+    tail_top, tail_total, tail_sums = _sum_tail(
+        q_tile, cache, path, b, head, length, begin, position, scale, DIM, DIM_PAD, TAIL_TILE
+    )
+    PER_TILE: tl.constexpr = ROW_TILE // GROUP
+    tile = node // PER_TILE
+    nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
+    _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
+    planned = high <= ranges
+    if WAIT:
+        unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
+        _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
+    low, high = _ranges(begin, _split_point(position))
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    sums = tl.zeros((16, DIM_PAD), tl.float32)
+    for index in tl.range(low, tl.where(planned, high, low), num_stages=4):
+        record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
+        # Past the first-level cache, which may hold what an earlier launch had stored here.
+        top2 = tl.load(stats + record * 2, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+        total2 = tl.load(stats + record * 2 + 1, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+        partial = partials + record[:, None] * DIM + column[None, :]
+        sums2 = tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
+        top, total, sums = _merge(top, total, sums, top2, total2, sums2, scale)
+    _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
+    result = tl.where(planned, sums / total[:, None], float("nan"))
+    written = out + (b * rows + node).to(tl.int64) * out_stride + in_row
+    tl.store(written, result.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _path_attention(
+    q,
+    q_stride,
+    out,
+    out_stride,
+    keys,
+    values,
+    page_stride,
+    slot_stride,
+    head_stride,
+    page_table,
+    table_stride,
+    lengths,
+    paths,
+    path_stride,
+    depths,
+    batch,
+    rows,
+    partials,
+    stats,
+    counters,
+    ranges,
+    prefix_programs,
+    scale,
+    WINDOW: tl.constexpr,  # 0: none
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    NODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The programs of the prefix, then those of the nodes; both in one launch, or each in its own."""
+    program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
+    rows_at = (lengths, paths, depths, path_stride, batch, rows)
+    workspace = (partials, stats, counters, ranges)
+    if PREFIX:
+        if program < prefix_programs:
+            _prefix_program(
+                program,
+                q,
+                q_stride,
+                cache,
+                rows_at,
+                workspace,
+                scale,
+                WINDOW,
+                KV_HEADS,
+                GROUP,
+                DIM,
+                DIM_PAD,
+                ROW_TILE,
+                KEY_TILE,
+                STAGES,
+                NODES,
+            )
+    if NODES:
+        if program >= prefix_programs:
+            _node_program(
+                program - prefix_programs,
+                q,
+                q_stride,
+                out,
+                out_stride,
+                cache,
+                rows_at,
+                workspace,
+                scale,
+                WINDOW,
+                KV_HEADS,
+                GROUP,
+                DIM,
+                DIM_PAD,
+                ROW_TILE,
+                TAIL_TILE,
+                PREFIX,
+            )
+
+
+def path_attention(
+    q: torch.Tensor,  # [R, Hq * D], R = B * M
+    keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache; the rows' own keys are in it
+    values: torch.Tensor,  # [pages, 64, Hkv, D]
+    page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use do not matter
+    lengths: torch.Tensor,  # [B] int32
+    paths: torch.Tensor,  # [M, W] int32; entries past the row's depth do not matter
+    depths: torch.Tensor,  # [M] int32
+    out: torch.Tensor,  # [R, Hq * D]
+    workspace: torch.Tensor,  # float32, `workspace_size` numbers
+    counters: torch.Tensor,  # int32, `counters_size` zeros
+    *,
+    ranges: int,  # `ranges_for` the longest context this launch may meet; rows beyond it get NaN
+    window: int | None,
+    scale: float,
+    row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
+    launches: int = 1,  # 2: prefix and nodes apart, nothing waits on the device; the same result
+) -> torch.Tensor:
+    """Writes the attention of every row to `out`, and returns it."""
+    batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
+    _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
+    group = q.shape[1] // (kv_heads * dim)
+    row_tile = row_tile or _row_tile(rows * group)
+    if row_tile not in (16, 64, 128) or launches not in (1, 2):
+        raise ValueError(f"row_tile must be 16, 64 or 128 and launches 1 or 2, not {row_tile} and {launches}")
+    tiles = -(-rows // (row_tile // group))
+    # Within a window no tile of nodes sees more ranges than this, wherever it stands.
+    met = ranges if window is None else min(ranges, window // 128 + 2)
+    prefix_programs = met * batch * kv_heads * tiles
+    node_programs = batch * rows * kv_heads
+    records = batch * ranges * rows * kv_heads * group
+    pdl = use_pdl(q)
+    parts = [(True, True)] if launches == 1 and prefix_programs else [(True, False), (False, True)]
+    for prefix, nodes in parts:
+        programs = prefix_programs * prefix + node_programs * nodes
+        if programs == 0:
+            continue
+        _path_attention[(programs,)](
+            q,
+            q.stride(0),
+            out,
+            out.stride(0),
+            keys,
+            values,
+            *keys.stride()[:3],
+            page_table,
+            page_table.stride(0),
+            lengths,
+            paths,
+            paths.stride(0),
+            depths,
+            batch,
+            rows,
+            workspace[: records * dim],
+            workspace[records * dim :],
+            counters,
+            ranges,
+            prefix_programs if prefix else 0,
+            scale * LOG2_E,
+            WINDOW=window or 0,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            DIM=dim,
+            ROW_TILE=row_tile,
+            PREFIX=prefix,
+            NODES=nodes,
+            PDL=pdl,
+            **_tiles(dim, keys.element_size(), row_tile),
+            **({"launch_pdl": True} if pdl else {}),
+        )
+    return out
+
+
+def _row_tile(rows: int) -> int:
+    return 16 if rows <= 16 else 64 if rows <= 64 else 128
+
+
+def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:
+    """Sizes of the key tiles, which are part of the result and follow from head size and dtype alone; and how the
+    prefix is pipelined, which is not."""
+    padded = 1 << (dim - 1).bit_length()
+    narrow = padded * element_size <= 256  # bytes of a key
+    return {
+        "DIM_PAD": padded,
+        "KEY_TILE": 64 if narrow else 32,
+        "TAIL_TILE": 128 if narrow else 64,
+        "STAGES": 3,
+        "num_warps": 8 if row_tile == 128 or not narrow else 4,
+        "num_stages": 1,
+    }
+
+
+def _check(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    paths: torch.Tensor,
+    depths: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    counters: torch.Tensor,
+    ranges: int,
+    window: int | None,
+    scale: float,
+) -> None:
+    batch, rows = lengths.shape[0], depths.shape[0]
+    if keys.dim() != 4 or keys.shape[1] != PAGE_SIZE or keys.stride(3) != 1:
+        raise ValueError(f"keys must be [pages, {PAGE_SIZE}, heads, dim] with contiguous heads, not {keys.shape}")
+    if values.shape != keys.shape or values.stride() != keys.stride():
+        raise ValueError("values must have the shape and strides of keys")
+    kv_heads, dim = keys.shape[2:]
+    if dim % 16 or not 16 <= dim <= 256:
+        raise ValueError(f"the head size must be a multiple of 16 up to 256, not {dim}")
+    heads, rest = divmod(q.shape[-1], kv_heads * dim)
+    if q.dim() != 2 or rest or not 1 <= heads <= 16:
+        raise ValueError(f"q must be [rows, 1 to 16 times {kv_heads} heads of {dim}], not {list(q.shape)}")
+    if out.shape != q.shape or q.shape[0] != batch * rows:
+        raise ValueError(
+            f"q and out must have {batch} * {rows} rows and one width, not {list(q.shape)}, {list(out.shape)}"
+        )
+    if q.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("the rows of q and out must be contiguous")
+    if not q.dtype == keys.dtype == values.dtype == out.dtype or q.dtype not in _DTYPES:
+        raise ValueError(f"q, keys, values and out must share one of {_DTYPES}, not {q.dtype}, {keys.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != batch or page_table.stride(1) != 1:
+        raise ValueError(f"page_table must be [{batch}, pages] with contiguous rows, not {list(page_table.shape)}")
+    if paths.dim() != 2 or paths.shape[0] != rows or not 1 <= paths.shape[1] <= DEEPEST + 1 or paths.stride(1) != 1:
+        raise ValueError(f"paths must be [{rows}, 1 to {DEEPEST + 1}] with contiguous rows, not {list(paths.shape)}")
+    for name, tensor in {"page_table": page_table, "lengths": lengths, "paths": paths, "depths": depths}.items():
+        if tensor.dtype != torch.int32 or (tensor.dim() == 1 and tensor.shape[0] > 1 and tensor.stride(0) != 1):
+            raise ValueError(f"{name} must be contiguous int32, not {tensor.dtype} with strides {tensor.stride()}")
+    _check_workspace(workspace, workspace_size(batch, rows, kv_heads * heads, dim, ranges), torch.float32, "workspace")
+    _check_workspace(counters, counters_size(batch, rows, kv_heads), torch.int32, "counters")
+    if ranges < 0 or (window is not None and window < 1) or not scale > 0:
+        raise ValueError(f"needs ranges >= 0, window >= 1 and scale > 0, not {ranges}, {window}, {scale}")
+
+
+def _check_workspace(tensor: torch.Tensor, size: int, dtype: torch.dtype, name: str) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype != dtype or tensor.numel() < size:
+        raise ValueError(f"{name} must hold {size} contiguous {dtype}, not {list(tensor.shape)} {tensor.dtype}")
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
