@@ -108,6 +108,12 @@ def test_ranks_are_those_of_a_naive_ranking(trimmed: bool, drawn: bool) -> None:
     assert (MISSED in expected) == trimmed
 
 
+def test_an_exit_that_reads_nonsense_ranks_nothing() -> None:
+    exit = Exit(decoder("llama"), 2)
+    read = torch.full((3, 32), torch.nan, dtype=torch.float64)
+    assert text_ranks(exit, read, torch.tensor([0, 5, 9])).tolist() == [MISSED] * 3
+
+
 # The noise behind tokens that are known
 
 

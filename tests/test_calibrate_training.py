@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,6 +222,29 @@ def test_training_changes_every_part_of_the_exits_and_nothing_of_the_model(famil
         was = _exit_tensors(old)
         assert [name for name, tensor in _exit_tensors(exit).items() if torch.equal(tensor, was[name])] == []
         assert not any(tensor.requires_grad for tensor in _exit_tensors(exit).values())
+
+
+def test_a_step_that_overflows_spoils_neither_its_exit_nor_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer(layers=(1, 2), steps=4)
+    loss_of, poison = HeadLoss.apply, torch.tensor(torch.inf)
+    one.train_step()
+    before = [exit.affine_weight.clone() for exit in (e.block for e in one.exits()) if exit is not None]
+    calls = []
+
+    def overflows(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, right = loss_of(*arguments)
+        calls.append(1)
+        return (loss * poison if len(calls) % 2 else loss), right  # the first exit's, at every depth
+
+    monkeypatch.setattr(HeadLoss, "apply", overflows)
+    one.train_step()
+    monkeypatch.undo()
+    for _ in range(2):
+        one.train_step()
+    after = [exit.affine_weight for exit in (e.block for e in one.exits()) if exit is not None]
+    for old, new in zip(before, after, strict=True):
+        assert new.isfinite().all()
+        assert not torch.equal(old, new)
 
 
 def test_the_loss_falls_at_every_exit_and_depth() -> None:

@@ -69,11 +69,14 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention to the text and to the draft so far, which this depth joins; the root is in the text already."""
+    """Attention to the text and to the draft so far, which this depth joins; the root is in the text already.
+
+    In float32: some families have key biases so large that the gradients of 16-bit attention overflow."""
     if not root:
         seen.append((k, v))
     keys, values = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
-    return scaled_attention(q, keys, values, mask, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return scaled_attention(q.to(wide), keys.to(wide), values.to(wide), mask, scale).to(q.dtype)
 
 
 @torch.no_grad()
@@ -93,7 +96,8 @@ def text_ranks(
             values = values / temperature + (noise[part] if exit.head_rows is None else noise[part][:, exit.head_rows])
         column = _column(exit, tokens[part])
         own = values.gather(1, column.clamp(min=0)[:, None])
-        ranks.append(torch.where(column < 0, MISSED, (values > own).sum(-1)).cpu().numpy())
+        rank = (values > own).sum(-1)
+        ranks.append(torch.where((column < 0) | own[:, 0].isnan(), MISSED, rank).cpu().numpy())
     return np.concatenate(ranks) if ranks else np.zeros(0, dtype=np.int64)
 
 

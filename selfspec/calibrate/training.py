@@ -156,8 +156,11 @@ class Trainer:
 
     def _compute(self) -> None:
         names, tensors = zip(*self.optimizer.parameters.items(), strict=True)
-        gradients = torch.autograd.grad(self._loss(), tensors)
-        self.optimizer.step(dict(zip(names, gradients, strict=True)))
+        gradients = dict(zip(names, torch.autograd.grad(self._loss(), tensors), strict=True))
+        for student in self.students:
+            own = [f"{student.layer}.{name}" for name in student.parameters]
+            gradients |= zip(own, finite_or_nothing([gradients[name] for name in own]), strict=True)
+        self.optimizer.step(gradients)
 
     def _loss(self) -> torch.Tensor:
         recipe, states = self.recipe, hidden_states(self.model, self._batch)
@@ -184,6 +187,12 @@ class Trainer:
         hidden = self.model.config.hidden_size  # the first of what is recalled is what the head read
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
         return self.model.project(self._recalled[..., :hidden].gather(1, at).flatten(0, 1), self.head).softmax(-1)
+
+
+def finite_or_nothing(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of one exit, or zeros if any of them overflowed: one bad step must not spoil all later ones."""
+    finite = torch.stack(torch._foreach_norm(gradients)).isfinite().all()
+    return [torch.where(finite, gradient, 0) for gradient in gradients]
 
 
 class HeadLoss(torch.autograd.Function):
