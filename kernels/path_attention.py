@@ -78,7 +78,7 @@ def workspace_size(batch: int, rows: int, query_heads: int, dim: int, ranges: in
 
 
 def counters_size(batch: int, rows: int, kv_heads: int) -> int:
-    """How many int32 counters a launch needs, at most; they must be 0 before the first launch, and are so after each."""
+    """How many int32 counters a launch needs, at most; 0 before the first launch, and again after each."""
     return batch * rows * kv_heads
 
 
@@ -153,7 +153,6 @@ def _prefix_program(
     DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     """Sums one range of the prefix for one key-value head and a tile of rows: nodes times the query heads sharing it.
@@ -192,9 +191,11 @@ def _prefix_program(
         # Split points and ranges are whole pages, so every key of every tile is committed.
         start = tl.maximum(_range_start(index), begin // KEY_TILE * KEY_TILE)
         stop = tl.minimum(_range_start(index + 1), end)
-        for at in tl.range(start, stop, KEY_TILE, num_stages=STAGES):
-            page = tl.load(page_table + b * table_stride + at // 64).to(tl.int64)
-            offset = page * page_stride + at % 64 * slot_stride
+        pages = page_table + b * table_stride
+        page = tl.load(pages + start // 64)
+        for at in range(start, stop, KEY_TILE):
+            offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
+            page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # for the next turn: asked for early
             k = _load_columns(keys + offset + tile_at, column, DIM, DIM_PAD)
             v = _load_columns(values + offset + tile_at, column, DIM, DIM_PAD)
             visible = (at + key)[None, :] < upto[:, None]
@@ -236,6 +237,18 @@ def _wait_for_prefix(counter, expected, nodes):
 
 
 @jit
+def _tail_rows(at, cache, path, b, head, length, begin, position):
+    """Where the keys of these positions lie in the cache, through the node's path from its root on."""
+    _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
+    visible = (at >= begin) & (at <= position)
+    depth = at - length
+    node = tl.load(path + depth, mask=visible & (depth >= 0), other=0)
+    slot = tl.where(depth >= 0, length + node, at)
+    page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
+    return page * page_stride + slot % 64 * slot_stride + head * head_stride
+
+
+@jit
 def _sum_tail(
     q_tile,
     cache,
@@ -248,25 +261,25 @@ def _sum_tail(
     scale,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    TAIL_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The running softmax of one node over the keys from its split point to itself, in position order."""
-    keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
+    keys, values = cache[0], cache[1]
     column = tl.arange(0, DIM_PAD)
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, 16), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
-    for part in tl.static_range(128 // TAIL_TILE):
-        at = tl.maximum(_split_point(position), 0) + part * TAIL_TILE + tl.arange(0, TAIL_TILE)
-        visible = (at >= begin) & (at <= position)
-        depth = at - length
-        node = tl.load(path + depth, mask=visible & (depth >= 0), other=0)
-        slot = tl.where(depth >= 0, length + node, at)
-        page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
-        row_at = page * page_stride + slot % 64 * slot_stride + head * head_stride
+    start = tl.maximum(_split_point(position), 0)
+    key = tl.arange(0, 64)
+    # Both halves are looked up beforehand, so that all their keys and values are on the way at once.
+    row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
+    later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
+    for at in tl.range(start, position + 1, 64, num_stages=STAGES):
+        visible = (at + key >= begin) & (at + key <= position)
         inside = visible[:, None] & (column < DIM)[None, :]
         k = tl.load(keys + row_at[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load(values + row_at[:, None] + column[None, :], mask=inside, other=0.0)
+        row_at = later
         top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible[None, :], scale)
     return top, tl.max(total, 1), sums
 
@@ -288,7 +301,7 @@ def _node_program(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
-    TAIL_TILE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     WAIT: tl.constexpr,
 ):
     """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
@@ -308,7 +321,7 @@ def _node_program(
     q_tile = tl.load(q + (b * rows + node).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     path = paths + node * path_stride
     tail_top, tail_total, tail_sums = _sum_tail(
-        q_tile, cache, path, b, head, length, begin, position, scale, DIM, DIM_PAD, TAIL_TILE
+        q_tile, cache, path, b, head, length, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
     )
     PER_TILE: tl.constexpr = ROW_TILE // GROUP
     tile = node // PER_TILE
@@ -368,8 +381,7 @@ def _path_attention(
     DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    TAIL_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     PREFIX: tl.constexpr,
     NODES: tl.constexpr,
     PDL: tl.constexpr,
@@ -382,7 +394,7 @@ def _path_attention(
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
     rows_at = (lengths, paths, depths, path_stride, batch, rows)
     workspace = (partials, stats, counters, ranges)
-    if PREFIX:
+    if PREFIX:  # noqa: SIM102
         if program < prefix_programs:
             _prefix_program(
                 program,
@@ -399,10 +411,9 @@ def _path_attention(
                 DIM_PAD,
                 ROW_TILE,
                 KEY_TILE,
-                STAGES,
                 NODES,
             )
-    if NODES:
+    if NODES:  # noqa: SIM102
         if program >= prefix_programs:
             _node_program(
                 program - prefix_programs,
@@ -420,7 +431,7 @@ def _path_attention(
                 DIM,
                 DIM_PAD,
                 ROW_TILE,
-                TAIL_TILE,
+                TAIL_STAGES,
                 PREFIX,
             )
 
@@ -447,7 +458,7 @@ def path_attention(
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
     group = q.shape[1] // (kv_heads * dim)
-    row_tile = row_tile or _row_tile(rows * group)
+    row_tile = row_tile or _row_tile(rows * group, dim)
     if row_tile not in (16, 64, 128) or launches not in (1, 2):
         raise ValueError(f"row_tile must be 16, 64 or 128 and launches 1 or 2, not {row_tile} and {launches}")
     tiles = -(-rows // (row_tile // group))
@@ -498,22 +509,21 @@ def path_attention(
     return out
 
 
-def _row_tile(rows: int) -> int:
-    return 16 if rows <= 16 else 64 if rows <= 64 else 128
+def _row_tile(rows: int, dim: int) -> int:
+    return 16 if rows <= 16 else 64 if rows <= 64 or dim > 128 else 128
 
 
 def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:
-    """Sizes of the key tiles, which are part of the result and follow from head size and dtype alone; and how the
-    prefix is pipelined, which is not."""
-    padded = 1 << (dim - 1).bit_length()
-    narrow = padded * element_size <= 256  # bytes of a key
+    """The size of the key tiles, which is part of the result and follows from head size and dtype alone; and how loads
+    are pipelined, which is not: as far as 99 KB of shared memory allow."""
+    padded = max(16, 1 << (dim - 1).bit_length())
+    wide = padded * element_size > 256 or element_size > 2  # bytes of a key
     return {
         "DIM_PAD": padded,
-        "KEY_TILE": 64 if narrow else 32,
-        "TAIL_TILE": 128 if narrow else 64,
-        "STAGES": 3,
-        "num_warps": 8 if row_tile == 128 or not narrow else 4,
-        "num_stages": 1,
+        "KEY_TILE": 32 if wide else 64,
+        "TAIL_STAGES": 2 if wide else 3,
+        "num_warps": 8 if row_tile == 128 or wide else 4,
+        "num_stages": (3 if row_tile == 16 else 2) + (padded * element_size <= 128),
     }
 
 
