@@ -23,13 +23,21 @@ class Places:
 
     tokens: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32
+    following: torch.Tensor  # [R] int32: the position of the token drawn there
     slots: torch.Tensor  # [R] int64: page * page size + offset
     cos: torch.Tensor  # [ropes, R, D / 2]
     sin: torch.Tensor  # [ropes, R, D / 2]
 
+    @classmethod
+    def empty(cls, rows: int, ropes: int, half: int, dtype: torch.dtype, device: torch.device | str) -> Places:
+        ints = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3)]
+        turns = [torch.zeros(ropes, rows, half, dtype=dtype, device=device) for _ in range(2)]
+        return cls(*ints, torch.zeros(rows, dtype=torch.int64, device=device), *turns)
+
     def rows(self, start: int, stop: int) -> Places:
         at = slice(start, stop)
-        return Places(self.tokens[at], self.positions[at], self.slots[at], self.cos[:, at], self.sin[:, at])
+        ints = (self.tokens, self.positions, self.following, self.slots)
+        return Places(*(tensor[at] for tensor in ints), self.cos[:, at], self.sin[:, at])
 
 
 def enter_reference(
@@ -51,14 +59,15 @@ def enter_reference(
     flat = page_table[sequences, slots // PAGE_SIZE].long() * PAGE_SIZE + slots % PAGE_SIZE
     angles = positions[None, :, None].float() * inv_freq[:, None]
     cos, sin = (turn * rope_scaling[:, None, None] for turn in (angles.cos(), angles.sin()))
-    return hidden, Places(tokens.int(), positions.int(), flat, cos.to(embedding.dtype), sin.to(embedding.dtype))
+    kind = embedding.dtype
+    return hidden, Places(tokens.int(), positions.int(), positions.int() + 1, flat, cos.to(kind), sin.to(kind))
 
 
 @jit
 def _enter(
     pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
-    tokens, positions, slots, cos, sin, hidden_out, squares,
-    sequences, first, level_rows, page_table_stride, cos_rope_stride,
+    tokens, positions, following, slots, cos, sin, hidden_out, squares,
+    sequences, first, page_table_stride, cos_rope_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr, WIDTH: tl.constexpr,
     ROOT: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
@@ -82,6 +91,7 @@ def _enter(
     tl.store(slots + row, page * PAGE + slot % PAGE)
     position = length + tl.load(depths + place)
     tl.store(positions + row, position)
+    tl.store(following + row, position + 1)
 
     pair = tl.arange(0, HALF_P2)
     for rope in tl.static_range(ROPES):
@@ -137,8 +147,8 @@ def enter(
         parents if parents is not None else nothing,
         ranks if ranks is not None else nothing,
         embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
-        level.tokens, level.positions, level.slots, level.cos, level.sin, hidden_out, squares,
-        sequences, first, rows, page_table.stride(0), level.cos.stride(0),
+        level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out, squares,
+        sequences, first, page_table.stride(0), level.cos.stride(0),
         HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles), BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         WIDTH=ranked.shape[1] if ranked is not None else 1,

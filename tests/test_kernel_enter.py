@@ -16,7 +16,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> Places:
     ints = torch.full((rows,), -7, dtype=torch.int32)
     cos, sin = (poisoned(ropes, rows, half, dtype=dtype) for _ in range(2))
-    return Places(ints, ints.clone(), ints.long(), cos, sin)
+    return Places(ints, ints.clone(), ints.clone(), ints.long(), cos, sin)
 
 
 @pytest.mark.parametrize("hidden", [16, 48, 80, 576])
@@ -50,6 +50,7 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     expected, places = enter_reference(tokens, embedding, scale, lengths, page_table, nodes, depths, inv_freq, factors)
     assert torch.equal(level.tokens, tokens)
     assert torch.equal(level.positions, places.positions)
+    assert torch.equal(level.following, places.positions + 1)
     assert torch.equal(level.slots, places.slots)
     assert torch.equal(states, expected)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
