@@ -1,0 +1,200 @@
+"""Path attention in Triton's interpreter: right numbers, and bits that depend on positions and keys alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.kernels import path_attention as op
+from tests.path_worlds import Launch, Text, Tree, lay, on_path
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/test_gpu_kernel_path_attention.py runs instead"
+)
+
+# float16 where bits are compared: the interpreter multiplies float32 with BLAS, whose rows depend on their number.
+HALF = torch.float16
+
+
+def drafted(text: Text, length: int, tree: Tree, seed: int = 0) -> Launch:
+    """The text committed up to `length`, and its next tokens on the deepest path of a tree."""
+    return lay([text], [length], tree, [on_path(tree, length)], seed)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-6 if actual.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"),
+    [
+        (4, 2, 64, HALF),
+        (3, 1, 96, HALF),
+        (3, 1, 96, torch.float32),
+        (16, 1, 16, torch.float32),
+        (2, 2, 128, HALF),
+        (2, 1, 256, HALF),
+    ],
+)
+def test_heads_of_all_kinds_match_the_reference(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    text = Text.random(200, heads, kv_heads, dim, dtype)
+    launch = lay([text, text], [0, 190], Tree.random(4, 3), [[-1] * 4] * 2)
+    assert_close(launch.run(), launch.expected())
+
+
+def test_every_length_matches_the_reference() -> None:
+    lengths = [0, 1, 62, 63, 64, 65, 66, 126, 127, 128, 129, 130, 190, 191, 1023, 1024, 1087, 1088, 1089]
+    launch = Text.random(1100, 2, 1, 16, torch.float32).plainly(lengths)
+    assert_close(launch.run(), launch.expected())
+
+
+def test_a_long_context_matches_the_reference() -> None:
+    text = Text.random(6300, 2, 1, 16, torch.float32)
+    launch = lay([text], [6200], Tree.random(3, 2), [[-1] * 3])
+    assert_close(launch.run(), launch.expected())
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 513])
+def test_windows_match_the_reference(window: int) -> None:
+    text = Text.random(700, 2, 1, 16, torch.float32)
+    tree = Tree.random(5, 3)
+    launch = lay([text, text, text], [0, 68, 650], tree, [[-1] * 5] * 3)
+    assert_close(launch.run(window), launch.expected(window))
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(0, None), (58, 5), (122, None), (122, 70), (187, 200), (1150, None), (1150, 513)]
+)
+def test_a_key_on_a_path_counts_like_a_committed_one(length: int, window: int | None) -> None:
+    text = Text.random(1200, 3, 1, 16, HALF)
+    tree = Tree.random(12, 6)
+    path = tree.deepest_path()
+    assert len(path) == 7 and path != list(range(7))
+    actual = drafted(text, length, tree, seed=1).run(window)[path]
+    assert torch.equal(actual, text.plainly([length + depth for depth in range(7)], seed=2).run(window))
+
+
+def test_the_deepest_chain_counts_like_committed_text() -> None:
+    text = Text.random(300, 1, 1, 16, HALF)
+    chain = Tree(torch.arange(64).expand(64, 64), torch.arange(64))
+    actual = drafted(text, 100, chain).run()
+    some = [0, 1, 26, 27, 28, 62, 63]
+    assert torch.equal(actual[some], text.plainly([100 + depth for depth in some]).run())
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 400), st.integers(1, 9), st.integers(0, 5), st.sampled_from([None, 90]), st.integers(0, 99))
+def test_any_tree_counts_like_committed_text(
+    length: int, nodes: int, deepest: int, window: int | None, seed: int
+) -> None:
+    text = Text.random(500, 2, 1, 16, HALF, seed=seed)
+    tree = Tree.random(nodes, max(deepest, 1), seed)
+    path = tree.deepest_path()
+    actual = drafted(text, length, tree, seed).run(window)[path]
+    assert torch.equal(actual, text.plainly([length + depth for depth in range(len(path))]).run(window))
+
+
+def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
+    text, other = (Text.random(400, 3, 1, 16, HALF, seed=seed) for seed in (1, 2))
+    tree = Tree.random(6, 4)
+    tokens = on_path(tree, 195)
+    alone = lay([text], [195], tree, [tokens], seed=3).run()[tree.deepest_path()]
+    together = lay([other, text, other], [390, 195, 7], tree, [[-1] * 6, tokens, [-1] * 6], seed=4).run()
+    assert torch.equal(together.view(3, 6, -1)[1][tree.deepest_path()], alone)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
+    text = Text.random(400, 3, 1, 16, HALF)
+    launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
+    expected = launch.run(window, row_tile=16)
+    for options in ({"row_tile": 64}, {"row_tile": 128}, {"row_tile": 16, "launches": 2}, {"ranges": 9}, {}):
+        assert torch.equal(launch.run(window, **options), expected), options
+
+
+def test_counters_serve_one_launch_after_the_other() -> None:
+    launch = drafted(Text.random(400, 3, 1, 16, HALF), 250, Tree.random(7, 3))
+    ranges = op.ranges_for(400)
+    workspace = torch.zeros(op.workspace_size(1, 7, 3, 16, ranges))
+    counters = torch.zeros(op.counters_size(1, 7, 1), dtype=torch.int32)
+    tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
+    first, second = (torch.empty_like(launch.q) for _ in range(2))
+    for out in (first, second):
+        workspace.fill_(float("nan"))  # what the first launch left may not serve the second
+        op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25)
+    assert torch.equal(first, second)
+
+
+def test_rows_and_heads_may_lie_apart() -> None:
+    launch = drafted(Text.random(300, 4, 2, 16, HALF), 200, Tree.random(3, 2))
+    expected = launch.run()
+    wide_q, wide_out = torch.randn(3, 100).to(HALF), torch.full((3, 80), 7.0, dtype=HALF)
+    wide_q[:, 20:84] = launch.q
+    wide_keys, wide_values = (torch.randn(*launch.keys.shape[:2], 5, 48).to(HALF) for _ in range(2))
+    wide_keys[:, :, 1:3, 16:32], wide_values[:, :, 1:3, 16:32] = launch.keys, launch.values
+    keys, values = wide_keys[:, :, 1:3, 16:32], wide_values[:, :, 1:3, 16:32]
+    actual = replace(launch, q=wide_q[:, 20:84], keys=keys, values=values).run(out=wide_out[:, 8:72])
+    assert torch.equal(actual, expected)
+    assert (wide_out[:, :8] == 7).all() and (wide_out[:, 72:] == 7).all()
+
+
+def test_a_context_beyond_the_planned_ranges_is_no_number() -> None:
+    launch = Text.random(400, 2, 1, 16, HALF).plainly([130, 390])
+    out = launch.run(ranges=2)
+    assert torch.equal(out[:1], launch.run()[:1])
+    assert out[1].isnan().all()
+
+
+def test_ranges_tile_the_positions_in_whole_pages() -> None:
+    starts = [op.range_start(index) for index in range(40)]
+    assert starts[0] == 0 and all(start % 64 == 0 for start in starts)
+    for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        assert start < end
+        assert op.range_of(start) == op.range_of(end - 1) == index
+
+
+def test_the_split_leaves_a_tail_of_at_most_127_keys_behind_the_deepest_root() -> None:
+    for position in range(-1, 1000):
+        split = op.split_point(position)
+        assert max(split, 0) == 64 * (max(0, position - op.DEEPEST) // 64)
+        assert split + op.DEEPEST <= max(position, 0)
+        assert position - max(split, 0) < 127
+    assert [op.ranges_for(context) for context in (0, 1, 127, 128, 256, 257, 1088, 5000)] == [0, 0, 0, 1, 2, 2, 8, 15]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(3, 32, dtype=HALF)}, "rows"),
+        ({"q": torch.zeros(4, 40, dtype=HALF)}, "q must be"),
+        ({"q": torch.zeros(4, 32)}, "share one of"),
+        ({"keys": torch.zeros(9, 32, 1, 16, dtype=HALF)}, "keys must be"),
+        ({"values": torch.zeros(9, 64, 1, 16, dtype=HALF)}, "values must have"),
+        ({"paths": torch.zeros(4, 65, dtype=torch.int32)}, "paths must be"),
+        ({"paths": torch.zeros(4, 2)}, "int32"),
+        ({"lengths": torch.zeros(1, dtype=torch.int64)}, "lengths must be"),
+        ({"page_table": torch.zeros(2, 5, dtype=torch.int32)}, "page_table must be"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    launch = drafted(Text.random(100, 2, 1, 16, HALF), 60, Tree.random(4, 2))
+    with pytest.raises(ValueError, match=message):
+        replace(launch, **change).run()
+
+
+def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
+    launch = drafted(Text.random(200, 2, 1, 16, HALF), 160, Tree.random(4, 2))
+    for options in ({"window": 0}, {"row_tile": 32}, {"launches": 3}):
+        with pytest.raises(ValueError, match="|".join(options)):
+            launch.run(**options)
+    tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
+    workspace, counters = torch.zeros(op.workspace_size(1, 4, 2, 16, 1)), torch.zeros(4, dtype=torch.int32)
+    for too_small in ((workspace[1:], counters), (workspace, counters[1:])):
+        with pytest.raises(ValueError, match="must hold"):
+            op.path_attention(*tensors, torch.empty_like(launch.q), *too_small, ranges=1, window=None, scale=0.25)
