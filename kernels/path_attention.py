@@ -349,7 +349,8 @@ def _node_program(
     tl.store(written, result.to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+# Few of the numbers change the code; a kernel compiled for each of their kinds would only cost time.
+@jit(do_not_specialize=["table_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
 def _path_attention(
     q,
     q_stride,
