@@ -1,0 +1,168 @@
+"""Root-mean-square norms that cost no launch: who writes a residual stream also writes its sums of squares.
+
+A stream [R, width] has a companion `squares` [R, tiles(width)], float32: entry t of a row is the sum of the squares of
+its columns [t * block_width(width), (t + 1) * block_width(width)), of the values as stored. The kernel that reads the
+stream adds the entries up. `normalise` is the norm as a kernel of its own, for families that norm what attention and
+MLP give, and for what a head reads. The products that norm their input on the way are in `linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+
+
+def block_width(width: int) -> int:
+    """Columns of a stream of this width that share one entry of `squares`."""
+    if width <= 2048:
+        return 16
+    return 32 if width <= 4096 else 64
+
+
+def tiles(width: int) -> int:
+    """Entries per row of the `squares` of a stream of this width."""
+    return -(-width // block_width(width))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a kernel's input: x * rsqrt(mean square + eps) * (offset + weight), rounded once, at the end."""
+
+    weight: torch.Tensor  # [K]
+    eps: float
+    offset: float
+    squares: torch.Tensor  # [R, tiles(K)]
+
+    def check(self, x: torch.Tensor) -> None:
+        rows, width = x.shape
+        if self.weight.shape != (width,) or not self.weight.is_contiguous():
+            raise ValueError(f"a norm of {width} columns needs as many weights, got {tuple(self.weight.shape)}")
+        check_squares(self.squares, rows, width)
+
+
+def check_squares(squares: torch.Tensor, rows: int, width: int) -> None:
+    wanted = (rows, tiles(width))
+    if squares.shape != wanted or squares.dtype != torch.float32 or squares.stride(-1) != 1:
+        raise ValueError(
+            f"squares of {rows} rows of {width} columns must be float32 {wanted} with contiguous rows, "
+            f"got {squares.dtype} {tuple(squares.shape)}"
+        )
+
+
+def squares_reference(x: torch.Tensor) -> torch.Tensor:
+    """The companion of a stream x [R, width]: [R, tiles(width)], in at least float32."""
+    width = x.shape[1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    padded = torch.nn.functional.pad(wide, (0, tiles(width) * block_width(width) - width))
+    return padded.square().unflatten(1, (tiles(width), -1)).sum(-1)
+
+
+def scale_reference(
+    x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    """x with the norm applied, rounded to x's dtype; mean_square broadcasts against x."""
+    wide = x.to(mean_square.dtype) * torch.rsqrt(mean_square + eps)
+    return (wide if weight is None else wide * (offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+def normalise_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + norm(x) of rows [R, K], rounded once; without a weight the plain norm."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = scale_reference(wide, wide.square().mean(-1, keepdim=True), weight, eps, offset)
+    return (normed if residual is None else residual + normed).to(x.dtype)
+
+
+@jit
+def sum_neighbours(x, ROWS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr):
+    """[ROWS, COUNT] to [ROWS, GROUPS]: each group of neighbours summed as a balanced tree.
+
+    A sum of two has only one result, so the tree fixes every rounding: the bits cannot depend on how the compiler
+    spreads x over threads and warps, which does depend on the number of rows in a tile.
+    """
+    for level in tl.static_range(12):
+        if (COUNT >> level) > GROUPS:
+            x = tl.sum(tl.reshape(x, (ROWS, COUNT >> (level + 1), 2)), axis=2)
+    return x
+
+
+@jit
+def sum_rows(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """[ROWS, COUNT] to [ROWS], in the same tree; COUNT is at least 2."""
+    return tl.sum(sum_neighbours(x, ROWS, COUNT, 2), axis=1)
+
+
+@jit
+def _normalise_kernel(
+    x, weight, out, residual, squares_out,
+    x_stride, out_stride, residual_stride, squares_stride,
+    K: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    columns = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH], one row of x
+    inside = columns < K
+    if weight is not None:
+        scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    partial = sum_rows(values * values, BLOCKS, WIDTH)
+    mean = tl.sum(partial) / K
+    values = values * tl.rsqrt(mean + EPS)
+    if weight is not None:
+        values = values * scale
+    if residual is not None:
+        values += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    result = values.to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + columns, result, mask=inside)
+    if squares_out is not None:
+        stored = result.to(tl.float32)
+        tl.store(squares_out + row * squares_stride + block, sum_rows(stored * stored, BLOCKS, WIDTH), mask=block < T)
+
+
+def normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    out: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    squares_out: torch.Tensor | None = None,
+) -> None:
+    """out = residual + norm(x), row by row, and its squares; `residual` and `x` may be `out` itself."""
+    rows, width = x.shape
+    for name, tensor in {"x": x, "out": out, "residual": residual}.items():
+        if tensor is not None and (tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.stride(1) != 1):
+            raise ValueError(f"{name} must be {x.dtype} {tuple(x.shape)} with contiguous rows")
+    if weight is not None and (weight.shape != (width,) or not weight.is_contiguous()):
+        raise ValueError(f"a norm of {width} columns needs as many weights, got {tuple(weight.shape)}")
+    if squares_out is not None:
+        check_squares(squares_out, rows, width)
+    pdl = use_pdl(x)
+    count = tiles(width)
+    _normalise_kernel[(rows,)](
+        x, weight, out, residual, squares_out,
+        x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
+        squares_out.stride(0) if squares_out is not None else 0,
+        K=width, BLOCKS=power_of_two(count), WIDTH=block_width(width), T=count,
+        EPS=eps, OFFSET=offset, PDL=pdl, num_warps=4, enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below value."""
+    return 1 << (value - 1).bit_length()
