@@ -30,14 +30,15 @@ class Places:
 
     @classmethod
     def empty(cls, rows: int, ropes: int, half: int, dtype: torch.dtype, device: torch.device | str) -> Places:
-        ints = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3)]
-        turns = [torch.zeros(ropes, rows, half, dtype=dtype, device=device) for _ in range(2)]
-        return cls(*ints, torch.zeros(rows, dtype=torch.int64, device=device), *turns)
+        tokens, positions, following = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        cos, sin = torch.zeros(2, ropes, rows, half, dtype=dtype, device=device)
+        slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(tokens, positions, following, slots, cos, sin)
 
     def rows(self, start: int, stop: int) -> Places:
         at = slice(start, stop)
-        ints = (self.tokens, self.positions, self.following, self.slots)
-        return Places(*(tensor[at] for tensor in ints), self.cos[:, at], self.sin[:, at])
+        ints = (self.tokens[at], self.positions[at], self.following[at])
+        return Places(*ints, self.slots[at], self.cos[:, at], self.sin[:, at])
 
 
 def enter_reference(

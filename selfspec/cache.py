@@ -62,8 +62,19 @@ class Cache:
     def nbytes(self) -> int:
         return 2 * self.keys.numel() * self.keys.element_size()
 
+    @property
+    def page_nbytes(self) -> int:
+        layers, _, size, heads, dim = self.keys.shape
+        return 2 * layers * size * heads * dim * self.keys.element_size()
+
     def open(self) -> Sequence:
         return Sequence()
+
+    def provide(self, pages: int) -> None:
+        """Has at least so many pages from now on, within the limit: growing later moves the cache in memory."""
+        wanted = pages if self.max_pages is None else min(pages, self.max_pages)
+        if wanted > self.num_pages:
+            self._grow(wanted - self.num_pages)
 
     def close(self, sequence: Sequence) -> None:
         """Returns the sequence's pages; closing twice is harmless."""

@@ -64,6 +64,7 @@ class Engine:
         rules: Rules | None = None,
         max_length: int | None = None,
         max_batch: int | None = None,
+        kernels: bool | None = None,
     ) -> None:
         _check_limits(max_length=max_length, max_batch=max_batch)
         self.model = model
@@ -72,8 +73,13 @@ class Engine:
         self.rules = check_rules(rules) or Rules()
         self.context = min(model.config.context, max_length or model.config.context)
         self.max_batch = max_batch
-        pages_per_row = -(-(self.context + MAX_NODES + 1) // PAGE_SIZE)
-        self.cache = Cache(model.config, model.device, model.dtype, max_batch and max_batch * pages_per_row)
+        self.cache = Cache(model.config, model.device, model.dtype)
+        self._machine = self._build_machine(kernels)
+        slots = self.context + (MAX_NODES + 1) * (1 if self._machine is None else 3)  # cycles in flight need theirs
+        pages = -(-slots // PAGE_SIZE)
+        self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
+        if self._machine is not None:
+            self._machine.provide_pages(max_batch, pages)
         self.profile = self._read_profile(profile)
         self._exits: dict[int, Exit] = {}  # by layer, over the whole head
         self._head_rows: dict[str, torch.Tensor | None] = {}  # by domain
@@ -90,6 +96,7 @@ class Engine:
         rules: Rules | None = None,
         max_length: int | None = None,
         max_batch: int | None = None,
+        kernels: bool | None = None,
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'."""
         _check_limits(max_length=max_length, max_batch=max_batch)
@@ -99,7 +106,7 @@ class Engine:
         folder = weights.resolve(path_or_name)
         model = weights.load_folder(folder, device, dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder) if _has_tokenizer(folder) else None
-        return cls(model, tokenizer, _generation_config(folder), profile, rules, max_length, max_batch)
+        return cls(model, tokenizer, _generation_config(folder), profile, rules, max_length, max_batch, kernels)
 
     @classmethod
     def from_model(
@@ -110,11 +117,12 @@ class Engine:
         rules: Rules | None = None,
         max_length: int | None = None,
         max_batch: int | None = None,
+        kernels: bool | None = None,
     ) -> Engine:
         """Shares the weights of a live transformers model: no copy is made, and the model stays usable."""
         model = weights.adopt(hf_model)
         config = getattr(hf_model, "generation_config", None)
-        return cls(model, tokenizer, config, profile, rules, max_length, max_batch)
+        return cls(model, tokenizer, config, profile, rules, max_length, max_batch, kernels)
 
     def generate(
         self,
@@ -252,7 +260,9 @@ class Engine:
             for index, prompt in enumerate(prompts)
             for copy in range(settings.num_return_sequences)
         ]
-        return Session(
+        rejection = request.acceptance == "rejection"
+        kind = Session if rejection or self._machine is None else self._machine.session
+        return kind(
             self.model,
             self.cache,
             rows,
@@ -261,8 +271,21 @@ class Engine:
             exit=exit,
             processors=list(processors or ()),
             stops=stops,
-            rejection=request.acceptance == "rejection",
+            rejection=rejection,
         )
+
+    def _build_machine(self, kernels: bool | None) -> Any:
+        """The GPU's way of running cycles, where there is one; `kernels` insists on it or forbids it."""
+        on_gpu = self.model.device.type == "cuda"
+        if kernels is False or (kernels is None and not on_gpu):
+            return None
+        from selfspec import device_session  # imports Triton, which nobody needs elsewhere
+
+        if device_session.is_supported(self.model):
+            return device_session.Machine(self.model, self.cache, self.context)
+        if kernels:
+            raise ValueError(device_session.WANTED)
+        return None
 
     def _own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
         """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""

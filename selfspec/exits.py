@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +58,12 @@ class Exit:
         check_exit_layer(self.layer, self.model.config.num_layers)
         if self.norm is None:
             self.norm = self.model.norm
-        # A gather of rows at every step would cost more than the rows it saves.
-        self._head = self.model.head if self.head_rows is None else self.model.head[self.head_rows]
+
+    @cached_property
+    def _head(self) -> torch.Tensor:
+        """The rows that drafts look at. For PyTorch a gather at every step would cost more than the rows it saves, so
+        they are copied; kernels take them where they are."""
+        return self.model.head if self.head_rows is None else self.model.head[self.head_rows]
 
     def offering(self, head_rows: torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """The same exit with only some rows of the head: the given ones, and those of the prompts' own tokens, because
@@ -72,12 +77,14 @@ class Exit:
     @property
     def vocabulary(self) -> int:
         """How many tokens the exit can draft."""
-        return self._head.shape[0]
+        return self.model.config.vocab_size if self.head_rows is None else len(self.head_rows)
 
     @property
     def head_nbytes(self) -> int:
-        """Memory of the trimmed head."""
-        return 0 if self.head_rows is None else _nbytes([self._head, self.head_rows])
+        """Memory of the trimmed head: its index and, once PyTorch has drafted with it, the copy of its rows."""
+        if self.head_rows is None:
+            return 0
+        return _nbytes([self.head_rows, *([self._head] if "_head" in vars(self) else [])])
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,251 @@
+"""A whole cycle on the device: draft, verify, choose, accept and commit for B seats, with nothing left to the host.
+
+The host says which sequences sit where (`Seats`) and reads the report. On CUDA a cycle is captured once as a graph and
+replayed. Which plan a cycle follows, and what its tokens mean, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.exits import RECALLED, Exit
+from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
+from selfspec.kernels.accept import TOKENS, accept
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.draw import Noise
+from selfspec.kernels.enter import Places, enter
+from selfspec.kernels.head import head_logits, head_top
+from selfspec.kernels.linear import linear
+from selfspec.kernels.settle import settle
+from selfspec.model import Decoder
+from selfspec.sampling import TARGET
+from selfspec.tree import Plan
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The rows of the head that drafts look at, in a buffer with room for a request's own tokens."""
+
+    tokens: torch.Tensor  # [capacity] int32
+    count: torch.Tensor  # [1] int32: how many of them are there
+
+    @classmethod
+    def empty(cls, capacity: int, device: torch.device) -> DraftHead:
+        ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+        return cls(ints[1:], ints[:1])
+
+    def fill(self, tokens: torch.Tensor) -> None:
+        self.tokens[: len(tokens)].copy_(tokens)
+        self.count.fill_(len(tokens))
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """An exit as cycles use it."""
+
+    exit: Exit
+    head: DraftHead | None  # None: all rows
+    known: torch.Tensor | None  # [B * 65, 2 * hidden]: what each seat recalls, then what is known at every node
+
+
+class Cycle:
+    """One cycle of all seats with one plan."""
+
+    def __init__(self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, sampled: bool) -> None:
+        self.fused, self.plan, self.drafter, self.sampled = fused, plan, drafter, sampled
+        self.model, self.seats, self.scratch = fused.model, fused.seats, fused.scratch
+        device, batch = self.model.device, fused.seats.count
+        self.split = drafter.exit.layer if drafter is not None else 0
+        self.tree = Tree(plan, batch, device)
+        self.rows = batch * (len(plan) + 1)
+        self.stream = Stream.empty(self.rows, self.model)  # states of all rows after the draft partition
+        self.late = Stream.empty(self.rows, self.model) if drafter is not None else self.stream
+        config = self.model.config
+        self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
+        self.everyone = self._nodes(range(len(plan) + 1))
+        self._levels = [_Level(self.tree, level) for level in plan.levels]
+        self.reads = self._empty(self.rows, config.hidden_size)
+        self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
+        self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
+        self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
+        self._known_rows = self.tree.parent_rows(range(len(plan) + 1))
+
+    def launch(self) -> None:
+        self.draft()
+        self.verify()
+        self.choose()
+        self.accept()
+
+    def draft(self) -> None:
+        """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
+        ranked: torch.Tensor | None = None
+        for level in self._levels:
+            start, stop = level.rows
+            stream, nodes = self.stream.rows(start, stop), self._nodes(level.nodes)
+            self._enter(level, stream, nodes, ranked)
+            self.fused.run(range(self.split), stream, stream, nodes)
+            if self.drafter is not None and level.width:
+                ranked = self._leave(self.drafter, level, stream, nodes)
+
+    def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | None) -> None:
+        fused, seats = self.fused, self.seats
+        source: dict[str, torch.Tensor] = {"pending": seats.pending}
+        if ranked is not None and level.parents is not None and level.ranks is not None:
+            source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
+        enter(
+            nodes.places, stream.states, stream.squares, self.model.embedding, self.model._embedding_scale,
+            seats.lengths, seats.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
+            **source,
+        )  # fmt: skip
+
+    def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor:
+        """Takes the exit at one level: the best draft tokens of its rows, [R, width]."""
+        exit, (start, stop) = drafter.exit, level.rows
+        assert exit.norm is not None
+        states, reads = stream.states, self.reads[start:stop]
+        if exit.block is not None:
+            block, own = exit.block, Stream(self._scratch("entered", stop - start), self._squares(stop - start))
+            own = self._recall(drafter, level, stream, own)
+            spec = self.model.config.layers[exit.layer]
+            self.fused.layer(block.layer, spec, self.fused.cache.exit_layer_index, own, own, nodes)
+            states = self._scratch("left", stop - start)
+            linear(own.states, block.affine_weight, states, bias=block.affine_bias, residual=own.states)
+        self.fused.normalise(states, exit.norm, reads)
+        return self._ranked(drafter, level, reads, nodes)
+
+    def _recall(self, drafter: Drafter, level: _Level, stream: Stream, own: Stream) -> Stream:
+        """The block's input: the states after layer N, and what was known one position earlier."""
+        assert drafter.exit.block is not None
+        recall = drafter.exit.block.recall
+        if recall is None:
+            own.states.copy_(stream.states)
+            own.squares.copy_(stream.squares)
+            return own
+        if level.nodes.start == 0:
+            assert drafter.known is not None
+            previous = drafter.known[: self.seats.count]
+        else:  # what the exit read at the parents
+            assert level.parent_rows is not None
+            previous = self._scratch("previous", len(stream.states))
+            torch.index_select(self.reads, 0, level.parent_rows, out=previous)
+        columns = recall[:, : previous.shape[1]]
+        linear(previous, columns, own.states, residual=stream.states, squares_out=own.squares)
+        return own
+
+    def _ranked(self, drafter: Drafter, level: _Level, reads: torch.Tensor, nodes: Nodes) -> torch.Tensor:
+        head, rows = drafter.head, len(reads)
+        tokens = None if head is None else head.tokens
+        columns = self.model.config.vocab_size if tokens is None else len(tokens)
+        scores = self._scores(rows, columns, level.width)
+        noise = self._noise(nodes.places) if self.sampled else None
+        head_top(
+            reads, self.model.head, scores, rows=tokens, gather=tokens is not None,
+            count=None if head is None else head.count, softcap=self.model.config.logit_softcap, noise=noise,
+        )  # fmt: skip
+        ranked = self.scratch.take("ranked", rows, level.width, dtype=torch.int32)
+        top_merge(scores, ranked, rows=tokens)
+        return ranked
+
+    def verify(self) -> None:
+        """The saved states of all rows through the rest of the model; what its head reads is then in `reads`."""
+        layers, hidden = self.model.config.num_layers, self.model.config.hidden_size
+        if self.drafter is None or self.drafter.known is None:
+            last = self.fused.run(range(self.split, layers), self.stream, self.late, self.everyone)
+            self.fused.normalise(last.states, self.model.norm, self.reads)
+            return
+        middle = self.drafter.exit.recalled_layer
+        of_nodes = self.drafter.known[self.seats.count :][: self.rows]
+        states = self.fused.run(range(self.split, middle), self.stream, self.late, self.everyone)
+        self.fused.normalise(states.states, None, of_nodes[:, hidden:])
+        last = self.fused.run(range(middle, layers), states, self.late, self.everyone)
+        self.fused.normalise(last.states, self.model.norm, of_nodes[:, :hidden])
+        self._fill(self.drafter)
+
+    def _fill(self, drafter: Drafter) -> None:
+        """The block's keys and values of all rows anew, from what is now known before each of them."""
+        block = drafter.exit.block
+        assert block is not None and drafter.known is not None
+        own = Stream(self._scratch("entered", self.rows), self._squares(self.rows))
+        if block.recall is None:
+            own = self.stream
+        else:
+            previous = self.scratch.take("known before", self.rows, drafter.known.shape[1], dtype=self.model.dtype)
+            torch.index_select(drafter.known, 0, self._known_rows, out=previous)
+            linear(previous, block.recall, own.states, residual=self.stream.states, squares_out=own.squares)
+        spec = self.model.config.layers[drafter.exit.layer]
+        self.fused.store(block.layer, spec, self.fused.cache.exit_layer_index, own, self.everyone, None)
+
+    @property
+    def read(self) -> torch.Tensor:
+        """What the model's head reads at every row [R, hidden], once verified."""
+        if self.drafter is None or self.drafter.known is None:
+            return self.reads
+        return self.drafter.known[self.seats.count :][: self.rows, : self.model.config.hidden_size]
+
+    def logits(self) -> torch.Tensor:
+        """The model's logits at every row [R, V], float32; for hosts that choose themselves."""
+        out = self.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
+        head_logits(self.read, self.model.head, out, softcap=self.model.config.logit_softcap)
+        return out
+
+    def choose(self) -> None:
+        """The target's own next token at every row."""
+        scores = self._scores(self.rows, self.model.config.vocab_size, 1)
+        noise = self._noise(self.places) if self.sampled else None
+        head_top(self.read, self.model.head, scores, softcap=self.model.config.logit_softcap, noise=noise)
+        top_merge(scores, self.chosen)
+
+    def accept(self) -> None:
+        """Walks down the trees; lengths, pending tokens, and the accepted paths' keys and values move."""
+        seats, cache = self.seats, self.fused.cache
+        accept(
+            self.chosen.view(-1), self.places.tokens, self.tree.children, seats.active, seats.lengths, seats.bases,
+            seats.pending, self.paths, self.report,
+        )  # fmt: skip
+        known = None if self.drafter is None or self.drafter.known is None else self.drafter.known
+        if len(self.plan) or known is not None:
+            settle(cache.keys, cache.values, seats.page_table, seats.bases, self.report[:, 0], self.paths, known)
+
+    def _noise(self, places: Places) -> Noise:
+        seats = self.seats
+        return Noise(seats.seeds, seats.copies, places.following, seats.temperature, TARGET)
+
+    def _nodes(self, nodes: range) -> Nodes:
+        at = slice(nodes.start, nodes.stop)
+        return Nodes(self.places.rows(*self.tree.rows(nodes)), self.tree.paths[at], self.tree.depths[at])
+
+    def _scores(self, rows: int, columns: int, width: int) -> Scores:
+        sizes = Scores.empty(rows, columns, width, "meta")
+        buffers = {
+            name: None if like is None else self.scratch.take(f"scores {name}", *like.shape, dtype=like.dtype)
+            for name, like in vars(sizes).items()
+        }
+        return Scores(**buffers)
+
+    def _scratch(self, name: str, rows: int) -> torch.Tensor:
+        return self.scratch.take(name, rows, self.model.config.hidden_size, dtype=self.model.dtype)
+
+    def _squares(self, rows: int) -> torch.Tensor:
+        return self.scratch.take("squares", rows, self.stream.squares.shape[1], dtype=torch.float32)
+
+    def _empty(self, rows: int, width: int) -> torch.Tensor:
+        return torch.zeros(rows, width, dtype=self.model.dtype, device=self.model.device)
+
+
+class _Level:
+    """One depth of a tree on the device."""
+
+    def __init__(self, tree: Tree, nodes: range) -> None:
+        self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)
+        self.parents = tree.parents(nodes) if nodes.start else None
+        self.ranks = tree.ranks(nodes) if nodes.start else None
+        self.parent_rows = tree.parent_rows(nodes) - tree.sequences if nodes.start else None
+
+
+def known_buffer(model: Decoder, seats: Seats, nodes: int) -> torch.Tensor:
+    """Room for what each seat recalls and for what is known at up to `nodes` nodes of each."""
+    return torch.zeros(
+        seats.count * (nodes + 1), RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device
+    )

@@ -1,0 +1,257 @@
+"""The decoder's passes as a few kernels a layer, over buffers that stay where they are: what a CUDA graph can replay.
+
+Rows are node-major (row = node * B + sequence), so a level of a tree, and the whole tree, is one range of rows. Every
+kernel gives a row the same bits whatever other rows are there. Which passes make a cycle is `device_cycle`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.config import LayerConfig
+from selfspec.kernels.enter import Places
+from selfspec.kernels.linear import gated_linear, linear, qkv_linear
+from selfspec.kernels.norm import Norm, normalise, tiles
+from selfspec.kernels.path_attention import counters_size, path_attention, ranges_for, workspace_size
+from selfspec.kernels.triton_or_none import INTERPRETED, triton
+from selfspec.model import Decoder, Layer
+from selfspec.tree import Plan
+
+WANTED = (
+    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16; without kernels=True this model "
+    "runs on PyTorch's own operations"
+)
+
+
+def is_supported(model: Decoder) -> bool:
+    """Whether the kernels can decode with this model where it is."""
+    if triton is None or model.config.hidden_size % 16 or model.config.head_dim % 16:
+        return False
+    if model.device.type == "cuda":
+        return model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(model.device) >= (
+            8,
+            0,
+        )
+    return INTERPRETED and model.dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream: states [R, hidden] and the squares [R, T] that their next norm reads."""
+
+    states: torch.Tensor
+    squares: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, model: Decoder) -> Stream:
+        hidden, device = model.config.hidden_size, model.device
+        return cls(
+            torch.zeros(rows, hidden, dtype=model.dtype, device=device), torch.zeros(rows, tiles(hidden), device=device)
+        )
+
+    def rows(self, start: int, stop: int) -> Stream:
+        return Stream(self.states[start:stop], self.squares[start:stop])
+
+
+class Seats:
+    """The device's side of up to B sequences: lengths, pages, pending tokens, and what their noise is made of."""
+
+    def __init__(self, count: int, pages: int, device: torch.device) -> None:
+        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        self.count = count
+        self.lengths, self.bases, self.pending, self.active = (ints(count) for _ in range(4))
+        self.page_table = ints(count, pages)
+        self.seeds, self.copies = ints(count, kind=torch.int64), ints(count)
+        self.temperature = torch.ones(1, device=device)
+
+
+class Tree:
+    """A plan on the device, for B sequences."""
+
+    def __init__(self, plan: Plan, sequences: int, device: torch.device) -> None:
+        self.plan, self.sequences, self.device = plan, sequences, device
+        widest = max(1, *map(len, plan.children))
+        self.depths = self._ints(list(plan.depths))  # [n + 1]
+        self.paths = self._ints([self._path(node) for node in range(len(plan) + 1)])  # [n + 1, depth + 1]
+        self.children = self._ints([[*kids, *[-1] * (widest - len(kids))] for kids in plan.children])  # [n + 1, W]
+
+    def parents(self, level: range) -> torch.Tensor:
+        """The place of each node's parent in the level above."""
+        above = self.plan.levels[self.plan.depths[level.start] - 1].start
+        return self._ints([self.plan.parents[node - 1] - above for node in level])
+
+    def ranks(self, level: range) -> torch.Tensor:
+        return self._ints([self.plan.ranks[node - 1] for node in level])
+
+    def rows(self, level: range) -> tuple[int, int]:
+        return level.start * self.sequences, level.stop * self.sequences
+
+    def parent_rows(self, level: range) -> torch.Tensor:
+        """For each row of some nodes, the row of its parent where the root's parents come first, B of them."""
+        parents = [self.plan.parents[node - 1] + 1 if node else 0 for node in level]
+        rows = [parent * self.sequences + sequence for parent in parents for sequence in range(self.sequences)]
+        return torch.tensor(rows, device=self.device)
+
+    def _path(self, node: int) -> list[int]:
+        path = [node]
+        while path[0]:
+            path.insert(0, self.plan.parents[path[0] - 1])
+        return path + [0] * (self.plan.depth + 1 - len(path))
+
+    def _ints(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one pass: where their rows stand and what they see."""
+
+    places: Places
+    paths: torch.Tensor  # [M, depth + 1]
+    depths: torch.Tensor  # [M]
+
+
+class Scratch:
+    """Buffers that no kernel needs after the next few, shared by all passes: they run one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of this name, zero when new. A larger one replaces it; who holds the smaller one keeps it."""
+        count = 1
+        for size in shape:
+            count *= size
+        held = self._buffers.get((name, dtype))
+        if held is None or held.numel() < count:
+            held = self._buffers[name, dtype] = torch.zeros(count, dtype=dtype, device=self._device)
+        return held[:count].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+
+class FusedDecoder:
+    """A model's layers over the rows of B seats, each seeing its own past."""
+
+    def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, context: int) -> None:
+        self.model, self.cache, self.scratch, self.seats = model, cache, scratch, seats
+        self.ranges = ranges_for(context)
+
+    @cached_property
+    def inv_freq(self) -> torch.Tensor:
+        return torch.stack(self.model._inv_freqs).contiguous()
+
+    @cached_property
+    def rope_scaling(self) -> torch.Tensor:
+        return torch.tensor([rope.scaling for rope in self.model.config.ropes], device=self.model.device)
+
+    def run(self, layers: range, source: Stream, target: Stream, nodes: Nodes) -> Stream:
+        """Some layers over `source`; what they leave is in `target`, which may be the same."""
+        for index in layers:
+            self.layer(self.model.layers[index], self.model.config.layers[index], index, source, target, nodes)
+            source = target
+        return source
+
+    def layer(
+        self, layer: Layer, spec: LayerConfig, cache_layer: int, source: Stream, target: Stream, nodes: Nodes
+    ) -> None:
+        """One decoder layer. `cache_layer` is where its keys and values live."""
+        config, (rows, _) = self.model.config, source.states.shape
+        q = self._take("q", rows, config.num_heads * config.head_dim)
+        attended = self._take("attended", rows, config.num_heads * config.head_dim)
+        inner = self._take("inner", rows, config.intermediate_size)
+        self.store(layer, spec, cache_layer, source, nodes, q)
+        self._attend(q, cache_layer, spec, nodes, attended)
+        self._add(attended, layer.out, layer.out_bias, layer.attention_out_norm, source, target)
+        gated_linear(
+            target.states, layer.gate_up, inner, bias=layer.gate_up_bias, norm=self.norm(layer.mlp_norm, target),
+            activation=config.activation,
+        )  # fmt: skip
+        self._add(inner, layer.down, layer.down_bias, layer.mlp_out_norm, target, target)
+
+    def store(
+        self, layer: Layer, spec: LayerConfig, cache_layer: int, source: Stream, nodes: Nodes, q: torch.Tensor | None
+    ) -> None:
+        """Keys and values of the rows into the cache, and their queries into `q`, if wanted."""
+        places = nodes.places
+        qkv_linear(
+            source.states, layer.qkv, q, self.cache.keys[cache_layer], self.cache.values[cache_layer],
+            bias=layer.qkv_bias, norm=self.norm(layer.attention_norm, source), q_norm=layer.q_norm, k_norm=layer.k_norm,
+            cos=places.cos[spec.rope], sin=places.sin[spec.rope], slots=places.slots,
+        )  # fmt: skip
+
+    def norm(self, weight: torch.Tensor, stream: Stream) -> Norm:
+        return Norm(weight, self.model.config.norm_eps, self.model.config.norm_offset, stream.squares)
+
+    def normalise(self, states: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor) -> None:
+        """What a head reads, or with no weight the plain norm."""
+        config = self.model.config
+        if weight is None:
+            normalise(states, None, torch.finfo(states.dtype).eps, 0.0, out)
+        else:
+            normalise(states, weight, config.norm_eps, config.norm_offset, out)
+
+    def _attend(
+        self, q: torch.Tensor, cache_layer: int, spec: LayerConfig, nodes: Nodes, attended: torch.Tensor
+    ) -> None:
+        config, seats, count = self.model.config, self.seats, len(nodes.depths)
+        size = workspace_size(seats.count, count, config.num_heads, config.head_dim, self.ranges)
+        counters = counters_size(seats.count, count, config.num_kv_heads)
+        path_attention(
+            q, self.cache.keys[cache_layer], self.cache.values[cache_layer], seats.page_table, seats.lengths,
+            nodes.paths, nodes.depths, attended,
+            self.scratch.take("partials", max(size, 1), dtype=torch.float32),
+            self.scratch.take("counters", max(counters, 1), dtype=torch.int32),
+            ranges=self.ranges, window=spec.window, scale=config.attention_scale,
+        )  # fmt: skip
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_norm: torch.Tensor | None,
+        source: Stream,
+        target: Stream,
+    ) -> None:
+        """target = source + x @ weight, normed first where the family does that."""
+        if out_norm is None:
+            linear(x, weight, target.states, bias=bias, residual=source.states, squares_out=target.squares)
+            return
+        config, update = self.model.config, self._take("update", *source.states.shape)
+        linear(x, weight, update, bias=bias)
+        normalise(
+            update, out_norm, config.norm_eps, config.norm_offset, target.states,
+            residual=source.states, squares_out=target.squares,
+        )  # fmt: skip
+
+    def _take(self, name: str, rows: int, width: int) -> torch.Tensor:
+        return self.scratch.take(name, rows, width, dtype=self.model.dtype)
+
+
+def table_pages(context: int) -> int:
+    """Entries of a page table for sequences of up to `context` positions and a tree behind them."""
+    return -(-context // PAGE_SIZE) + 3
+
+
+Launch = Callable[[], None]
+
+
+def captured(launch: Launch, device: torch.device, pool: object | None) -> Launch:
+    """`launch` as a CUDA graph; elsewhere as it is. It must have run once, so that every kernel is compiled."""
+    if device.type != "cuda":
+        return launch
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+        launch()
+    return graph.replay
