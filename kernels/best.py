@@ -251,7 +251,7 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
     _merge_kernel[(r,)](
         keys, levels, rows, chosen, found, tokens_out, count,
         keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0),
-        W=width, ROOM=found.shape[2], NT=padded, TILE=TILE, GROUP=32, num_warps=8, **pdl,
+        W=width, ROOM=room(width), NT=padded, TILE=TILE, GROUP=32, num_warps=8, **pdl,
     )  # fmt: skip
 
 

@@ -125,8 +125,9 @@ def _head_kernel(
             heat = read_scalar(temperature, TEMPERATURE_IS_POINTER)
             values = tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * heat)
         if NOISY:
-            seed = tl.load(seeds + safe_row // rows_each)[:, None]
-            copy = tl.load(copies + safe_row // rows_each)[:, None]
+            sequence = tl.where(row < R, row, 0) // rows_each
+            seed = tl.load(seeds + sequence)[:, None]
+            copy = tl.load(copies + sequence)[:, None]
             position = tl.load(positions + safe_row)[:, None]
             if rows is None:
                 values += gumbel_run(seed, copy, position, tile * TILE, TILE, STREAM)
