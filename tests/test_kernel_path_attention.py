@@ -80,12 +80,13 @@ def test_a_key_on_a_path_counts_like_a_committed_one(length: int, window: int | 
     assert torch.equal(actual, text.plainly([length + depth for depth in range(7)], seed=2).run(window))
 
 
-def test_the_deepest_chain_counts_like_committed_text() -> None:
+@pytest.mark.parametrize(("length", "window"), [(100, None), (226, 100)])
+def test_the_deepest_chain_counts_like_committed_text(length: int, window: int | None) -> None:
     text = Text.random(300, 1, 1, 16, HALF)
     chain = Tree(torch.arange(64).expand(64, 64), torch.arange(64))
-    actual = drafted(text, 100, chain).run()
+    actual = drafted(text, length, chain).run(window)
     some = [0, 1, 26, 27, 28, 62, 63]
-    assert torch.equal(actual[some], text.plainly([100 + depth for depth in some]).run())
+    assert torch.equal(actual[some], text.plainly([length + depth for depth in some]).run(window))
 
 
 @settings(max_examples=8, deadline=None)
