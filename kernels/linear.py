@@ -373,11 +373,14 @@ def choose(kind: str, n: int, k: int) -> Config:
     """
     if kind == "heads":
         return Config(block_n=0, block_k=64, stages=4, warps=4)
-    if k <= 2048 and n <= 8192:  # bound by latency: many programs, much in flight
-        return Config(block_n=16, block_k=128, stages=5, warps=2, prefetch=512)
+    small = k <= 2048 and n <= 8192  # bound by latency: many programs, much in flight
     if kind == "linear":
-        return Config(block_n=block_width(n), block_k=128, stages=6, warps=2)
-    return Config(block_n=64 if n > 8192 else 32, block_k=128, stages=5, warps=2)
+        return Config(block_width(n), block_k=128, stages=5 if small else 6, warps=2, prefetch=512 if small else 0)
+    if small:
+        return Config(block_n=16, block_k=128, stages=5, warps=2, prefetch=512)
+    if n > 8192:  # few stages, so that all programs of a large layer run at once
+        return Config(block_n=64, block_k=128, stages=3, warps=2)
+    return Config(block_n=32, block_k=128, stages=5, warps=2)
 
 
 def linear(
@@ -493,14 +496,15 @@ def _launch(
     """Constants all kernels share, and the options of the launch."""
     k, size = x.shape[1], x.element_size()
     block_n = block_n or config.block_n
-    highest = 32 if block_n > 128 else MAX_ROW_TILE  # a wide and high tile does not fit the registers
+    highest = 32 if block_n >= 128 else MAX_ROW_TILE  # a wide and high tile does not fit the registers
     block_m = config.block_m or min(row_tile(x.shape[0]), highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > SHARED_BYTES:  # for all heights alike
         block_k //= 2
     wide = norm is not None and block_k * size < 128 * config.warps
     stage = ((1 + wide) * block_m + block_n) * block_k * size
-    stages = min(config.stages, 1 + SHARED_BYTES // stage)  # one of the stages is in registers
+    # With fewer than four warps the tensor cores read registers, and one stage less lies in shared memory.
+    stages = min(config.stages, SHARED_BYTES // stage + (config.warps < 4))
     pdl = use_pdl(x)
     shape = {
         "K": k,

@@ -1,9 +1,72 @@
-"""What `tests/test_kernel_compile.py` compiles of the linear kernels."""
+"""What `tests/test_kernel_compile.py` compiles of the linear kernels: the layers of two models, and other heads."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+
+from selfspec.kernels.linear import gated_linear, linear, qkv_linear
+from selfspec.kernels.norm import Norm, normalise, tiles
 from tests.compiling import Launches
+
+# hidden, intermediate, query heads, key heads, head size
+MODELS = {"smollm2": (576, 1536, 9, 3, 64), "llama-8b": (4096, 14336, 32, 8, 128)}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def norm(rows: int, width: int, offset: float = 0.0) -> Norm:
+    return Norm(empty(width), 1e-5, offset, empty(rows, tiles(width), dtype=torch.float32))
+
+
+def qkv(rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, head_norms: bool, queries: bool) -> None:
+    cache = empty(8, 64, kv_heads, head_dim)
+    head_norm = empty(head_dim) if head_norms else None
+    qkv_linear(
+        empty(rows, hidden),
+        empty((heads + 2 * kv_heads) * head_dim, hidden),
+        empty(rows, heads * head_dim) if queries else None,
+        cache,
+        cache,
+        norm=norm(rows, hidden),
+        q_norm=head_norm,
+        k_norm=head_norm,
+        cos=empty(rows, head_dim // 2),
+        sin=empty(rows, head_dim // 2),
+        slots=empty(rows, dtype=torch.int64),
+    )
+
+
+def project(rows: int, n: int, k: int) -> None:
+    stream = empty(rows, n)
+    linear(empty(rows, k), empty(n, k), stream, residual=stream, squares_out=norm(rows, n).squares)
+
+
+def gated(rows: int, inner: int, hidden: int) -> None:
+    gated_linear(
+        empty(rows, hidden), empty(2 * inner, hidden), empty(rows, inner), norm=norm(rows, hidden), activation="silu"
+    )
+
+
+def norm_rows(rows: int, width: int) -> None:
+    stream = empty(rows, width)
+    normalise(
+        stream, empty(width), 1e-6, 1.0, stream, residual=empty(rows, width), squares_out=norm(rows, width).squares
+    )
 
 
 def launches() -> Launches:
-    yield from ()
+    for name, (hidden, inner, heads, kv_heads, head_dim) in MODELS.items():
+        for rows in (1, 64):
+            yield f"qkv {name} rows {rows}", partial(qkv, rows, hidden, heads, kv_heads, head_dim, False, True)
+            yield f"gated {name} rows {rows}", partial(gated, rows, inner, hidden)
+            yield f"down {name} rows {rows}", partial(project, rows, hidden, inner)
+        yield f"out {name} rows 32", partial(project, 32, hidden, heads * head_dim)
+    yield "refill smollm2 rows 4", partial(qkv, 4, 576, 9, 3, 64, False, False)
+    yield "qkv gemma3 rows 64", partial(qkv, 64, 1152, 4, 1, 256, True, True)
+    yield "qkv qwen3 rows 64", partial(qkv, 64, 4096, 32, 8, 128, True, True)
+    yield "qkv phi rows 1", partial(qkv, 1, 3072, 32, 32, 96, False, True)
+    yield "normalise", partial(norm_rows, 3, 1152)

@@ -11,7 +11,7 @@ from tests.compiling import compile_op
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 # Each has a file tests/launches_<op>.py with `launches()`: pairs of a name and a call of a launcher.
-OPS: list[str] = ["path_attention"]
+OPS = ["linear", "path_attention"]
 SHARED_LIMIT = 99 * 1024  # what a program may have on sm_86 and sm_89
 
 
