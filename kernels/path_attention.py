@@ -19,7 +19,7 @@ LOG2_E = 1.4426950408889634
 
 
 def reference(
-    q: torch.Tensor,  # [R, Hq * D]
+    q: torch.Tensor,  # [R, Hq * D], node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache
     values: torch.Tensor,  # [pages, 64, Hkv, D]
     page_table: torch.Tensor,  # [B, P]
@@ -30,10 +30,10 @@ def reference(
     scale: float,
 ) -> torch.Tensor:  # [R, Hq * D]
     """Softmax attention of each row over the keys it sees, gathered in the order of their positions."""
-    rows, (_, _, kv_heads, dim) = depths.shape[0], keys.shape
+    batch, (_, _, kv_heads, dim) = lengths.shape[0], keys.shape
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
-        b, m = divmod(row, rows)
+        m, b = divmod(row, batch)
         length, depth = int(lengths[b]), int(depths[m])
         path = paths[m, : depth + 1].long().cpu()
         slots = torch.cat([torch.arange(length), length + path])
@@ -181,7 +181,7 @@ def _prefix_program(
         column = tl.arange(0, DIM_PAD)
         inside = real[:, None] & (column < DIM)[None, :]
         query_head = head * GROUP + row % GROUP
-        q_at = (b * rows + node).to(tl.int64) * q_stride + query_head * DIM
+        q_at = (node * batch + b).to(tl.int64) * q_stride + query_head * DIM
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         key = tl.arange(0, KEY_TILE)
         tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]
@@ -305,7 +305,7 @@ def _node_program(
     WAIT: tl.constexpr,
 ):
     """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
-    lengths, paths, depths, path_stride, _, rows = rows_at
+    lengths, paths, depths, path_stride, batch, rows = rows_at
     partials, stats, counters, ranges = workspace
     head = program % KV_HEADS
     node = program // KV_HEADS % rows
@@ -318,7 +318,7 @@ def _node_program(
     inside = (row < GROUP)[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row
     in_row = query_head[:, None] * DIM + column[None, :]
-    q_tile = tl.load(q + (b * rows + node).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
+    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     path = paths + node * path_stride
     tail_top, tail_total, tail_sums = _sum_tail(
         q_tile, cache, path, b, head, length, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
@@ -345,7 +345,7 @@ def _node_program(
         top, total, sums = _merge(top, total, sums, top2, total2, sums2, scale)
     _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
     result = tl.where(planned, sums / total[:, None], float("nan"))
-    written = out + (b * rows + node).to(tl.int64) * out_stride + in_row
+    written = out + (node * batch + b).to(tl.int64) * out_stride + in_row
     tl.store(written, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -438,7 +438,7 @@ def _path_attention(
 
 
 def path_attention(
-    q: torch.Tensor,  # [R, Hq * D], R = B * M
+    q: torch.Tensor,  # [R, Hq * D], R = M * B, node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache; the rows' own keys are in it
     values: torch.Tensor,  # [pages, 64, Hkv, D]
     page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use do not matter

@@ -74,7 +74,7 @@ def test_a_row_keeps_its_bits_in_any_batch(shape: str) -> None:
     path, tokens, strange = tree.deepest_path(), on_path(tree, 1500), [-1] * 64
     alone = lay([text], [1500], tree, [tokens]).run(window)[path]
     batch = lay([other, text, other, other], [2900, 1500, 3, 800], tree, [strange, tokens, strange, strange], seed=5)
-    assert torch.equal(batch.run(window).view(4, 64, -1)[1][path], alone)
+    assert torch.equal(batch.run(window).view(64, 4, -1)[path, 1], alone)
 
 
 def test_a_graph_can_be_replayed_as_the_text_grows() -> None:
