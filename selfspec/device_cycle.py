@@ -13,15 +13,43 @@ import torch
 from selfspec.exits import RECALLED, Exit
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
 from selfspec.kernels.accept import TOKENS, accept
-from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.best import MOST, Scores, top_merge
+from selfspec.kernels.choose import Cuts, Workspace, choose_scored
 from selfspec.kernels.draw import Noise
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_logits, head_top
 from selfspec.kernels.linear import linear
 from selfspec.kernels.settle import settle
 from selfspec.model import Decoder
-from selfspec.sampling import TARGET
+from selfspec.sampling import TARGET, Sampling
 from selfspec.tree import Plan
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn, as far as it decides which kernels run; the numbers themselves are with the seats."""
+
+    sampled: bool = False
+    top_k: int | None = None  # the kernels' bound on it, or 0 for one without; None: off
+    top_p: bool = False
+    min_p: bool = False
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> Drawing:
+        if not sampling.do_sample:
+            return cls()
+        bound = next((bound for bound in (64, MOST) if sampling.top_k <= bound), 0)
+        return cls(True, bound if sampling.top_k else None, sampling.top_p < 1, sampling.min_p > 0)
+
+    def cuts(self, seats: Seats) -> Cuts | None:
+        if self.top_k is None and not self.top_p and not self.min_p:
+            return None
+        return Cuts(
+            None if self.top_k is None else seats.top_k,
+            seats.top_p if self.top_p else None,
+            seats.min_p if self.min_p else None,
+            self.top_k or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,8 +81,8 @@ class Drafter:
 class Cycle:
     """One cycle of all seats with one plan."""
 
-    def __init__(self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, sampled: bool) -> None:
-        self.fused, self.plan, self.drafter, self.sampled = fused, plan, drafter, sampled
+    def __init__(self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, drawing: Drawing) -> None:
+        self.fused, self.plan, self.drafter, self.drawing = fused, plan, drafter, drawing
         self.model, self.seats, self.scratch = fused.model, fused.seats, fused.scratch
         device, batch = self.model.device, fused.seats.count
         self.split = drafter.exit.layer if drafter is not None else 0
@@ -139,7 +167,7 @@ class Cycle:
         tokens = None if head is None else head.tokens
         columns = self.model.config.vocab_size if tokens is None else len(tokens)
         scores = self._scores(rows, columns, level.width)
-        noise = self._noise(nodes.places) if self.sampled else None
+        noise = self._noise(nodes.places)
         head_top(
             reads, self.model.head, scores, rows=tokens, gather=tokens is not None,
             count=None if head is None else head.count, softcap=self.model.config.logit_softcap, noise=noise,
@@ -192,10 +220,17 @@ class Cycle:
 
     def choose(self) -> None:
         """The target's own next token at every row."""
-        scores = self._scores(self.rows, self.model.config.vocab_size, 1)
-        noise = self._noise(self.places) if self.sampled else None
-        head_top(self.read, self.model.head, scores, softcap=self.model.config.logit_softcap, noise=noise)
-        top_merge(scores, self.chosen)
+        vocabulary, cap = self.model.config.vocab_size, self.model.config.logit_softcap
+        noise, cuts = self._noise(self.places), self.drawing.cuts(self.seats)
+        if cuts is None:
+            scores = self._scores(self.rows, vocabulary, 1)
+            head_top(self.read, self.model.head, scores, softcap=cap, noise=noise)
+            top_merge(scores, self.chosen)
+            return
+        assert noise is not None
+        work = self._workspace(Workspace.empty(self.rows, vocabulary, "meta", cuts.most or MOST))
+        head_top(self.read, self.model.head, work.scores, softcap=cap, noise=noise, noisy=False)
+        choose_scored(vocabulary, self.chosen.view(-1), work, noise=noise, cuts=cuts)
 
     def accept(self) -> None:
         """Walks down the trees; lengths, pending tokens, and the accepted paths' keys and values move."""
@@ -208,21 +243,30 @@ class Cycle:
         if len(self.plan) or known is not None:
             settle(cache.keys, cache.values, seats.page_table, seats.bases, self.report[:, 0], self.paths, known)
 
-    def _noise(self, places: Places) -> Noise:
+    def _noise(self, places: Places) -> Noise | None:
         seats = self.seats
-        return Noise(seats.seeds, seats.copies, places.following, seats.temperature, TARGET)
+        return (
+            None
+            if not self.drawing.sampled
+            else Noise(seats.seeds, seats.copies, places.following, seats.temperature, TARGET)
+        )
 
     def _nodes(self, nodes: range) -> Nodes:
         at = slice(nodes.start, nodes.stop)
         return Nodes(self.places.rows(*self.tree.rows(nodes)), self.tree.paths[at], self.tree.depths[at])
 
     def _scores(self, rows: int, columns: int, width: int) -> Scores:
-        sizes = Scores.empty(rows, columns, width, "meta")
-        buffers = {
-            name: None if like is None else self.scratch.take(f"scores {name}", *like.shape, dtype=like.dtype)
-            for name, like in vars(sizes).items()
-        }
-        return Scores(**buffers)
+        return self._like(Scores.empty(rows, columns, width, "meta"))
+
+    def _workspace(self, sizes: Workspace) -> Workspace:
+        return Workspace(self._like(sizes.scores), *(self._take_like(t, n) for n, t in list(vars(sizes).items())[1:]))
+
+    def _like(self, sizes: Scores) -> Scores:
+        """The same in scratch memory."""
+        return Scores(**{name: None if t is None else self._take_like(t, name) for name, t in vars(sizes).items()})
+
+    def _take_like(self, like: torch.Tensor, name: str) -> torch.Tensor:
+        return self.scratch.take(f"scores {name}", *like.shape, dtype=like.dtype)
 
     def _scratch(self, name: str, rows: int) -> torch.Tensor:
         return self.scratch.take(name, rows, self.model.config.hidden_size, dtype=self.model.dtype)

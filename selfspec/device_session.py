@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.device_cycle import Cycle, Drafter, DraftHead, known_buffer
+from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
 from selfspec.draft import Draft
 from selfspec.exits import Exit
 from selfspec.fused import WANTED, FusedDecoder, Launch, Scratch, Seats, captured, is_supported, table_pages
@@ -29,6 +29,8 @@ HEAD_ROOM = 4096  # drafted tokens beyond a domain's that a captured cycle has r
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobody says how much it needs
 USUAL_BATCH = 16
+SPARE = 3 * (MAX_NODES + 1)  # positions past its end that a text may be drafted to before that is noticed
+SHORTEST_REACH = 2048  # positions that attention is planned for at least
 
 
 class Machine:
@@ -63,7 +65,7 @@ class Machine:
         """Seats for so many rows: a power of two of them, so that few sizes are ever captured."""
         count = 1 << (rows - 1).bit_length()
         if count not in self._seats:
-            self._seats[count] = Seats(count, table_pages(self.context), self.model.device)
+            self._seats[count] = Seats(count, table_pages(self.context + SPARE), self.model.device)
         return self._seats[count]
 
     def idle_page(self) -> int:
@@ -90,16 +92,17 @@ class Machine:
             self._heads[capacity] = DraftHead.empty(capacity, self.model.device)
         return self._heads[capacity]
 
-    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, sampled: bool) -> tuple[tuple, Cycle]:
-        """The cycle of these seats with this plan, and the key it is kept under."""
+    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[tuple, Cycle]:
+        """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
         self._forget_if_moved()
         drafter = self.drafter(seats, exit)
         block = None if exit is None or exit.block is None else id(exit.block)
         capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
-        key = (seats.count, plan, None if exit is None else exit.layer, block, capacity, sampled)
+        reach = max(SHORTEST_REACH, 1 << (longest + SPARE - 1).bit_length())  # few sizes: each is captured
+        key = (seats.count, reach, plan, None if exit is None else exit.layer, block, capacity, drawing)
         if key not in self._cycles:
-            fused = FusedDecoder(self.model, self.cache, self.scratch, seats, self.context)
-            self._cycles[key] = Cycle(fused, plan, drafter, sampled)
+            fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
+            self._cycles[key] = Cycle(fused, plan, drafter, drawing)
         return key, self._cycles[key]
 
     def replay(self, key: tuple) -> Launch:
@@ -153,13 +156,13 @@ class DeviceSession(Session):
         self.machine = machine
         self._seated: list[Row] = []
         self._flight: Flight | None = None
+        self._drawing = Drawing.of(self.sampling)
+        self._longest = max(row.max_length for row in self.rows)
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
 
     @property
     def _host_chooses(self) -> bool:
-        sampling = self.sampling
-        cuts = sampling.do_sample and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
-        return bool(self.processors) or sampling.repetition_penalty != 1 or sampling.min_new_tokens > 0 or bool(cuts)
+        return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
         for count in [count for count, owner in self.machine.owners.items() if owner is self]:
@@ -195,7 +198,7 @@ class DeviceSession(Session):
         rows = self.active
         plan, reason = self.policy.choose(len(rows))
         seats = self._sit(rows, plan)
-        key, cycle = self.machine.cycle(seats, plan, self.exit, self.sampling.do_sample)
+        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
         if not self.machine.is_captured(key):
             self.machine.replay(key)  # empties the seats
             self._sit(rows, plan)
@@ -267,7 +270,8 @@ class DeviceSession(Session):
             target[:count].copy_(_host_ints(values, device), non_blocking=True)
         seats.active[:count].fill_(1)
         seats.seeds[:count].copy_(torch.tensor([row.seed for row in rows]))
-        seats.temperature.fill_(self.sampling.temperature)
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(seats, name).fill_(getattr(self.sampling, name))
         drafter = self.machine.drafter(seats, self.exit)
         if drafter is not None and drafter.known is not None:
             drafter.known[:count].copy_(self._last_known(rows)[:, 0])
@@ -290,7 +294,7 @@ class DeviceSession(Session):
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
         seats = self._sit(rows, plan)
-        _, self._cycle = self.machine.cycle(seats, plan, self.exit, self.sampling.do_sample)
+        _, self._cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
         self._cycle.draft()
         return Draft(plan, self._of_rows(self._cycle.places.tokens, rows).long(), hidden=self._cycle.stream.states)
 

@@ -69,7 +69,8 @@ class Seats:
         self.lengths, self.bases, self.pending, self.active = (ints(count) for _ in range(4))
         self.page_table = ints(count, pages)
         self.seeds, self.copies = ints(count, kind=torch.int64), ints(count)
-        self.temperature = torch.ones(1, device=device)
+        self.temperature, self.top_p, self.min_p = (torch.ones(1, device=device) for _ in range(3))
+        self.top_k = ints(1)
 
 
 class Tree:
@@ -141,11 +142,11 @@ class Scratch:
 
 
 class FusedDecoder:
-    """A model's layers over the rows of B seats, each seeing its own past."""
+    """A model's layers over the rows of B seats, each seeing its own past of fewer than `reach` positions."""
 
-    def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, context: int) -> None:
+    def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int) -> None:
         self.model, self.cache, self.scratch, self.seats = model, cache, scratch, seats
-        self.ranges = ranges_for(context)
+        self.ranges = ranges_for(reach)
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
@@ -239,9 +240,9 @@ class FusedDecoder:
         return self.scratch.take(name, rows, width, dtype=self.model.dtype)
 
 
-def table_pages(context: int) -> int:
-    """Entries of a page table for sequences of up to `context` positions and a tree behind them."""
-    return -(-context // PAGE_SIZE) + 3
+def table_pages(slots: int) -> int:
+    """Entries of a page table for so many slots."""
+    return -(-slots // PAGE_SIZE)
 
 
 Launch = Callable[[], None]
