@@ -496,7 +496,8 @@ def _launch(
     """Constants all kernels share, and the options of the launch."""
     k, size = x.shape[1], x.element_size()
     block_n = block_n or config.block_n
-    highest = 32 if block_n >= 128 else MAX_ROW_TILE  # a wide and high tile does not fit the registers
+    # A wide and high tile does not fit the registers.
+    highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
     block_m = config.block_m or min(row_tile(x.shape[0]), highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > SHARED_BYTES:  # for all heights alike

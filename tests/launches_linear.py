@@ -60,11 +60,12 @@ def norm_rows(rows: int, width: int) -> None:
 
 def launches() -> Launches:
     for name, (hidden, inner, heads, kv_heads, head_dim) in MODELS.items():
-        for rows in (1, 64):
-            yield f"qkv {name} rows {rows}", partial(qkv, rows, hidden, heads, kv_heads, head_dim, False, True)
-            yield f"gated {name} rows {rows}", partial(gated, rows, inner, hidden)
-            yield f"down {name} rows {rows}", partial(project, rows, hidden, inner)
-        yield f"out {name} rows 32", partial(project, 32, hidden, heads * head_dim)
+        yield f"qkv {name} rows 1", partial(qkv, 1, hidden, heads, kv_heads, head_dim, False, True)
+        yield f"gated {name} rows 64", partial(gated, 64, inner, hidden)
+        yield f"down {name} rows 64", partial(project, 64, hidden, inner)
+    yield "qkv llama-8b rows 64", partial(qkv, 64, 4096, 32, 8, 128, False, True)
+    yield "gated smollm2 rows 1", partial(gated, 1, 1536, 576)
+    yield "out llama-8b rows 16", partial(project, 16, 4096, 4096)
     yield "refill smollm2 rows 4", partial(qkv, 4, 576, 9, 3, 64, False, False)
     yield "qkv gemma3 rows 64", partial(qkv, 64, 1152, 4, 1, 256, True, True)
     yield "qkv qwen3 rows 64", partial(qkv, 64, 4096, 32, 8, 128, True, True)
