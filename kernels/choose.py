@@ -463,6 +463,7 @@ def _pdl(tensor: torch.Tensor) -> dict[str, bool]:
 def _check(vocabulary: int, tokens_out: torch.Tensor, work: Workspace, noise: Noise, cuts: Cuts) -> None:
     keys, found = work.scores.keys, work.scores.found
     rows, device = tokens_out.shape[0], keys.device
+    cuts.check(device)
     check_tensor(tokens_out, "tokens_out", (rows,), (torch.int32, torch.int64), device)
     if rows > keys.shape[0] or tiles(vocabulary) != keys.shape[1]:
         raise ValueError(
@@ -472,4 +473,3 @@ def _check(vocabulary: int, tokens_out: torch.Tensor, work: Workspace, noise: No
     if found is None or found.shape[2] < room(cuts.listed):
         raise ValueError(f"the workspace is too small for the {cuts.listed} best tokens of a row: use Workspace.empty")
     noise.check(rows, device)
-    cuts.check(device)

@@ -1,0 +1,234 @@
+"""Choosing among cut logits on the device, against `selfspec.sampling`, which says what is to be chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+from selfspec import sampling  # noqa: E402
+from selfspec.kernels.best import Scores, top_merge  # noqa: E402
+from selfspec.kernels.choose import Cuts, Workspace, choose, choose_reference, choose_scored, score  # noqa: E402
+from selfspec.kernels.draw import Noise  # noqa: E402
+from selfspec.kernels.head import head_logits, head_top  # noqa: E402
+from selfspec.sampling import NoiseKey, Sampling, ranked, warp  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device():
+    with torch.device(DEVICE):
+        yield
+
+
+def noise_for(rows: int, seed: int = 1) -> Noise:
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
+    positions = torch.randint(0, 5000, (rows,), generator=g, dtype=torch.int32)
+    return Noise(seeds, torch.arange(rows) % 3, positions, torch.tensor([TEMPERATURE]))
+
+
+def cuts_for(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, most: int | None = None) -> Cuts:
+    return Cuts(
+        torch.tensor(top_k, dtype=torch.int32) if top_k else None,
+        torch.tensor(top_p) if top_p < 1 else None,
+        torch.tensor(min_p) if min_p else None,
+        most,
+    )
+
+
+def workspace(rows: int, vocabulary: int, most: int = 256) -> Workspace:
+    work = Workspace.empty(rows, vocabulary, DEVICE, most)
+    work.masses.fill_(math.nan)
+    work.undecided.fill_(7)
+    for buffer in (work.scores.keys, work.scores.levels, work.scores.found):
+        assert buffer is not None
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
+    return work
+
+
+def chosen(logits: torch.Tensor, noise: Noise | None, cuts: Cuts | None) -> torch.Tensor:
+    out = torch.full((logits.shape[0],), -7)
+    choose(logits, out, workspace(*logits.shape), noise=noise, cuts=cuts)
+    return out
+
+
+def expected(logits: torch.Tensor, noise: Noise, **cuts: Any) -> torch.Tensor:
+    wanted = Sampling(do_sample=True, temperature=TEMPERATURE, **cuts)
+    key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
+    return sampling.choose(warp(logits, wanted), wanted, key)
+
+
+def clear_cut(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether rounding cannot move a cut: no token's mass above it, or its own value, is at the limit."""
+    values = (logits.double() / TEMPERATURE).sort(-1, descending=True).values
+    if top_k:
+        values = values[:, :top_k]
+    shares = values.softmax(-1)
+    near_p = ((shares.cumsum(-1) - shares)[:, 1:] - top_p).abs().lt(1e-5).any() if top_p < 1 else False
+    near_min = (values - values[:, :1] - math.log(min_p)).abs().lt(1e-5).any() if min_p else False
+    return not (near_p or near_min)
+
+
+KINDS = {
+    "all_different": lambda rows, n: torch.randn(rows, n) * 3,
+    "many_equal": lambda rows, n: torch.randint(0, 4, (rows, n)).float(),
+    "peaked": lambda rows, n: torch.randn(rows, n) * 40,
+    "flat": lambda rows, n: torch.randn(rows, n) * 0.01,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("top_k", "most"), [(0, None), (1, 64), (50, 64), (200, 256), (50, None), (290, None)], ids=str
+)
+def test_the_choice_is_that_of_sampling(kind: str, top_k: int, most: int | None) -> None:
+    torch.manual_seed(3)
+    logits = KINDS[kind](2, 300)
+    for number, (top_p, min_p) in enumerate([(1.0, 0.0), (0.31, 0.0), (0.951, 0.103), (1.0, 0.103)]):
+        if (top_k or top_p < 1 or min_p) and clear_cut(logits, top_k, top_p, min_p):
+            noise, cuts = noise_for(2, number), cuts_for(top_k, top_p, min_p, most)
+            got = chosen(logits, noise, cuts)
+            assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
+            assert torch.equal(got, choose_reference(logits.double(), noise, cuts))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.sampled_from([0, 1, 2, 20, 64, 257]),
+    st.sampled_from([1.0, 0.0001, 0.5, 0.9, 0.99999]),
+    st.sampled_from([0.0, 0.001, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.3, 3.0, 50.0]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_the_choice_is_that_of_sampling_for_any_cuts(
+    columns: int, top_k: int, top_p: float, min_p: float, spread: float, ties: bool, seed: int
+) -> None:
+    assume(top_k or top_p < 1 or min_p)
+    with torch.device(DEVICE):
+        torch.manual_seed(seed)
+        logits = torch.randn(2, columns) * spread
+        logits = logits.round() if ties else logits
+        # Where all are equal at the limit of min-p, both sides have the same number.
+        assume(clear_cut(logits, top_k, top_p, 0.0 if min_p == 1 else min_p))
+        noise = noise_for(2, seed)
+        most = 64 if 0 < top_k <= 64 else None
+        got = chosen(logits, noise, cuts_for(top_k, top_p, min_p, most))
+        assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
+
+
+def test_a_nucleus_larger_than_the_sorted_list_is_searched_for() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 900) * 0.5
+    logits[1] *= 20
+    work, out, noise = workspace(3, 900), torch.full((3,), -7), noise_for(3)
+    choose(logits, out, work, noise=noise, cuts=cuts_for(top_p=0.9))
+    assert (work.undecided != 0).tolist() == [True, False, True]
+    assert torch.equal(out, expected(logits, noise, top_p=0.9))
+
+
+@pytest.mark.parametrize("most", [64, None], ids=["quick", "thorough"])
+def test_every_kept_token_can_be_drawn_and_no_other(most: int | None) -> None:
+    logits = torch.zeros(16, 200)
+    logits[:, 100:140] = 1.0  # of these 40 equals the first 4 are the top 4
+    drawn = set()
+    for start in range(3):
+        noise = Noise(torch.arange(16) + 1000 * start, torch.zeros(16).long(), torch.zeros(16).int(), 1.0)
+        drawn |= set(chosen(logits, noise, cuts_for(4, most=most)).tolist())
+    assert drawn == {100, 101, 102, 103}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_without_noise_the_first_of_the_largest_is_chosen(rows: int) -> None:
+    logits = torch.randint(0, 3, (rows, 333)).float()
+    assert torch.equal(chosen(logits, None, None), ranked(logits, 1)[:, 0])
+
+
+def test_without_cuts_the_noise_is_over_the_whole_vocabulary() -> None:
+    for seed in range(4):
+        logits, noise = torch.randn(3, 333), noise_for(3, seed)
+        assert torch.equal(chosen(logits, noise, None), expected(logits, noise))
+
+
+SPECIAL = {
+    "zeros_of_both_signs": ([-1.0, -0.0, 0.0, -0.0], [1, 2, 3, 0]),
+    "infinities": ([-math.inf, 1.0, math.inf, math.inf, -math.inf], [2, 3, 1, 0, 4]),
+    "only_banned": ([-math.inf] * 3, [0, 1, 2]),
+    "smallest_numbers": ([0.0, -(2.0**-149), 2.0**-149], [2, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_order_of_special_values(name: str) -> None:
+    values, order = SPECIAL[name]
+    scores, out = Scores.empty(1, len(values), 5, DEVICE), torch.full((1, len(values)), -7)
+    score(torch.tensor([values]), scores)
+    top_merge(scores, out)
+    assert out[0].tolist() == order
+    assert torch.equal(out, ranked(torch.tensor([values]), len(values)))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5, "most": 64}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_banned_tokens_are_not_drawn(cut: dict[str, Any]) -> None:
+    logits = torch.full((16, 100), -math.inf)
+    logits[:, 70], logits[:, 30] = 1.0, 1.5
+    got = chosen(logits, noise_for(16), cuts_for(**cut))
+    assert set(got.tolist()) == {30, 70}
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 20, "most": 32, "top_p": 0.9}, {"top_k": 20}, {"top_p": 0.8}], ids=str)
+def test_a_row_does_not_depend_on_the_others(cuts: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    logits, noise = torch.randn(3, 400), noise_for(3)
+    together = chosen(logits, noise, cuts_for(**cuts))
+    for row in range(3):
+        one = slice(row, row + 1)
+        own = Noise(noise.seeds[one], noise.copies[one], noise.positions[one], noise.temperature)
+        assert chosen(logits[one], own, cuts_for(**cuts)) == together[row]
+
+
+def test_scores_of_the_head_are_those_of_its_logits() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randint(-2, 3, (3, 48)).half(), torch.randint(-2, 3, (333, 48)).half()
+    logits, noise, cuts = torch.empty(3, 333), noise_for(3), cuts_for(20, most=32)
+    head_logits(x, weight, logits)
+    ours, theirs = workspace(3, 333), workspace(3, 333)
+    head_top(x, weight, ours.scores, noise=noise, noisy=False)
+    score(logits, theirs.scores, noise=noise, noisy=False)
+    assert ours.scores.levels is not None and theirs.scores.levels is not None
+    assert torch.equal(ours.scores.keys, theirs.scores.keys)
+    assert torch.equal(ours.scores.levels, theirs.scores.levels)
+    out = torch.full((3,), -7, dtype=torch.int32)
+    choose_scored(333, out, ours, noise=noise, cuts=cuts)
+    assert torch.equal(out.long(), expected(logits, noise, top_k=20))
+
+
+def test_wrong_arguments_are_named() -> None:
+    logits, out, work, noise = torch.zeros(2, 100), torch.zeros(2).int(), workspace(2, 100), noise_for(2)
+    with pytest.raises(ValueError, match="give the noise"):
+        choose(logits, out, work, cuts=cuts_for(3))
+    with pytest.raises(ValueError, match="no cut"):
+        choose(logits, out, work, noise=noise, cuts=Cuts())
+    with pytest.raises(ValueError, match="most=300"):
+        choose(logits, out, work, noise=noise, cuts=cuts_for(3, most=300))
+    with pytest.raises(ValueError, match="top_p"):
+        choose(logits, out, work, noise=noise, cuts=Cuts(top_p=torch.tensor(0.5, dtype=torch.float64)))
+    with pytest.raises(ValueError, match="too small for the 256"):
+        choose(logits, out, workspace(2, 100, 16), noise=noise, cuts=cuts_for(top_p=0.5))
+    with pytest.raises(ValueError, match="float32"):
+        choose(logits.half(), out, work)
+    with pytest.raises(ValueError, match="keys"):
+        choose(torch.zeros(3, 100), out, work)
+    with pytest.raises(ValueError, match="2 tiles"):
+        choose_scored(200, out, work, noise=noise, cuts=cuts_for(3))
