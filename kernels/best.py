@@ -217,7 +217,7 @@ def _count(levels, chosen, tile_count, low, TILE: tl.constexpr, GROUP: tl.conste
 @jit
 def rank_found(found, count, ROOM: tl.constexpr):
     """The keys found and the rank of each among them; the first of equal keys ranks first."""
-    CHUNK: tl.constexpr = 32
+    CHUNK: tl.constexpr = 4096 // ROOM
     index = tl.arange(0, ROOM)
     keys = tl.load(found + index, mask=index < count, other=-0x8000000000000000)
     rank = tl.zeros((ROOM,), tl.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -30,9 +31,4 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         for name in names:
             cuts = all_cuts[name]
             drawn = noise if cuts else None
-            yield (
-                f"{name}, {vocabulary}",
-                lambda logits=logits, out=out, work=work, noise=drawn, cuts=cuts: choose(
-                    logits, out, work, noise=noise, cuts=cuts
-                ),
-            )
+            yield f"{name}, {vocabulary}", partial(choose, logits, out, work, noise=drawn, cuts=cuts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -23,18 +24,26 @@ def _noise(rows: int) -> Noise:
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    for model, (vocabulary, hidden) in SIZES.items():
-        for rows in (1, 64) if model == "smol" else (1, 32, 64):
-            x, weight = _empty(rows, hidden), _empty(vocabulary, hidden)
-            scores, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
-            noise, logits = _noise(rows), _empty(rows, vocabulary, dtype=torch.float32)
-            at = f"{model} {rows} rows"
-            yield f"greedy {at}", lambda x=x, weight=weight, scores=scores: head_top(x, weight, scores)
-            yield f"sampled {at}", lambda x=x, w=weight, s=scores, n=noise: head_top(x, w, s, noise=n)
-            yield f"logits {at}", lambda x=x, weight=weight, logits=logits: head_logits(x, weight, logits)
-            yield f"scores {at}", lambda x=x, w=weight, s=many, n=noise: head_top(x, w, s, noise=n)
+    for model, rows, names in (
+        ("smol", 1, "greedy sampled"),
+        ("smol", 64, "sampled logits"),
+        ("8b", 1, "sampled"),
+        ("8b", 32, "greedy"),
+        ("8b", 64, "greedy scores"),
+    ):
+        vocabulary, hidden = SIZES[model]
+        x, weight, noise = _empty(rows, hidden), _empty(vocabulary, hidden), _noise(rows)
+        one, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
+        logits = _empty(rows, vocabulary, dtype=torch.float32)
+        calls: dict[str, Callable[[], object]] = {
+            "greedy": partial(head_top, x, weight, one),
+            "sampled": partial(head_top, x, weight, one, noise=noise),
+            "scores": partial(head_top, x, weight, many, noise=noise),
+            "logits": partial(head_logits, x, weight, logits),
+        }
+        yield from ((f"{name}, {model}, {rows} rows", calls[name]) for name in names.split())
     yield from _trimmed()
-    x, weight, scores = _empty(3, 576, dtype=torch.float32), _empty(1000, 576, dtype=torch.float32), None
+    x, weight = _empty(3, 576, dtype=torch.float32), _empty(1000, 576, dtype=torch.float32)
     scores = Scores.empty(3, 1000, 1, "meta")
     yield "float32", lambda: head_top(x, weight, scores, softcap=30.0)
 
@@ -48,4 +57,4 @@ def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
     for columns, width in ((15872, 20), (128256, 1), (128256, 64), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
-        yield f"merge {columns} {width}", lambda found=found, out=out: top_merge(found, out)
+        yield f"merge {columns} {width}", partial(top_merge, found, out)

@@ -11,7 +11,8 @@ from tests.compiling import compile_op
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 # Each has a file tests/launches_<op>.py with `launches()`: pairs of a name and a call of a launcher.
-OPS = ["linear", "path_attention"]
+OPS = ["linear", "path_attention", "head", "choose"]
+STACK_LIMIT = 16  # LLVM reserves a few bytes at times and leaves them unused; spilled registers take more
 SHARED_LIMIT = 99 * 1024  # what a program may have on sm_86 and sm_89
 
 
@@ -22,5 +23,5 @@ def test_kernels_compile_and_fit(op: str, arch: int) -> None:
     assert compiled
     too_large = [kernel for kernel in compiled if kernel.shared > SHARED_LIMIT]
     assert not too_large
-    spilling = [kernel for kernel in compiled if kernel.stack > 0]
+    spilling = [kernel for kernel in compiled if kernel.stack > STACK_LIMIT]
     assert not spilling

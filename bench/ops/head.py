@@ -1,0 +1,108 @@
+"""The LM head with the choice inside, finding the best columns, and choosing among cut logits."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.ops import Case
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.choose import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.draw import Noise
+from selfspec.kernels.head import head_logits, head_reference, head_top
+
+MODELS = {"SmolLM2": (49152, 576), "8B": (128256, 4096)}
+TRIMMED, CHILDREN = 15872, 20
+
+
+def cases(device: torch.device) -> list[Case]:
+    found: list[Case] = []
+    for model, (vocabulary, hidden) in MODELS.items():
+        weight = torch.randn(vocabulary, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
+        for rows in (1, 16, 64):
+            found += _head_cases(model, weight, rows)
+            found += _choose_cases(model, vocabulary, rows, device)
+        if model == "SmolLM2":
+            for rows in (1, 16, 64):
+                found += _trimmed_cases(weight, rows)
+    return found
+
+
+def _noise(rows: int, device: torch.device) -> Noise:
+    seeds, copies = torch.arange(1, device=device), torch.arange(1, device=device)
+    return Noise(seeds, copies, torch.arange(rows, device=device, dtype=torch.int32), torch.ones(1, device=device))
+
+
+def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
+    vocabulary, hidden = weight.shape
+    x = torch.randn(rows, hidden, device=weight.device, dtype=weight.dtype)
+    one, noise = Scores.empty(rows, vocabulary, 1, weight.device), _noise(rows, weight.device)
+    many = Scores.empty(rows, vocabulary, CHILDREN, weight.device)
+    logits = torch.empty(rows, vocabulary, device=weight.device)
+    tokens = torch.empty(rows, 1, device=weight.device, dtype=torch.int64)
+    size, at = weight.nbytes + x.nbytes, f"{model} {rows} rows"
+
+    def compared() -> tuple[torch.Tensor, torch.Tensor]:
+        head_logits(x, weight, logits)
+        return logits[:4], head_reference(x[:4].double(), weight.double())
+
+    def library() -> object:
+        return torch.mm(x, weight.T).float().argmax(-1)
+
+    head_top(x, weight, one, noise=noise)
+    return [
+        Case(f"head greedy {at}", lambda: head_top(x, weight, one), size, compared, library),
+        Case(f"head sampled {at}", lambda: head_top(x, weight, one, noise=noise), size, None, library),
+        Case(f"head scored {at}", lambda: head_top(x, weight, many, noise=noise, noisy=False), size),
+        Case(f"head logits {at}", lambda: head_logits(x, weight, logits), size + logits.nbytes),
+        Case(f"merge 1 {at}", lambda: top_merge(one, tokens), one.keys.nbytes),
+    ]
+
+
+def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
+    device, at = weight.device, f"trimmed SmolLM2 {rows} rows"
+    x = torch.randn(rows, weight.shape[1], device=device, dtype=weight.dtype)
+    ids = torch.randperm(weight.shape[0], device=device)[:TRIMMED].sort().values.int()
+    copy, noise = weight[ids.long()], _noise(rows, device)
+    scores = Scores.empty(rows, TRIMMED, CHILDREN, device)
+    levels = scores.levels
+    assert levels is not None
+    tokens = torch.empty(rows, CHILDREN, device=device, dtype=torch.int64)
+    count = torch.tensor(TRIMMED, device=device, dtype=torch.int32)
+    head_top(x, copy, scores, rows=ids, noise=noise)
+    return [
+        Case(f"head greedy {at}", lambda: head_top(x, copy, scores, rows=ids, count=count), copy.nbytes),
+        Case(f"head sampled {at}", lambda: head_top(x, copy, scores, rows=ids, count=count, noise=noise), copy.nbytes),
+        Case(f"head gathered {at}", lambda: head_top(x, weight, scores, rows=ids, gather=True), copy.nbytes),
+        Case(
+            f"merge {CHILDREN} {at}",
+            lambda: top_merge(scores, tokens, rows=ids),
+            scores.keys.nbytes,
+            library=lambda: torch.topk(levels, CHILDREN),
+        ),
+    ]
+
+
+def _choose_cases(model: str, vocabulary: int, rows: int, device: torch.device) -> list[Case]:
+    logits, noise = torch.randn(rows, vocabulary, device=device) * 3, _noise(rows, device)
+    work, out = Workspace.empty(rows, vocabulary, device), torch.empty(rows, device=device, dtype=torch.int64)
+    k, large = (torch.tensor(number, device=device, dtype=torch.int32) for number in (50, 1000))
+    p = torch.tensor(0.9, device=device)
+    bounded, at = Cuts(k, p, None, 64), f"{model} {rows} rows"
+    choose(logits, out, work, noise=noise, cuts=bounded)
+    size = logits.nbytes
+    return [
+        Case(
+            f"choose top-k 50 top-p {at}",
+            lambda: choose(logits, out, work, noise=noise, cuts=bounded),
+            size,
+            library=lambda: torch.topk(logits, 50),
+        ),
+        Case(
+            f"choose scored top-k 50 {at}",
+            lambda: choose_scored(vocabulary, out, work, noise=noise, cuts=bounded),
+            work.scores.keys.nbytes,
+        ),
+        Case(f"choose top-p {at}", lambda: choose(logits, out, work, noise=noise, cuts=Cuts(top_p=p)), size),
+        Case(f"choose any top-k {at}", lambda: choose(logits, out, work, noise=noise, cuts=Cuts(large, p)), size),
+        Case(f"choose uncut {at}", lambda: choose(logits, out, work, noise=noise), size),
+    ]

@@ -1,0 +1,211 @@
+"""The head's kernels and choosing on a CUDA device, at real sizes: the same bits for any rows, in graphs too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import sampling
+from selfspec.kernels import head
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.choose import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.draw import Noise
+from selfspec.kernels.head import head_logits, head_reference, head_top, perturbed_reference
+from selfspec.sampling import NoiseKey, Sampling, ranked, warp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZES = {"smol": (49152, 576), "8b": (128256, 4096), "odd": (1001, 208)}
+sizes = pytest.mark.parametrize("size", SIZES)
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def case(size: str, dtype: torch.dtype, rows: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary, hidden = SIZES[size]
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(rows, hidden, generator=g, device="cuda", dtype=dtype)
+    return x, torch.randn(vocabulary, hidden, generator=g, device="cuda", dtype=dtype) * (3 / hidden**0.5)
+
+
+def noise_for(rows: int, temperature: float = 0.8) -> Noise:
+    g = torch.Generator().manual_seed(1)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).cuda()
+    positions = torch.randint(0, 5000, (rows,), generator=g, dtype=torch.int32).cuda()
+    return Noise(seeds, torch.arange(rows, device="cuda") % 3, positions, torch.tensor([temperature], device="cuda"))
+
+
+def part(noise: Noise, rows: int) -> Noise:
+    return Noise(noise.seeds[:rows], noise.copies[:rows], noise.positions[:rows], noise.temperature, noise.stream)
+
+
+def logits_of(x: torch.Tensor, weight: torch.Tensor, bm: int | None = None) -> torch.Tensor:
+    out = torch.full((x.shape[0], weight.shape[0]), torch.nan, device="cuda")
+    head._launch(x, weight, weight.shape[0], None, out, None, False, None, None, None, False, bm=bm)
+    return out
+
+
+@sizes
+@dtypes
+def test_logits_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch.dtype) -> None:
+    x, weight = case(size, dtype)
+    whole = torch.full((256, weight.shape[0]), torch.nan, device="cuda")
+    head_logits(x, weight, whole)
+    exact = head_reference(x[:4].double(), weight.double())
+    assert (whole[:4] - exact).abs().max() < 1e-4
+    for rows in (1, 2, 5, 16, 17, 32, 33, 64):
+        for bm in (16, 32, 64):
+            assert torch.equal(logits_of(x[:rows], weight, bm), whole[:rows]), (rows, bm)
+    assert torch.equal(logits_of(x[37:38], weight), whole[37:38])
+
+
+@sizes
+@dtypes
+def test_scores_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch.dtype) -> None:
+    x, weight = case(size, dtype, 64)
+    noise = noise_for(64)
+    whole = Scores.empty(64, weight.shape[0], 4, "cuda")
+    head_top(x, weight, whole, noise=noise, softcap=30.0)
+    assert whole.levels is not None
+    for rows, bm in ((1, 16), (1, 64), (16, 16), (17, 32), (40, 16), (64, 32)):
+        some = Scores.empty(rows, weight.shape[0], 4, "cuda")
+        head._launch(
+            x[:rows], weight, weight.shape[0], some, None, None, False, None, 30.0, part(noise, rows), True, bm=bm
+        )
+        assert some.levels is not None
+        assert torch.equal(some.keys, whole.keys[:rows]), (rows, bm)
+        assert torch.equal(some.levels, whole.levels[:rows]), (rows, bm)
+
+
+@sizes
+def test_greedy_choice_is_the_first_largest_of_the_logits(size: str) -> None:
+    x, weight = case(size, torch.bfloat16, 64)
+    logits = logits_of(x, weight)
+    for width in (1, 20):
+        scores, out = Scores.empty(64, weight.shape[0], width, "cuda"), torch.empty(64, width, device="cuda").long()
+        head_top(x, weight, scores)
+        top_merge(scores, out)
+        assert torch.equal(out, ranked(logits, width))
+
+
+@sizes
+@pytest.mark.parametrize("width", [1, 7, 20, 64])
+def test_drawn_tokens_are_the_references(size: str, width: int) -> None:
+    x, weight = case(size, torch.bfloat16, 48)
+    noise = noise_for(48)
+    tokens = torch.arange(weight.shape[0], device="cuda")
+    scores, out = Scores.empty(48, weight.shape[0], width, "cuda"), torch.empty(48, width, device="cuda").long()
+    head_top(x, weight, scores, noise=noise)
+    top_merge(scores, out)
+    expected = ranked(perturbed_reference(logits_of(x, weight), tokens, noise), width)
+    # The logarithms of the two may differ in their last bit, which swaps nearly equal neighbours at times.
+    assert (out == expected).float().mean() > 0.995
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["copy", "gather"])
+def test_a_trimmed_head_draws_the_references_tokens(gather: bool) -> None:
+    x, weight = case("smol", torch.bfloat16, 16)
+    rows = torch.randperm(49152, device="cuda")[:16000]
+    rows[15872:] = 10**9
+    count = torch.tensor(15872, dtype=torch.int32, device="cuda")
+    own = torch.full((16000, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    own[:15872] = weight[rows[:15872]]
+    noise = noise_for(16)
+    scores, out = Scores.empty(16, 16000, 20, "cuda"), torch.empty(16, 20, device="cuda").long()
+    head_top(x, weight if gather else own, scores, rows=rows, gather=gather, count=count, noise=noise)
+    top_merge(scores, out, rows=rows)
+    offered = rows[:15872]
+    values = perturbed_reference(logits_of(x, weight)[:, offered], offered, noise)
+    in_order = offered.sort().indices
+    expected = offered[in_order][ranked(values[:, in_order], 20)]
+    assert (out == expected).float().mean() > 0.995
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 50},
+    "top_k_and_top_p": {"top_k": 50, "top_p": 0.9},
+    "top_k_200_min_p": {"top_k": 200, "min_p": 0.05},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.02},
+    "top_k_1000": {"top_k": 1000, "top_p": 0.97},
+}
+
+
+def cuts_of(settings: dict[str, Any]) -> Cuts:
+    kinds = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+    scalars = {name: torch.tensor(value, dtype=kinds[name], device="cuda") for name, value in settings.items()}
+    most = settings.get("top_k", 1000)
+    return Cuts(**scalars, most=most if most <= 256 else None)
+
+
+@pytest.mark.parametrize("vocabulary", [49152, 128256, 1001])
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_the_choice_among_cut_logits_is_that_of_sampling(vocabulary: int, name: str, spread: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, vocabulary, device="cuda") * spread
+    noise, out = noise_for(64), torch.full((64,), -7, device="cuda")
+    choose(logits, out, Workspace.empty(64, vocabulary, "cuda"), noise=noise, cuts=cuts_of(CUTS[name]))
+    wanted = Sampling(do_sample=True, temperature=0.8, **CUTS[name])
+    key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
+    expected = sampling.choose(warp(logits, wanted), wanted, key)
+    assert (out == expected).float().mean() > 0.98  # a mass at the very limit, or a last bit of the noise
+    for rows in (1, 17):
+        alone = torch.full((rows,), -7, device="cuda")
+        work = Workspace.empty(rows, vocabulary, "cuda")
+        choose(logits[:rows], alone, work, noise=part(noise, rows), cuts=cuts_of(CUTS[name]))
+        assert torch.equal(alone, out[:rows])
+
+
+def test_ties_among_cut_logits_go_to_the_lower_tokens() -> None:
+    logits = torch.randint(0, 3, (16, 49152), device="cuda").float()
+    for name in ("top_k", "top_k_1000"):
+        noise, out = noise_for(16), torch.full((16,), -7, device="cuda")
+        choose(
+            logits, out, Workspace.empty(16, 49152, "cuda"), noise=noise, cuts=cuts_of({"top_k": CUTS[name]["top_k"]})
+        )
+        wanted = Sampling(do_sample=True, temperature=0.8, top_k=CUTS[name]["top_k"])
+        key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
+        assert torch.equal(out, sampling.choose(warp(logits, wanted), wanted, key))
+
+
+def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
+    x, weight = case("smol", torch.bfloat16, 16)
+    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"]), Workspace.empty(16, 49152, "cuda")
+    one, best, out = Scores.empty(16, 49152, 1, "cuda"), torch.zeros(16, 1, device="cuda").long(), noise.seeds.clone()
+
+    def step() -> None:
+        head_top(x, weight, one, noise=noise)
+        top_merge(one, best)
+        head_top(x, weight, work.scores, noise=noise, noisy=False)
+        choose_scored(49152, out, work, noise=noise, cuts=cuts)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # neighbours may overlap
+            step()
+    assert isinstance(noise.temperature, torch.Tensor) and cuts.top_k is not None and cuts.top_p is not None
+    for number in range(5):
+        x.normal_()
+        noise.positions.add_(1)
+        noise.temperature.fill_(0.5 + number / 4)
+        cuts.top_k.fill_(1 + 12 * number)
+        cuts.top_p.fill_(0.95 - number / 10)
+        best.fill_(-7)
+        out.fill_(-7)
+        graph.replay()
+        replayed = best.clone(), out.clone()
+        step()
+        assert torch.equal(best, replayed[0]) and torch.equal(out, replayed[1])
+        logits = logits_of(x, weight)
+        apart = torch.full((16,), -7, device="cuda")
+        choose(logits, apart, work, noise=noise, cuts=cuts)
+        assert torch.equal(apart, out)
+        choose(logits, apart, work, noise=noise)
+        assert torch.equal(apart, best[:, 0])
