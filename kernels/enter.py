@@ -73,10 +73,18 @@ def _enter(
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr, WIDTH: tl.constexpr,
     ROOT: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row."""
+    """One program for each row.
+
+    At a root, where a cycle begins, later launches may start only when all earlier work is done: from then on they may
+    look at lengths, pages and committed text without waiting.
+    """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if ROOT:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     sequence = row % sequences
     place = row // sequences

@@ -154,6 +154,7 @@ def _prefix_program(
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     COUNT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sums one range of the prefix for one key-value head and a tile of rows: nodes times the query heads sharing it.
 
@@ -182,7 +183,6 @@ def _prefix_program(
         inside = real[:, None] & (column < DIM)[None, :]
         query_head = head * GROUP + row % GROUP
         q_at = (node * batch + b).to(tl.int64) * q_stride + query_head * DIM
-        q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         key = tl.arange(0, KEY_TILE)
         tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]
         top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
@@ -193,6 +193,9 @@ def _prefix_program(
         stop = tl.minimum(_range_start(index + 1), end)
         pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
             offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
             page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # for the next turn: asked for early
@@ -209,6 +212,8 @@ def _prefix_program(
         if COUNT:
             tl.debug_barrier()  # all warps have stored before one thread says so
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
+    elif PDL:
+        tl.extra.cuda.gdc_wait()  # whoever waits for this launch also waits for those before it
 
 
 @jit
@@ -252,10 +257,9 @@ def _tail_rows(at, cache, path, b, head, length, begin, position):
 def _sum_tail(
     q_tile,
     cache,
-    path,
-    b,
-    head,
-    length,
+    row_at,
+    later,
+    start,
     begin,
     position,
     scale,
@@ -266,14 +270,10 @@ def _sum_tail(
     """The running softmax of one node over the keys from its split point to itself, in position order."""
     keys, values = cache[0], cache[1]
     column = tl.arange(0, DIM_PAD)
+    key = tl.arange(0, 64)
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, 16), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
-    start = tl.maximum(_split_point(position), 0)
-    key = tl.arange(0, 64)
-    # Both halves are looked up beforehand, so that all their keys and values are on the way at once.
-    row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
-    later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
     for at in tl.range(start, position + 1, 64, num_stages=STAGES):
         visible = (at + key >= begin) & (at + key <= position)
         inside = visible[:, None] & (column < DIM)[None, :]
@@ -303,6 +303,7 @@ def _node_program(
     ROW_TILE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
     WAIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
     lengths, paths, depths, path_stride, batch, rows = rows_at
@@ -318,10 +319,17 @@ def _node_program(
     inside = (row < GROUP)[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row
     in_row = query_head[:, None] * DIM + column[None, :]
-    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     path = paths + node * path_stride
+    # Both halves of the tail are looked up beforehand, so that all their keys and values are on the way at once.
+    start = tl.maximum(_split_point(position), 0)
+    key = tl.arange(0, 64)
+    row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
+    later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     tail_top, tail_total, tail_sums = _sum_tail(
-        q_tile, cache, path, b, head, length, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
+        q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
     )
     PER_TILE: tl.constexpr = ROW_TILE // GROUP
     tile = node // PER_TILE
@@ -387,11 +395,14 @@ def _path_attention(
     NODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The programs of the prefix, then those of the nodes; both in one launch, or each in its own."""
+    """The programs of the prefix, then those of the nodes; both in one launch, or each in its own.
+
+    Lengths, page tables and trees stay as they are while a cycle attends, and are looked up before earlier launches
+    have ended.
+    """
     program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
     rows_at = (lengths, paths, depths, path_stride, batch, rows)
     workspace = (partials, stats, counters, ranges)
@@ -413,6 +424,7 @@ def _path_attention(
                 ROW_TILE,
                 KEY_TILE,
                 NODES,
+                PDL,
             )
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:
@@ -434,6 +446,7 @@ def _path_attention(
                 ROW_TILE,
                 TAIL_STAGES,
                 PREFIX,
+                PDL,
             )
 
 

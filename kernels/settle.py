@@ -47,10 +47,10 @@ def _settle(
     base = tl.load(bases + sequence)
     if layer == layers:
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
-        column = tl.program_id(2) * KNOWN_P2 + tl.arange(0, KNOWN_P2)
-        inside = column < tl.where(count > 0, KNOWN, 0)
-        newest = tl.load(known + (sequences * (last + 1) + sequence) * KNOWN + column, mask=inside)
-        tl.store(known + sequence * KNOWN + column, newest, mask=inside)
+        entry = tl.program_id(2) * KNOWN_P2 + tl.arange(0, KNOWN_P2)
+        moves_known = entry < tl.where(count > 0, KNOWN, 0)
+        newest = tl.load(known + (sequences * (last + 1) + sequence) * KNOWN + entry, mask=moves_known)
+        tl.store(known + sequence * KNOWN + entry, newest, mask=moves_known)
     else:
         place = tl.arange(0, DEPTHS_P2)
         node = tl.load(paths + sequence * path_stride + place, mask=place < DEPTHS, other=0)

@@ -1,0 +1,55 @@
+"""Whole cycles of a model without weights, to be compiled: all kernels together, as decoding launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.synthetic import config_of
+from selfspec.cache import Cache
+from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
+from selfspec.exits import Exit, ExitBlock
+from selfspec.fused import FusedDecoder, Scratch, Seats
+from selfspec.model import Decoder, model_parts
+from selfspec.sampling import Sampling
+from selfspec.tree import Plan
+
+META = torch.device("meta")
+
+
+def _model(shape: str) -> Decoder:
+    config = config_of(shape)
+    tensors = {}
+    for name, parts in model_parts(config).items():
+        size = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        tensors[name] = torch.empty(size, dtype=torch.bfloat16, device=META)
+    return Decoder(config, tensors)
+
+
+def _exit(model: Decoder) -> Exit:
+    hidden = model.config.hidden_size
+    weight = torch.empty(hidden, hidden, dtype=model.dtype, device=META)
+    recall = torch.empty(hidden, 2 * hidden, dtype=model.dtype, device=META)
+    return Exit(model, 2, model.norm, ExitBlock(model.layers[2], weight, weight[0], recall))
+
+
+def _cycle(shape: str, batch: int, plan: str, sampling: Sampling, trained: bool = False) -> Cycle:
+    model = _model(shape)
+    cache = Cache(model.config, META, model.dtype)
+    cache.provide(64)
+    seats = Seats(batch, 64, META)
+    fused = FusedDecoder(model, cache, Scratch(META), seats, 2048)
+    drafter = None
+    if plan != "none":
+        head = DraftHead.empty(16384, META) if trained else None
+        exit = _exit(model) if trained else Exit(model, 2)
+        drafter = Drafter(exit, head, known_buffer(model, seats, 64) if trained else None)
+    return Cycle(fused, Plan.parse(plan), drafter, Drawing.of(sampling))
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    sampled = Sampling(do_sample=True, temperature=0.7, top_k=50)
+    yield "plain, one row", _cycle("smollm2-135m", 1, "none", Sampling()).launch
+    yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, trained=True).launch
+    yield "8b, a chain without a block", _cycle("llama-8b", 1, "chain:2", Sampling(do_sample=True)).launch
