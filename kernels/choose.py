@@ -107,7 +107,7 @@ def _score_kernel(
     logits_stride,
     keys_stride,
     levels_stride,
-    rows_each,
+    sequences,
     TEMPERED: tl.constexpr,
     NOISY: tl.constexpr,
     STREAM: tl.constexpr,
@@ -128,7 +128,7 @@ def _score_kernel(
         heat = read_scalar(temperature, TEMPERATURE_IS_POINTER)
         values = tl.math.div_rn(values, tl.full((SPAN,), 1.0, tl.float32) * heat)
     if NOISY:
-        sequence = tl.program_id(0) // rows_each
+        sequence = tl.program_id(0) % sequences
         one = tl.zeros((1, 1), tl.int64)
         seed, copy = one + tl.load(seeds + sequence), one + tl.load(copies + sequence)
         position = one + tl.load(positions + row)
@@ -220,7 +220,7 @@ def _quick_kernel(
     found_stride,
     masses_stride,
     out_stride,
-    rows_each,
+    sequences,
     STREAM: tl.constexpr,
     LISTED: tl.constexpr,
     ROOM: tl.constexpr,
@@ -263,7 +263,7 @@ def _quick_kernel(
         keep &= (tl.cumsum(share, 0) - share < _limit(top_p)) | (index == 0)
     if min_p is not None:
         keep &= values >= _least(largest, min_p)
-    sequence = tl.program_id(0) // rows_each
+    sequence = tl.program_id(0) % sequences
     seed, copy = tl.load(seeds + sequence), tl.load(copies + sequence)
     best = _best_drawn(values, tokens, keep, seed, copy, tl.load(positions + row), STREAM)
     tl.store(tokens_out + row * out_stride, token_of(best))
@@ -321,7 +321,7 @@ def _thorough_kernel(
     keys_stride,
     levels_stride,
     out_stride,
-    rows_each,
+    sequences,
     STREAM: tl.constexpr,
     NT: tl.constexpr,
     TILE: tl.constexpr,
@@ -363,7 +363,7 @@ def _thorough_kernel(
     least = tl.full((), float("-inf"), tl.float32)
     if min_p is not None:
         least = _least(largest, min_p)
-    sequence = tl.program_id(0) // rows_each
+    sequence = tl.program_id(0) % sequences
     seed, copy = tl.load(seeds + sequence), tl.load(copies + sequence)
     position = tl.load(positions + row)
     best = tl.full((), -0x8000000000000000, tl.int64)
@@ -399,7 +399,7 @@ def score(
         temperature=noise and noise.temperature, V=columns, tile_count=keys.shape[1],
         logits_stride=logits.stride(0), keys_stride=keys.stride(0),
         levels_stride=0 if levels is None else levels.stride(0),
-        rows_each=1 if noise is None else rows // noise.seeds.shape[0],
+        sequences=1 if noise is None else noise.seeds.shape[0],
         TEMPERED=noise is not None, NOISY=noise is not None and noisy, STREAM=noise.stream if noise else 0,
         TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
         TILE=TILE, SPAN=SPAN, num_warps=8, **_pdl(keys),
@@ -434,7 +434,7 @@ def choose_scored(vocabulary: int, tokens_out: torch.Tensor, work: Workspace, *,
         "top_k": cuts.top_k, "top_p": cuts.top_p, "min_p": cuts.min_p, "V": vocabulary, "tile_count": keys.shape[1],
         "seeds": noise.seeds, "copies": noise.copies, "positions": noise.positions, "STREAM": noise.stream,
         "keys_stride": keys.stride(0), "levels_stride": levels.stride(0), "out_stride": tokens_out.stride(0),
-        "rows_each": rows // noise.seeds.shape[0], "NT": triton.next_power_of_2(keys.shape[1]), "TILE": TILE,
+        "sequences": noise.seeds.shape[0], "NT": triton.next_power_of_2(keys.shape[1]), "TILE": TILE,
         **_pdl(keys),
     }  # fmt: skip
     quick = cuts.top_k is None or cuts.most is not None

@@ -16,7 +16,7 @@ from selfspec.kernels.triton_or_none import jit, tl
 
 @dataclass(frozen=True)
 class Noise:
-    """Which noise R rows draw with. The rows belong to B sequences in turn, R / B rows each."""
+    """Which noise R rows draw with. Rows are node-major: row = node * B + sequence."""
 
     seeds: torch.Tensor  # [B] int64
     copies: torch.Tensor  # [B] int32 or int64

@@ -33,7 +33,7 @@ def head_reference(x: torch.Tensor, weight: torch.Tensor, softcap: float | None 
 def perturbed_reference(logits: torch.Tensor, tokens: torch.Tensor, noise: Noise) -> torch.Tensor:
     """Logits [R, N] of `tokens` [N], over temperature and with noise."""
     each = logits.shape[0] // noise.seeds.shape[0]
-    seeds, copies = (part.long().repeat_interleave(each) for part in (noise.seeds, noise.copies))
+    seeds, copies = (part.long().repeat(each) for part in (noise.seeds, noise.copies))
     numbers = uniform(seeds, copies, noise.positions.long(), tokens.long().expand(logits.shape), noise.stream)
     return logits / noise.temperature + gumbel(numbers)
 
@@ -67,7 +67,7 @@ def _head_kernel(
     keys_stride,
     levels_stride,
     logits_stride,
-    rows_each,  # rows of a sequence
+    sequences,
     K: tl.constexpr,
     GATHER: tl.constexpr,
     TEMPERED: tl.constexpr,
@@ -125,7 +125,7 @@ def _head_kernel(
             heat = read_scalar(temperature, TEMPERATURE_IS_POINTER)
             values = tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * heat)
         if NOISY:
-            sequence = tl.where(row < R, row, 0) // rows_each
+            sequence = tl.where(row < R, row, 0) % sequences
             seed = tl.load(seeds + sequence)[:, None]
             copy = tl.load(copies + sequence)[:, None]
             position = tl.load(positions + safe_row)[:, None]
@@ -243,7 +243,7 @@ def _launch(
         keys_stride=0 if keys is None else keys.stride(0),
         levels_stride=0 if levels is None else levels.stride(0),
         logits_stride=0 if logits is None else logits.stride(0),
-        rows_each=1 if noise is None else r // noise.seeds.shape[0],
+        sequences=1 if noise is None else noise.seeds.shape[0],
         K=k, GATHER=gather, TEMPERED=noise is not None, NOISY=noise is not None and noisy,
         TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
         BM=bm, TILE=TILE, BK=bk, num_warps=4, num_stages=min(5, 96 * 1024 // stage), **drawing,

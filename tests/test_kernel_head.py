@@ -258,7 +258,7 @@ def test_drawn_tokens_are_those_of_sampling(rows: int, sequences: int, on_device
         x, weight = case(rows, 201, 32, torch.float32, seed)
         temperature = torch.tensor([0.7]) if on_device else 0.7
         noise = noise_for(rows, sequences, temperature, seed)
-        each = [part.repeat_interleave(rows // sequences) for part in (noise.seeds, noise.copies)]
+        each = [part.repeat(rows // sequences) for part in (noise.seeds, noise.copies)]
         key = NoiseKey(each[0], each[1], noise.positions.long())
         values = perturbed(head_reference(x, weight) / 0.7, key)
         assert torch.equal(best_of(x, weight, 1, noise=noise), ranked(values, 1))
