@@ -110,9 +110,9 @@ class Machine:
         if key not in self._replays:
             cycle = self._cycles[key]
             self.vacate(cycle.seats)
-            cycle.launch()  # compiles what is new; on idle seats it moves nothing
-            if self._pool is None and self.model.device.type == "cuda":
-                self._pool = torch.cuda.graph_pool_handle()
+            if self.model.device.type == "cuda":
+                cycle.launch()  # compiles what is new; on idle seats it moves nothing
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._replays[key] = captured(cycle.launch, self.model.device, self._pool)
         return self._replays[key]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from selfspec import Engine
 from selfspec.exits import Exit
+from selfspec.runtime import Session
 from tests.profiles import random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
@@ -25,7 +27,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4, "pad_to
 @cache
 def engines(family: str) -> tuple[Engine, Engine]:
     """One model behind kernels and behind PyTorch, with an exit that has everything an exit can have."""
-    model = endless(tiny_model(family, dtype=torch.float32, num_hidden_layers=3, head_dim=16))
+    model = endless(tiny_model(family, dtype=torch.float32, num_hidden_layers=2, head_dim=16))
     pair = Engine.from_model(model, kernels=True), Engine.from_model(model)
     trained = random_exit(pair[0].model, LAYER)
     trimmed = replace(trained, head_rows=random_rows(40))
@@ -48,5 +50,80 @@ def generate(engine: Engine, plan: str, batch: int, count: int, **settings: Any)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gives_the_tokens_of_pytorch(family: str) -> None:
     ours, theirs = engines(family)
-    expected = generate(theirs, "tree:2,1", 1, 3, **GREEDY)
-    assert torch.equal(generate(ours, "tree:2,1", 1, 3, **GREEDY).sequences, expected.sequences)
+    expected = generate(theirs, "tree:2,1", 1, 2, **GREEDY)
+    assert torch.equal(generate(ours, "tree:2,1", 1, 2, **GREEDY).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("plan", ["none", "tree:2,1"])
+def test_a_batch_draws_the_tokens_of_pytorch(plan: str) -> None:
+    """Three rows on four seats, sampled."""
+    ours, theirs = engines("llama")
+    expected = generate(theirs, plan, 3, 2, **SAMPLED)
+    assert torch.equal(generate(ours, plan, 3, 2, **SAMPLED).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 7},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.4},
+        {"min_new_tokens": 2, "eos_token_id": 5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_cuts_and_penalties_draw_the_tokens_of_pytorch(settings: dict[str, Any]) -> None:
+    ours, theirs = engines("llama")
+    expected = generate(theirs, "chain:1", 1, 3, **SAMPLED | settings)
+    assert torch.equal(generate(ours, "chain:1", 1, 3, **SAMPLED | settings).sequences, expected.sequences)
+
+
+def test_accounts_are_those_of_pytorch() -> None:
+    ours, theirs = engines("llama")
+    rows = [generate(engine, "tree:3", 1, 4, **GREEDY).stats[0] for engine in (ours, theirs)]
+    assert [row.new_tokens for row in rows] == [4, 4]
+    assert rows[0].cycles == rows[1].cycles
+    assert rows[0].plan == "tree:3"
+
+
+def test_rows_that_end_leave_their_seats_and_all_pages_come_back() -> None:
+    ours, theirs = engines("llama")
+    ids = prompts(3)
+    plain: Any = theirs.generate(ids, max_new_tokens=4, speculative_decoding=False, **GREEDY)
+    end = int(plain[1, ids.shape[1]])  # the second row ends with its first token
+    settings = {"eos_token_id": end, "max_new_tokens": 4, **GREEDY}
+    expected = theirs.generate(ids, speculative_decoding=False, **settings)
+    assert torch.equal(ours.generate(ids, speculative_decoding=False, **settings), expected)
+    assert ours.cache.free_pages == ours.cache.num_pages - 1  # empty seats keep a page to write to
+
+
+def test_two_streams_take_turns_on_the_same_seats() -> None:
+    ours, theirs = engines("llama")
+    settings = {"speculative_decoding": "force", "plan": "chain:1", "exit_layer": LAYER, "max_new_tokens": 4, **GREEDY}
+    both = prompts(2)
+    expected = [theirs.generate(both[i : i + 1], **settings)[0] for i in range(2)]
+    sessions = [open_session(ours, both[i].tolist(), settings) for i in range(2)]
+    running = [session.run() for session in sessions]
+    while running:
+        running = [run for run in running if next(run, "over") != "over"]
+    assert [session.rows[0].tokens for session in sessions] == [tokens.tolist() for tokens in expected]
+
+
+def open_session(engine: Engine, prompt: list[int], settings: dict[str, Any]) -> Session:
+    """A session of `generate` that the caller runs."""
+    sessions: list[Session] = []
+    build = engine._session
+
+    def keep(*args: Any) -> Session:
+        sessions.append(build(*args))
+        raise StopIteration
+
+    with mock.patch.object(engine, "_session", keep), pytest.raises(StopIteration):
+        engine.generate(torch.tensor([prompt]), **settings)
+    return sessions[0]
+
+
+def test_a_model_the_kernels_cannot_run_is_refused_where_they_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="kernels need"):
+        Engine.from_model(tiny_model("llama"), kernels=True)  # float64

@@ -149,6 +149,20 @@ def test_every_kept_token_can_be_drawn_and_no_other(most: int | None) -> None:
     assert drawn == {100, 101, 102, 103}
 
 
+@pytest.mark.parametrize("most", [8, None], ids=["quick", "thorough"])
+def test_min_p_cuts_where_it_says(most: int | None) -> None:
+    inside, outside = (TEMPERATURE * math.log(share) for share in (0.503, 0.497))
+    logits = torch.tensor([[0.0, inside, outside]]).repeat(32, 1)
+    got = chosen(logits, noise_for(32), cuts_for(3, min_p=0.5, most=most))
+    assert set(got.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 3, "most": 4}, {"top_k": 3}, {}], ids=str)
+def test_the_best_token_stays_whatever_top_p_says(cuts: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+    assert chosen(logits, noise_for(1), cuts_for(**cuts, top_p=0.0)).tolist() == [1]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_without_noise_the_first_of_the_largest_is_chosen(rows: int) -> None:
     logits = torch.randint(0, 3, (rows, 333)).float()

@@ -173,6 +173,13 @@ def test_merge_finds_the_best_in_order(kind: str, columns: int, width: int) -> N
     assert torch.equal(out, top_merge_reference(levels, tokens, width).to(DEVICE))
 
 
+def test_a_token_that_is_there_twice_is_found_twice() -> None:
+    tokens = torch.tensor([5, 3, 5, 9]).int()
+    out = torch.full((1, 4), -7)
+    top_merge(scored(torch.tensor([[8, 9, 8, 1]]).int(), tokens, 4), out, rows=tokens)
+    assert out.tolist() == [[3, 5, 5, 9]]
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 70), st.integers(1, 2**31), st.integers(0, 2**32))
 def test_merge_finds_the_best_for_any_size(columns: int, width: int, spread: int, seed: int) -> None:
