@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,22 +139,31 @@ def test_a_nucleus_larger_than_the_sorted_list_is_searched_for() -> None:
     assert torch.equal(out, expected(logits, noise, top_p=0.9))
 
 
-@pytest.mark.parametrize("most", [64, None], ids=["quick", "thorough"])
-def test_every_kept_token_can_be_drawn_and_no_other(most: int | None) -> None:
+@pytest.mark.parametrize("cuts", [{"most": 64}, {}, {"top_p": torch.tensor(1.0)}], ids=["quick", "thorough", "top_p_1"])
+def test_every_kept_token_can_be_drawn_and_no_other(cuts: dict[str, Any]) -> None:
+    cuts = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in cuts.items()}
     logits = torch.zeros(16, 200)
     logits[:, 100:140] = 1.0  # of these 40 equals the first 4 are the top 4
     drawn = set()
-    for start in range(3):
+    for start in range(2):
         noise = Noise(torch.arange(16) + 1000 * start, torch.zeros(16).long(), torch.zeros(16).int(), 1.0)
-        drawn |= set(chosen(logits, noise, cuts_for(4, most=most)).tolist())
+        drawn |= set(chosen(logits, noise, replace(cuts_for(4), **cuts)).tolist())
     assert drawn == {100, 101, 102, 103}
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 3, "most": 4}, {"top_k": 3}, {}], ids=["quick", "thorough", "all"])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4975, {1}), (0.5025, {1, 0}), (0.7975, {1, 0}), (0.8025, {0, 1, 3})])
+def test_top_p_cuts_where_it_says(cuts: dict[str, Any], top_p: float, kept: set[int]) -> None:
+    shares = torch.tensor([0.3, 0.5, 0.0, 0.2])
+    logits = (shares.log() * TEMPERATURE).repeat(16, 1)
+    assert set(chosen(logits, noise_for(16), cuts_for(**cuts, top_p=top_p)).tolist()) == kept
 
 
 @pytest.mark.parametrize("most", [8, None], ids=["quick", "thorough"])
 def test_min_p_cuts_where_it_says(most: int | None) -> None:
     inside, outside = (TEMPERATURE * math.log(share) for share in (0.503, 0.497))
-    logits = torch.tensor([[0.0, inside, outside]]).repeat(32, 1)
-    got = chosen(logits, noise_for(32), cuts_for(3, min_p=0.5, most=most))
+    logits = torch.tensor([[0.0, inside, outside]]).repeat(16, 1)
+    got = chosen(logits, noise_for(16), cuts_for(3, min_p=0.5, most=most))
     assert set(got.tolist()) == {0, 1}
 
 
