@@ -100,6 +100,19 @@ class Cycle:
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
         self._known_rows = self.tree.parent_rows(range(len(plan) + 1))
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What only this cycle holds."""
+        own = [
+            self.reads,
+            self.chosen,
+            self.paths,
+            self.report,
+            *vars(self.stream).values(),
+            *vars(self.places).values(),
+        ]
+        return own if self.late is self.stream else [*own, *vars(self.late).values()]
+
     def launch(self) -> None:
         self.draft()
         self.verify()

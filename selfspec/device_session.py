@@ -20,7 +20,9 @@ from selfspec.exits import Exit
 from selfspec.fused import WANTED, FusedDecoder, Launch, Scratch, Seats, captured, is_supported, table_pages
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.model import Decoder
+from selfspec.room import device_room
 from selfspec.runtime import Row, Session
+from selfspec.sampling import Sampling
 from selfspec.tree import MAX_NODES, Plan
 
 __all__ = ["WANTED", "DeviceSession", "Machine", "is_supported"]
@@ -50,16 +52,31 @@ class Machine:
         self.owners: dict[int, DeviceSession] = {}  # who sits on the seats of each size
 
     def session(self, *args: Any, **kwargs: Any) -> DeviceSession:
+        """A session on this machine. The first one takes the cache's memory: where a cache grows later, cycles have to
+        be captured anew."""
+        if self.model.device.type == "cuda" and not self.cache.num_pages:
+            self.cache.provide(self._first_pages())
         return DeviceSession(*args, machine=self, **kwargs)
 
-    def provide_pages(self, max_batch: int | None, pages: int) -> None:
-        """Takes the cache's memory at once: where it grows later, cycles have to be captured anew."""
-        wanted = (max_batch or USUAL_BATCH) * pages + 1
-        if max_batch is None and self.model.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.model.device)
-            wanted = min(wanted, int(CACHE_SHARE * free / self.cache.page_nbytes))
-        if self.model.device.type == "cuda":
-            self.cache.provide(wanted)
+    def _first_pages(self) -> int:
+        if self.cache.max_pages is not None:
+            return self.cache.max_pages
+        share = int(CACHE_SHARE * device_room(self.model.device) / self.cache.page_nbytes)
+        return min(USUAL_BATCH * table_pages(self.context + SPARE) + 1, share)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of seats, buffers between kernels, and captured cycles."""
+        tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
+        tensors += [tensor for seats in self._seats.values() for tensor in vars(seats).values() if _is_tensor(tensor)]
+        tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
+        return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
+        """Compiles and captures the cycle that requests of this kind will replay."""
+        key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest)
+        self.replay(key)
 
     def seats(self, rows: int) -> Seats:
         """Seats for so many rows: a power of two of them, so that few sizes are ever captured."""
@@ -316,6 +333,10 @@ class DeviceSession(Session):
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""
         assert self._cycle is not None
         return values.unflatten(0, (-1, self._cycle.seats.count))[:, : len(rows)].transpose(0, 1)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _host_ints(values: list, device: torch.device) -> torch.Tensor:

@@ -78,8 +78,6 @@ class Engine:
         slots = self.context + (MAX_NODES + 1) * (1 if self._machine is None else 3)  # cycles in flight need theirs
         pages = -(-slots // PAGE_SIZE)
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
-        if self._machine is not None:
-            self._machine.provide_pages(max_batch, pages)
         self.profile = self._read_profile(profile)
         self._exits: dict[int, Exit] = {}  # by layer, over the whole head
         self._head_rows: dict[str, torch.Tensor | None] = {}  # by domain
@@ -200,6 +198,7 @@ class Engine:
             "weights": self.model.nbytes,
             "cache": self.cache.nbytes,
             "exits": sum(exit.nbytes for exit in self._exits.values()) + sum(exit.head_nbytes for exit in self._in_use),
+            "cycles": 0 if self._machine is None else self._machine.nbytes,
         }
 
     def _text_session(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> Session:
@@ -261,31 +260,25 @@ class Engine:
             for copy in range(settings.num_return_sequences)
         ]
         rejection = request.acceptance == "rejection"
-        kind = Session if rejection or self._machine is None else self._machine.session
-        return kind(
-            self.model,
-            self.cache,
-            rows,
-            sampling,
-            policy,
-            exit=exit,
-            processors=list(processors or ()),
-            stops=stops,
-            rejection=rejection,
-        )
+        return self.open(rows, sampling, policy, exit, processors=processors or (), stops=stops, rejection=rejection)
+
+    def open(
+        self, rows: list[Row], sampling: Sampling, policy: Policy, exit: Exit | None = None, **options: Any
+    ) -> Session:
+        """A session of rows that are known to be sound, on kernels where the engine has them. The classical rejection
+        looks at whole rows of draft logits, which kernels do not keep."""
+        kind = Session if self._machine is None or options.get("rejection") else self._machine.session
+        return kind(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
 
     def _build_machine(self, kernels: bool | None) -> Any:
-        """The GPU's way of running cycles, where there is one; `kernels` insists on it or forbids it."""
-        on_gpu = self.model.device.type == "cuda"
-        if kernels is False or (kernels is None and not on_gpu):
+        """Cycles as kernels and CUDA graphs, for those who ask for them."""
+        if not kernels:
             return None
         from selfspec import device_session  # imports Triton, which nobody needs elsewhere
 
-        if device_session.is_supported(self.model):
-            return device_session.Machine(self.model, self.cache, self.context)
-        if kernels:
+        if not device_session.is_supported(self.model):
             raise ValueError(device_session.WANTED)
-        return None
+        return device_session.Machine(self.model, self.cache, self.context)
 
     def _own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
         """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""

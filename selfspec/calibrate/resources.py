@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import ceil
-
-import torch
 
 from selfspec.calibrate.training import Recipe
 from selfspec.exits import RECALLED
 from selfspec.model import Decoder
+from selfspec.room import device_room, host_room
 
 _MOST_WRITTEN, _MOST_TRAINED = 2048, 32  # rows at once; more gain nothing
 _HOST_SHARE = 0.4  # of the free host memory that the teacher's states may take
@@ -89,24 +87,3 @@ def _trained_bytes(model: Decoder, recipe: Recipe, head_rows: int, rows: int) ->
     attention = rows * recipe.roots * recipe.depths * config.num_heads * (recipe.length + 3 * recipe.roots)
     logits = 4 * rows * recipe.roots * head_rows  # float32, in passing
     return 24 * parameters + (text + drafts + attention) * model.dtype.itemsize + 4 * logits
-
-
-def device_room(device: torch.device) -> int:
-    """Bytes this process may still allocate on the device."""
-    if device.type != "cuda":
-        return host_room()
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(free, allowed - torch.cuda.memory_allocated(device)))
-
-
-def host_room() -> int:
-    """Bytes of host memory that are free, as far as the system tells."""
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**20
-        return pages * 4096 // 2

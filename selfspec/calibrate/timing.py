@@ -15,7 +15,7 @@ from selfspec.calibrate.choice import StepCost
 from selfspec.engine import Engine
 from selfspec.exits import Exit
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Row, Session
+from selfspec.runtime import Row
 from selfspec.sampling import Sampling
 from selfspec.tree import NONE, Plan
 
@@ -54,7 +54,7 @@ def _cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> fl
     context = min(_CONTEXT, engine.context // 2)
     prompt = [token % engine.model.config.vocab_size for token in range(3, 3 + context)]
     rows = [Row(prompt, seed=0, copy=copy, max_length=engine.context) for copy in range(batch)]
-    session = Session(engine.model, engine.cache, rows, sampling, policy, exit)
+    session = engine.open(rows, sampling, policy, exit)
     times = []
     with closing(session.run()) as cycles:
         started = time.perf_counter()
