@@ -3,7 +3,7 @@ ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
 PYTHON := $(ENV)/bin/python
 STAMP := $(ENV)/.selfspec-installed
 
-.PHONY: demo test format bench
+.PHONY: demo test test-gpu format bench
 
 demo: $(STAMP)
 	$(PYTHON) -m selfspec.generate --speculative force --compare --plan chain:2
@@ -13,6 +13,10 @@ test: $(STAMP)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PYTHON) -m pytest -n auto --dist loadgroup
+
+# On a machine with an NVIDIA GPU; elsewhere everything is skipped.
+test-gpu: $(STAMP)
+	$(PYTHON) -m pytest -m gpu
 
 format: $(STAMP)
 	$(PYTHON) -m ruff check --fix .

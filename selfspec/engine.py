@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from rich.progress import track
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -191,6 +192,37 @@ class Engine:
         if len(session.rows) > 1:
             raise ValueError("stream() follows one sequence: pass one prompt and num_return_sequences=1")
         return Stream(session, self.tokenizer)
+
+    def warmup(
+        self, batch: int = 1, domain: str | None = None, temperatures: Sequence[float] = (0.0,), max_length: int = 2048
+    ) -> int:
+        """Compiles and captures what requests of up to `batch` rows and `max_length` tokens will replay, so that the
+        first of them does not wait for it; shows its progress. Without kernels there is nothing to do. Returns how many
+        cycles there were."""
+        if self._machine is None:
+            return 0
+        longest = min(max_length, self.context)
+        cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
+        for rows, plan, exit, sampling in track(cycles, description="capturing cycles", transient=True):
+            self._machine.prepare(rows, plan, exit, sampling, longest)
+        return len(cycles)
+
+    def _expected_cycles(
+        self, batch: int, domain: str | None, temperatures: Sequence[float]
+    ) -> Iterator[tuple[int, Plan, Exit | None, Sampling]]:
+        """Plain decoding, and the profile's plans for the domain or all of them."""
+        domains = [] if self.profile is None else [domain] if domain is not None else list(self.profile.domains)
+        for temperature in temperatures:
+            sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
+            yield batch, NONE, None, sampling
+            for name in domains:
+                assert self.profile is not None
+                choice = self.profile.choice(name)
+                policy = Policy(self.rules, sampling)
+                policy.plans = self._plans(choice, policy)
+                plan, _ = policy.choose(batch)
+                if len(plan):
+                    yield batch, plan, self._exit(choice.exit_layer, name, [], policy), sampling
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what holds them."""

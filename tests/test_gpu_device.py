@@ -1,0 +1,159 @@
+"""Sessions on the GPU's kernels and graphs: the same bits for every plan and batch, in 16 bit; memory and failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.synthetic import synthetic
+from selfspec import Engine
+from selfspec.exits import Exit
+from selfspec.model import Decoder
+from tests.profiles import random_exit
+from tests.scripted import endless
+from tests.tiny import FAMILIES, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PLANS = ["chain:1", "chain:4", "tree:3,2,1", "tree:8,3", "nodes:0.0,0.2,1.0,1.1,2.0,4.1"]
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 11}
+CUT: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def small() -> Decoder:
+    """The shape of a small model; the exit after layer 2 is often right."""
+    return synthetic("smollm2-135m", "cuda", torch.bfloat16, exit_layer=2, damping=0.2)
+
+
+def prompts(count: int, longest: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded prompts of different lengths."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(3, 40000, (count, longest), generator=generator)
+    lengths = torch.randint(5, longest + 1, (count,), generator=generator)
+    lengths[0] = longest
+    mask = (torch.arange(longest)[None] >= longest - lengths[:, None]).long()
+    return (ids * mask).cuda(), mask.cuda()
+
+
+def generate(engine: Engine, batch: int, plan: str, count: int, longest: int = 150, **settings: Any) -> Any:
+    ids, mask = prompts(batch, longest)
+    speculation = {"speculative_decoding": "force", "plan": plan, "exit_layer": 2} if plan != "none" else {}
+    return engine.generate(
+        ids, mask, max_new_tokens=count, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
+        **speculation, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: int, settings: dict[str, Any]) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    plain = generate(engine, batch, "none", 64, **settings)
+    accepted = 0
+    for plan in PLANS:
+        drafted = generate(engine, batch, plan, 64, **settings)
+        assert torch.equal(drafted.sequences, plain.sequences), plan
+        accepted += sum(stats.accepted for stats in drafted.stats)
+    assert accepted > 0
+
+
+def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    ids, mask = prompts(16)
+    together = generate(engine, 16, "tree:3,2,1", 48, **GREEDY).sequences
+    for row in (0, 7, 15):
+        alone: Any = engine.generate(
+            ids[row][mask[row] > 0][None], max_new_tokens=48, eos_token_id=None, pad_token_id=0, **GREEDY
+        )
+        assert torch.equal(alone[0, -48:], together[row, -48:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
+    model = endless(tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
+    engine = Engine.from_model(model, kernels=True)
+    engine._exits = {2: random_exit(engine.model, 2)}
+    ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
+    settings: dict[str, Any] = {"max_new_tokens": 60, "pad_token_id": 0, **GREEDY}
+    plain = engine.generate(ids, **settings)
+    for plan in PLANS:
+        drafted = engine.generate(ids, speculative_decoding="force", plan=plan, exit_layer=2, **settings)
+        assert torch.equal(drafted, plain), plan
+
+
+def test_tokens_are_nearly_always_those_of_pytorch(small: Decoder) -> None:
+    """Rounding differs, so a near-tie may fall the other way; most rows of a few tokens are equal."""
+    ours = generate(Engine(small, kernels=True, max_length=512), 16, "none", 8, **GREEDY).sequences
+    theirs = generate(Engine(small, max_length=512), 16, "none", 8, **GREEDY).sequences
+    assert (ours == theirs).all(1).sum() >= 10
+
+
+def test_texts_grow_over_pages_and_ranges(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=2048, max_batch=1)
+    plain = generate(engine, 1, "none", 400, longest=900, **GREEDY)
+    assert torch.equal(generate(engine, 1, "tree:4,2", 400, longest=900, **GREEDY).sequences, plain.sequences)
+
+
+def test_processors_leave_the_graph_and_keep_the_tokens(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
+    settings = {**SAMPLED, "repetition_penalty": 1.2, "logits_processor": [lambda ids, logits: logits * 0.9]}
+    plain = generate(engine, 2, "none", 24, **settings)
+    assert torch.equal(generate(engine, 2, "tree:3,2", 24, **settings).sequences, plain.sequences)
+
+
+def test_two_streams_on_one_engine_do_not_disturb_each_other(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
+    expected = [generate(engine, 1, "chain:4", 40, longest=length, **GREEDY).sequences[0] for length in (60, 90)]
+    sessions = []
+    for length in (60, 90):
+        ids, mask = prompts(1, length)
+        request = _request(engine, ids, {"max_new_tokens": 40, "plan": "chain:4", "exit_layer": 2})
+        sessions.append(request)
+    running = [session.run() for session in sessions]
+    while running:
+        running = [run for run in running if next(run, "over") != "over"]
+    assert [session.rows[0].tokens for session in sessions] == [tokens.tolist() for tokens in expected]
+
+
+def _request(engine: Engine, ids: torch.Tensor, options: dict[str, Any]) -> Any:
+    from selfspec.policy import Policy, Rules
+    from selfspec.runtime import Row
+    from selfspec.sampling import Sampling
+    from selfspec.tree import Plan
+
+    sampling = Sampling()
+    policy = Policy(Rules(), sampling, mode="force", plan=Plan.parse(options["plan"]))
+    row = Row(ids[0].tolist(), 0, 0, ids.shape[1] + options["max_new_tokens"])
+    return engine.open([row], sampling, policy, Exit(engine.model, options["exit_layer"]))
+
+
+def test_a_speculating_engine_needs_little_more_memory(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=1)
+    generate(engine, 1, "none", 16, **GREEDY)
+    torch.cuda.reset_peak_memory_stats()
+    plain = torch.cuda.max_memory_allocated()
+    generate(engine, 1, "tree:8,3", 16, **GREEDY)
+    assert torch.cuda.max_memory_allocated() - plain < 0.2 * small.nbytes
+    assert engine.memory()["cycles"] < 0.2 * small.nbytes
+
+
+def test_out_of_memory_while_capturing_fails_the_request_and_not_the_engine(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
+    expected = generate(engine, 1, "none", 16, **GREEDY).sequences
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            generate(engine, 4, "tree:8,3", 16, **CUT)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.cache.free_pages == engine.cache.num_pages - 1
+    assert torch.equal(generate(engine, 1, "none", 16, **GREEDY).sequences, expected)
