@@ -89,14 +89,17 @@ def describe(launch: str, kernel: Any) -> Compiled:
 
 
 def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
-    """Compiles every launch for `arch`."""
+    """Compiles every launch for `arch`; a kernel that several of them launch is described once."""
+    described: set[str] = set()
     for name, launch in launches:
         with compiling(arch) as kernels:
             launch()
         if not kernels:
             raise RuntimeError(f"{name} launched no kernel")
         for kernel in kernels:
-            yield describe(name, kernel)
+            if kernel.hash not in described:
+                described.add(kernel.hash)
+                yield describe(name, kernel)
 
 
 def compile_op(op: str, arch: int) -> list[Compiled]:
