@@ -1,7 +1,8 @@
-"""`python -m bench.decode`: speed of transformers' eager `generate`, our plain decoding and forced speculation.
+"""`python -m bench.decode`: speed of our plain and speculative decoding and of transformers' ways, in one run.
 
-All modes share one copy of the weights, take turns on every prompt, and must give the same greedy tokens. The table
-starts with the ceiling: reading all weights once per token at the memory bandwidth measured here.
+All modes share one copy of the weights and take turns on every prompt, for every model, batch and temperature asked
+for. Each table starts with the ceiling: reading all weights once per token at the memory bandwidth measured here.
+"Same as plain" counts texts equal to plain decoding by the same implementation. With --exactness nothing is timed.
 """
 
 from __future__ import annotations
@@ -9,59 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress, track
 
+from bench import exactness, kernels, report, synthetic
+from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release
 from selfspec import Engine, weights
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
-
-
-@dataclass
-class Mode:
-    """One way of decoding, and what was measured of it."""
-
-    name: str
-    generate: Callable[[torch.Tensor], tuple[list[int], int]]  # prompt [1, T] -> new tokens, passes of the whole model
-    seconds: list[float] = field(default_factory=list)  # per prompt
-    tokens: int = 0
-    passes: int = 0
-    per_token: list[float] = field(default_factory=list)  # per prompt
-    outputs: list[list[int]] = field(default_factory=list)
-
-    def measure(self, prompt: torch.Tensor) -> None:
-        _synchronize(prompt.device)
-        start = time.perf_counter()
-        new, passes = self.generate(prompt)
-        _synchronize(prompt.device)
-        self.seconds.append(time.perf_counter() - start)
-        self.per_token.append(self.seconds[-1] / len(new))
-        self.tokens += len(new)
-        self.passes += passes
-        self.outputs.append(new)
-
-    def result(self, baseline: Mode) -> dict[str, Any]:
-        ratios = [theirs / ours for theirs, ours in zip(baseline.per_token, self.per_token, strict=True)]
-        return {
-            "mode": self.name,
-            "tokens_per_s": round(self.tokens / sum(self.seconds), 2),
-            "ms_per_token_median": round(1e3 * statistics.median(self.per_token), 2),
-            "speedup_median": round(statistics.median(ratios), 3),
-            "tokens_per_cycle": round(self.tokens / self.passes, 3),
-            "same_tokens_as_transformers": sum(a == b for a, b in zip(self.outputs, baseline.outputs, strict=True)),
-            "prompts": len(self.outputs),
-        }
+PLOT = Path(__file__).parent / "out" / "decode.svg"
+MODES = ("plain", "profile", "plans", *PEER_NAMES)
+EAGER, PLAIN = "transformers eager", "selfspec plain"
+DEFAULT_PLANS = ("chain:2", "tree:4,2,2,1")
+ROOM = 128  # positions that the exactness check may put before a prompt
 
 
 @dataclass(frozen=True)
@@ -71,63 +42,128 @@ class Setup:
     model: str
     device: str
     dtype: str
+    kernels: bool
     threads: int
     torch: str
     transformers: str
     max_new_tokens: int
     bandwidth_gb_s: float
     ceiling_tokens_per_s: float
+    exits: str
+    synthetic: dict[str, Any] | None
 
 
-def main(arguments: list[str] | None = None) -> None:
+@dataclass
+class Subject:
+    """A model to measure: its engine, its transformers twin where there is one, and what to ask it."""
+
+    name: str
+    engine: Engine
+    prompts: list[list[int]]
+    memory: Memory
+    exit_layer: int | None
+    hf: Any = None
+    pad: int = 0
+    synthetic: dict[str, Any] | None = None
+
+
+def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 110  # a log has room that no terminal tells of
-    device = weights.pick_device(args.device)
-    hf, tokenizer = load(args, device)
-    engine = Engine.from_model(hf, tokenizer, profile=None if args.profile == "none" else args.profile)
-    modes = [Mode("transformers eager", lambda ids: with_transformers(hf, ids, args.max_new_tokens))]
-    modes += [Mode("selfspec plain", lambda ids: ours(engine, ids, args.max_new_tokens, speculative_decoding=False))]
-    for plan in args.plans:
-        settings = {"speculative_decoding": "force", "plan": plan, "exit_layer": args.exit_layer}
-        modes.append(Mode(f"selfspec {plan}", lambda ids, s=settings: ours(engine, ids, args.max_new_tokens, **s)))  # type: ignore[misc]
-    setup = describe(args, engine, hf)
-    prompts = [
-        encode(tokenizer, [{"role": "user", "content": text}]) for text in read_prompts(args.prompts, args.limit)
-    ]
-    warm_up(modes, torch.tensor([prompts[0]], device=device))
-    for turn, prompt in enumerate(track(prompts, description="prompts", console=Console(stderr=True))):
-        for offset in range(len(modes)):  # who goes first changes with every prompt
-            modes[(turn + offset) % len(modes)].measure(torch.tensor([prompt], device=device))
-    results = [mode.result(modes[0]) for mode in modes]
-    show(console, setup, results, engine, args)
-    print(json.dumps({"benchmark": "decode", "setup": asdict(setup), "results": results}))
+        console.width = 150  # a log has room that no terminal tells of
+    runs = []
+    for name in args.shape or args.model:
+        subject = open_shape(args, name) if args.shape else open_model(args, name)
+        setup = asdict(describe(args, subject))
+        report.describe(console, setup)
+        runs.append({"setup": setup, **(compare if args.exactness else measure)(console, args, subject, setup)})
+        del subject
+        release()
+    if not args.exactness:
+        console.print(report.plot(args.plot, runs), soft_wrap=True)
+    print(json.dumps({"benchmark": "decode", "runs": runs}))
+    return int(any(run["wrong"] for run in runs))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description=__doc__)
-    parser.add_argument("--model", default="demo", help="folder, GGUF file, hub name (default: the demo model)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of .jsonl files with 'prompt' lines")
-    parser.add_argument("--limit", type=int, default=8, help="prompts taken from each file")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--profile", default="auto", help="folder, 'auto' or 'none'")
-    parser.add_argument(
-        "--exit-layer", type=int, help="default: the profile's, else a quarter of the layers, untrained"
-    )
-    parser.add_argument("--plans", nargs="*", default=["chain:2", "tree:4,2,2,1"], help="plans to force")
-    return parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--model", nargs="+", default=["demo"], help="folders, GGUF files, hub names (default: the demo model)")
+    add("--shape", nargs="+", default=[], choices=synthetic.SHAPES, help="in place of models: synthetic weights")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--modes", nargs="*", default=MODES, choices=MODES, help="default: all; for a shape, ours only")
+    add("--batch", type=int, nargs="+", default=[1])
+    add("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy")
+    add("--prompts", type=Path, default=PROMPTS, help="folder of .jsonl files with 'prompt' lines")
+    add("--limit", type=int, default=8, help="prompts taken from each file; for a shape, all random prompts")
+    add("--prompt-tokens", type=int, default=128, help="length of a shape's random prompts")
+    add("--max-new-tokens", type=int, default=64)
+    add("--mode-minutes", type=float, default=5.0, help="a mode measures no further prompt after so long in a table")
+    add("--profile", default="auto", help="folder, 'auto' or 'none'")
+    add("--exit-layer", type=int, help="default: the profile's, else a quarter of the layers, untrained; 2 for a shape")
+    add("--plans", nargs="*", help="plans to force (default: chain:2 tree:4,2,2,1; more with --exactness)")
+    add("--early-exit", type=int, nargs="*", help="layers for transformers' early exit (default: four fifths)")
+    add("--agree", type=float, default=0.70, help="how often a shape's exit shall hold the model's token")
+    add("--agree-top4", type=float, default=0.85, help="how often one of its best four shall")
+    add("--exactness", type=int, default=0, help="compare tokens of all plans until so many were compared; no timing")
+    add("--no-kernels", action="store_true", help="PyTorch's operations on a GPU too")
+    add("--plot", type=Path, default=PLOT, help="where the SVG goes")
+    args = parser.parse_args(arguments)
+    args.plans = args.plans if args.plans is not None else exactness.PLANS if args.exactness else DEFAULT_PLANS
+    return args
 
 
-def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    folder = weights.resolve(args.model)
+def open_model(args: argparse.Namespace, name: str) -> Subject:
+    """A model with weights, and transformers' over the same ones."""
+    device = weights.pick_device(args.device)
+    memory = Memory(device)
+    folder = weights.resolve(name)
     stored = transformers.AutoConfig.from_pretrained(folder).dtype or torch.float32
     dtype = weights.pick_dtype(args.dtype, device, stored)
     hf: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     hf = hf.to(device).eval()
-    return hf, transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = [
+        encode(tokenizer, [{"role": "user", "content": text}]) for text in read_prompts(args.prompts, args.limit)
+    ]
+    before = memory.now()
+    profile = None if args.profile == "none" else args.profile
+    engine = Engine.from_model(hf, tokenizer, profile=profile, **limits(args, device, dtype, prompts))
+    memory.engine = memory.now() - before
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return Subject(name, engine, prompts, memory, args.exit_layer, hf, pad)
+
+
+def open_shape(args: argparse.Namespace, shape: str) -> Subject:
+    """A model of random weights, tuned so that its raw exit agrees as often as asked for."""
+    device = weights.pick_device(args.device)
+    dtype = weights.pick_dtype(args.dtype, device, torch.bfloat16)
+    layer = 2 if args.exit_layer is None else args.exit_layer
+    model, memory = synthetic.synthetic(shape, str(device), dtype), Memory(device)
+    prompts = synthetic.random_prompts(model, args.limit, args.prompt_tokens).tolist()
+    before = memory.now()
+    engine = Engine(model, **limits(args, device, dtype, prompts))
+    memory.engine = memory.now() - before
+    tunable, wanted = synthetic.Tunable(model, layer), synthetic.Agreement(args.agree, args.agree_top4)
+    found = synthetic.tune(tunable, wanted, lambda: synthetic.own_text_agreement(engine, layer))
+    told = {"exit_layer": layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
+    told |= {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4}
+    return Subject(shape, engine, prompts, memory, layer, synthetic=told)
+
+
+def limits(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """An engine with room for what is measured, and no more."""
+    longest = max(map(len, prompts)) + args.max_new_tokens + ROOM * bool(args.exactness)
+    by_kernels = device.type == "cuda" and dtype != torch.float32
+    return {
+        "max_length": max(256, -(-longest // 64) * 64),
+        "max_batch": max(16, *args.batch),
+        "kernels": False if args.no_kernels else True if by_kernels else None,
+    }
 
 
 def read_prompts(folder: Path, limit: int) -> list[str]:
@@ -137,84 +173,129 @@ def read_prompts(folder: Path, limit: int) -> list[str]:
     return [json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()[:limit]]
 
 
-def with_transformers(hf: Any, ids: torch.Tensor, count: int) -> tuple[list[int], int]:
-    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    new = out[0, ids.shape[1] :].tolist()
-    return new, len(new)
-
-
-def ours(engine: Engine, ids: torch.Tensor, count: int, **settings: Any) -> tuple[list[int], int]:
-    out: Any = engine.generate(ids, max_new_tokens=count, do_sample=False, return_dict_in_generate=True, **settings)
-    return out.sequences[0, ids.shape[1] :].tolist(), out.stats[0].cycles
-
-
-def warm_up(modes: list[Mode], prompt: torch.Tensor) -> None:
-    for mode in modes:
-        mode.generate(prompt)
-
-
-def describe(args: argparse.Namespace, engine: Engine, hf: Any) -> Setup:
-    device = engine.model.device
-    bandwidth = read_bandwidth(device)
+def describe(args: argparse.Namespace, subject: Subject) -> Setup:
+    engine, device = subject.engine, subject.engine.model.device
+    bandwidth = kernels.read_bandwidth() if device.type == "cuda" else read_bandwidth()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    trained = engine.profile.trained_layers() if engine.profile else []
     return Setup(
-        model=str(args.model),
+        model=subject.name,
         device=name,
         dtype=str(engine.model.dtype).removeprefix("torch."),
+        kernels=device.type == "cuda" and not args.no_kernels and engine.model.dtype != torch.float32,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         transformers=transformers.__version__,
         max_new_tokens=args.max_new_tokens,
         bandwidth_gb_s=round(bandwidth / 1e9, 1),
-        ceiling_tokens_per_s=round(bandwidth / engine.model.nbytes, 1),
+        ceiling_tokens_per_s=round(bandwidth / bytes_per_token(engine), 1),
+        exits=f"exits trained after layers {trained}" if trained else "exits untrained",
+        synthetic=subject.synthetic,
     )
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory that no cache holds, best of several."""
-    data = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+def bytes_per_token(engine: Engine) -> int:
+    """Weights that a token must read: of an embedding that is not the head, one row, which does not count."""
+    embedding = engine.model.embedding
+    unread = 0 if engine.model.head is embedding else embedding.numel() * embedding.element_size()
+    return engine.model.nbytes - unread
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading a CPU's memory that no cache holds, best of several."""
+    data = torch.ones(2**26)
     times = []
     for _ in range(8):
-        _synchronize(device)
         start = time.perf_counter()
         data.sum()
-        _synchronize(device)
         times.append(time.perf_counter() - start)
     return data.numel() * data.element_size() / min(times)
 
 
-def show(
-    console: Console, setup: Setup, results: list[dict[str, Any]], engine: Engine, args: argparse.Namespace
-) -> None:
-    trained = engine.profile.trained_layers() if engine.profile else []
-    exits = f"exits trained after layers {trained}" if trained else "exits untrained"
-    console.print(
-        f"{setup.model}, {setup.dtype} on {setup.device} ({setup.threads} threads), torch {setup.torch}, transformers "
-        f"{setup.transformers}, greedy, {setup.max_new_tokens} new tokens, {exits}",
-        soft_wrap=True,
-    )
-    table = Table()
-    headings = ("mode", "tokens/s", "ms/token", "against transformers", "tokens per cycle", "same tokens")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
-    ceiling = setup.ceiling_tokens_per_s
-    table.add_row(f"ceiling ({setup.bandwidth_gb_s} GB/s)", f"{ceiling:.1f}", f"{1e3 / ceiling:.1f}", "", "1.00", "")
-    for row in results:
-        table.add_row(
-            row["mode"],
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['ms_per_token_median']:.1f}",
-            f"{row['speedup_median']:.2f}x",
-            f"{row['tokens_per_cycle']:.2f}",
-            f"{row['same_tokens_as_transformers']}/{row['prompts']}",
-        )
-    console.print(table)
+def compare(console: Console, args: argparse.Namespace, subject: Subject, setup: dict[str, Any]) -> dict[str, Any]:
+    """The exactness check in place of measurements."""
+    write = exactness.writer(subject.engine, args.max_new_tokens, subject.exit_layer)
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("tokens compared", total=args.exactness)
+        comparisons = exactness.check(
+            write, subject.prompts, args.exactness, args.plans,
+            progress=lambda compared: progress.update(bar, completed=compared),
+        )  # fmt: skip
+    exactness.show(console, comparisons)
+    found = exactness.as_json(comparisons)
+    return {"exactness": found, "wrong": found["differences"]}
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def measure(console: Console, args: argparse.Namespace, subject: Subject, setup: dict[str, Any]) -> dict[str, Any]:
+    """A table for every batch and temperature."""
+    cells = []
+    ways = ways_of(args, subject)
+    for size in args.batch:
+        for temperature in args.temperature:
+            task = Task(args.max_new_tokens, temperature)
+            results = measure_cell(args, subject, ways, batches_of(subject, size), task)
+            for row in results if size == 1 else ():
+                if "failed" not in row:
+                    row["of_ceiling"] = round(1e3 / row["ms_per_token_p50"] / setup["ceiling_tokens_per_s"], 3)
+            report.show(console, setup, size, temperature, results)
+            cells.append({"batch": size, "temperature": temperature, "results": results})
+    failed = [
+        row for cell in cells for row in cell["results"] if "failed" in row and row["mode"].startswith("selfspec")
+    ]
+    return {"cells": cells, "wrong": len(failed)}
+
+
+def ways_of(args: argparse.Namespace, subject: Subject) -> dict[str, Way]:
+    """Every way asked for that makes sense for this model, by name."""
+    engine = subject.engine
+    ways: dict[str, Way] = {}
+    if subject.hf is not None:
+        layers = subject.hf.config.num_hidden_layers
+        early = [max(1, layers * 4 // 5)] if args.early_exit is None else args.early_exit
+        ways |= peers(subject.hf, subject.pad, args.modes, early)
+    if "plain" in args.modes:
+        ways[PLAIN] = ours(engine, speculative_decoding=False)
+    if "profile" in args.modes and engine.profile is not None:
+        ways["selfspec profile"] = ours(engine)
+    for plan in args.plans if "plans" in args.modes else ():
+        forced = {"speculative_decoding": "force", "plan": plan, "exit_layer": subject.exit_layer}
+        ways[f"selfspec {plan}"] = ours(engine, **forced)
+    return ways
+
+
+def batches_of(subject: Subject, size: int) -> list[Batch]:
+    """The prompts in batches of one size; the last is filled up with the first prompts."""
+    prompts, device = subject.prompts, subject.engine.model.device
+    starts = range(0, len(prompts), size)
+    members = [[index % len(prompts) for index in range(start, start + size)] for start in starts]
+    return [Batch([prompts[index] for index in group], group, device, subject.pad) for group in members]
+
+
+def measure_cell(
+    args: argparse.Namespace, subject: Subject, ways: dict[str, Way], batches: Sequence[Batch], task: Task
+) -> list[dict[str, Any]]:
+    """All ways take turns on all batches; who goes first changes with every batch."""
+    modes = {name: Mode(name, way, 60 * args.mode_minutes) for name, way in ways.items()}
+    longest = max(batches, key=lambda batch: batch.width)
+    for name, mode in modes.items():
+        with subject.memory.keeping(name, lambda: subject.engine.memory()["exits"]):
+            # Ours may take another plan, and so capture another graph, for every kind of prompt.
+            captures = name.startswith("selfspec") and longest.device.type == "cuda"
+            mode.rehearse([longest, *batches] if captures else [longest], task)
+            if "compile" in name:
+                mode.rehearse([longest], task)  # it is recorded the second time
+    order = list(modes.values())
+    for turn, batch in enumerate(track(batches, description="prompts", console=Console(stderr=True))):
+        for offset in range(len(order)):
+            order[(turn + offset) % len(order)].measure(turn, batch, task)
+    return [result_of(mode, modes, subject.memory) for mode in order]
+
+
+def result_of(mode: Mode, modes: dict[str, Mode], memory: Memory) -> dict[str, Any]:
+    is_ours = mode.name.startswith("selfspec")
+    peak = memory.own_peak(mode.name, mode.peak, is_ours, drafts=is_ours and mode.name != PLAIN)
+    return mode.result(modes.get(EAGER), modes.get(PLAIN if is_ours else EAGER), peak)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
