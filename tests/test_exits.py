@@ -650,8 +650,10 @@ def test_raw_exit_holds_nothing_of_its_own() -> None:
     assert Exit(adopt(tiny_model("llama")), 2).nbytes == 0
 
 
-def test_trimmed_head_counts_its_rows() -> None:
+def test_trimmed_head_counts_its_index_and_once_it_has_drafted_its_rows() -> None:
     trimmed = Exit(adopt(tiny_model("llama")), 2, head_rows=head_rows())
+    assert trimmed.nbytes == 30 * 8
+    trimmed.logits(torch.zeros(1, 1, HIDDEN, dtype=torch.float64))
     assert trimmed.nbytes == 30 * HIDDEN * 8 + 30 * 8
 
 
