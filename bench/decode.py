@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 150  # a log has room that no terminal tells of
+        console.width = 165  # a log has room that no terminal tells of
     runs = []
     for name in args.shape or args.model:
         subject = open_shape(args, name) if args.shape else open_model(args, name)
@@ -288,13 +288,16 @@ def measure_cell(
     for turn, batch in enumerate(track(batches, description="prompts", console=Console(stderr=True))):
         for offset in range(len(order)):
             order[(turn + offset) % len(order)].measure(turn, batch, task)
-    return [result_of(mode, modes, subject.memory) for mode in order]
+    return [result_of(mode, modes, subject.memory, task) for mode in order]
 
 
-def result_of(mode: Mode, modes: dict[str, Mode], memory: Memory) -> dict[str, Any]:
+def result_of(mode: Mode, modes: dict[str, Mode], memory: Memory, task: Task) -> dict[str, Any]:
     is_ours = mode.name.startswith("selfspec")
     peak = memory.own_peak(mode.name, mode.peak, is_ours, drafts=is_ours and mode.name != PLAIN)
-    return mode.result(modes.get(EAGER), modes.get(PLAIN if is_ours else EAGER), peak)
+    result = mode.result(modes.get(EAGER), modes.get(PLAIN if is_ours else EAGER), peak)
+    if is_ours and task.temperature and "failed" not in result:
+        result["same_tokens_as_transformers"] = None  # its noise is another
+    return result
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def check(
     progress: Callable[[int], None] = lambda compared: None,
 ) -> list[Comparison]:
     """Rounds of all combinations until at least `wanted` tokens were compared; every round has other prompts."""
-    every = [Comparison(plan, batch, t) for t, batch, plan in product(temperatures, batches, plans)]
+    cells = product(temperatures, batches, plans)
+    every = [Comparison(plan, batch, t) for t, batch, plan in cells if (plan, batch) != ("none", 1)]
     rounds = 0
     while not rounds or sum(one.compared for one in every) < wanted:
         texts = varied(prompts, rounds)

@@ -183,7 +183,7 @@ def test_the_exactness_check_passes_an_engine_that_is_exact() -> None:
     engine = Engine.from_model(endless(tiny_model("llama")))
     write = exactness.writer(engine, 5, exit_layer=2)
     found = exactness.check(write, [[3, 4, 5], [6, 7], [8, 9, 10, 11]], 1, plans=["none", "tree:2,1"], batches=[1, 16])
-    assert exactness.summary(found) == {"compared": 2 * 2 * 2 * 16 * 5, "differences": 0}
+    assert exactness.summary(found) == {"compared": 2 * 3 * 16 * 5, "differences": 0}
 
 
 def test_the_exactness_check_finds_an_injected_difference() -> None:
@@ -206,7 +206,7 @@ def test_the_exactness_check_goes_on_until_enough_was_compared() -> None:
         seen.update(tuple(prompt) for prompt in prompts)
         return [[1] * 10 for _ in prompts]
 
-    found = exactness.check(write, [[1, 2, 3]], 2500, plans=["none"], batches=[1], temperatures=[0.0])
+    found = exactness.check(write, [[1, 2, 3]], 2500, plans=["chain:1"], batches=[1], temperatures=[0.0])
     assert exactness.summary(found)["compared"] == 16 * 160
     assert len(seen) > 200  # every round has prompts of its own
 
