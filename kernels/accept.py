@@ -33,11 +33,11 @@ def accept_reference(
     return walks
 
 
-@jit
+@jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width"])
 def _accept(
     chosen, tokens, children, active, lengths, bases, pending, paths, report,
-    sequences, path_stride, report_stride,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    sequences, path_stride, report_stride, deepest, width,
+    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each sequence."""
     if PDL:
@@ -50,14 +50,14 @@ def _accept(
     count = tl.full((), 0, tl.int32)
     last = tl.full((), 0, tl.int32)
     newest = tl.load(pending + sequence)
-    for depth in range(DEPTH + 1):
+    for depth in range(deepest + 1):
         choice = tl.load(chosen + node * sequences + sequence).to(tl.int32)
         tl.store(report + sequence * report_stride + FIRST_TOKEN + depth, choice, mask=walking)
         tl.store(paths + sequence * path_stride + depth, node, mask=walking)
         count += walking.to(tl.int32)
         last = tl.where(walking, node, last)
         newest = tl.where(walking, choice.to(newest.dtype), newest)
-        child = tl.load(children + node * WIDTH + kid, mask=kid < WIDTH, other=-1)
+        child = tl.load(children + node * width + kid, mask=kid < width, other=-1)
         drafted = tl.load(tokens + child * sequences + sequence, mask=child >= 0, other=-1).to(tl.int32)
         match = tl.min(tl.where((child >= 0) & (drafted == choice), child, 1 << 30), axis=0)
         walking = walking & (match < (1 << 30))
@@ -90,7 +90,7 @@ def accept(
     pdl = use_pdl(chosen)
     _accept[(sequences,)](
         chosen, tokens, children, active, lengths, bases, pending, paths, report,
-        sequences, paths.stride(0), report.stride(0),
-        DEPTH=depths - 1, WIDTH=children.shape[1], WIDTH_P2=triton.next_power_of_2(children.shape[1]),
+        sequences, paths.stride(0), report.stride(0), depths - 1, children.shape[1],
+        WIDTH_P2=triton.next_power_of_2(children.shape[1]),
         FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

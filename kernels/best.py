@@ -75,7 +75,7 @@ def _merge_one_kernel(keys, tokens_out, tile_count, keys_stride, out_stride, NT:
     tl.store(tokens_out + row * out_stride, token_of(tl.max(best, 0)))
 
 
-@jit
+@jit(do_not_specialize=["width"])
 def _merge_kernel(
     keys,
     levels,
@@ -89,7 +89,7 @@ def _merge_kernel(
     chosen_stride,
     found_stride,
     out_stride,
-    W: tl.constexpr,
+    width,
     ROOM: tl.constexpr,
     NT: tl.constexpr,
     TILE: tl.constexpr,
@@ -105,14 +105,12 @@ def _merge_kernel(
     bests = (keys_here >> 32).to(tl.int32)
     found += row * found_stride
     chosen += row * chosen_stride
-    count = gather_best(
-        bests, levels + row * levels_stride, rows, chosen, found, tl.full((), W, tl.int32), ROOM, TILE, GROUP
-    )
+    count = gather_best(bests, levels + row * levels_stride, rows, chosen, found, width, ROOM, TILE, GROUP)
     candidates, rank = rank_found(found, count, ROOM)
     place = tl.arange(0, ROOM)
     out = tokens_out + row * out_stride
-    tl.store(out + rank, token_of(candidates), mask=(place < count) & (rank < W))
-    tl.store(out + place, tl.full((ROOM,), -1, tl.int32), mask=(place >= count) & (place < W))
+    tl.store(out + rank, token_of(candidates), mask=(place < count) & (rank < width))
+    tl.store(out + place, tl.full((ROOM,), -1, tl.int32), mask=(place >= count) & (place < width))
 
 
 @jit
@@ -250,8 +248,8 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
     assert levels is not None and chosen is not None and found is not None
     _merge_kernel[(r,)](
         keys, levels, rows, chosen, found, tokens_out, count,
-        keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0),
-        W=width, ROOM=room(width), NT=padded, TILE=TILE, GROUP=32, num_warps=8, **pdl,
+        keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0), width,
+        ROOM=room(width), NT=padded, TILE=TILE, GROUP=32, num_warps=8, **pdl,
     )  # fmt: skip
 
 

@@ -30,11 +30,11 @@ def settle_reference(
             pages[:, to_page, target % PAGE_SIZE] = before[:, from_page, source % PAGE_SIZE]
 
 
-@jit
+@jit(do_not_specialize=["sequences", "layers", "page_table_stride", "counts_stride", "path_stride", "depths"])
 def _settle(
     keys, values, page_table, bases, counts, paths, known,
-    sequences, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride,
-    DEPTHS: tl.constexpr, DEPTHS_P2: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    sequences, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
+    DEPTHS_P2: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     KNOWN: tl.constexpr, KNOWN_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (layer, sequence, block of columns); a layer past the last one moves what is known instead."""
@@ -53,7 +53,7 @@ def _settle(
         tl.store(known + sequence * KNOWN + entry, newest, mask=moves_known)
     else:
         place = tl.arange(0, DEPTHS_P2)
-        node = tl.load(paths + sequence * path_stride + place, mask=place < DEPTHS, other=0)
+        node = tl.load(paths + sequence * path_stride + place, mask=place < depths, other=0)
         moves = (place < count) & (node != place)
         source, target = base + node, base + place
         row = page_table + sequence * page_table_stride
@@ -96,8 +96,8 @@ def settle(
     grid = (layers + (known is not None), sequences, triton.cdiv(columns, block))
     _settle[grid](
         keys, values, page_table, bases, counts, paths, known if known is not None else keys,
-        sequences, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0), paths.stride(0),
-        DEPTHS=depths, DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
+        sequences, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0), paths.stride(0), depths,
+        DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
         KNOWN=width, KNOWN_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
+from selfspec.device_prefill import SMALLEST, Prefill, padded
 from selfspec.draft import Draft
 from selfspec.exits import Exit
 from selfspec.fused import WANTED, FusedDecoder, Launch, Scratch, Seats, captured, is_supported, table_pages
@@ -32,6 +33,7 @@ AHEAD = 256  # positions whose pages are taken at once, so that page tables seld
 CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobody says how much it needs
 USUAL_BATCH = 16
 SPARE = 3 * (MAX_NODES + 1)  # positions past its end that a text may be drafted to before that is noticed
+LONGEST_CAPTURED_PROMPT = 8192
 SHORTEST_REACH = 2048  # positions that attention is planned for at least
 
 
@@ -46,6 +48,7 @@ class Machine:
         self._heads: dict[int, DraftHead] = {}
         self._cycles: dict[tuple, Cycle] = {}
         self._replays: dict[tuple, Launch] = {}
+        self._prefills: dict[tuple, tuple[Prefill, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
         self._pool: Any = None
@@ -133,6 +136,21 @@ class Machine:
             self._replays[key] = captured(cycle.launch, self.model.device, self._pool)
         return self._replays[key]
 
+    def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
+        """For a chunk of `count` tokens that ends at position `end`; captured on first use."""
+        self._forget_if_moved()
+        rows = padded(count, SMALLEST)
+        key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)))
+        if key not in self._prefills:
+            prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page())
+            if self.model.device.type == "cuda":
+                prefill.load([0], 0, [], None)
+                prefill.table.fill_(self.idle_page())
+                prefill.launch()
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._prefills[key] = prefill, captured(prefill.launch, self.model.device, self._pool)
+        return self._prefills[key]
+
     def is_captured(self, key: tuple) -> bool:
         return key in self._replays
 
@@ -150,8 +168,8 @@ class Machine:
         self.idle_page()
         if self._keys is not self.cache.keys:
             self._keys = self.cache.keys
-            self._cycles.clear()
-            self._replays.clear()
+            for known in (self._cycles, self._replays, self._prefills):
+                known.clear()
 
 
 @dataclass
@@ -176,6 +194,22 @@ class DeviceSession(Session):
         self._drawing = Drawing.of(self.sampling)
         self._longest = max(row.max_length for row in self.rows)
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
+
+    def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
+        """A chunk of a prompt, alone: what is computed for it depends on nothing else."""
+        (row,), (chunk,) = rows, tokens
+        sequence, count = row.sequence, len(chunk)
+        if sequence.length + count > LONGEST_CAPTURED_PROMPT:  # the device is busy enough for the host to keep up
+            super()._prefill_chunk(rows, tokens)
+            return
+        self.cache.reserve(sequence, sequence.length + count)
+        prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count)
+        prefill.load(chunk, sequence.length, sequence.pages, row.known)
+        replay()
+        if self.exit is not None:
+            row.known = prefill.known[0, 0].clone()
+        sequence.drafted = sequence.verified = count
+        self.cache.commit([sequence], [range(count)])
 
     @property
     def _host_chooses(self) -> bool:

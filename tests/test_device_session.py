@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from selfspec import Engine
+from selfspec.cache import flat_slot
 from selfspec.exits import Exit
 from selfspec.runtime import Session
 from tests.profiles import random_exit, random_rows
@@ -27,7 +28,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4, "pad_to
 @cache
 def engines(family: str) -> tuple[Engine, Engine]:
     """One model behind kernels and behind PyTorch, with an exit that has everything an exit can have."""
-    model = endless(tiny_model(family, dtype=torch.float32, num_hidden_layers=2, head_dim=16))
+    model = endless(
+        tiny_model(family, dtype=torch.float32, num_hidden_layers=2, head_dim=16, max_position_embeddings=600)
+    )
     pair = Engine.from_model(model, kernels=True), Engine.from_model(model)
     trained = random_exit(pair[0].model, LAYER)
     trimmed = replace(trained, head_rows=random_rows(40))
@@ -45,6 +48,26 @@ def generate(engine: Engine, plan: str, batch: int, count: int, **settings: Any)
         prompts(batch), speculative_decoding="force", plan=plan, exit_layer=LAYER, max_new_tokens=count,
         return_dict_in_generate=True, **settings,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafting", [False, True])
+def test_prompts_of_any_length_leave_what_pytorch_leaves(family: str, drafting: bool) -> None:
+    settings = {"speculative_decoding": "force" if drafting else False, "plan": "chain:1" if drafting else None}
+    for length in (2, 33, 34, 200, 520):
+        prompt = torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        found = []
+        for engine in engines(family):
+            session = open_session(engine, prompt, {**settings, "exit_layer": LAYER, "max_length": 512 + 16})
+            session.prefill()
+            row = session.rows[0]
+            flat = engine.cache.keys.flatten(1, 2), engine.cache.values.flatten(1, 2)
+            slots = [flat_slot(row.sequence, slot) for slot in range(length - 1)]
+            layers = slice(None) if drafting else slice(engine.model.config.num_layers)
+            found.append([*(tensor[layers, slots] for tensor in flat), *([row.known] if drafting else [])])
+            session.close()
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,84 @@
+"""Prompts on the device: a chunk of a prompt through all layers, captured as a CUDA graph for a few sizes.
+
+The same PyTorch operations as everywhere; a graph only takes the host out of the way. A chunk is padded to the next
+size, so what is computed for a prompt depends on its length alone, never on other prompts or on whether it will be
+drafted for. Padding writes to a page that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.exits import RECALLED, Exit, recalled
+from selfspec.model import Decoder
+
+SMALLEST = 32  # rows that a chunk is padded to at least
+
+
+def padded(count: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+class Causal:
+    """Where the rows of a chunk stand, for attention: what `cache.Rows` tells, as tensors of fixed shape."""
+
+    def __init__(self, positions: torch.Tensor, flat_slots: torch.Tensor, pages: torch.Tensor, slots: int) -> None:
+        self.positions, self.flat_slots, self.pages, self.slots = positions, flat_slots, pages, slots
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """[1, M, S] bool: a row sees the slots up to its own, of which each holds its position."""
+        if window not in self._masks:
+            slot, position = torch.arange(self.slots, device=self.positions.device), self.positions[..., None]
+            visible = slot <= position
+            self._masks[window] = visible if window is None else visible & (slot > position - window)
+        return self._masks[window]
+
+
+class Prefill:
+    """One size of chunk: up to `rows` tokens, seeing up to `slots` slots with themselves."""
+
+    def __init__(self, model: Decoder, cache: Cache, exit: Exit | None, rows: int, slots: int, idle_page: int) -> None:
+        self.model, self.cache, self.exit, self.slots = model, cache, exit, slots
+        self._idle = idle_page
+        device = model.device
+        self.tokens = torch.zeros(1, rows, dtype=torch.int64, device=device)
+        self.span = torch.zeros(2, dtype=torch.int64, device=device)  # where the chunk starts, and its tokens
+        self.table = torch.full((1, -(-slots // PAGE_SIZE)), idle_page, dtype=torch.int64, device=device)
+        # What was known before the chunk, and is known after it, for the exit to recall.
+        self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=device)
+
+    def load(self, tokens: list[int], start: int, pages: list[int], known: torch.Tensor | None) -> None:
+        """Tells which chunk comes next."""
+        host = torch.tensor([*tokens, start, len(tokens), *pages[: self.table.shape[1]]])
+        there = host.to(self.tokens.device)
+        count = len(tokens)
+        self.tokens[0, :count] = there[:count]
+        self.span.copy_(there[count : count + 2])
+        held = there[count + 2 :]
+        self.table[0, : len(held)] = held
+        self.known.zero_() if known is None else self.known[0, 0].copy_(known)
+
+    def launch(self) -> None:
+        model, exit, layers = self.model, self.exit, self.model.config.num_layers
+        at = self._places()
+        hidden = model.embed(self.tokens)
+        if exit is None:
+            model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
+            return
+        hidden = model.run(hidden, 0, exit.layer, at, self.cache)  # type: ignore[arg-type]
+        middle = model.run(hidden, exit.layer, exit.recalled_layer, at, self.cache)  # type: ignore[arg-type]
+        last = model.run(middle, exit.recalled_layer, layers, at, self.cache)  # type: ignore[arg-type]
+        known = recalled(model, middle, last)
+        exit.fill(hidden, torch.cat((self.known, known[:, :-1]), dim=1), at, self.cache)  # type: ignore[arg-type]
+        self.known.copy_(known.index_select(1, self.span[1:] - 1))
+
+    def _places(self) -> Causal:
+        row = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        positions = self.span[0] + row
+        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
+        real = row < self.span[1]
+        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
+        return Causal(positions[None], flat, self.table, self.slots)
