@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.norm import block_width, check_squares
+from selfspec.kernels.norm import NextNorm, block_width, next_scale, next_tensors, shrink
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 PAGE_SIZE = 64
@@ -67,11 +67,12 @@ def enter_reference(
 @jit
 def _enter(
     pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
-    tokens, positions, following, slots, cos, sin, hidden_out, squares,
-    sequences, first, page_table_stride, cos_rope_stride,
+    tokens, positions, following, slots, cos, sin, hidden_out,
+    next_weight, squares, scaled, sequences, first, page_table_stride, cos_rope_stride, squares_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr, WIDTH: tl.constexpr,
-    ROOT: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
+    ROOT: tl.constexpr, EMBEDDING_SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each row.
 
@@ -113,17 +114,19 @@ def _enter(
     tile = tl.arange(0, TILES_P2)
     column = tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     state = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
-    if SCALED:
+    if EMBEDDING_SCALED:
         state = (state.to(tl.float32) * tl.load(scale).to(tl.float32)).to(hidden_out.dtype.element_ty)
     tl.store(hidden_out + row * HIDDEN + column, state, mask=column < HIDDEN)
     wide = state.to(tl.float32)
-    tl.store(squares + row * TILES + tile, tl.sum(wide * wide, axis=1), mask=tile < TILES)
+    next_scales = next_scale(next_weight, column, column < HIDDEN, NEXT_OFFSET, SHRINK)
+    tl.store(scaled + row * HIDDEN + column, (wide * next_scales).to(scaled.dtype.element_ty), mask=column < HIDDEN)
+    tl.store(squares + row * squares_stride + tile, tl.sum(wide * wide, axis=1), mask=tile < TILES)
 
 
 def enter(
     level: Places,  # to fill: the places of the level's rows
     hidden_out: torch.Tensor,  # [R, hidden]
-    squares: torch.Tensor,  # [R, T] float32
+    next_norm: NextNorm,  # the first layer's
     embedding: torch.Tensor,
     scale: torch.Tensor | None,
     lengths: torch.Tensor,  # [B] int32
@@ -137,17 +140,17 @@ def enter(
     parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
     ranks: torch.Tensor | None = None,  # [M] int32
 ) -> None:
-    """Tokens, places, hidden states and their squares for all rows of a level."""
+    """Tokens, places, hidden states and what their norm reads for all rows of a level."""
     rows, hidden = hidden_out.shape
     sequences = lengths.shape[0]
     if (pending is None) == (ranked is None):
         raise ValueError("a level's tokens come either from `pending` (the root) or from `ranked` (all others)")
     if rows != sequences * depths.shape[0]:
         raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
-    if not all(t.is_contiguous() for t in (hidden_out, squares, embedding, level.tokens, level.slots)):
+    if not all(t.is_contiguous() for t in (hidden_out, next_norm.scaled, embedding, level.tokens, level.slots)):
         raise ValueError("the rows that enter must be contiguous")
-    tiles, half = squares.shape[1], inv_freq.shape[1]
-    check_squares(squares, rows, hidden)
+    next_norm.check(hidden_out)
+    tiles, half = next_norm.squares.shape[1], inv_freq.shape[1]
     pdl = use_pdl(hidden_out)
     nothing = depths
     _enter[(rows,)](
@@ -156,11 +159,13 @@ def enter(
         parents if parents is not None else nothing,
         ranks if ranks is not None else nothing,
         embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
-        level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out, squares,
-        sequences, first, page_table.stride(0), level.cos.stride(0),
-        HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles), BLOCK=block_width(hidden),
+        level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out,
+        *next_tensors(next_norm), sequences, first, page_table.stride(0), level.cos.stride(0),
+        next_norm.squares.stride(0), HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles),
+        BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         WIDTH=ranked.shape[1] if ranked is not None else 1,
-        ROOT=pending is not None, SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
+        NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
+        ROOT=pending is not None, EMBEDDING_SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

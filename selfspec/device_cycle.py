@@ -6,11 +6,11 @@ replayed. Which plan a cycle follows, and what its tokens mean, is decided elsew
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.exits import RECALLED, Exit
+from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.best import MOST, Scores, top_merge
@@ -19,6 +19,7 @@ from selfspec.kernels.draw import Noise
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_logits, head_top
 from selfspec.kernels.linear import linear
+from selfspec.kernels.norm import scaled_reference
 from selfspec.kernels.settle import settle
 from selfspec.model import Decoder
 from selfspec.sampling import TARGET, Sampling
@@ -132,11 +133,12 @@ class Cycle:
 
     def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | None) -> None:
         fused, seats = self.fused, self.seats
+        first_norm = fused.next_norm(self.model.layers[0].attention_norm, stream)
         source: dict[str, torch.Tensor] = {"pending": seats.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         enter(
-            nodes.places, stream.states, stream.squares, self.model.embedding, self.model._embedding_scale,
+            nodes.places, stream.states, first_norm, self.model.embedding, self.model._embedding_scale,
             seats.lengths, seats.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
             **source,
         )  # fmt: skip
@@ -147,10 +149,10 @@ class Cycle:
         assert exit.norm is not None
         states, reads = stream.states, self.reads[start:stop]
         if exit.block is not None:
-            block, own = exit.block, Stream(self._scratch("entered", stop - start), self._squares(stop - start))
-            own = self._recall(drafter, level, stream, own)
+            block, own = exit.block, self._own(stop - start)
+            entered = self._recall(drafter, level, stream, own)
             spec = self.model.config.layers[exit.layer]
-            self.fused.layer(block.layer, spec, self.fused.cache.exit_layer_index, own, own, nodes)
+            self.fused.layer(block.layer, spec, self.fused.cache.exit_layer_index, entered, own, nodes, None)
             states = self._scratch("left", stop - start)
             linear(own.states, block.affine_weight, states, bias=block.affine_bias, residual=own.states)
         self.fused.normalise(states, exit.norm, reads)
@@ -158,12 +160,10 @@ class Cycle:
 
     def _recall(self, drafter: Drafter, level: _Level, stream: Stream, own: Stream) -> Stream:
         """The block's input: the states after layer N, and what was known one position earlier."""
-        assert drafter.exit.block is not None
-        recall = drafter.exit.block.recall
-        if recall is None:
-            own.states.copy_(stream.states)
-            own.squares.copy_(stream.squares)
-            return own
+        block = drafter.exit.block
+        assert block is not None
+        if block.recall is None:
+            return self._for_block(block, stream, own)
         if level.nodes.start == 0:
             assert drafter.known is not None
             previous = drafter.known[: self.seats.count]
@@ -171,9 +171,16 @@ class Cycle:
             assert level.parent_rows is not None
             previous = self._scratch("previous", len(stream.states))
             torch.index_select(self.reads, 0, level.parent_rows, out=previous)
-        columns = recall[:, : previous.shape[1]]
-        linear(previous, columns, own.states, residual=stream.states, squares_out=own.squares)
+        columns = block.recall[:, : previous.shape[1]]
+        next_norm = self.fused.next_norm(block.layer.attention_norm, own)
+        linear(previous, columns, own.states, residual=stream.states, next_norm=next_norm)
         return own
+
+    def _for_block(self, block: ExitBlock, stream: Stream, own: Stream) -> Stream:
+        """The stream as it is, which layer N reads too, scaled for the block's norm."""
+        scaled = scaled_reference(stream.states, block.layer.attention_norm, self.model.config.norm_offset)
+        own.scaled.copy_(scaled)
+        return replace(stream, scaled=own.scaled)
 
     def _ranked(self, drafter: Drafter, level: _Level, reads: torch.Tensor, nodes: Nodes) -> torch.Tensor:
         head, rows = drafter.head, len(reads)
@@ -208,13 +215,14 @@ class Cycle:
         """The block's keys and values of all rows anew, from what is now known before each of them."""
         block = drafter.exit.block
         assert block is not None and drafter.known is not None
-        own = Stream(self._scratch("entered", self.rows), self._squares(self.rows))
+        own = self._own(self.rows)
         if block.recall is None:
-            own = self.stream
+            own = self._for_block(block, self.stream, own)
         else:
             previous = self.scratch.take("known before", self.rows, drafter.known.shape[1], dtype=self.model.dtype)
             torch.index_select(drafter.known, 0, self._known_rows, out=previous)
-            linear(previous, block.recall, own.states, residual=self.stream.states, squares_out=own.squares)
+            next_norm = self.fused.next_norm(block.layer.attention_norm, own)
+            linear(previous, block.recall, own.states, residual=self.stream.states, next_norm=next_norm)
         spec = self.model.config.layers[drafter.exit.layer]
         self.fused.store(block.layer, spec, self.fused.cache.exit_layer_index, own, self.everyone, None)
 
@@ -284,8 +292,10 @@ class Cycle:
     def _scratch(self, name: str, rows: int) -> torch.Tensor:
         return self.scratch.take(name, rows, self.model.config.hidden_size, dtype=self.model.dtype)
 
-    def _squares(self, rows: int) -> torch.Tensor:
-        return self.scratch.take("squares", rows, self.stream.squares.shape[1], dtype=torch.float32)
+    def _own(self, rows: int) -> Stream:
+        """The exit block's stream."""
+        squares = self.scratch.take("squares", rows, self.stream.squares.shape[1], dtype=torch.float32)
+        return Stream(self._scratch("entered", rows), squares, self._scratch("scaled", rows))
 
     def _empty(self, rows: int, width: int) -> torch.Tensor:
         return torch.zeros(rows, width, dtype=self.model.dtype, device=self.model.device)

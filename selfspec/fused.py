@@ -15,9 +15,11 @@ import torch
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.config import LayerConfig
 from selfspec.kernels.enter import Places
-from selfspec.kernels.linear import gated_linear, linear, qkv_linear
-from selfspec.kernels.norm import Norm, normalise, tiles
+from selfspec.kernels.gated import gated_linear
+from selfspec.kernels.linear import linear
+from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
 from selfspec.kernels.path_attention import counters_size, path_attention, ranges_for, workspace_size
+from selfspec.kernels.qkv import qkv_linear
 from selfspec.kernels.triton_or_none import INTERPRETED, triton
 from selfspec.model import Decoder, Layer
 from selfspec.tree import Plan
@@ -42,20 +44,21 @@ def is_supported(model: Decoder) -> bool:
 
 @dataclass(frozen=True)
 class Stream:
-    """A residual stream: states [R, hidden] and the squares [R, T] that their next norm reads."""
+    """A residual stream: states [R, hidden], and what the norm that reads them next needs: their squares [R, T], and
+    the states scaled by its weights."""
 
     states: torch.Tensor
     squares: torch.Tensor
+    scaled: torch.Tensor  # [R, hidden]
 
     @classmethod
     def empty(cls, rows: int, model: Decoder) -> Stream:
         hidden, device = model.config.hidden_size, model.device
-        return cls(
-            torch.zeros(rows, hidden, dtype=model.dtype, device=device), torch.zeros(rows, tiles(hidden), device=device)
-        )
+        states, scaled = (torch.zeros(rows, hidden, dtype=model.dtype, device=device) for _ in range(2))
+        return cls(states, torch.zeros(rows, tiles(hidden), device=device), scaled)
 
     def rows(self, start: int, stop: int) -> Stream:
-        return Stream(self.states[start:stop], self.squares[start:stop])
+        return Stream(self.states[start:stop], self.squares[start:stop], self.scaled[start:stop])
 
 
 class Seats:
@@ -159,26 +162,42 @@ class FusedDecoder:
     def run(self, layers: range, source: Stream, target: Stream, nodes: Nodes) -> Stream:
         """Some layers over `source`; what they leave is in `target`, which may be the same."""
         for index in layers:
-            self.layer(self.model.layers[index], self.model.config.layers[index], index, source, target, nodes)
+            layer, following = self.model.layers[index], self.reader(index + 1)
+            self.layer(layer, self.model.config.layers[index], index, source, target, nodes, following)
             source = target
         return source
 
+    def reader(self, index: int) -> torch.Tensor | None:
+        """The weights of the norm that reads what enters layer `index`; what leaves the last one has a launch of its
+        own for that."""
+        return self.model.layers[index].attention_norm if index < len(self.model.layers) else None
+
     def layer(
-        self, layer: Layer, spec: LayerConfig, cache_layer: int, source: Stream, target: Stream, nodes: Nodes
+        self,
+        layer: Layer,
+        spec: LayerConfig,
+        cache_layer: int,
+        source: Stream,
+        target: Stream,
+        nodes: Nodes,
+        following: torch.Tensor | None,
     ) -> None:
-        """One decoder layer. `cache_layer` is where its keys and values live."""
+        """One decoder layer over a source scaled for it. `cache_layer` is where its keys and values live, `following`
+        the weights of the norm that reads the target next, if one does."""
         config, (rows, _) = self.model.config, source.states.shape
         q = self._take("q", rows, config.num_heads * config.head_dim)
         attended = self._take("attended", rows, config.num_heads * config.head_dim)
         inner = self._take("inner", rows, config.intermediate_size)
         self.store(layer, spec, cache_layer, source, nodes, q)
         self._attend(q, cache_layer, spec, nodes, attended)
-        self._add(attended, layer.out, layer.out_bias, layer.attention_out_norm, source, target)
+        between = self.next_norm(layer.mlp_norm, target)
+        self._add(attended, layer.out, layer.out_bias, layer.attention_out_norm, source, target, between)
         gated_linear(
-            target.states, layer.gate_up, inner, bias=layer.gate_up_bias, norm=self.norm(layer.mlp_norm, target),
+            target.scaled, layer.gate_up, inner, bias=layer.gate_up_bias, norm=self._norm(target),
             activation=config.activation,
         )  # fmt: skip
-        self._add(inner, layer.down, layer.down_bias, layer.mlp_out_norm, target, target)
+        after = None if following is None else self.next_norm(following, target)
+        self._add(inner, layer.down, layer.down_bias, layer.mlp_out_norm, target, target, after)
 
     def store(
         self, layer: Layer, spec: LayerConfig, cache_layer: int, source: Stream, nodes: Nodes, q: torch.Tensor | None
@@ -186,13 +205,18 @@ class FusedDecoder:
         """Keys and values of the rows into the cache, and their queries into `q`, if wanted."""
         places = nodes.places
         qkv_linear(
-            source.states, layer.qkv, q, self.cache.keys[cache_layer], self.cache.values[cache_layer],
-            bias=layer.qkv_bias, norm=self.norm(layer.attention_norm, source), q_norm=layer.q_norm, k_norm=layer.k_norm,
+            source.scaled, layer.qkv, q, self.cache.keys[cache_layer], self.cache.values[cache_layer],
+            bias=layer.qkv_bias, norm=self._norm(source),
+            q_norm=layer.q_norm, k_norm=layer.k_norm, head_offset=self.model.config.norm_offset,
             cos=places.cos[spec.rope], sin=places.sin[spec.rope], slots=places.slots,
         )  # fmt: skip
 
-    def norm(self, weight: torch.Tensor, stream: Stream) -> Norm:
-        return Norm(weight, self.model.config.norm_eps, self.model.config.norm_offset, stream.squares)
+    def next_norm(self, weight: torch.Tensor, stream: Stream) -> NextNorm:
+        """What to write along with a stream that a norm of these weights reads next."""
+        return NextNorm(weight, self.model.config.norm_offset, stream.squares, stream.scaled)
+
+    def _norm(self, stream: Stream) -> Norm:
+        return Norm(self.model.config.norm_eps, stream.squares)
 
     def normalise(self, states: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor) -> None:
         """What a head reads, or with no weight the plain norm."""
@@ -224,16 +248,17 @@ class FusedDecoder:
         out_norm: torch.Tensor | None,
         source: Stream,
         target: Stream,
+        next_norm: NextNorm | None,
     ) -> None:
         """target = source + x @ weight, normed first where the family does that."""
         if out_norm is None:
-            linear(x, weight, target.states, bias=bias, residual=source.states, squares_out=target.squares)
+            linear(x, weight, target.states, bias=bias, residual=source.states, next_norm=next_norm)
             return
         config, update = self.model.config, self._take("update", *source.states.shape)
         linear(x, weight, update, bias=bias)
         normalise(
             update, out_norm, config.norm_eps, config.norm_offset, target.states,
-            residual=source.states, squares_out=target.squares,
+            residual=source.states, next_norm=next_norm,
         )  # fmt: skip
 
     def _take(self, name: str, rows: int, width: int) -> torch.Tensor:

@@ -6,8 +6,10 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.linear import gated_linear, linear, qkv_linear
-from selfspec.kernels.norm import Norm, normalise, tiles
+from selfspec.kernels.gated import gated_linear
+from selfspec.kernels.linear import linear
+from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
+from selfspec.kernels.qkv import qkv_linear
 from tests.compiling import Launches
 
 # hidden, intermediate, query heads, key heads, head size
@@ -18,8 +20,12 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def norm(rows: int, width: int, offset: float = 0.0) -> Norm:
-    return Norm(empty(width), 1e-5, offset, empty(rows, tiles(width), dtype=torch.float32))
+def norm(rows: int, width: int) -> Norm:
+    return Norm(1e-5, empty(rows, tiles(width), dtype=torch.float32))
+
+
+def next_norm(rows: int, width: int) -> NextNorm:
+    return NextNorm(empty(width), 0.0, norm(rows, width).squares, empty(rows, width))
 
 
 def qkv(rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, head_norms: bool, queries: bool) -> None:
@@ -42,7 +48,7 @@ def qkv(rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, head_n
 
 def project(rows: int, n: int, k: int) -> None:
     stream = empty(rows, n)
-    linear(empty(rows, k), empty(n, k), stream, residual=stream, squares_out=norm(rows, n).squares)
+    linear(empty(rows, k), empty(n, k), stream, residual=stream, next_norm=next_norm(rows, n))
 
 
 def gated(rows: int, inner: int, hidden: int) -> None:
@@ -53,9 +59,7 @@ def gated(rows: int, inner: int, hidden: int) -> None:
 
 def norm_rows(rows: int, width: int) -> None:
     stream = empty(rows, width)
-    normalise(
-        stream, empty(width), 1e-6, 1.0, stream, residual=empty(rows, width), squares_out=norm(rows, width).squares
-    )
+    normalise(stream, empty(width), 1e-6, 1.0, stream, residual=empty(rows, width), next_norm=next_norm(rows, width))
 
 
 def launches() -> Launches:
@@ -64,6 +68,9 @@ def launches() -> Launches:
         yield f"gated {name} rows 64", partial(gated, 64, inner, hidden)
         yield f"down {name} rows 64", partial(project, 64, hidden, inner)
     yield "qkv llama-8b rows 64", partial(qkv, 64, 4096, 32, 8, 128, False, True)
+    yield "qkv smollm2 rows 64", partial(qkv, 64, 576, 9, 3, 64, False, True)
+    yield "out smollm2 rows 1", partial(project, 1, 576, 576)
+    yield "down smollm2 rows 1", partial(project, 1, 576, 1536)
     yield "gated smollm2 rows 1", partial(gated, 1, 1536, 576)
     yield "out llama-8b rows 16", partial(project, 16, 4096, 4096)
     yield "refill smollm2 rows 4", partial(qkv, 4, 576, 9, 3, 64, False, False)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from selfspec.kernels import linear as ops
 from selfspec.kernels import norm as norms
+from selfspec.kernels.gated import gated_linear, gated_linear_reference
+from selfspec.kernels.linear import linear, linear_reference
+from selfspec.kernels.product import Config
+from selfspec.kernels.qkv import qkv_linear, qkv_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +31,7 @@ ROWS = 256
 PAGES = 5
 COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 200, 256]
 Inputs = dict[str, torch.Tensor]
-Op = Callable[[Inputs, ops.Config | None], Inputs]
+Op = Callable[[Inputs, Config | None], Inputs]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -50,51 +54,62 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
     norm_weight = randn(hidden, dtype=dtype, scale=0.3) + 1
 
     def norm(inputs: Inputs) -> norms.Norm:
-        return norms.Norm(norm_weight, 1e-5, 0.0, inputs["squares"])
+        return norms.Norm(1e-5, inputs["squares"])
 
-    def exact_norm(inputs: Inputs) -> norms.Norm:
-        return replace(norm(inputs), weight=norm_weight.double(), squares=norms.squares_reference(inputs["x"].double()))
+    def exactly(inputs: Inputs) -> dict[str, Any]:
+        """x and norm of a product in float64."""
+        states = inputs["states"].double()
+        x = norms.scaled_reference(states, norm_weight.double(), 0.0)
+        return {"x": x, "norm": norms.Norm(1e-5, norms.squares_reference(states))}
+
+    def scaled(states: torch.Tensor) -> torch.Tensor:
+        return norms.scaled_reference(states, norm_weight, 0.0)
+
+    def next_norm(out: torch.Tensor) -> norms.NextNorm:
+        return norms.NextNorm(norm_weight, 0.0, nan(len(out), norms.tiles(hidden)), torch.full_like(out, torch.nan))
 
     down = randn(hidden, inner, dtype=dtype, scale=inner**-0.5)
 
-    def run_down(inputs: Inputs, config: ops.Config | None) -> Inputs:
+    def run_down(inputs: Inputs, config: Config | None) -> Inputs:
         out = inputs["residual"].clone()
-        squares = nan(len(out), norms.tiles(hidden))
-        ops.linear(inputs["x"], down, out, residual=out, squares_out=squares, config=config)
-        return {"out": out, "squares": squares}
+        following = next_norm(out)
+        linear(inputs["x"], down, out, residual=out, next_norm=following, config=config)
+        return {"out": out, "squares": following.squares, "scaled": following.scaled, "expected": scaled(out)}
 
     yield (
         "down",
         {"x": randn(ROWS, inner, dtype=dtype), "residual": stream},
         run_down,
-        lambda inputs: ops.linear_reference(inputs["x"].double(), down.double(), residual=inputs["residual"].double()),
+        lambda inputs: linear_reference(inputs["x"].double(), down.double(), residual=inputs["residual"].double()),
     )
 
     gate_up = randn(2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
 
-    def run_gated(inputs: Inputs, config: ops.Config | None) -> Inputs:
+    def run_gated(inputs: Inputs, config: Config | None) -> Inputs:
         out = nan(len(inputs["x"]), inner, dtype=dtype)
-        ops.gated_linear(inputs["x"], gate_up, out, norm=norm(inputs), activation="silu", config=config)
+        gated_linear(inputs["x"], gate_up, out, norm=norm(inputs), activation="silu", config=config)
         return {"out": out}
 
-    normed = {"x": stream, "squares": norms.squares_reference(stream)}
+    normed = {
+        "x": scaled(stream),
+        "squares": norms.squares_reference(stream),
+        "states": stream,
+    }
     yield (
         "gated",
         normed,
         run_gated,
-        lambda inputs: ops.gated_linear_reference(
-            inputs["x"].double(), gate_up.double(), norm=exact_norm(inputs), activation="silu"
-        ),
+        lambda inputs: gated_linear_reference(weight=gate_up.double(), **exactly(inputs), activation="silu"),
     )
 
     qkv = randn((heads + 2 * kv_heads) * dim, hidden, dtype=dtype, scale=hidden**-0.5)
     head_norm = randn(dim, dtype=dtype) if head_norms else None
 
-    def run_qkv(inputs: Inputs, config: ops.Config | None) -> Inputs:
+    def run_qkv(inputs: Inputs, config: Config | None) -> Inputs:
         rows = len(inputs["x"])
         q = nan(rows, heads * dim, dtype=dtype)
         keys, values = nan(PAGES, 64, kv_heads, dim, dtype=dtype), nan(PAGES, 64, kv_heads, dim, dtype=dtype)
-        ops.qkv_linear(
+        qkv_linear(
             inputs["x"], qkv, q, keys, values, norm=norm(inputs), q_norm=head_norm, k_norm=head_norm,
             cos=inputs["cos"], sin=inputs["sin"], slots=inputs["slots"], config=config,
         )  # fmt: skip
@@ -104,8 +119,8 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
     def true_qkv(inputs: Inputs) -> torch.Tensor:
         keys, values = (torch.zeros(PAGES, 64, kv_heads, dim, device="cuda", dtype=torch.float64) for _ in range(2))
         exact_head = None if head_norm is None else head_norm.double()
-        q = ops.qkv_linear_reference(
-            inputs["x"].double(), qkv.double(), keys, values, norm=exact_norm(inputs), q_norm=exact_head,
+        q = qkv_linear_reference(
+            weight=qkv.double(), keys=keys, values=values, **exactly(inputs), q_norm=exact_head,
             k_norm=exact_head, cos=inputs["cos"].double(), sin=inputs["sin"].double(), slots=inputs["slots"],
         )  # fmt: skip
         stored = [cached.view(-1, kv_heads * dim)[inputs["slots"]] for cached in (keys, values)]
@@ -115,12 +130,11 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
     slots = torch.randperm(PAGES * 64, device="cuda")[:ROWS]
     yield "qkv", normed | {"cos": angles.cos(), "sin": angles.sin(), "slots": slots}, run_qkv, true_qkv
 
-    def run_norm(inputs: Inputs, config: ops.Config | None) -> Inputs:
-        out, squares = nan(len(inputs["x"]), hidden, dtype=dtype), nan(len(inputs["x"]), norms.tiles(hidden))
-        norms.normalise(
-            inputs["x"], norm_weight, 1e-5, 1.0, out, residual=inputs["x"].flip(1).contiguous(), squares_out=squares
-        )
-        return {"out": out, "squares": squares}
+    def run_norm(inputs: Inputs, config: Config | None) -> Inputs:
+        out = nan(len(inputs["x"]), hidden, dtype=dtype)
+        following, residual = next_norm(out), inputs["x"].flip(1).contiguous()
+        norms.normalise(inputs["x"], norm_weight, 1e-5, 1.0, out, residual=residual, next_norm=following)
+        return {"out": out, "squares": following.squares, "scaled": following.scaled, "expected": scaled(out)}
 
     yield (
         "normalise",
@@ -142,6 +156,7 @@ def test_accuracy_and_rows_in_any_company(model: str, dtype: torch.dtype) -> Non
         assert error < (8e-3 if dtype == torch.bfloat16 else 1e-3), (name, error)
         if "squares" in whole:
             torch.testing.assert_close(whole["squares"], norms.squares_reference(whole["out"]), rtol=1e-5, atol=1e-5)
+            assert torch.equal(whole["scaled"], whole["expected"])
         for count in COUNTS:
             start = (ROWS - count) // 2
             some = {key: value[start : start + count] for key, value in inputs.items()}
@@ -153,7 +168,7 @@ def test_accuracy_and_rows_in_any_company(model: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("model", ["smollm2", "llama-8b"])
 def test_the_height_of_a_tile_changes_no_bit(model: str, warps: int) -> None:
     for name, inputs, op, _ in operations(model, torch.bfloat16):
-        config = ops.Config(block_n=32, block_k=128, stages=3, warps=warps)
+        config = Config(block_n=32, block_k=128, stages=3, warps=warps)
         results = [op(inputs, replace(config, block_m=height)) for height in (16, 32, 64)]
         for other in results[1:]:
             for key in other:
@@ -182,19 +197,21 @@ def test_a_chain_of_launches_reads_what_the_launch_before_it_wrote() -> None:
         )
         for _ in range(30)
     ]
-    start, norm_weight = randn(5, hidden, dtype=torch.bfloat16), torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    start, norm_weight = randn(5, hidden, dtype=torch.bfloat16), randn(hidden, dtype=torch.bfloat16)
     stream, squares, inside = start.clone(), norms.squares_reference(start), nan(5, inner, dtype=torch.bfloat16)
-    norm = norms.Norm(norm_weight, 1e-5, 0.0, squares)
+    scaled = torch.empty_like(stream)
+    norm, next_norm = norms.Norm(1e-5, squares), norms.NextNorm(norm_weight, 0.0, squares, scaled)
 
     def layers(synchronise: bool) -> torch.Tensor:
         stream.copy_(start)
         squares.copy_(norms.squares_reference(start))
+        scaled.copy_(norms.scaled_reference(start, norm_weight, 0.0))
         inside.fill_(float("nan"))
         for gate_up, down in weights:
-            ops.gated_linear(stream, gate_up, inside, norm=norm, activation="silu")
+            gated_linear(scaled, gate_up, inside, norm=norm, activation="silu")
             if synchronise:
                 torch.cuda.synchronize()
-            ops.linear(inside, down, stream, residual=stream, squares_out=squares)
+            linear(inside, down, stream, residual=stream, next_norm=next_norm)
             if synchronise:
                 torch.cuda.synchronize()
         return stream.clone()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.kernels.enter import PAGE_SIZE, Places, enter, enter_reference
-from selfspec.kernels.norm import squares_reference, tiles
+from selfspec.kernels.norm import NextNorm, scaled_reference, squares_reference, tiles
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,6 +17,11 @@ def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.fl
     ints = torch.full((rows,), -7, dtype=torch.int32)
     cos, sin = (poisoned(ropes, rows, half, dtype=dtype) for _ in range(2))
     return Places(ints, ints.clone(), ints.clone(), ints.long(), cos, sin)
+
+
+def first_norm(rows: int, hidden: int, dtype: torch.dtype = torch.float32) -> NextNorm:
+    weight = torch.randn(hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return NextNorm(weight, 1.0, poisoned(rows, tiles(hidden)), poisoned(rows, hidden, dtype=dtype))
 
 
 @pytest.mark.parametrize("hidden", [16, 48, 80, 576])
@@ -39,9 +44,9 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
 
     rows = sequences * len(nodes)
     level = empty_places(rows, ropes, half, dtype)
-    states, squares = poisoned(rows, hidden, dtype=dtype), poisoned(rows, tiles(hidden))
+    states, next_norm = poisoned(rows, hidden, dtype=dtype), first_norm(rows, hidden, dtype)
     enter(
-        level, states, squares, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
+        level, states, next_norm, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
         ranked=ranked, parents=parents, ranks=ranks,
     )  # fmt: skip
 
@@ -56,16 +61,17 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
     torch.testing.assert_close(level.cos, places.cos, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(level.sin, places.sin, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(squares, squares_reference(expected))
+    torch.testing.assert_close(next_norm.squares, squares_reference(expected))
+    assert torch.equal(next_norm.scaled, scaled_reference(expected, next_norm.weight, next_norm.offset))
 
 
 def test_the_root_carries_the_pending_token() -> None:
-    level, states, squares = empty_places(2, 1, 4), poisoned(2, 16), poisoned(2, 1)
+    level, states = empty_places(2, 1, 4), poisoned(2, 16)
     embedding = torch.arange(5 * 16.0).view(5, 16)
     lengths = torch.tensor([PAGE_SIZE - 1, PAGE_SIZE], dtype=torch.int32)
     table = torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     enter(
-        level, states, squares, embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
+        level, states, first_norm(2, 16), embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
         torch.ones(1, 4), torch.ones(1), 0, pending=torch.tensor([4, 2], dtype=torch.int32),
     )  # fmt: skip
     assert level.tokens.tolist() == [4, 2]
@@ -79,7 +85,7 @@ def test_a_level_needs_exactly_one_source_of_tokens() -> None:
     fixed = (
         empty_places(1, 1, 4),
         poisoned(1, 16),
-        poisoned(1, 1),
+        first_norm(1, 16),
         torch.zeros(5, 16),
         None,
         zeros,

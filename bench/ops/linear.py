@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.ops import Case
-from selfspec.kernels.linear import gated_linear, gated_linear_reference, linear, linear_reference, qkv_linear
-from selfspec.kernels.norm import Norm, normalise, squares_reference, tiles
+from selfspec.kernels.gated import gated_linear, gated_linear_reference
+from selfspec.kernels.linear import linear, linear_reference
+from selfspec.kernels.norm import NextNorm, Norm, normalise, squares_reference, tiles
+from selfspec.kernels.qkv import qkv_linear
 
 # hidden, intermediate, query heads, key heads, head size
 MODELS = {"SmolLM2-135M": (576, 1536, 9, 3, 64), "Llama-8B": (4096, 14336, 32, 8, 128)}
@@ -46,27 +48,33 @@ def _randn(*shape: int, device: torch.device, scale: float = 1.0) -> torch.Tenso
 
 
 def _norm(x: torch.Tensor) -> Norm:
-    return Norm(_randn(x.shape[1], device=x.device), 1e-5, 0.0, squares_reference(x))
+    return Norm(1e-5, squares_reference(x))
+
+
+def _next_norm(out: torch.Tensor) -> NextNorm:
+    rows, width = out.shape
+    squares = torch.empty(rows, tiles(width), device=out.device)
+    return NextNorm(_randn(width, device=out.device), 0.0, squares, torch.empty_like(out))
 
 
 def _exact(norm: Norm) -> Norm:
-    return Norm(norm.weight.double(), norm.eps, norm.offset, norm.squares.double())
+    return Norm(norm.eps, norm.squares.double())
 
 
 def _linear_case(name: str, rows: int, n: int, k: int, device: torch.device) -> Case:
     weights, x = _Weights(n, k, device), _randn(rows, k, device=device)
     residual, out = _randn(rows, n, device=device), _randn(rows, n, device=device)
-    squares = torch.empty(rows, tiles(n), device=device)
+    next_norm = _next_norm(out)
 
     def run() -> None:
-        linear(x, weights.next(), out, residual=residual, squares_out=squares)
+        linear(x, weights.next(), out, residual=residual, next_norm=next_norm)
 
     def reference() -> tuple[torch.Tensor, torch.Tensor]:
         weight = weights.copies[0]
-        linear(x, weight, out, residual=residual, squares_out=squares)
+        linear(x, weight, out, residual=residual, next_norm=next_norm)
         return out, linear_reference(x.double(), weight.double(), residual=residual.double())
 
-    return Case(name, run, 2 * (n * k + rows * (k + 2 * n)), reference, lambda: F.linear(x, weights.next()))
+    return Case(name, run, 2 * (n * k + rows * (k + 3 * n)), reference, lambda: F.linear(x, weights.next()))
 
 
 def _gated_case(name: str, rows: int, inner: int, hidden: int, device: torch.device) -> Case:
@@ -114,11 +122,12 @@ def _qkv_case(name: str, rows: int, shape: tuple[int, int, int, int, int], devic
 
 def _normalise_case(name: str, rows: int, hidden: int, device: torch.device) -> Case:
     x, weight = _randn(rows, hidden, device=device), _randn(hidden, device=device)
-    out, squares = torch.empty_like(x), torch.empty(rows, tiles(hidden), device=device)
+    out = torch.empty_like(x)
+    next_norm = _next_norm(out)
     return Case(
         name,
-        lambda: normalise(x, weight, 1e-5, 0.0, out, residual=x, squares_out=squares),
-        6 * rows * hidden,
+        lambda: normalise(x, weight, 1e-5, 0.0, out, residual=x, next_norm=next_norm),
+        8 * rows * hidden,
         None,
         lambda: F.rms_norm(x, (hidden,), weight, 1e-5),
     )

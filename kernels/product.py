@@ -1,0 +1,200 @@
+"""What the fused products share: the loop over K, the tile of a program, and the checks of a launch.
+
+`linear`, `gated` and `qkv` multiply a few rows x [R, K] with a weight [N, K], taken as it lies. Where x is the `scaled`
+companion of a stream (see `norm`), the sums are multiplied by the row's factor at the end.
+
+A row's result has the same bits in any company: one program sums over the whole of K in an order fixed by the layer's
+shape, and only the height of a tile follows the number of rows, which changes no sum. Kernels are compiled without
+fusing multiplications and additions, because what gets fused may differ from one tile height to another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from selfspec.kernels.norm import Norm, block_width, check_squares, power_of_two, shrink, sum_rows, tiles
+from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+
+MAX_ROW_TILE = 64
+SHARED_BYTES = 96 * 1024  # what the stages of a program may take of shared memory; sm_86 has 99 KB
+
+
+def product_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
+) -> torch.Tensor:
+    """bias + x @ weight^T, not yet rounded: at least float32. With a norm x is the scaled stream."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = F.linear(x.to(wide), weight.to(wide))
+    if norm is not None:
+        mean_square = norm.squares.to(wide).sum(-1, keepdim=True) / x.shape[1]
+        sums = sums * (torch.rsqrt(mean_square + norm.eps) / shrink(x.dtype))
+    return sums if bias is None else sums + bias.to(wide)
+
+
+@jit
+def _prefetch(weight, row_offsets, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Asks for the first COLUMNS columns of some weight rows in L2; weights may be read before earlier kernels end."""
+    lines = tl.minimum(tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
+    addresses = (weight + row_offsets[:, None] + lines[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def begin(weight, weight_rows, K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr):
+    """What a program may do before earlier kernels have ended; reads and writes of activations come after it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PREFETCH > 0:
+        _prefetch(weight, weight_rows, K, PREFETCH, LINE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def _add_chunks(squares, rows, T: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT chunks of the entries of some rows, added as a balanced tree: [BM, CHUNK]. There are T entries."""
+    if COUNT == 1:
+        t = FIRST * CHUNK + tl.arange(0, CHUNK)
+        if FIRST * CHUNK + CHUNK <= T:
+            return tl.load(squares + rows[:, None] + t[None, :])
+        else:
+            return tl.load(squares + rows[:, None] + t[None, :], mask=(t < T)[None, :], other=0.0)
+    elif (FIRST + COUNT // 2) * CHUNK >= T:
+        return _add_chunks(squares, rows, T, CHUNK, FIRST, COUNT // 2)
+    else:
+        left = _add_chunks(squares, rows, T, CHUNK, FIRST, COUNT // 2)
+        return left + _add_chunks(squares, rows, T, CHUNK, FIRST + COUNT // 2, COUNT // 2)
+
+
+@jit
+def product(
+    x, weight, squares, x_rows, weight_rows, squares_rows,
+    K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the rows' factors: [BM, BN] float32.
+
+    The squares are asked for before the loop and needed after it, so that nothing waits for them. They are added 16
+    wide, where every addition has its place, before what little is left goes from thread to thread.
+    """
+    CHUNK: tl.constexpr = 16
+    columns = tl.arange(0, BK)
+    x_at = x + x_rows[:, None] + columns[None, :]
+    weight_at = weight + weight_rows[:, None] + columns[None, :]
+    if squares is not None:
+        entries = _add_chunks(squares, squares_rows, T, CHUNK, 0, CHUNKS)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if K % BK == 0:
+            rows = tl.load(x_at + start)
+            matrix = tl.load(weight_at + start)
+        else:
+            inside = (columns < K - start)[None, :]
+            rows = tl.load(x_at + start, mask=inside, other=0.0)
+            matrix = tl.load(weight_at + start, mask=inside, other=0.0)
+        sums = tl.dot(rows, tl.trans(matrix), sums, input_precision="ieee")
+    if squares is not None:
+        sums *= (tl.rsqrt(sum_rows(entries, BM, CHUNK) / K + EPS) / SHRINK)[:, None]
+    return sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile of a program. All but `block_m` must follow from the layer's shape alone."""
+
+    block_n: int  # rows of the weight
+    block_k: int
+    stages: int
+    warps: int
+    prefetch: int = 0  # leading columns of a weight row asked for while earlier kernels still run
+    block_m: int | None = None  # rows of x; None: by their number
+
+
+def choose(kind: str, n: int, k: int) -> Config:
+    """The tile for a weight [n, k] of a "linear", "gated" or "qkv" product, or of "heads", qkv with a norm of heads:
+    those take a whole head per program, whatever `block_n` says."""
+    if kind == "heads":
+        return Config(block_n=0, block_k=64, stages=4, warps=4)
+    if k <= 2048 and n <= 8192:  # bound by latency: whole rows of the weight asked for at once
+        block_n = block_width(n) if kind == "linear" else 32
+        return Config(block_n, block_k=128, stages=5, warps=4, prefetch=power_of_two(k))
+    if kind == "linear":
+        return Config(block_width(n), block_k=128, stages=6, warps=2)
+    if n > 8192:  # few stages, so that all programs of a large layer run at once
+        return Config(block_n=64, block_k=128, stages=3, warps=4)
+    return Config(block_n=32, block_k=128, stages=5, warps=4)
+
+
+def row_tile(rows: int) -> int:
+    """The height of a tile; dot products along K do not depend on it."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
+
+
+def launch_settings(
+    x: torch.Tensor, norm: Norm | None, config: Config, block_n: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants all kernels share, and the options of the launch."""
+    k, size = x.shape[1], x.element_size()
+    block_n = block_n or config.block_n
+    # A wide and high tile does not fit the registers.
+    highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
+    block_m = config.block_m or min(row_tile(x.shape[0]), highest)
+    block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
+    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > SHARED_BYTES:  # for all heights alike
+        block_k //= 2
+    # With fewer than four warps the tensor cores read registers, and one stage less lies in shared memory.
+    stages = min(config.stages, SHARED_BYTES // ((block_m + block_n) * block_k * size) + (config.warps < 4))
+    pdl = use_pdl(x)
+    shape = {
+        "K": k,
+        "T": tiles(k),
+        "CHUNKS": power_of_two(-(-tiles(k) // 16)),
+        "EPS": norm.eps if norm else 0.0,
+        "SHRINK": shrink(x.dtype),
+        "BM": block_m,
+        "BN": block_n,
+        "BK": block_k,
+        "PREFETCH": config.prefetch if pdl else 0,
+        "LINE": 128 // size,
+        "PDL": pdl,
+    }
+    options: dict[str, Any] = {
+        "num_warps": config.warps,
+        "num_stages": stages,
+        "enable_fp_fusion": False,
+    }
+    return shape, options | ({"launch_pdl": True} if pdl else {})
+
+
+def norm_squares(norm: Norm | None) -> tuple[torch.Tensor | None, int]:
+    """The squares and their stride, as kernels take them."""
+    return (None, 0) if norm is None else (norm.squares, norm.squares.stride(0))
+
+
+def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [R, K] and [N, K]")
+    if x.shape[0] < 1 or x.shape[1] % 16:
+        raise ValueError(f"x {tuple(x.shape)} needs at least one row, and columns in multiples of 16")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or weight.dtype != x.dtype:
+        raise ValueError(f"x and weight must be of one dtype of 16 or 32 bits, got {x.dtype} and {weight.dtype}")
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError("the rows of x and weight must be contiguous")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
+        raise ValueError(f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if norm is not None:
+        check_squares(norm.squares, *x.shape)
+
+
+def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, width: int) -> None:
+    if tensor.shape != (x.shape[0], width) or tensor.dtype != x.dtype or tensor.stride(1) != 1:
+        raise ValueError(
+            f"{name} must be {x.dtype} [{x.shape[0]}, {width}] with contiguous rows, "
+            f"got {tensor.dtype} {tuple(tensor.shape)}"
+        )
