@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -47,6 +47,9 @@ from selfspec.runtime import Row, Session, Stop
 from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
 from selfspec.tree import MAX_NODES, NONE, Plan
+
+if TYPE_CHECKING:
+    from selfspec.machine import Machine
 
 DEFAULT_COMPLETION_TOKENS = 512
 
@@ -299,18 +302,24 @@ class Engine:
     ) -> Session:
         """A session of rows that are known to be sound, on kernels where the engine has them. The classical rejection
         looks at whole rows of draft logits, which kernels do not keep."""
-        kind = Session if self._machine is None or options.get("rejection") else self._machine.session
-        return kind(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
+        if self._machine is None or options.get("rejection"):
+            return Session(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
+        from selfspec.device_session import DeviceSession  # imports Triton, which nobody needs elsewhere
 
-    def _build_machine(self, kernels: bool | None) -> Any:
+        return DeviceSession(
+            self.model, self.cache, rows, sampling, policy, exit=exit, **options, machine=self._machine
+        )
+
+    def _build_machine(self, kernels: bool | None) -> Machine | None:
         """Cycles as kernels and CUDA graphs, for those who ask for them."""
         if not kernels:
             return None
-        from selfspec import device_session  # imports Triton, which nobody needs elsewhere
+        from selfspec.fused import WANTED, is_supported
+        from selfspec.machine import Machine
 
-        if not device_session.is_supported(self.model):
-            raise ValueError(device_session.WANTED)
-        return device_session.Machine(self.model, self.cache, self.context)
+        if not is_supported(self.model):
+            raise ValueError(WANTED)
+        return Machine(self.model, self.cache, self.context)
 
     def _own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
         """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine
+from selfspec import Engine, device_session
 from selfspec.cache import flat_slot
 from selfspec.exits import Exit
 from selfspec.runtime import Session
@@ -119,6 +119,23 @@ def test_rows_that_end_leave_their_seats_and_all_pages_come_back() -> None:
     expected = theirs.generate(ids, speculative_decoding=False, **settings)
     assert torch.equal(ours.generate(ids, speculative_decoding=False, **settings), expected)
     assert ours.cache.free_pages == ours.cache.num_pages - 1  # empty seats keep a page to write to
+
+
+def test_a_cache_that_moves_while_a_cycle_is_in_flight_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = engines("llama")
+    monkeypatch.setattr(device_session, "AHEAD", 0)
+    prompt = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(3))
+    settings = {"speculative_decoding": False, "max_new_tokens": 6, **GREEDY}
+    session = open_session(ours, prompt[0].tolist(), settings)
+    running, storages, hoard = session.run(), set(), ours.cache.open()
+    next(running)
+    ours.cache.reserve(hoard, ours.cache.free_pages * 64)  # the next page must come from a larger cache
+    storages.add(ours.cache.keys.data_ptr())
+    for _ in running:
+        storages.add(ours.cache.keys.data_ptr())
+    ours.cache.close(hoard)
+    assert len(storages) > 1
+    assert session.rows[0].tokens == theirs.generate(prompt, **settings)[0].tolist()
 
 
 def test_two_streams_take_turns_on_the_same_seats() -> None:

@@ -1,0 +1,200 @@
+"""What outlives a request on the device: seats, buffers, and the cycles and prompts that were captured as CUDA graphs.
+
+Captures on first use and keeps; which cycle a request needs, and what its report means, is `device_session`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
+from selfspec.device_prefill import SMALLEST, Prefill, padded
+from selfspec.exits import Exit
+from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
+from selfspec.model import Decoder
+from selfspec.room import device_room
+from selfspec.sampling import Sampling
+from selfspec.tree import MAX_NODES, Plan
+
+HEAD_ROOM = 4096  # drafted tokens beyond a domain's that a captured cycle has room for, in these steps
+CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobody says how much it needs
+USUAL_BATCH = 16
+SPARE = 3 * (MAX_NODES + 1)  # positions past its end that a text may be drafted to before that is noticed
+SHORTEST_REACH = 2048  # positions that attention is planned for at least
+
+
+class Occupant(Protocol):
+    """Who sits on seats: told to rise when others need them."""
+
+    def rise(self) -> None: ...
+
+
+class Mail:
+    """A cycle's report on its way to the host."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        on_gpu = like.device.type == "cuda"
+        self.shape = like.shape
+        self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+
+    def send(self, report: torch.Tensor) -> None:
+        self._copy.copy_(report, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[list[int]]:
+        """Waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.tolist()
+
+
+class Machine:
+    """Everything on the device that outlives a request."""
+
+    def __init__(self, model: Decoder, cache: Cache, context: int) -> None:
+        self.model, self.cache, self.context = model, cache, context
+        self.scratch = Scratch(model.device)
+        self._seats: dict[int, Seats] = {}
+        self._known: dict[int, torch.Tensor] = {}
+        self._heads: dict[tuple[int, int], DraftHead] = {}
+        self._cycles: dict[tuple, Cycle] = {}
+        self._replays: dict[tuple, Launch] = {}
+        self._prefills: dict[tuple, tuple[Prefill, Launch]] = {}
+        self._keys = cache.keys  # the storage that captured cycles know
+        self._idle = cache.open()
+        self._pool: Any = None
+        self.mails: list[Mail] = []  # that are free
+        self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
+
+    def take_memory(self) -> None:
+        """Takes the cache's memory, if it has none yet, at once: when it grows, cycles have to be captured anew."""
+        if self.model.device.type == "cuda" and not self.cache.num_pages:
+            self.cache.provide(self._first_pages())
+
+    def _first_pages(self) -> int:
+        if self.cache.max_pages is not None:
+            return self.cache.max_pages
+        share = int(CACHE_SHARE * device_room(self.model.device) / self.cache.page_nbytes)
+        return min(USUAL_BATCH * table_pages(self.context + SPARE) + 1, share)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of seats, buffers between kernels, and captured cycles."""
+        tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
+        tensors += [tensor for seats in self._seats.values() for tensor in vars(seats).values() if _is_tensor(tensor)]
+        tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
+        return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
+        """Compiles and captures the cycle that requests of this kind will replay."""
+        key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest)
+        self.replay(key)
+
+    def seats(self, rows: int) -> Seats:
+        """Seats for so many rows: a power of two of them, so that few sizes are ever captured."""
+        count = 1 << (rows - 1).bit_length()
+        if count not in self._seats:
+            self._seats[count] = Seats(count, table_pages(self.context + SPARE), self.model.device)
+        return self._seats[count]
+
+    def idle_page(self) -> int:
+        """A page that belongs to nobody's text: seats nobody sits on write there."""
+        if not self._idle.pages:
+            self.cache.reserve(self._idle, MAX_NODES + 1)
+        return self._idle.pages[0]
+
+    def drafter(self, seats: Seats, exit: Exit | None) -> Drafter | None:
+        if exit is None:
+            return None
+        known = None
+        if exit.block is not None:
+            if seats.count not in self._known:
+                self._known[seats.count] = known_buffer(self.model, seats, MAX_NODES + 1)
+            known = self._known[seats.count]
+        return Drafter(exit, self._head(seats, exit), known)
+
+    def _head(self, seats: Seats, exit: Exit) -> DraftHead | None:
+        if exit.head_rows is None:
+            return None
+        capacity = min(-(-len(exit.head_rows) // HEAD_ROOM) * HEAD_ROOM, self.model.config.vocab_size)
+        key = (seats.count, capacity)
+        if key not in self._heads:
+            self._heads[key] = DraftHead.empty(capacity, self.model.device)
+        return self._heads[key]
+
+    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[tuple, Cycle]:
+        """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
+        self._forget_if_moved()
+        drafter = self.drafter(seats, exit)
+        block = None if exit is None or exit.block is None else id(exit.block)
+        capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
+        reach = max(SHORTEST_REACH, 1 << (longest + SPARE - 1).bit_length())  # few sizes: each is captured
+        key = (seats.count, reach, plan, None if exit is None else exit.layer, block, capacity, drawing)
+        if key not in self._cycles:
+            fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
+            self._cycles[key] = Cycle(fused, plan, drafter, drawing)
+        return key, self._cycles[key]
+
+    def replay(self, key: tuple) -> Launch:
+        """The cycle kept under `key` as something to replay; captured on first use, from idle seats."""
+        if key not in self._replays:
+            cycle = self._cycles[key]
+            self.vacate(cycle.seats)
+            if self.model.device.type == "cuda":
+                cycle.launch()  # compiles what is new; on idle seats it moves nothing
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._replays[key] = captured(cycle.launch, self.model.device, self._pool)
+        return self._replays[key]
+
+    def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
+        """For a chunk of `count` tokens that ends at position `end`; captured on first use."""
+        self._forget_if_moved()
+        rows = padded(count, SMALLEST)
+        key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)))
+        if key not in self._prefills:
+            prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page())
+            if self.model.device.type == "cuda":
+                prefill.load([0], 0, [], None)
+                prefill.table.fill_(self.idle_page())
+                prefill.launch()
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._prefills[key] = prefill, captured(prefill.launch, self.model.device, self._pool)
+        return self._prefills[key]
+
+    def mail(self, report: torch.Tensor) -> Mail:
+        """Something to send a report of this shape with; who has read it puts it back to `mails`."""
+        fits = next((mail for mail in self.mails if mail.shape == report.shape), None)
+        if fits is None:
+            return Mail(report)
+        self.mails.remove(fits)
+        return fits
+
+    def is_captured(self, key: tuple) -> bool:
+        return key in self._replays
+
+    def vacate(self, seats: Seats) -> None:
+        """Nobody sits here any more; who did keeps what the device knows of its rows."""
+        owner = self.owners.pop(seats.count, None)
+        if owner is not None:
+            owner.rise()
+        seats.active.zero_()
+        seats.lengths.zero_()
+        seats.page_table.fill_(self.idle_page())
+
+    def _forget_if_moved(self) -> None:
+        """Captured cycles hold the cache's address: when it has grown elsewhere they are void."""
+        self.idle_page()
+        if self._keys is not self.cache.keys:
+            self._keys = self.cache.keys
+            for known in (self._cycles, self._replays, self._prefills):
+                known.clear()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
