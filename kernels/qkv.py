@@ -112,10 +112,10 @@ def _qkv_kernel(
         elif head < Q_HEADS + KV_HEADS:
             both = _norm_heads(both, k_norm, dimension, 2 * HALF, EPS, OFFSET, BM, BN, dtype)
     first, second = tl.split(tl.reshape(both, (BM, PAIRS, 2)))
-    if head < Q_HEADS + KV_HEADS:
-        cosine, sine = c.to(tl.float32), s.to(tl.float32)
-        first, second = first * cosine - second * sine, second * cosine + first * sine
-    inside = (row < row_count)[:, None] & valid
+    cosine, sine = c.to(tl.float32), s.to(tl.float32)
+    turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+    both = tl.where(head < Q_HEADS + KV_HEADS, tl.reshape(turned, (BM, BN)), both)
+    inside = (row < row_count)[:, None] & (base + turn // 2 < HALF)[None, :]
     page, offset = slot // PAGE, slot % PAGE
     if head < Q_HEADS:
         at = q_out + row.to(tl.int64) * q_stride + head * (2 * HALF)
@@ -126,9 +126,7 @@ def _qkv_kernel(
         at = values + page * value_page_stride + offset * value_slot_stride
         at += (head - Q_HEADS - KV_HEADS) * value_head_stride
         inside = inside & (slot >= 0)[:, None]
-    target = at[:, None] + pair[None, :]
-    tl.store(target, first.to(dtype), mask=inside)
-    tl.store(target + HALF, second.to(dtype), mask=inside)
+    tl.store(at[:, None] + dimension[None, :], both.to(dtype), mask=inside)
 
 
 def qkv_linear(
