@@ -35,15 +35,17 @@ def linear_reference(
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    gather: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual + bias + x @ weight^T, [R, N], rounded once; with a norm x is the scaled stream."""
-    product = product_reference(x, weight, bias, norm)
+    """residual + bias + x @ weight^T, [R, N], rounded once; with a norm x is the scaled stream, with `gather` [R] row r
+    is row gather[r] of x."""
+    product = product_reference(x if gather is None else x[gather], weight, bias, norm)
     return (product if residual is None else residual + product).to(x.dtype)
 
 
 @jit(do_not_specialize=["row_count"])
 def _linear_kernel(
-    x, weight, out, bias, residual, next_weight, squares_out, scaled_out, squares, row_count,
+    x, gather, weight, out, bias, residual, next_weight, squares_out, scaled_out, squares, row_count,
     x_stride, weight_stride, out_stride, residual_stride, squares_out_stride, scaled_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
@@ -53,6 +55,9 @@ def _linear_kernel(
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)  # rows past the end repeat the last one and store nothing
+    x_row = source
+    if gather is not None:  # fixed by the plan: no kernel writes it
+        x_row = tl.load(gather + source)
     weight_rows = tl.minimum(column, N - 1).to(tl.int64) * weight_stride
     inside = (row < row_count)[:, None] & (column < N)[None, :]
     if next_weight is not None:  # like all weights, it may be read before earlier kernels end
@@ -61,7 +66,7 @@ def _linear_kernel(
     if residual is not None:  # asked for early, needed late; each program reads only what it will overwrite itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     result = product(
-        x, weight, squares, source * x_stride, weight_rows, source * squares_stride,
+        x, weight, squares, x_row * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
     if bias is not None:
@@ -93,15 +98,19 @@ def linear(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     next_norm: NextNorm | None = None,
+    gather: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> None:
     """out [R, N] = residual + bias + x [R, K] @ weight [N, K]^T, and its companions for the next norm; `residual` may
-    be `out` itself. With a norm x is the scaled stream."""
-    rows, n = x.shape[0], weight.shape[0]
-    check_product(x, weight, bias, norm)
-    check_rows("out", out, x, n)
+    be `out` itself. With a norm x is the scaled stream; with `gather` [R] int64 row r is row gather[r] of any x."""
+    taken = x if gather is None else x[:1].expand(gather.shape[0], -1)
+    rows, n = taken.shape[0], weight.shape[0]
+    check_product(taken, weight, bias, norm)
+    check_rows("out", out, taken, n)
     if residual is not None:
-        check_rows("residual", residual, x, n)
+        check_rows("residual", residual, taken, n)
+    if gather is not None and (norm is not None or gather.dtype != torch.int64 or gather.stride() != (1,)):
+        raise ValueError("gathered rows must be given as contiguous int64, and cannot be normed")
     config = config or choose("linear", n, x.shape[1])
     width = block_width(n)
     if next_norm is not None:
@@ -109,9 +118,9 @@ def linear(
         if config.block_n % width:
             raise ValueError(f"tiles of {config.block_n} columns cannot sum squares over {width}")
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(x, norm, config)
+    shape, options = launch_settings(taken, norm, config)
     _linear_kernel[(-(-rows // shape["BM"]), -(-n // config.block_n))](
-        x, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
+        x, gather, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
         x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,
         N=n, WIDTH=width, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0, **shape, **options,

@@ -164,16 +164,13 @@ class Cycle:
         assert block is not None
         if block.recall is None:
             return self._for_block(block, stream, own)
-        if level.nodes.start == 0:
+        previous = self.reads  # what the exit read at the parents
+        if level.parent_rows is None:
             assert drafter.known is not None
             previous = drafter.known[: self.seats.count]
-        else:  # what the exit read at the parents
-            assert level.parent_rows is not None
-            previous = self._scratch("previous", len(stream.states))
-            torch.index_select(self.reads, 0, level.parent_rows, out=previous)
         columns = block.recall[:, : previous.shape[1]]
         next_norm = self.fused.next_norm(block.layer.attention_norm, own)
-        linear(previous, columns, own.states, residual=stream.states, next_norm=next_norm)
+        linear(previous, columns, own.states, residual=stream.states, next_norm=next_norm, gather=level.parent_rows)
         return own
 
     def _for_block(self, block: ExitBlock, stream: Stream, own: Stream) -> Stream:
@@ -219,10 +216,11 @@ class Cycle:
         if block.recall is None:
             own = self._for_block(block, self.stream, own)
         else:
-            previous = self.scratch.take("known before", self.rows, drafter.known.shape[1], dtype=self.model.dtype)
-            torch.index_select(drafter.known, 0, self._known_rows, out=previous)
-            next_norm = self.fused.next_norm(block.layer.attention_norm, own)
-            linear(previous, block.recall, own.states, residual=self.stream.states, next_norm=next_norm)
+            next_norm, known = self.fused.next_norm(block.layer.attention_norm, own), drafter.known
+            linear(
+                known, block.recall, own.states, residual=self.stream.states, next_norm=next_norm,
+                gather=self._known_rows,
+            )  # fmt: skip
         spec = self.model.config.layers[drafter.exit.layer]
         self.fused.store(block.layer, spec, self.fused.cache.exit_layer_index, own, self.everyone, None)
 

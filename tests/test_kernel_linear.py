@@ -117,6 +117,17 @@ def test_linear_takes_views_of_wider_tensors_and_a_residual_that_is_its_output()
     assert torch.equal(stream[:, :16], before[:, :16]) and torch.equal(stream[:, 48:], before[:, 48:])
 
 
+def test_linear_gathers_its_rows_from_anywhere() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight, residual = (torch.randn(*shape, generator=generator) for shape in ((40, 64), (48, 64), (21, 48)))
+    gather = torch.randint(0, 40, (21,), generator=generator)
+    out = torch.full((21, 48), torch.nan)
+    linear(x, weight, out, residual=residual, gather=gather)
+    torch.testing.assert_close(out, linear_reference(x, weight, residual=residual, gather=gather), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="gathered rows"):
+        linear(x, weight, out, gather=gather.int())
+
+
 def test_a_large_stream_does_not_overflow_half_precision() -> None:
     x = randn(2, 64, dtype=HALF, scale=4000.0)
     weight = randn(16, 64, dtype=HALF, scale=0.1)
