@@ -64,13 +64,13 @@ def enter_reference(
     return hidden, Places(tokens.int(), positions.int(), positions.int() + 1, flat, cos.to(kind), sin.to(kind))
 
 
-@jit
+@jit(do_not_specialize=["sequences", "first", "page_table_stride", "width"])
 def _enter(
     pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
     tokens, positions, following, slots, cos, sin, hidden_out,
-    next_weight, squares, scaled, sequences, first, page_table_stride, cos_rope_stride, squares_stride,
+    next_weight, squares, scaled, sequences, first, page_table_stride, width, cos_rope_stride, squares_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
     ROOT: tl.constexpr, EMBEDDING_SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def _enter(
         token = tl.load(pending + sequence).to(tl.int32)
     else:
         parent = tl.load(parents + place)
-        token = tl.load(ranked + (parent * sequences + sequence) * WIDTH + tl.load(ranks + place)).to(tl.int32)
+        token = tl.load(ranked + (parent * sequences + sequence) * width + tl.load(ranks + place)).to(tl.int32)
     tl.store(tokens + row, token)
     length = tl.load(lengths + sequence)
     slot = length + first + place
@@ -160,11 +160,11 @@ def enter(
         ranks if ranks is not None else nothing,
         embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
         level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out,
-        *next_tensors(next_norm), sequences, first, page_table.stride(0), level.cos.stride(0),
+        *next_tensors(next_norm), sequences, first, page_table.stride(0), ranked.shape[1] if ranked is not None else 1,
+        level.cos.stride(0),
         next_norm.squares.stride(0), HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles),
         BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
-        WIDTH=ranked.shape[1] if ranked is not None else 1,
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
         ROOT=pending is not None, EMBEDDING_SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
