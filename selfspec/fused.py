@@ -128,20 +128,24 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []  # captured cycles still write to them
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of this name, zero when new. A larger one replaces it; who holds the smaller one keeps it."""
+        """A buffer of this name, zero when new; where it is too small a larger one takes its place from now on."""
         count = 1
         for size in shape:
             count *= size
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < count:
+            if held is not None:
+                self._outgrown.append(held)
             held = self._buffers[name, dtype] = torch.zeros(count, dtype=dtype, device=self._device)
         return held[:count].view(shape)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        held = [*self._buffers.values(), *self._outgrown]
+        return sum(buffer.numel() * buffer.element_size() for buffer in held)
 
 
 class FusedDecoder:

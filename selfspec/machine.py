@@ -191,6 +191,8 @@ class Machine:
         """Captured cycles hold the cache's address: when it has grown elsewhere they are void."""
         self.idle_page()
         if self._keys is not self.cache.keys:
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys = self.cache.keys
             for known in (self._cycles, self._replays, self._prefills):
                 known.clear()

@@ -11,7 +11,7 @@ import torch
 
 from selfspec import Engine
 from selfspec.exits import Exit
-from selfspec.fused import FusedDecoder, Stream
+from selfspec.fused import FusedDecoder, Scratch, Stream
 from selfspec.kernels.norm import scaled_reference, squares_reference
 from selfspec.model import Decoder, Layer
 from tests.profiles import random_exit
@@ -62,3 +62,12 @@ def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: 
         )  # fmt: skip
     layers = {0, 1, 2} if plan == "none" or kind == "raw" else {0, 1, 2, engine.cache.exit_layer_index}
     assert set(read) == layers
+
+
+def test_scratch_that_was_outgrown_is_kept_for_cycles_that_were_captured_with_it() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    small = scratch.take("x", 2, 3, dtype=torch.float32)
+    assert scratch.take("x", 3, dtype=torch.float32).data_ptr() == small.data_ptr()
+    large = scratch.take("x", 100, dtype=torch.float32)
+    assert scratch.take("x", 2, 3, dtype=torch.float32).data_ptr() == large.data_ptr() != small.data_ptr()
+    assert scratch.nbytes == 4 * (6 + 100)
