@@ -235,7 +235,7 @@ def measure(console: Console, args: argparse.Namespace, subject: Subject, setup:
             task = Task(args.max_new_tokens, temperature)
             results = measure_cell(args, subject, ways, batches_of(subject, size), task)
             for row in results if size == 1 else ():
-                if "failed" not in row:
+                if "failed" not in row and row["tokens_per_cycle"] == 1:  # the ceiling is of a token per pass
                     row["of_ceiling"] = round(1e3 / row["ms_per_token_p50"] / setup["ceiling_tokens_per_s"], 3)
             report.show(console, setup, size, temperature, results)
             cells.append({"batch": size, "temperature": temperature, "results": results})
