@@ -103,6 +103,8 @@ def report(console: Console, completion: Completion) -> None:
         )
     else:
         line += f", plain decoding ({stats.disabled_reason})"
+        if stats.disabled_reason == "goodput":
+            line += ": its profile does not say that drafting pays here; --speculative force --plan chain:2 tries it"
     console.print(f"\n[dim]{line}[/]", soft_wrap=True)
 
 

@@ -97,6 +97,7 @@ class Calibration:
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
         key |= {"text": [sha256(path.read_bytes()).hexdigest() for path in settings.text]}
         self.known = None if settings.train else self._known_profile()
+        self.resumed = settings.resume and (self.out / "work" / "key.json").exists()
         self.work = Work(self.out / "work", key, settings.resume)
         _check_disk(self.out)
         self.resources = self._resources()
@@ -123,7 +124,10 @@ class Calibration:
             f"  domains {', '.join(d.name for d in self.domains)}; {train} after layers "
             f"{', '.join(map(str, self.layers))}; writes its profile to {self.out}"
         )
-        self.display.say(f"  {resources.describe()}")
+        if settings.train:
+            self.display.say(f"  {resources.describe()}")
+        if settings.resume and not self.resumed:
+            self.display.say(f"  there is nothing to go on with in {self.work.folder}: begins anew")
         if settings.tokens is None or settings.steps is None:
             self.display.say(f"  about {settings.minutes:g} minutes; stop it at any time and go on with --resume")
 
