@@ -94,6 +94,7 @@ def _enter(
     else:
         parent = tl.load(parents + place)
         token = tl.load(ranked + (parent * sequences + sequence) * width + tl.load(ranks + place)).to(tl.int32)
+    token = tl.maximum(token, 0)  # a head with fewer tokens than were asked for ranks none
     tl.store(tokens + row, token)
     length = tl.load(lengths + sequence)
     slot = length + first + place

@@ -62,7 +62,9 @@ class DraftHead:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> DraftHead:
+        """Full of the first token, which is as good as any for cycles that are run once before they are captured."""
         ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+        ints[:1].fill_(capacity)
         return cls(ints[1:], ints[:1])
 
     def fill(self, tokens: torch.Tensor) -> None:

@@ -50,6 +50,10 @@ class Prefill:
         # What was known before the chunk, and is known after it, for the exit to recall.
         self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=device)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.tokens, self.span, self.table, self.known]
+
     def load(self, tokens: list[int], start: int, pages: list[int], known: torch.Tensor | None) -> None:
         """Tells which chunk comes next."""
         host = torch.tensor([*tokens, start, len(tokens), *pages[: self.table.shape[1]]])

@@ -6,12 +6,13 @@ need the host between the model's logits and its choice (processors, penalties) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from selfspec.cache import PAGE_SIZE
+from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.draft import Draft
 from selfspec.fused import Seats
@@ -42,11 +43,16 @@ class DeviceSession(Session):
         self.machine = machine
         machine.take_memory()
         self._seated: list[Row] = []
+        self._pages_moved = False  # the device has not been told of new pages
         self._owned: set[int] = set()  # rows, by id, that share no page they write to
         self._flight: Flight | None = None
         self._drawing = Drawing.of(self.sampling)
         self._longest = max(row.max_length for row in self.rows)
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
+
+    def _timed(self, step: Callable[[], None]) -> None:
+        with self.machine.current():
+            super()._timed(step)
 
     def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """A chunk of a prompt, alone: what is computed for it depends on nothing else."""
@@ -69,8 +75,7 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
-        for count in [count for count, owner in self.machine.owners.items() if owner is self]:
-            del self.machine.owners[count]
+        self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
 
@@ -95,16 +100,25 @@ class DeviceSession(Session):
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: the same again, from the same seats, and
         surely needed."""
-        seated = self.machine.owners.get(self.machine.seats(len(flight.rows)).count) is self
         same = self.policy.choose(len(flight.rows))[0] == flight.plan
-        return seated and same and any(row.max_length - len(row.tokens) > flight.plan.depth + 1 for row in flight.rows)
+        needed = any(row.max_length - len(row.tokens) > flight.plan.depth + 1 for row in flight.rows)
+        return same and needed and self._sits(flight.rows)
+
+    def _sits(self, rows: list[Row]) -> bool:
+        owner = self.machine.owners.get(self.machine.seats(len(rows)).count)
+        return owner is self and list(map(id, self._seated)) == list(map(id, rows))
 
     def _launch(self, ahead: bool = False) -> Flight | None:
         """Sends a cycle off. One that goes ahead of another must not have to be captured first: that would empty the
         seats, and where the rows stand is known only when the other has landed."""
         rows = self.active
         plan, reason = self.policy.choose(len(rows))
-        seats = self._sit(rows, plan)
+        try:
+            seats = self._sit(rows, plan)
+        except CacheFull:
+            if ahead:  # what is in flight may be the end of it
+                return None
+            raise
         key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
         if not self.machine.is_captured(key):
             if ahead:
@@ -136,11 +150,10 @@ class DeviceSession(Session):
     def _sit(self, rows: list[Row], plan: Plan) -> Seats:
         """Makes sure that these rows sit on the device's seats, with pages enough for a cycle."""
         seats = self.machine.seats(len(rows))
-        moved = False
         for row in rows:
-            moved |= self._take_pages(row, plan)
-        if self.machine.owners.get(seats.count) is self and list(map(id, self._seated)) == list(map(id, rows)):
-            if moved:
+            self._take_pages(row, plan)
+        if self._sits(rows):
+            if self._pages_moved:
                 self._write_pages(seats, rows)
             return seats
         self.rise()
@@ -150,19 +163,20 @@ class DeviceSession(Session):
         self._seated = list(rows)
         return seats
 
-    def _take_pages(self, row: Row, plan: Plan) -> bool:
-        """Pages for this cycle and the one in flight; whether there are new ones."""
+    def _take_pages(self, row: Row, plan: Plan) -> None:
+        """Pages for this cycle and the one in flight."""
         pages, least = row.sequence.pages, row.sequence.length + 2 * (plan.depth + 1) + len(plan) + 1
         missing = least > len(pages) * PAGE_SIZE
         if not missing and id(row) in self._owned:
-            return False
+            return
         self._owned.add(id(row))
         self.cache.reserve(
             row.sequence, max(least, min(least + AHEAD, row.max_length + MAX_NODES)) if missing else least
         )
-        return True
+        self._pages_moved = True
 
     def _write_pages(self, seats: Seats, rows: list[Row]) -> None:
+        self._pages_moved = False
         width = max(len(row.sequence.pages) for row in rows)
         table = [row.sequence.pages + [0] * (width - len(row.sequence.pages)) for row in rows]
         seats.page_table[: len(rows), :width].copy_(_host_ints(table, seats.lengths.device), non_blocking=True)
@@ -194,6 +208,12 @@ class DeviceSession(Session):
             for row, known in zip(self._seated, drafter.known[: len(self._seated)].clone(), strict=True):
                 row.known = known
         self._seated = []
+        self._leave_seats()
+
+    def _leave_seats(self) -> None:
+        owners = self.machine.owners
+        for count in [count for count, owner in owners.items() if owner is self]:
+            del owners[count]
 
     # Where the host chooses: the same kernels, pass by pass.
 

@@ -267,6 +267,8 @@ class Engine:
         """Checks everything that can be checked and opens a session; no page is taken, and nothing computed but, where
         a profile routes, the prompts' domain."""
         check_prompts(prompts, self.model.config.vocab_size, self.context)
+        if self._machine is not None:
+            self._machine.take_memory()
         batch = len(prompts) * settings.num_return_sequences
         if self.max_batch is not None and batch > self.max_batch:
             raise ValueError(

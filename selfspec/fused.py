@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -32,7 +33,11 @@ WANTED = (
 
 def is_supported(model: Decoder) -> bool:
     """Whether the kernels can decode with this model where it is."""
-    if triton is None or model.config.hidden_size % 16 or model.config.head_dim % 16:
+    config = model.config
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    if triton is None or any(size % 16 for size in sizes) or config.head_dim > 256:
+        return False
+    if config.num_heads > 16 * config.num_kv_heads:
         return False
     if model.device.type == "cuda":
         return model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(model.device) >= (
@@ -141,6 +146,10 @@ class Scratch:
                 self._outgrown.append(held)
             held = self._buffers[name, dtype] = torch.zeros(count, dtype=dtype, device=self._device)
         return held[:count].view(shape)
+
+    def forget_outgrown(self) -> None:
+        """When nothing captured is left."""
+        self._outgrown.clear()
 
     @property
     def nbytes(self) -> int:
@@ -277,11 +286,12 @@ def table_pages(slots: int) -> int:
 Launch = Callable[[], None]
 
 
-def captured(launch: Launch, device: torch.device, pool: object | None) -> Launch:
-    """`launch` as a CUDA graph; elsewhere as it is. It must have run once, so that every kernel is compiled."""
-    if device.type != "cuda":
+def captured(launch: Launch, pool: Any, stream: torch.cuda.Stream | None) -> Launch:
+    """`launch` as a CUDA graph, captured on a stream of its own; without one as it is. It must have run once, so that
+    every kernel is compiled."""
+    if stream is None:
         return launch
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         launch()
     return graph.replay

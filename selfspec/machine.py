@@ -5,6 +5,7 @@ Captures on first use and keeps; which cycle a request needs, and what its repor
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from selfspec.tree import MAX_NODES, Plan
 
 HEAD_ROOM = 4096  # drafted tokens beyond a domain's that a captured cycle has room for, in these steps
 CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobody says how much it needs
+LARGEST_SHARE = 0.9  # the same where somebody does
 USUAL_BATCH = 16
 SPARE = 3 * (MAX_NODES + 1)  # positions past its end that a text may be drafted to before that is noticed
 SHORTEST_REACH = 2048  # positions that attention is planned for at least
@@ -67,34 +69,44 @@ class Machine:
         self._prefills: dict[tuple, tuple[Prefill, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
+        self._on_gpu = model.device.type == "cuda"
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._took_memory = False
         self.mails: list[Mail] = []  # that are free
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
 
     def take_memory(self) -> None:
         """Takes the cache's memory, if it has none yet, at once: when it grows, cycles have to be captured anew."""
-        if self.model.device.type == "cuda" and not self.cache.num_pages:
+        if self._on_gpu and not self._took_memory:
+            self._took_memory = True
             self.cache.provide(self._first_pages())
 
     def _first_pages(self) -> int:
-        if self.cache.max_pages is not None:
-            return self.cache.max_pages
-        share = int(CACHE_SHARE * device_room(self.model.device) / self.cache.page_nbytes)
-        return min(USUAL_BATCH * table_pages(self.context + SPARE) + 1, share)
+        usual = USUAL_BATCH * table_pages(self.context + SPARE) + 1
+        wanted, share = (usual, CACHE_SHARE) if self.cache.max_pages is None else (self.cache.max_pages, LARGEST_SHARE)
+        return min(wanted, int(share * device_room(self.model.device) / self.cache.page_nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Memory of seats, buffers between kernels, and captured cycles."""
+        """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
         tensors += [tensor for seats in self._seats.values() for tensor in vars(seats).values() if _is_tensor(tensor)]
+        tensors += [tensor for prefill, _ in self._prefills.values() for tensor in prefill.tensors]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.inference_mode()
     def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
         """Compiles and captures the cycle that requests of this kind will replay."""
-        key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest)
-        self.replay(key)
+        with self.current():
+            self.take_memory()
+            key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest)
+            self.replay(key)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Launches go to the current device: within this it is the model's."""
+        return torch.cuda.device(self.model.device) if self._on_gpu else nullcontext()
 
     def seats(self, rows: int) -> Seats:
         """Seats for so many rows: a power of two of them, so that few sizes are ever captured."""
@@ -146,10 +158,9 @@ class Machine:
         if key not in self._replays:
             cycle = self._cycles[key]
             self.vacate(cycle.seats)
-            if self.model.device.type == "cuda":
+            if self._on_gpu:
                 cycle.launch()  # compiles what is new; on idle seats it moves nothing
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._replays[key] = captured(cycle.launch, self.model.device, self._pool)
+            self._replays[key] = self._captured(cycle.launch)
         return self._replays[key]
 
     def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
@@ -159,13 +170,19 @@ class Machine:
         key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)))
         if key not in self._prefills:
             prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page())
-            if self.model.device.type == "cuda":
+            if self._on_gpu:
                 prefill.load([0], 0, [], None)
-                prefill.table.fill_(self.idle_page())
                 prefill.launch()
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._prefills[key] = prefill, captured(prefill.launch, self.model.device, self._pool)
+            self._prefills[key] = prefill, self._captured(prefill.launch)
         return self._prefills[key]
+
+    def _captured(self, launch: Launch) -> Launch:
+        """All of a machine's graphs share one pool of memory, and a stream that no other machine captures on."""
+        if self._on_gpu and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._on_gpu and self._stream is None:
+            self._stream = torch.cuda.Stream(self.model.device)
+        return captured(launch, self._pool, self._stream)
 
     def mail(self, report: torch.Tensor) -> Mail:
         """Something to send a report of this shape with; who has read it puts it back to `mails`."""
@@ -191,9 +208,10 @@ class Machine:
         """Captured cycles hold the cache's address: when it has grown elsewhere they are void."""
         self.idle_page()
         if self._keys is not self.cache.keys:
-            if self.model.device.type == "cuda":
+            if self._on_gpu:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
-            self._keys = self.cache.keys
+            self._keys, self._pool = self.cache.keys, None
+            self.scratch.forget_outgrown()
             for known in (self._cycles, self._replays, self._prefills):
                 known.clear()
 

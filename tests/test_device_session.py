@@ -12,8 +12,11 @@ import torch
 
 from selfspec import Engine, device_session
 from selfspec.cache import flat_slot
+from selfspec.device_cycle import Drawing
 from selfspec.exits import Exit
 from selfspec.runtime import Session
+from selfspec.sampling import Sampling
+from selfspec.tree import Plan
 from tests.profiles import random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
@@ -138,6 +141,40 @@ def test_a_cache_that_moves_while_a_cycle_is_in_flight_loses_nothing(monkeypatch
     assert session.rows[0].tokens == theirs.generate(prompt, **settings)[0].tolist()
 
 
+def test_a_batch_that_shrank_is_not_disturbed_by_who_takes_its_old_seats() -> None:
+    """Three rows on four seats become two on two; then others sit down on the four, with a cycle in flight."""
+    ours, theirs = engines("llama")
+    ids = prompts(3)
+    plain: Any = theirs.generate(ids, max_new_tokens=6, speculative_decoding=False, **GREEDY)
+    settings = {"speculative_decoding": False, "max_new_tokens": 6, "eos_token_id": int(plain[1, 5]), **GREEDY}
+    expected: Any = theirs.generate(ids, **settings)
+    first, second = open_session(ours, ids.tolist(), settings), open_session(ours, prompts(4).tolist(), settings)
+    running, others = first.run(), second.run()
+    for _ in range(3):
+        next(running)
+    next(others)
+    for _ in running:
+        pass
+    others.close()
+    for row, tokens in zip(first.rows, expected.tolist(), strict=True):
+        assert row.tokens == tokens[: len(row.tokens)]
+
+
+def test_a_cycle_can_be_captured_before_anyone_sits() -> None:
+    ours, _ = engines("llama")
+    ours._machine.prepare(1, Plan.parse("tree:2,1"), ours._exits[LAYER], Sampling(), 64)  # type: ignore[union-attr]
+    key, cycle = ours._machine.cycle(  # type: ignore[union-attr]
+        ours._machine.seats(1),
+        Plan.parse("tree:2,1"),
+        ours._exits[LAYER],
+        Drawing(),
+        64,  # type: ignore[union-attr]
+    )
+    cycle.launch()
+    assert (cycle.places.tokens >= 0).all()
+    assert not cycle.report[:, 0].any()
+
+
 def test_two_streams_take_turns_on_the_same_seats() -> None:
     ours, theirs = engines("llama")
     settings = {"speculative_decoding": "force", "plan": "chain:1", "exit_layer": LAYER, "max_new_tokens": 4, **GREEDY}
@@ -150,7 +187,7 @@ def test_two_streams_take_turns_on_the_same_seats() -> None:
     assert [session.rows[0].tokens for session in sessions] == [tokens.tolist() for tokens in expected]
 
 
-def open_session(engine: Engine, prompt: list[int], settings: dict[str, Any]) -> Session:
+def open_session(engine: Engine, prompt: list[int] | list[list[int]], settings: dict[str, Any]) -> Session:
     """A session of `generate` that the caller runs."""
     sessions: list[Session] = []
     build = engine._session
@@ -160,7 +197,7 @@ def open_session(engine: Engine, prompt: list[int], settings: dict[str, Any]) ->
         raise StopIteration
 
     with mock.patch.object(engine, "_session", keep), pytest.raises(StopIteration):
-        engine.generate(torch.tensor([prompt]), **settings)
+        engine.generate(torch.tensor(prompt).view(-1, torch.tensor(prompt).shape[-1]), **settings)
     return sessions[0]
 
 
