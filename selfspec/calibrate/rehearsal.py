@@ -71,7 +71,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attention to the text and to the draft so far, which this depth joins; the root is in the text already.
 
-    In float32: some families have key biases so large that the gradients of 16-bit attention overflow."""
+    In float32: where key biases are over a hundred, as in some families, 16 bits leave few digits of the logits."""
     if not root:
         seen.append((k, v))
     keys, values = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
