@@ -79,12 +79,12 @@ class Bench:
         result |= {"top4": round(float(((ranks >= 0) & (ranks < 4)).mean()), 3)}
         result["tree"] = self.generate(domain, prompts, plan, **greedy)
         result[CHAIN] = self.generate(domain, prompts, CHAIN, **greedy)
-        trimmed = self.engine._head_rows[domain]
+        trimmed = self.engine.drafters.head_rows[domain]
         if trimmed is not None:
             result["head_rows"] = len(trimmed)
-            self.engine._head_rows[domain] = None
+            self.engine.drafters.head_rows[domain] = None
             result["whole_head"] = self.generate(domain, prompts, plan, **greedy)
-            self.engine._head_rows[domain] = trimmed
+            self.engine.drafters.head_rows[domain] = trimmed
         sampled = {"do_sample": True, "temperature": 0.7, "top_k": 0}
         result["tree_at_0.7"] = self.generate(domain, prompts, plan, **sampled)
         return result

@@ -18,7 +18,7 @@ from selfspec.draft import Draft
 from selfspec.fused import Seats
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
-from selfspec.runtime import Row, Session
+from selfspec.runtime import Row, Session, origin
 from selfspec.tree import MAX_NODES, Plan
 
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
@@ -100,7 +100,9 @@ class DeviceSession(Session):
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: the same again, from the same seats, and
         surely needed."""
-        same = self.policy.choose(len(flight.rows))[0] == flight.plan
+        if self.governor is not None and self.governor.plan != flight.plan:
+            return False  # a plan that has just begun: what comes of it decides
+        same = self.choose_plan(flight.rows)[0] == flight.plan
         needed = any(row.max_length - len(row.tokens) > flight.plan.depth + 1 for row in flight.rows)
         return same and needed and self._sits(flight.rows)
 
@@ -112,7 +114,7 @@ class DeviceSession(Session):
         """Sends a cycle off. One that goes ahead of another must not have to be captured first: that would empty the
         seats, and where the rows stand is known only when the other has landed."""
         rows = self.active
-        plan, reason = self.policy.choose(len(rows))
+        plan, reason = self.choose_plan(rows)
         try:
             seats = self._sit(rows, plan)
         except CacheFull:
@@ -125,27 +127,33 @@ class DeviceSession(Session):
                 return None
             self.machine.replay(key)
             self._sit(rows, plan)
-        self.machine.replay(key)()
         mail = self.machine.mail(cycle.report)
+        mail.start()
+        self.machine.replay(key)()
         mail.send(cycle.report)
         return Flight(rows, plan, reason, mail)
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: tokens are emitted, and ends of text noticed, one by one."""
-        reports = flight.mail.read()
+        reports, seconds = flight.mail.read(), flight.mail.seconds
         self.machine.mails.append(flight.mail)
         living = [index for index, row in enumerate(flight.rows) if row.finish_reason is None]
+        lasts = []
         for index in living:
             row, report = flight.rows[index], reports[index]
             count, last = report[COUNT], report[LAST]
             row.sequence.length += count
+            lasts.append(last)
             for place, token in enumerate(report[TOKENS : TOKENS + count]):
-                self._emit(row, token)
+                self._emit(row, token, origin(flight.plan, place < count - 1))
                 row.accepted += place < count - 1
                 row.rejections += place == count - 1 and bool(flight.plan.children[last])
                 if row.finish_reason is not None:
+                    lasts[-1] = flight.plan.path(last)[place]
                     break
-        self._account([flight.rows[index] for index in living], flight.plan, flight.reason)
+        if living:
+            rows = [flight.rows[index] for index in living]
+            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds)
 
     def _sit(self, rows: list[Row], plan: Plan) -> Seats:
         """Makes sure that these rows sit on the device's seats, with pages enough for a cycle."""
@@ -232,6 +240,9 @@ class DeviceSession(Session):
         if cycle.drafter is None or cycle.drafter.known is None:
             return self._of_rows(cycle.reads, rows)
         return self._of_rows(cycle.drafter.known[cycle.seats.count :][: cycle.rows], rows)
+
+    def _let_wait(self, rows: list[Row], draft: Draft) -> None:
+        """Nothing waits: verifying has filled the exit's cache already."""
 
     def _logits(self, known: torch.Tensor) -> torch.Tensor:
         assert self._cycle is not None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from rich.progress import track
@@ -26,10 +25,13 @@ from transformers import (
 
 from selfspec import weights
 from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.exits import Exit, check_exit_layer
+from selfspec.drafting import Drafter, Drafters
+from selfspec.exits import Exit
+from selfspec.governor import Watch
+from selfspec.metrics import Metrics, Summary
 from selfspec.model import Decoder
 from selfspec.policy import Mode, Policy, Rules
-from selfspec.profile import DomainChoice, Profile
+from selfspec.profile import Profile
 from selfspec.request import (
     PlanLike,
     Settings,
@@ -42,7 +44,6 @@ from selfspec.request import (
     split_options,
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
-from selfspec.routing import mark
 from selfspec.runtime import Row, Session, Stop
 from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
@@ -83,9 +84,8 @@ class Engine:
         pages = -(-slots // PAGE_SIZE)
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
         self.profile = self._read_profile(profile)
-        self._exits: dict[int, Exit] = {}  # by layer, over the whole head
-        self._head_rows: dict[str, torch.Tensor | None] = {}  # by domain
-        self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
+        self.drafters = Drafters(model, self.cache, self.profile)
+        self._metrics = Metrics()
         self._warned_no_profile = False
 
     @classmethod
@@ -218,23 +218,22 @@ class Engine:
         for temperature in temperatures:
             sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
             yield batch, NONE, None, sampling
-            for name in domains:
-                assert self.profile is not None
-                choice = self.profile.choice(name)
-                policy = Policy(self.rules, sampling)
-                policy.plans = self._plans(choice, policy)
-                plan, _ = policy.choose(batch)
-                if len(plan):
-                    yield batch, plan, self._exit(choice.exit_layer, name, [], policy), sampling
+            policy = Policy(self.rules, sampling)
+            for plan, exit in self.drafters.expected(batch, domains, policy):
+                yield batch, plan, exit, sampling
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what holds them."""
         return {
             "weights": self.model.nbytes,
             "cache": self.cache.nbytes,
-            "exits": sum(exit.nbytes for exit in self._exits.values()) + sum(exit.head_nbytes for exit in self._in_use),
+            "exits": self.drafters.nbytes,
             "cycles": 0 if self._machine is None else self._machine.nbytes,
         }
+
+    def metrics(self) -> Summary:
+        """What all requests so far came to: speeds, accept rates, and how often which plan was used, and why."""
+        return self._metrics.summary()
 
     def _text_session(self, prompts: Sequence[Prompt], options: dict[str, Any]) -> Session:
         if self.tokenizer is None:
@@ -279,7 +278,7 @@ class Engine:
         sampling = _less_replaced(settings.sampling, processors or ())
         stops = self._stops(settings, criteria)
         plan = None if request.plan is None else Plan.parse(request.plan)
-        layer = self._own_exit_layer(request, plan)
+        layer = self.drafters.own_exit_layer(request, plan)
         policy = Policy(
             rules=request.rules or self.rules,
             sampling=sampling,
@@ -290,20 +289,26 @@ class Engine:
         )
         if policy.off_for_good == "no_profile":
             self._warn_no_profile()
-        exit = None if policy.off_for_good else self._drafter(request, prompts, policy, layer)
+        drafter = Drafter() if policy.off_for_good else self.drafters.drafter(request, prompts, policy, layer)
         rows = [
             Row(prompt, seeds[index], copy, max_length=min(len(prompt) + allowed, self.context))
             for index, prompt in enumerate(prompts)
             for copy in range(settings.num_return_sequences)
         ]
+        for index, far in enumerate(drafter.far):
+            rows[index * settings.num_return_sequences].watch = Watch.of_prompt(far)  # its copies take it over
         rejection = request.acceptance == "rejection"
-        return self.open(rows, sampling, policy, exit, processors=processors or (), stops=stops, rejection=rejection)
+        return self.open(
+            rows, sampling, policy, drafter.exit, processors=processors or (), stops=stops, rejection=rejection,
+            governor=drafter.governor,
+        )  # fmt: skip
 
     def open(
         self, rows: list[Row], sampling: Sampling, policy: Policy, exit: Exit | None = None, **options: Any
     ) -> Session:
         """A session of rows that are known to be sound, on kernels where the engine has them. The classical rejection
         looks at whole rows of draft logits, which kernels do not keep."""
+        options |= {"costs": self.drafters.costs, "metrics": self._metrics}
         if self._machine is None or options.get("rejection"):
             return Session(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
         from selfspec.device_session import DeviceSession  # imports Triton, which nobody needs elsewhere
@@ -322,60 +327,6 @@ class Engine:
         if not is_supported(self.model):
             raise ValueError(WANTED)
         return Machine(self.model, self.cache, self.context)
-
-    def _own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
-        """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""
-        if request.exit_layer is not None:
-            check_exit_layer(request.exit_layer, self.model.config.num_layers)
-            return request.exit_layer
-        if self.profile is not None and request.domain != "auto":
-            self.profile.choice(request.domain)  # an unknown domain is an error, whatever comes of it
-        wanted = plan is not None or request.speculative_decoding == "force"
-        return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
-
-    def _drafter(
-        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
-    ) -> Exit | None:
-        """The exit to draft with; tells the policy what the profile plans. None where that is not to draft at all."""
-        domain = ""
-        if self.profile is not None:
-            domain = request.domain if request.domain != "auto" else self._route(prompts)
-            choice = self.profile.choice(domain)
-            if layer is None:
-                layer, policy.plans = choice.exit_layer, self._plans(choice, policy)
-        assert layer is not None
-        return None if policy.off_for_good else self._exit(layer, domain, prompts, policy)
-
-    def _route(self, prompts: list[list[int]]) -> str:
-        """The domain that the profile takes these prompts for."""
-        assert self.profile is not None
-        if not self.profile.routes:
-            return next(iter(self.profile.domains))
-        marks = [mark(self.model, self.cache, prompt, self.profile.router_layer) for prompt in prompts]
-        return self.profile.route(torch.stack(marks))
-
-    def _plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
-        """The profile's plans for a request; none at all where they were measured on another kind of device."""
-        device, forced = self.profile.device if self.profile else None, policy.mode == "force"
-        if device is not None and device.type != self.model.device.type and not forced:
-            return {1: NONE}
-        return choice.plans_at(policy.sampling.temperature if policy.sampling.do_sample else 0.0, forced)
-
-    def _exit(self, layer: int, domain: str, prompts: list[list[int]], policy: Policy) -> Exit:
-        """The exit to draft these prompts with, over the domain's part of the head."""
-        if layer not in self._exits:
-            self._exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
-        exit = self._exits[layer]
-        if self.profile is not None and exit.block is not None:
-            if domain not in self._head_rows:
-                self._head_rows[domain] = self.profile.head_rows(self.model, domain)
-            exit = exit.offering(self._head_rows[domain], prompts)
-        if exit.head_rows is not None:
-            self._in_use.add(exit)
-        widest = max((rank for plan in policy.possible_plans for rank in plan.ranks), default=0)
-        if widest >= exit.vocabulary:
-            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
-        return exit
 
     def _read_profile(self, profile: Profile | str | Path | None) -> Profile | None:
         if profile is None:

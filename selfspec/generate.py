@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -12,10 +13,13 @@ from rich.table import Table
 
 from selfspec.cache import CacheFull
 from selfspec.engine import Engine
-from selfspec.results import Completion
+from selfspec.metrics import short
+from selfspec.results import Completion, Stats
 
 PROMPT = "Write a Python function that returns the n-th Fibonacci number, and explain how it works."
 MODES: dict[str, Any] = {"auto": None, "off": False, "force": "force"}
+STYLES = {"drafted": "green", "decoded": "bold", "plain": "cyan"}  # by a token's origin
+LEGEND = {"drafted": "drafted and right", "decoded": "decoded after drafts", "plain": "decoded plainly"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         engine = Engine.from_pretrained(args.model, device=args.device, dtype=args.dtype, profile=args.profile)
         if args.compare:
             warm_up(engine, args)
-        completion = stream(engine, args, MODES[args.speculative])
+        completion = stream(console, engine, args)
         report(console, completion)
+        if args.show:
+            recount(console, completion)
         if args.compare:
             compare(console, engine, args, completion)
     except (ValueError, OSError, CacheFull) as error:
@@ -58,6 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     speculation.add_argument("--exit-layer", type=int, help="draft with the first N layers")
     speculation.add_argument("--plan", help="none, chain:4, tree:4,2,2,1")
     speculation.add_argument("--domain", default="auto")
+    speculation.add_argument("--show", action="store_true", help="colour tokens by origin, tell every change of plan")
     speculation.add_argument("--compare", action="store_true", help="decode plainly too, and compare speed and tokens")
     return parser.parse_args(arguments)
 
@@ -81,12 +88,19 @@ def warm_up(engine: Engine, args: argparse.Namespace) -> None:
     engine.complete(prompt, speculative_decoding=False, **{**settings, "max_new_tokens": 2})
 
 
-def stream(engine: Engine, args: argparse.Namespace, mode: Any) -> Completion:
-    """Prints the text as it comes."""
+def stream(console: Console, engine: Engine, args: argparse.Namespace) -> Completion:
+    """Prints the text as it comes; coloured if that is wanted and possible."""
     prompt, settings = options(engine, args)
-    with engine.stream(prompt, speculative_decoding=mode, **settings) as pieces:
-        for piece in pieces:
-            print(piece, end="", flush=True)
+    paper = Console(highlight=False)
+    coloured = args.show and paper.color_system is not None and not paper.no_color
+    with engine.stream(prompt, speculative_decoding=MODES[args.speculative], **settings) as pieces:
+        if coloured:
+            console.print("   ".join(f"[{STYLES[origin]}]{meaning}[/]" for origin, meaning in LEGEND.items()) + "\n")
+            for piece, origin in pieces.marked():
+                paper.out(piece, style=STYLES[origin], end="")
+        else:
+            for piece in pieces:
+                print(piece, end="", flush=True)
         print()
         assert pieces.completion is not None
         return pieces.completion
@@ -95,17 +109,54 @@ def stream(engine: Engine, args: argparse.Namespace, mode: Any) -> Completion:
 def report(console: Console, completion: Completion) -> None:
     stats = completion.stats
     speed = stats.new_tokens / stats.elapsed_s
-    line = f"{stats.new_tokens} tokens in {stats.elapsed_s:.1f} s ({speed:.1f} tokens/s)"
-    if stats.drafted:
-        line += (
-            f", plan {stats.plan} after layer {stats.exit_layer}: {stats.tokens_per_cycle:.2f} tokens per cycle, "
-            f"{stats.accept_rate:.0%} of reached depths accepted"
-        )
-    else:
-        line += f", plain decoding ({stats.disabled_reason})"
-        if stats.disabled_reason == "goodput":
-            line += ": its profile does not say that drafting pays here; --speculative force --plan chain:2 tries it"
+    line = f"{stats.new_tokens} tokens in {stats.elapsed_s:.1f} s ({speed:.1f} tokens/s), {manner(completion)}"
     console.print(f"\n[dim]{line}[/]", soft_wrap=True)
+
+
+def manner(completion: Completion) -> str:
+    """How the tokens were made."""
+    stats = completion.stats
+    if not stats.drafted:
+        told = f"plain decoding ({reasons(stats)})"
+        if stats.disabled_reason == "goodput":
+            told += ": drafting is not expected to pay here; --speculative force --plan chain:2 tries it"
+        return told
+    told = "drafting at times" if stats.plan == "none" else f"plan {short(stats.plan)}"
+    return (
+        f"{told} after layer {stats.exit_layer}: {stats.tokens_per_cycle:.2f} tokens per cycle, "
+        f"{stats.accept_rate:.0%} of reached depths accepted{plain_part(completion)}"
+    )
+
+
+def plain_part(completion: Completion) -> str:
+    """What was decoded plainly, and why, of a text that was drafted otherwise; nothing where there was no reason to."""
+    why, origins = reasons(completion.stats), completion.origins
+    return f"; {origins.count('plain')} of {len(origins)} tokens decoded plainly ({why})" if why else ""
+
+
+def reasons(stats: Stats) -> str:
+    """Why tokens were decoded plainly, in the order in which the reasons held."""
+    told = [*(change.reason for change in stats.changes), stats.disabled_reason]
+    return ", ".join(dict.fromkeys(reason for reason in told if reason))
+
+
+def recount(console: Console, completion: Completion) -> None:
+    """Where the tokens came from, and every change of plan on the way."""
+    stats, origins = completion.stats, completion.origins
+    drafted = origins.count("drafted")
+    lines = [f"{drafted} of {len(origins)} tokens were drafted ({drafted / len(origins):.0%})", *changes(stats)]
+    if stats.ood:
+        lines.append("ood: this text is unlike what the exit was calibrated on")
+    console.print("\n".join(f"[dim]{line}[/]" for line in lines), soft_wrap=True)
+
+
+def changes(stats: Stats) -> Iterator[str]:
+    before = "none"
+    for change in stats.changes:
+        plan = short(change.plan)
+        how = f"after token {change.token}: {before} -> {plan}" if change.token else f"from the start: {plan}"
+        yield f"{how} ({change.reason})" if change.reason else how
+        before = plan
 
 
 def compare(console: Console, engine: Engine, args: argparse.Namespace, speculative: Completion) -> None:
@@ -132,15 +183,19 @@ def compare(console: Console, engine: Engine, args: argparse.Namespace, speculat
 def verdict(ratio: float, engine: Engine, speculative: Completion) -> str:
     """What the comparison means, in a sentence a newcomer can use."""
     if not speculative.stats.drafted:
-        return f"nothing was drafted ({speculative.stats.disabled_reason}): both runs decoded plainly"
+        return f"nothing was drafted ({reasons(speculative.stats)}): both runs decoded plainly"
+    stepped_aside = plain_part(speculative)
     if ratio >= 1:
-        return f"speculation made this {ratio:.2f}x as fast"
+        return f"speculation made this {ratio:.2f}x as fast{stepped_aside}"
+    slower = f"speculation made this {1 / ratio:.2f}x slower{stepped_aside}"
+    if stepped_aside:
+        return f"{slower}. That is what it took to find out where drafting does not pay, or noise."
     why = "drafts have to be right often, and checking several tokens at once has to cost about as much as one"
     if engine.model.device.type == "cpu":
         why += "; a CPU is already busy with one row, so every drafted token is paid for, right or wrong"
     if engine.profile is None:
         why += "; and this exit is untrained, so few of its drafts are right"
-    return f"speculation made this {1 / ratio:.2f}x slower. That is expected here: {why}."
+    return f"{slower}. That is expected here: {why}."
 
 
 if __name__ == "__main__":

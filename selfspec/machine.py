@@ -5,6 +5,7 @@ Captures on first use and keeps; which cycle a request needs, and what its repor
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -41,18 +42,34 @@ class Mail:
         on_gpu = like.device.type == "cuda"
         self.shape = like.shape
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
-        self._event = torch.cuda.Event() if on_gpu else None
+        # Timers on the device: nobody waits for them who does not wait for the report.
+        self._began, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._clock = [0.0, 0.0]
+
+    def start(self) -> None:
+        """The cycle to be reported begins."""
+        self._clock[0] = time.perf_counter()
+        if self._began is not None:
+            self._began.record()
 
     def send(self, report: torch.Tensor) -> None:
         self._copy.copy_(report, non_blocking=True)
         if self._event is not None:
             self._event.record()
+        self._clock[1] = time.perf_counter()
 
     def read(self) -> list[list[int]]:
         """Waits for it."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
+
+    @property
+    def seconds(self) -> float:
+        """How long the cycle took, once its report was read."""
+        if self._began is None or self._event is None:
+            return self._clock[1] - self._clock[0]
+        return self._began.elapsed_time(self._event) / 1e3
 
 
 class Machine:

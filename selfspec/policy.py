@@ -29,6 +29,13 @@ class Rules:
     max_temperature: float = 1.5
     max_top_k: int = 200
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
+    max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
+    hysteresis: float = 0.05  # how much better another plan must be expected to be, to change to it
+    probe_interval: int = 32  # tokens: while nothing pays, it is tried again after no more than these
+    loss_allowance: float = 4.0  # plain steps that may be lost, in all, to plans that were expected to pay
+    probe_allowance: float = 2.0  # and to trying whether they would
+    probe_share: float = 0.01  # every plain step allows so much more of both
+    shadow_tokens: int = 16  # while nothing is drafted, the exit is scored after so many; 0: never
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -56,6 +63,11 @@ class Policy:
         self.plans = plans or {}  # the profile's, by the largest batch each is for
         self.has_exit = has_exit
         self.stateful_processors = stateful_processors
+
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+        return self.sampling.temperature if self.sampling.do_sample else 0.0
 
     @property
     def off_for_good(self) -> str | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,11 +22,12 @@ from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
 from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.routing import Router
+from selfspec.routing import Router, distance
 from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
 SCHEMA = 2
+_ROUNDING = 1e-6  # what a sum of shares may be too much by
 HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
 
@@ -119,6 +121,16 @@ class Spread(Entry):
     deviation: float
 
 
+class CycleCost(Entry):
+    """Seconds of a cycle of some batch on the profile's device, by what it consists of, as in `costs.StepCost`."""
+
+    plain: PositiveFloat
+    depth: NonNegativeFloat
+    drafting: list[tuple[int, float]] = Field(min_length=1)
+    head_row: float = 0.0
+    head_rows: int = 0
+
+
 class DomainChoice(Entry):
     """What to draft with for one kind of text."""
 
@@ -129,9 +141,13 @@ class DomainChoice(Entry):
     exits: dict[int, ExitRates] = {}  # by layer; chosen or not
     most_accepting_exit: int | None = None
     chain: Run | None = None  # chain:4 in the place of the chosen tree
+    # temperature -> [depth][rank]: of the places that a draft reaches, the share where the model's token has that rank
+    ranks: dict[str, list[list[float]]] = {}
+    costs: dict[str, CycleCost] = {}  # batch -> with the chosen exit
     prompt_agreement: Spread | None = None  # the exit's agreement with the model on the last positions of prompts
     text_agreement: Spread | None = None  # and on the text that followed
     centroid: list[float] = []  # of the domain's prompts, as the router sees them
+    distance: Spread | None = None  # to it, of prompts that it was not made from; see `routing`
     direction: list[float] = []  # the router's score of a prompt for this domain: along this direction, plus the offset
     offset: float = 0.0
 
@@ -141,25 +157,30 @@ class DomainChoice(Entry):
         return cls(exit_layer=exit_layer, plans={t: {b: PlanChoice(plan=plan) for b in BATCHES} for t in TEMPERATURES})
 
     def check(self) -> None:
-        """Every plan can be read, and every temperature and batch is one that requests can be matched to."""
+        """Every plan can be read, shares are shares, and requests can be matched to every temperature and batch."""
         if not self.plans or not all(self.plans.values()):
             raise ValueError("a domain has no plans")
-        batches = {name for of_batch in self.plans.values() for name in of_batch}
-        if unknown := [*(self.plans.keys() - TEMPERATURES.keys()), *(batches - BATCHES.keys())]:
-            raise ValueError(
-                f"a domain has plans for {', '.join(sorted(unknown))}; known temperatures are "
-                f"{', '.join(TEMPERATURES)} and batches {', '.join(BATCHES)}"
-            )
+        _check_names("plans", self.plans, {name for of_batch in self.plans.values() for name in of_batch})
+        _check_names("ranks", self.ranks)
+        _check_names("costs", batches=self.costs)
         for of_batch in self.plans.values():
             for choice in of_batch.values():
                 Plan.parse(choice.plan)
+        for temperature, depths in self.ranks.items():
+            for depth, shares in enumerate(depths):
+                if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1 + _ROUNDING:
+                    raise ValueError(f"the ranks at temperature {temperature}, depth {depth} are not shares of a whole")
+
+    @staticmethod
+    def nearest(known: Iterable[str], temperature: float) -> str:
+        """The one of some temperatures' names that is nearest to a temperature."""
+        names = [name for name in TEMPERATURES if name in known]
+        return min(names, key=lambda name: abs(TEMPERATURES[name] - temperature))
 
     def plans_at(self, temperature: float, forced: bool = False) -> dict[int, Plan]:
         """The plans for a temperature (0: greedy), by the largest batch each is for. Whoever forces speculation gets
         the plan that was tried even where it lost."""
-        known = [name for name in TEMPERATURES if name in self.plans]
-        nearest = min(known, key=lambda name: abs(TEMPERATURES[name] - temperature))
-        of_batch = self.plans[nearest]
+        of_batch = self.plans[self.nearest(self.plans, temperature)]
         return {size: of_batch[name].parsed(forced) for name, size in BATCHES.items() if name in of_batch}
 
 
@@ -255,10 +276,20 @@ class Profile(Entry):
             raise ValueError(f"the profile has no domain {domain!r}; it knows {', '.join(self.domains)} and 'auto'")
         return self.domains[domain]
 
-    def route(self, marks: torch.Tensor) -> str:
+    def route(self, marks: torch.Tensor | None) -> str:
         """The domain of a batch of prompts with these marks [P, hidden]; the first where nothing tells them apart."""
         names = list(self.domains)
-        return names[self._router.route(marks)] if self.routes else names[0]
+        return names[0] if marks is None or not self.routes else names[self._router.route(marks)]
+
+    def far(self, marks: torch.Tensor, deviations: float) -> list[bool]:
+        """For each mark, whether it lies farther from every domain's centroid than so many deviations of the domain's
+        own prompts."""
+        known = [(c.distance, torch.tensor(c.centroid)) for c in self.domains.values() if c.distance and c.centroid]
+
+        def is_far(mark: torch.Tensor) -> bool:
+            return all(distance(mark, near) > of.mean + deviations * of.deviation for of, near in known)
+
+        return [bool(known) and is_far(mark) for mark in marks]
 
     @property
     def routes(self) -> bool:
@@ -322,6 +353,15 @@ class Profile(Entry):
 
     def _unusable(self, why: str) -> ValueError:
         return ValueError(f"{self._exits_file}: {why}; {HOW_TO_CALIBRATE}")
+
+
+def _check_names(what: str, temperatures: Iterable[str] = (), batches: Iterable[str] = ()) -> None:
+    """Refuses what a domain has for temperatures or batches that are unknown."""
+    if unknown := {*temperatures} - TEMPERATURES.keys() | {*batches} - BATCHES.keys():
+        raise ValueError(
+            f"a domain has {what} for {', '.join(sorted(unknown))}; known temperatures are "
+            f"{', '.join(TEMPERATURES)} and batches {', '.join(BATCHES)}"
+        )
 
 
 def _numbers_on_one_line(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from selfspec.governor import Change
 from selfspec.runtime import Row, Session
 from selfspec.text import Detokenizer
 
@@ -28,6 +29,10 @@ class Stats:
     disabled_reason: str | None  # the first that held
     finish_reason: str
     elapsed_s: float
+    changes: list[Change]  # how it began and every change of plan since
+    ood: bool  # its text was found to be unlike what the exit was calibrated on
+    accepted_by_depth: list[int]  # drafted tokens that were right, by their depth from the first drafted token on
+    reached_by_depth: list[int]  # cycles that got as far as each depth
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Completion:
     tokens: list[int]
     finish_reason: str
     stats: Stats
+    origins: list[str]  # of each token: 'drafted', 'decoded' (by the whole model, after drafts), or 'plain'
 
 
 class Stream(Iterator[str]):
@@ -54,10 +60,29 @@ class Stream(Iterator[str]):
     def __init__(self, session: Session, tokenizer: Any) -> None:
         self._session = session
         self._tokenizer = tokenizer
-        self._pieces = _pieces(session, tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
+        self._cycles = _cycles(session)
+        self._made = 0  # new tokens of the cycles so far
+        self._shown = 0  # those that are in the pieces so far
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        while self._has_more():
+            piece = self._show(self._waiting)
+            if piece:
+                return piece
+        raise StopIteration
+
+    def marked(self) -> Iterator[tuple[str, str]]:
+        """The pieces token by token, each with its token's origin, as in `Completion.origins`.
+
+        A character spread over several tokens comes with the last of them.
+        """
+        row = self._session.rows[0]
+        while self._has_more():
+            origin = row.origins[self._shown]
+            piece = self._show(1)
+            if piece:
+                yield piece, origin
 
     def __enter__(self) -> Stream:
         return self
@@ -67,32 +92,50 @@ class Stream(Iterator[str]):
 
     def close(self) -> None:
         """Stops generating and frees the cache; harmless when already finished."""
-        self._pieces.close()
+        self._cycles.close()
 
     @property
     def completion(self) -> Completion | None:
         """The finished completion; None while there are pieces to come, and after an early close."""
         row = self._session.rows[0]
-        return None if row.finish_reason is None else completion_of(row, self._session, self._tokenizer)
+        if row.finish_reason is None or self._waiting:
+            return None
+        return completion_of(row, self._session, self._tokenizer)
+
+    @property
+    def _waiting(self) -> int:
+        return self._made - self._shown
+
+    def _has_more(self) -> bool:
+        """Whether there is a token to show, once another cycle has run if need be."""
+        if not self._waiting:
+            self._made = next(self._cycles, self._made)
+        return self._waiting > 0
+
+    def _show(self, count: int) -> str:
+        """What the next `count` tokens add to the text."""
+        row = self._session.rows[0]
+        start = len(row.prompt) + self._shown
+        self._shown += count
+        last = row.finish_reason is not None and not self._waiting
+        return self._detokenizer.add(row.tokens[start : start + count], last)
 
 
-def _pieces(session: Session, tokenizer: Any) -> Generator[str, None, None]:
-    """Not a method: a stream that is dropped must not be kept alive, cache and all, by its own generator."""
-    detokenizer, row = Detokenizer(tokenizer), session.rows[0]
-    shown = len(row.prompt)
+def _cycles(session: Session) -> Generator[int, None, None]:
+    """Runs the session, telling after each cycle how many new tokens there are.
+
+    Not a method: a stream that is dropped must not be kept alive, cache and all, by its own generator.
+    """
     with closing(session.run()) as cycles:  # closing this generator alone leaves the inner one open on Python 3.12
         for _ in cycles:
-            piece = detokenizer.add(row.tokens[shown:], last=row.finish_reason is not None)
-            shown = len(row.tokens)
-            if piece:
-                yield piece
+            yield session.rows[0].new_tokens
 
 
 def completion_of(row: Row, session: Session, tokenizer: Any) -> Completion:
     tokens = row.tokens[len(row.prompt) :]
     assert row.finish_reason is not None
     text = Detokenizer(tokenizer).add(tokens, last=True)
-    return Completion(text, tokens, row.finish_reason, stats_of(row, session))
+    return Completion(text, tokens, row.finish_reason, stats_of(row, session), list(row.origins))
 
 
 def stats_of(row: Row, session: Session) -> Stats:
@@ -110,4 +153,8 @@ def stats_of(row: Row, session: Session) -> Stats:
         disabled_reason=row.disabled_reason,
         finish_reason=row.finish_reason,
         elapsed_s=row.elapsed_s,
+        changes=list(row.changes),
+        ood=row.ood,
+        accepted_by_depth=list(row.accepted_by_depth),
+        reached_by_depth=list(row.reached_by_depth),
     )

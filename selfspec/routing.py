@@ -34,6 +34,11 @@ def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> tor
         cache.close(sequence)
 
 
+def distance(mark: torch.Tensor, centroid: torch.Tensor) -> float:
+    """How far a mark lies from a centroid, both [hidden]: from 0, the same direction, to 2, the opposite one."""
+    return 1 - F.cosine_similarity(mark, centroid, dim=0).item()
+
+
 @dataclass(frozen=True)
 class Router:
     """Scores marks for each of D domains: higher is nearer to the domain's centroid."""

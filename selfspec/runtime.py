@@ -9,14 +9,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
 
+from selfspec import shadow
 from selfspec.cache import Cache, Rows
 from selfspec.cache import Sequence as CacheSequence
+from selfspec.costs import Costs, Setting
 from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
+from selfspec.governor import MEASURING, Change, Governor, Watch
+from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy
 from selfspec.sampling import (
@@ -33,6 +38,7 @@ from selfspec.sampling import (
 )
 from selfspec.tree import Plan
 
+AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (prefix [1, t], logits [1, V]) -> logits [1, V]
@@ -58,6 +64,12 @@ class Row:
     plans: Counter[Plan] = field(default_factory=Counter)
     disabled_reason: str | None = None
     elapsed_s: float = 0.0
+    origins: list[str] = field(default_factory=list)  # of every new token: "drafted", "decoded" after that, or "plain"
+    changes: list[Change] = field(default_factory=list)  # of plan, the first one included
+    accepted_by_depth: list[int] = field(default_factory=list)
+    reached_by_depth: list[int] = field(default_factory=list)  # how often a node of that depth was asked for
+    watch: Watch = field(default_factory=Watch)  # what the governor knows of this text
+    waiting: shadow.Waiting = field(default_factory=shadow.Waiting)  # for the exit's cache
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -65,6 +77,27 @@ class Row:
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def ood(self) -> bool:
+        return self.watch.ood
+
+    def account(self, plan: Plan, last: int, chosen: Plan, reason: str | None) -> None:
+        """A cycle is over that accepted the nodes of `plan` down to `last`; `chosen` is the plan it was cut from."""
+        if not self.changes or self.changes[-1].plan != str(chosen):
+            self.changes.append(Change(self.cycles, self.new_tokens - plan.depths[last] - 1, str(chosen), reason))
+        self.cycles += 1
+        self.drafted += len(plan)
+        self.plans[plan] += 1
+        if reason != MEASURING:
+            self.disabled_reason = self.disabled_reason or reason
+        accepted = plan.depths[last]
+        asked = accepted + (bool(plan.children[last]) and self.finish_reason is None)
+        self.accepted_by_depth += [0] * (asked - len(self.accepted_by_depth))
+        self.reached_by_depth += [0] * (asked - len(self.reached_by_depth))
+        for depth in range(asked):
+            self.accepted_by_depth[depth] += depth < accepted
+            self.reached_by_depth[depth] += 1
 
 
 class Session:
@@ -83,6 +116,9 @@ class Session:
         rejection: bool = False,
         on_token: Callable[[Row, int], None] | None = None,
         prefill_rows: int = 1,
+        governor: Governor | None = None,
+        costs: Costs | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -95,9 +131,16 @@ class Session:
         self.rejection = rejection and sampling.do_sample
         self.on_token = on_token
         self.prefill_rows = prefill_rows  # prompts of equal length that may share a pass
+        self.governor = governor  # None: the policy's own plans
+        self.costs = costs or Costs()
+        self.metrics = metrics or Metrics()
         self.split = exit.layer if exit is not None else 0  # N: layers below it draft, layers from it on verify
         self._shapes: dict[tuple[Plan, int, int], Shape] = {}
         self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
+        self._prompt_end: list[torch.Tensor] = []
+        self._plan: Plan | None = None  # the one in use
+        self._scoring = governor.rules.shadow_tokens if governor is not None else 0
+        self._at_once = self._scoring or AT_ONCE
 
     @property
     def active(self) -> list[Row]:
@@ -109,6 +152,7 @@ class Session:
 
     def run(self) -> Generator[None, None, None]:
         """Runs to the end, pausing after every cycle; the cache is freed however it ends."""
+        self.metrics.request()
         try:
             self._timed(self.prefill)
             while self.active:
@@ -116,6 +160,8 @@ class Session:
                 yield
         finally:
             self.close()
+            for row in self.rows:
+                self.metrics.accepted(row.accepted_by_depth, row.reached_by_depth)
 
     def _timed(self, step: Callable[[], None]) -> None:
         started, rows = time.perf_counter(), self.active
@@ -132,10 +178,12 @@ class Session:
             contexts = [row.prompt[:-1] for row in rows]
             for start in range(0, len(contexts[0]), PREFILL_CHUNK):
                 self._prefill_chunk(rows, [context[start : start + PREFILL_CHUNK] for context in contexts])
+            self._judge_prompts(rows)
         first = self.rows[0]
         for index, row in enumerate(self.rows):
             if row.copy and index:
                 row.sequence, row.known = self.cache.fork(first.sequence), first.known
+                row.watch = deepcopy(first.watch)
             else:
                 first = row
 
@@ -160,17 +208,41 @@ class Session:
         hidden = self._run_draft_partition(self.model.embed(torch.tensor(tokens, device=self.model.device)), at)
         known = self._run_verify_partition(hidden, at)
         if self.exit is not None:
-            self.exit.fill(hidden, torch.cat((self._last_known(rows), known[:, :-1]), dim=1), at, self.cache)
+            previous = torch.cat((self._last_known(rows), known[:, :-1]), dim=1)
+            self.exit.fill(hidden, previous, at, self.cache)
+            self._keep_prompt_end(hidden, previous, known)
         self._remember(rows, known, [-1] * len(rows))
         self.cache.commit(sequences, [range(count)] * len(rows))
+
+    def _keep_prompt_end(self, *states: torch.Tensor) -> None:
+        """The states of the newest positions [B, T, ...], for judging the prompts by."""
+        if self.governor is not None:
+            before = self._prompt_end or [state[:, :0] for state in states]
+            joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
+            self._prompt_end = [state[:, -shadow.PROMPT_END :] for state in joined]
+
+    def _judge_prompts(self, rows: list[Row]) -> None:
+        """How well the exit agrees with the model at the prompts' ends tells what to expect of it."""
+        end, self._prompt_end = self._prompt_end, []
+        if self.governor is None or self.governor.usual_agreement is None or not end:
+            return
+        assert self.exit is not None
+        hidden, previous, known = end
+        reads = known[..., : self.model.config.hidden_size]
+        sequences = [row.sequence for row in rows]
+        shares = shadow.prompt_agreement(self.exit, self.cache, sequences, hidden, previous, reads)
+        for row, share in zip(rows, shares, strict=True):
+            row.watch.learn_prompt(share, *self.governor.usual_agreement)
 
     @torch.inference_mode()
     def cycle(self) -> None:
         """Every active row advances by at least one token."""
-        rows = self.active
-        plan, reason = self.policy.choose(len(rows))
-        plan = plan.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
+        started, rows = time.perf_counter(), self.active
+        chosen, reason = self.choose_plan(rows)
+        plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
+        if len(plan) or len(rows[0].waiting) >= self._at_once:
+            self.catch_up(rows)
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
         try:
@@ -180,9 +252,16 @@ class Session:
         except BaseException:
             self.cache.abort(sequences)
             raise
-        self.cache.commit(sequences, paths)
-        self._remember(rows, known, [path[-1] for path in paths])
-        self._account(rows, plan, reason)
+        self.commit(rows, draft, known, paths)
+        lasts = [path[-1] for path in paths]
+        self._account(rows, plan, lasts, chosen, reason, time.perf_counter() - started)
+
+    def choose_plan(self, rows: list[Row]) -> tuple[Plan, str | None]:
+        """The governor's, where there is one and the rules allow any; with `none`, the reason."""
+        plan, reason = self.policy.choose(len(rows))
+        if self.governor is None or reason is not None:
+            return plan, reason
+        return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows))
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
         """Depth by depth: run the nodes of a depth through the draft partition, exit, rank each node's children."""
@@ -232,10 +311,42 @@ class Session:
         everyone = range(len(draft.plan) + 1)
         at = self._rows_at(rows, draft.plan, everyone)
         known = self._run_verify_partition(draft.hidden, at)
-        if self.exit is not None:
+        if self.exit is not None and len(draft.plan):
             of_parents = known[:, self._shape(draft.plan, everyone).parents]
             self.exit.fill(draft.hidden, torch.cat((self._last_known(rows), of_parents), dim=1), at, self.cache)
         return known
+
+    def commit(self, rows: list[Row], draft: Draft, known: torch.Tensor, paths: list[list[int]]) -> None:
+        """The accepted paths become part of the texts. What the exit's cache lacks of plain steps waits until there is
+        much of it, or until it is needed."""
+        self.cache.commit([row.sequence for row in rows], paths)
+        if not len(draft.plan):
+            self._let_wait(rows, draft)
+        self._remember(rows, known, [path[-1] for path in paths])
+
+    def _let_wait(self, rows: list[Row], draft: Draft) -> None:
+        if self.exit is not None:
+            for row, hidden, previous in zip(rows, draft.hidden[:, 0], self._last_known(rows)[:, 0], strict=True):
+                row.waiting.add(hidden, previous)
+
+    def catch_up(self, rows: list[Row]) -> None:
+        """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile."""
+        if self.exit is None or not len(rows[0].waiting):
+            return
+        count, waiting = len(rows[0].waiting), [row.waiting for row in rows]
+        sequences = [row.sequence for row in rows]
+        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, read=self._scoring > 0)
+        if read is None or self.governor is None:
+            return
+        tokens = torch.tensor([row.tokens[-count:] for row in rows], device=self.model.device)
+        key = None
+        if self.sampling.do_sample:
+            firsts = self._noise_key(rows, [len(row.tokens) - count for row in rows], repeat=count)
+            steps = torch.arange(count, device=self.model.device).repeat(len(rows))
+            key = NoiseKey(firsts.seeds, firsts.copies, firsts.positions + steps)
+        ranks = shadow.ranks(self.exit, read, tokens, self.sampling, key).tolist()
+        for row, of_row in zip(rows, ranks, strict=True):
+            self.governor.scored(row.watch, of_row, shadow.OFFERED)
 
     def _logits(self, known: torch.Tensor) -> torch.Tensor:
         """The model's logits; what its head reads comes first in what is known."""
@@ -272,8 +383,8 @@ class Session:
             still_walking = []
             for index, node, token in zip(walking, nodes, chosen, strict=True):
                 row = rows[index]
-                self._emit(row, token)
                 child = next((c for c in plan.children[node] if drafted[index][c] == token), None)
+                self._emit(row, token, origin(plan, child is not None))
                 if child is None and plan.children[node]:
                     row.rejections += 1
                 if child is not None:
@@ -315,8 +426,9 @@ class Session:
                 chosen[at] = reject_or_accept(p, guess, drawn, offered, key.at(at))
         return chosen.tolist()
 
-    def _emit(self, row: Row, token: int) -> None:
+    def _emit(self, row: Row, token: int, origin: str) -> None:
         row.tokens.append(token)
+        row.origins.append(origin)
         if self.on_token is not None:
             self.on_token(row, token)
         stopped = bool(self.stops) and self._stopped(row)
@@ -335,14 +447,25 @@ class Session:
             values = processor(prefix, values)
         return values
 
-    def _account(self, rows: list[Row], plan: Plan, reason: str | None) -> None:
-        for row in rows:
-            row.cycles += 1
-            row.drafted += len(plan)
-            row.plans[plan] += 1
-            row.disabled_reason = row.disabled_reason or reason
+    def _account(
+        self, rows: list[Row], plan: Plan, lasts: list[int], chosen: Plan, reason: str | None, seconds: float
+    ) -> None:
+        """A cycle is over: tells everybody who keeps count."""
+        context = max(len(row.tokens) for row in rows)
+        for row, last in zip(rows, lasts, strict=True):
+            row.account(plan, last, chosen, reason)
             if row.finish_reason is not None:
                 self.cache.close(row.sequence)
+        if self.governor is not None:
+            ends = [None if row.finish_reason else last for row, last in zip(rows, lasts, strict=True)]
+            self.governor.observe([row.watch for row in rows], plan, ends, seconds, context)
+        elif not len(plan):
+            self.costs.observe(Setting.of(0, len(rows), context), plan, seconds)
+        if chosen != self._plan:
+            self.metrics.change(reason)
+            self._plan = chosen
+        emitted = [plan.depths[last] + 1 for last in lasts]
+        self.metrics.cycle(plan, seconds, emitted, self.costs.plain(len(rows), context))
 
     def _run_draft_partition(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         hidden = self.model.run(hidden, 0, self.split, rows, self.cache)
@@ -400,3 +523,8 @@ class Session:
             path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
+
+
+def origin(plan: Plan, drafted: bool) -> str:
+    """Where a token came from."""
+    return "plain" if not len(plan) else "drafted" if drafted else "decoded"

@@ -44,8 +44,19 @@ class Plan:
         if list(self.depths) != sorted(self.depths):
             raise ValueError("the plan must list its nodes depth by depth")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parents, self.ranks))  # once: plans are looked up many times a cycle
+
     def __str__(self) -> str:
         """The shortest form that `parse` reads back as this plan."""
+        return self._name
+
+    @cached_property
+    def _name(self) -> str:
         if not self.parents:
             return "none"
         widths = tuple(self.width(level) for level in self.levels[:-1])
@@ -87,6 +98,13 @@ class Plan:
                 f"a plan given as nodes must be pairs (parent, rank): {error}; or write {_FORMS}"
             ) from error
         return cls(tuple(parent for parent, _ in pairs), tuple(rank for _, rank in pairs))
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> Plan:
+        """The plan whose nodes have these ranks from the root down; every path's beginning must be among them."""
+        ordered = sorted(paths, key=lambda path: (len(path), path))
+        number = {(): 0} | {path: index for index, path in enumerate(ordered, start=1)}
+        return cls.from_nodes((number[path[:-1]], path[-1]) for path in ordered)
 
     @classmethod
     def tree(cls, widths: tuple[int, ...]) -> Plan:
@@ -140,6 +158,13 @@ class Plan:
         for node, parent in enumerate(self.parents, start=1):
             mask[node] |= mask[parent]
         return mask
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root down to this one."""
+        path = [node]
+        while path[-1]:
+            path.append(self.parents[path[-1] - 1])
+        return path[::-1]
 
     def width(self, level: range) -> int:
         """How many draft tokens must be ranked for the nodes of a level: its children's largest rank, plus one."""

@@ -81,19 +81,22 @@ class Forced(Session):
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
         return torch.stack([self.forced[node] for node in level], dim=1)
 
-    def write(self, rows: list[Row], plan: Plan, drafted: list[list[int]], verify: bool = True) -> torch.Tensor | None:
+    def write(
+        self, rows: list[Row], plan: Plan, drafted: list[list[int]], verify: bool = True
+    ) -> tuple[Draft, torch.Tensor] | None:
         """Drafts and, unless told not to, verifies; nothing is accepted yet. `drafted[b][i]` is node i + 1 of row b."""
         for row in rows:
             self.cache.reserve(row.sequence, row.sequence.length + len(plan) + 1)
         self.forced = {node + 1: torch.tensor([tokens[node] for tokens in drafted]) for node in range(len(plan))}
         draft = self.draft(rows, plan)
-        return self.verify(rows, draft) if verify else None
+        return (draft, self.verify(rows, draft)) if verify else None
 
-    def commit(self, rows: list[Row], known: torch.Tensor | None, accepted: list[list[int]]) -> None:
-        """Accepts these nodes of what `write` has written; `known` is what it gave."""
-        assert known is not None
-        self.cache.commit([row.sequence for row in rows], accepted)
-        self._remember(rows, known, [path[-1] for path in accepted])
+    def take(self, rows: list[Row], written: tuple[Draft, torch.Tensor] | None, accepted: list[list[int]]) -> None:
+        """Accepts these nodes of what `write` has written."""
+        assert written is not None
+        self.commit(rows, *written, accepted)
+        for row in rows:
+            self.catch_up([row])
 
 
 def new_row(tokens: list[int]) -> Row:
@@ -186,9 +189,9 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data(), plan=plans())
     def cycle(self, data: st.DataObject, plan: Plan) -> None:
         rows = self.some_rows(data)
-        drafted, known = self.write(rows, plan, data)
+        drafted, written = self.write(rows, plan, data)
         accepted = [data.draw(paths(plan, self.acceptance)) for _ in rows]
-        self.session.commit(rows, known, accepted)
+        self.session.take(rows, written, accepted)
         for row, tokens, path in zip(rows, drafted, accepted, strict=True):
             row.tokens += [tokens[node - 1] for node in path[1:]] + [data.draw(TOKENS)]
 
@@ -200,14 +203,14 @@ class Life(RuleBasedStateMachine):
 
     def write(
         self, rows: list[Row], plan: Plan, data: st.DataObject, verify: bool = True
-    ) -> tuple[list[list[int]], torch.Tensor | None]:
+    ) -> tuple[list[list[int]], tuple[Draft, torch.Tensor] | None]:
         nodes = st.lists(TOKENS, min_size=len(plan), max_size=len(plan))
         drafted = [data.draw(nodes) for _ in rows]
-        known = self.session.write(rows, plan, drafted, verify)
+        written = self.session.write(rows, plan, drafted, verify)
         for row in rows:
             writable = set(row.sequence.pages[row.sequence.length // self.page_size :])
             assert all(writable.isdisjoint(other.sequence.pages) for other in self.rows if other is not row)
-        return drafted, known
+        return drafted, written
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
@@ -260,7 +263,7 @@ def prefilled(cache: Cache, length: int, first: int = 0) -> Row:
 def extend(cache: Cache, row: Row, tokens: list[int]) -> None:
     """Appends the tokens, by a chain all of whose nodes are accepted."""
     plan, session = Plan.tree((1,) * len(tokens)), Forced("llama", cache)
-    session.commit([row], session.write([row], plan, [tokens]), [list(range(len(tokens) + 1))])
+    session.take([row], session.write([row], plan, [tokens]), [list(range(len(tokens) + 1))])
 
 
 def llama_cache(max_pages: int | None = None) -> Cache:

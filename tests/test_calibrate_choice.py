@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.calibrate.choice import MISSED, Choice, Paths, StepCost, candidates, choose, plan_of, rank_paths
+from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, plan_of, rank_paths
+from selfspec.costs import StepCost
 from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
 from selfspec.tree import MAX_NODES, NONE, Plan
 from tests.calibrated import linear_cost
@@ -93,6 +94,42 @@ def test_expected_tokens_and_accept_rate_are_those_of_walking_the_tree(ranks: np
     paths = Paths(ranks)
     assert paths.tokens_per_cycle(plan) == pytest.approx(1 + accepted / len(ranks))
     assert paths.accept_rate(plan) == pytest.approx(accepted / asked if asked else 0.0)
+
+
+# Shares of ranks
+
+
+@SETTINGS
+@given(rank_arrays(most_paths=20))
+def test_shares_are_of_the_places_that_a_draft_reaches(ranks: np.ndarray) -> None:
+    """A place is reached where all ranks before it are low enough to be drafted."""
+    shares = Paths(ranks).shares()
+    for depth in range(ranks.shape[1]):
+        reached = [path[depth] for path in ranks.tolist() if all(0 <= rank < WIDEST for rank in path[:depth])]
+        assert bool(reached) == (depth < len(shares)), "depths that nothing reaches are left out"
+        if reached:
+            expected = [reached.count(rank) / len(reached) for rank in range(3)]
+            assert shares[depth] == pytest.approx(expected[: len(shares[depth])], abs=1.001e-4)
+            assert not any(expected[len(shares[depth]) :]) and [*shares[depth], 1][-1 - bool(shares[depth])]
+
+
+def test_shares_of_a_handful_of_paths() -> None:
+    ranks = [[0, 0], [0, 1], [0, MISSED], [2, 0], [31, WIDEST], [WIDEST, 0], [MISSED, 0], [0, 0]]
+    first, second = Paths(np.array(ranks)).shares()
+    assert first == [0.5, 0, 0.125, *[0] * 28, 0.125]
+    assert second == [0.5, 0.1666]
+
+
+@pytest.mark.parametrize("equal", [1, 3, 6, 7, 32])
+def test_rounded_shares_are_never_more_than_a_whole(equal: int) -> None:
+    (shares,) = Paths(np.arange(equal)[:, None]).shares()
+    assert len(shares) == equal and len(set(shares)) == 1
+    assert 1 - 32e-4 < sum(shares) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("ranks", [[[MISSED, 0]] * 5, np.zeros((0, 3), dtype=int)], ids=["missed", "no paths"])
+def test_where_nothing_is_drafted_right_no_rank_has_a_share(ranks: object) -> None:
+    assert Paths(np.array(ranks)).shares() == [[]]
 
 
 @SETTINGS

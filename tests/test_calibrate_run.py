@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import normalize
 
 from selfspec import Engine, Profile
 from selfspec.calibrate import __main__ as command
@@ -27,7 +29,9 @@ from selfspec.calibrate.prompts import parse_domain
 from selfspec.calibrate.training import Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
+from selfspec.exits import Exit
 from selfspec.policy import BATCHES, TEMPERATURES
+from selfspec.routing import mark
 from selfspec.text import encode
 from selfspec.tree import Plan
 from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quieten, write_lines, write_prompts
@@ -91,6 +95,12 @@ class Place(NamedTuple):
         return [torch.tensor([encode(engine.tokenizer, chat)]) for chat in chats]
 
 
+def distinct_costs(engine: Engine, exits: list[Exit]) -> run.Costs:
+    """Cheap drafting, but costs tell exits and batches apart."""
+    cheap = cheap_drafting(engine, exits).items()
+    return {(layer, batch): replace(cost, depth=0.03 + layer / 1000, head_rows=batch) for (layer, batch), cost in cheap}
+
+
 def tokens_per_cycle(outputs: list) -> float:
     """In the place of tokens per second."""
     tokens = sum(stats.new_tokens for output in outputs for stats in output.stats)
@@ -101,7 +111,7 @@ def tokens_per_cycle(outputs: list) -> float:
 def quick() -> Iterator[pytest.MonkeyPatch]:
     """Injected costs and speeds, few rows, short answers and trials, and a checkpoint at every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "Calibration", partial(run.Calibration, timings=cheap_drafting))
+        patch.setattr(command, "Calibration", partial(run.Calibration, timings=distinct_costs))
         fitting = run.fit
         patch.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), writing_rows=ROWS))
         patch.setattr(run, "_MEASURED_WITHOUT_GPU", (24, 32))
@@ -161,6 +171,44 @@ def test_what_was_promised_is_about_what_came(whole: Outcome) -> None:
         assert planned.expected is not None and planned.measured is not None
         assert len(Plan.parse(planned.plan)) > 0, "drafting is cheap here"
         assert planned.measured.tokens_per_cycle == pytest.approx(planned.expected.tokens_per_cycle, rel=0.35)
+
+
+def test_ranks_are_of_the_chosen_exit_at_every_temperature(whole: Outcome) -> None:
+    for choice in whole.profile.domains.values():
+        rates = choice.exits[choice.exit_layer]
+        assert set(choice.ranks) == set(TEMPERATURES)
+        first = choice.ranks["0"][0]
+        assert first[0] == pytest.approx(rates.top1, abs=1.1e-4)
+        assert sum(first[:4]) == pytest.approx(rates.top4, abs=4.1e-4)
+        assert all(1 <= len(depths) <= 5 and 0.05 < depths[0][0] < 1 for depths in choice.ranks.values())
+        assert len({str(depths) for depths in choice.ranks.values()}) == len(TEMPERATURES)
+
+
+def test_costs_are_those_of_the_chosen_exit(whole: Outcome) -> None:
+    costs = distinct_costs(None, [SimpleNamespace(layer=1), SimpleNamespace(layer=2)])  # type: ignore[arg-type]
+    for choice in whole.profile.domains.values():
+        assert list(choice.costs) == list(BATCHES)
+        for band, cost in choice.costs.items():
+            expected = costs[choice.exit_layer, BATCHES[band]]
+            assert cost.depth == pytest.approx(expected.depth, rel=1e-4)
+            assert (cost.plain, cost.head_row, cost.head_rows) == (1.0, 0.0, BATCHES[band])
+            assert [nodes for nodes, _ in cost.drafting] == [nodes for nodes, _ in expected.drafting]
+            seconds = [[seconds for _, seconds in of.drafting] for of in (cost, expected)]
+            assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
+
+
+def test_distances_are_of_prompts_kept_aside_to_their_own_domain(place: Place, whole: Outcome) -> None:
+    """One less the cosine: 0 in the centroid's direction."""
+    engine, layer = place.engine(None), whole.profile.router_layer
+    directions = {name: normalize(torch.tensor(of.centroid), dim=0) for name, of in whole.profile.domains.items()}
+    for name, choice in whole.profile.domains.items():
+        prompts = [prompt[0].tolist() for prompt in place.measuring_prompts(engine, name)]
+        marks = torch.stack([mark(engine.model, engine.cache, prompt, layer) for prompt in prompts])
+        own, other = (1 - normalize(marks, dim=1) @ directions[to] for to in (name, "ab".replace(name, "")))
+        assert choice.distance is not None
+        assert choice.distance.mean == pytest.approx(own.mean().item(), rel=1e-3)
+        assert choice.distance.deviation == pytest.approx(own.std(correction=0).item(), rel=1e-2)
+        assert own.mean() < other.mean()
 
 
 def test_a_person_sees_tables_and_the_line_of_python_to_use(place: Place, whole: Outcome) -> None:

@@ -237,8 +237,12 @@ def test_a_step_that_overflows_spoils_neither_its_exit_nor_the_others(monkeypatc
         return (loss * poison if len(calls) % 2 else loss), right  # the first exit's, at every depth
 
     monkeypatch.setattr(HeadLoss, "apply", overflows)
+    still, moving = ({n: p.detach().clone() for n, p in s.parameters.items()} for s in one.students)
     one.train_step()
     monkeypatch.undo()
+    assert one.left_out.tolist() == [1, 0]
+    assert all(torch.equal(p, still[n]) for n, p in one.students[0].parameters.items())
+    assert not any(torch.equal(p, moving[n]) for n, p in one.students[1].parameters.items())
     for _ in range(2):
         one.train_step()
     after = [exit.affine_weight for exit in (e.block for e in one.exits()) if exit is not None]

@@ -181,6 +181,7 @@ def test_a_draft_depends_on_the_text_not_on_how_it_was_made(family: str, history
 
 @torch.inference_mode()
 def drafted_tokens(session: Session, plan: str) -> torch.Tensor:
+    session.catch_up(session.rows)
     for row in session.rows:
         session.cache.reserve(row.sequence, row.sequence.length + len(Plan.parse(plan)) + 1)
     return session.draft(session.rows, Plan.parse(plan)).tokens
@@ -300,7 +301,7 @@ def test_a_trimmed_head_that_holds_the_text_is_always_right(name: str, plan: str
     end = greedy_text(engine, 1)[0]
     settings = {"max_new_tokens": 15, "seed": 3, "eos_token_id": end, **TRIMMED[name]}
     text = engine.generate(ids, plan="none", **settings)[0, len(PROMPTS[0]) :].tolist()
-    engine._exits[2] = Exit(engine.model, 2, head_rows=torch.tensor(sorted({*text, end, 7, 70})))
+    engine.drafters.exits[2] = Exit(engine.model, 2, head_rows=torch.tensor(sorted({*text, end, 7, 70})))
     (row,) = stats_of(engine, PROMPTS[:1], plan=plan, exit_layer=2, **settings)
     assert_counts(row, 15, cycles=3, drafted=3 * len(Plan.parse(plan)), accepted=12, accept_rate=1)
 
@@ -338,7 +339,7 @@ def scripted_stats(plan: str, new_tokens: int, rank_of_truth: Callable[[int], in
         others = [token for token in range(VOCABULARY) if token != truth][:5]
         return others if rank is None else [*others[:rank], truth, *others[rank:]]
 
-    engine._exits[2] = ScriptedExit(engine.model, 2, script)
+    engine.drafters.exits[2] = ScriptedExit(engine.model, 2, script)
     (row,) = stats_of(engine, PROMPTS[:1], plan=plan, exit_layer=2, max_new_tokens=new_tokens, **options)
     return row
 

@@ -38,7 +38,7 @@ def engines(family: str) -> tuple[Engine, Engine]:
     trained = random_exit(pair[0].model, LAYER)
     trimmed = replace(trained, head_rows=random_rows(40))
     for engine in pair:
-        engine._exits = {LAYER: Exit(trimmed.model, LAYER, trimmed.norm, trimmed.block, trimmed.head_rows)}
+        engine.drafters.exits = {LAYER: Exit(trimmed.model, LAYER, trimmed.norm, trimmed.block, trimmed.head_rows)}
     return pair
 
 
@@ -162,11 +162,11 @@ def test_a_batch_that_shrank_is_not_disturbed_by_who_takes_its_old_seats() -> No
 
 def test_a_cycle_can_be_captured_before_anyone_sits() -> None:
     ours, _ = engines("llama")
-    ours._machine.prepare(1, Plan.parse("tree:2,1"), ours._exits[LAYER], Sampling(), 64)  # type: ignore[union-attr]
+    ours._machine.prepare(1, Plan.parse("tree:2,1"), ours.drafters.exits[LAYER], Sampling(), 64)  # type: ignore[union-attr]
     key, cycle = ours._machine.cycle(  # type: ignore[union-attr]
         ours._machine.seats(1),
         Plan.parse("tree:2,1"),
-        ours._exits[LAYER],
+        ours.drafters.exits[LAYER],
         Drawing(),
         64,  # type: ignore[union-attr]
     )

@@ -292,6 +292,7 @@ PLANS = {
 def assert_as_after_a_fresh_prefill(session: Session) -> None:
     """Every row holds what a prefill of its text gives: the block's keys and values, and what it may recall."""
     assert session.exit is not None
+    session.catch_up(session.active)
     for row in session.active:
         fresh = open_session(session.exit, [row.tokens])
         assert row.sequence.length == len(row.tokens) - 1

@@ -45,7 +45,7 @@ def exit_of(kind: str, model: Decoder) -> Exit:
 def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: str) -> None:
     model = endless(tiny_model(family, dtype=torch.float32, num_hidden_layers=3, head_dim=16))
     engine = Engine.from_model(model, kernels=True)
-    engine._exits = {LAYER: exit_of(kind, engine.model)}
+    engine.drafters.exits = {LAYER: exit_of(kind, engine.model)}
     offset, read = engine.model.config.norm_offset, []
     store = FusedDecoder.store
 

@@ -7,12 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from selfspec import Engine
-from selfspec.generate import PROMPT, main, parse
+from selfspec import Completion, Engine, Stats
+from selfspec.generate import PROMPT, STYLES, main, parse, recount, report, verdict
+from selfspec.governor import Change
+from selfspec.runtime import Row, Session
+from selfspec.tree import NONE, Plan
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -143,6 +149,216 @@ def test_compare_would_say_that_the_tokens_differ(run, monkeypatch):
     assert "DIFFERENT" in report and "identical" not in report
 
 
+# Tokens by their origin
+
+DRAFTING = {"speculative_decoding": "force", "exit_layer": 3, "plan": "tree:3,2"}
+FORCED = ("--max-new-tokens", "24", "--speculative", "force", "--exit-layer", "3", "--plan", "tree:3,2")
+CODES = {"drafted": "32", "decoded": "1", "plain": "36"}  # of the terminal: green, bold, cyan
+
+
+@pytest.fixture
+def colours(monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def painted(text: str) -> list[tuple[str, str]]:
+    """The characters that a terminal shows, each with the code of its style; ends of lines have none."""
+    pieces = re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", text, re.DOTALL)
+    return [(code, character) for code, piece in pieces for character in piece]
+
+
+@pytest.mark.parametrize("arguments", [FORCED, FORCED[:2]], ids=["drafted", "plain"])
+def test_show_colours_every_token_by_its_origin(run, engine, colours, arguments):
+    chat, forced = [{"role": "user", "content": "hello"}], DRAFTING if "force" in arguments else {}
+    pieces = list(engine.stream(chat, max_new_tokens=24, **forced).marked())
+    assert {origin for _, origin in pieces} >= ({"drafted", "decoded"} if forced else {"plain"})
+    text, legend = run("hello", "--show", *arguments)
+    expected = [(CODES[origin], char) for piece, origin in pieces for char in piece if char != "\n"]
+    assert painted(text) == expected
+    assert re.sub(r"\x1b\[\d+m", "", text) == answer(engine, "hello", max_new_tokens=24) + "\n"
+    for origin, meaning in (("drafted", "drafted"), ("decoded", "decoded after drafts"), ("plain", "decoded plainly")):
+        assert f"\x1b[{CODES[origin]}m{meaning}" in legend
+
+
+@pytest.mark.parametrize("colourless", ["no terminal", "NO_COLOR", "dumb"])
+def test_without_colours_show_marks_nothing(run, engine, colours, monkeypatch, colourless):
+    if colourless == "no terminal":
+        monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setenv(*{"NO_COLOR": ("NO_COLOR", "1"), "dumb": ("TERM", "dumb")}.get(colourless, ("TERM", "xterm")))
+    text, told = run("hello", "--show", *FORCED)
+    assert text == answer(engine, "hello", max_new_tokens=24) + "\n"
+    assert "decoded plainly" not in told and "decoded after drafts" not in told
+    assert "tokens were drafted" in told
+
+
+def test_without_show_there_are_no_colours(run, engine, colours):
+    text, told = run("hello", *FORCED)
+    assert text == answer(engine, "hello", max_new_tokens=24) + "\n"
+    assert "drafted" not in told
+
+
+def test_a_bad_option_is_told_without_a_legend(run, colours):
+    _, told = run("hello", "--show", "--plan", "chain:x", code=2)
+    assert "malformed" in told and "drafted" not in told
+
+
+def test_show_counts_drafted_tokens(run, engine):
+    chat = [{"role": "user", "content": "hello"}]
+    drafted = engine.complete(chat, max_new_tokens=24, **DRAFTING).origins.count("drafted")
+    assert drafted
+    _, told = run("hello", "--show", *FORCED)
+    assert f"{drafted} of 24 tokens were drafted ({drafted / 24:.0%})" in told
+    assert "ood" not in told
+
+
+def test_every_origin_has_a_style_of_its_own():
+    assert len(set(STYLES.values())) == len(STYLES) == 3
+
+
+# Runs whose plan changed on the way
+
+
+def completed(
+    origins: str, *changes: Change, plan: str = "tree:4", ood: bool = False, disabled_reason: str | None = None
+) -> Completion:
+    """Of tokens with these origins: d for drafted, e for decoded, p for plain."""
+    names = [{"d": "drafted", "e": "decoded", "p": "plain"}[letter] for letter in origins]
+    cycles = len(origins) - origins.count("d")
+    stats = Stats(
+        new_tokens=len(origins),
+        cycles=cycles,
+        drafted=4 * origins.count("e"),
+        accepted=origins.count("d"),
+        accept_rate=0.4,
+        tokens_per_cycle=len(origins) / cycles,
+        plan=plan,
+        exit_layer=3,
+        disabled_reason=disabled_reason,
+        finish_reason="length",
+        elapsed_s=2.0,
+        changes=list(changes),
+        ood=ood,
+        accepted_by_depth=[],
+        reached_by_depth=[],
+    )
+    return Completion("text", [5] * len(origins), "length", stats, names)
+
+
+FROM_THE_START = Change(0, 0, "tree:4", None)
+OFF = Change(3, 6, "none", "goodput")
+BACK = Change(11, 14, "nodes:0.0,0.1,0.2,1.0", None)
+DRAFTED = completed("de" * 5, FROM_THE_START)
+SWITCHED_OFF = completed("de" * 3 + "p" * 8, FROM_THE_START, OFF, plan="none")
+CAME_BACK = completed("de" * 3 + "p" * 8 + "de" * 8, FROM_THE_START, OFF, BACK)
+PLAIN = completed("p" * 10, Change(0, 0, "none", "goodput"), plan="none", disabled_reason="goodput")
+
+
+def printed(tell: Any, completion: Completion) -> list[str]:
+    console = Console(file=io.StringIO(), width=300)
+    tell(console, completion)
+    return console.file.getvalue().strip().split("\n")  # type: ignore[attr-defined]
+
+
+def test_every_change_of_plan_is_told():
+    assert printed(recount, CAME_BACK) == [
+        "11 of 30 tokens were drafted (37%)",
+        "from the start: tree:4",
+        "after token 6: tree:4 -> none (goodput)",
+        "after token 14: none -> tree of 4 nodes",
+    ]
+
+
+def test_strange_text_is_told():
+    start = Change(0, 0, "none", "ood")
+    told = printed(recount, completed("ppp", start, ood=True))
+    assert told[:2] == ["0 of 3 tokens were drafted (0%)", "from the start: none (ood)"]
+    assert told[2].startswith("ood: ") and len(told) == 3
+
+
+@pytest.mark.parametrize(
+    ("completion", "manner"),
+    [
+        (DRAFTED, "plan tree:4 after layer 3: 2.00 tokens per cycle, 40% of reached depths accepted"),
+        (
+            SWITCHED_OFF,
+            "drafting at times after layer 3: 1.27 tokens per cycle, 40% of reached depths accepted; "
+            "8 of 14 tokens decoded plainly (goodput)",
+        ),
+        (
+            CAME_BACK,
+            "plan tree:4 after layer 3: 1.58 tokens per cycle, 40% of reached depths accepted; "
+            "8 of 30 tokens decoded plainly (goodput)",
+        ),
+        (
+            PLAIN,
+            "plain decoding (goodput): drafting is not expected to pay here; "
+            "--speculative force --plan chain:2 tries it",
+        ),
+    ],
+    ids=["drafted", "switched off", "came back", "plain"],
+)
+def test_the_statistics_of_a_run_that_was_governed(completion, manner):
+    (line,) = printed(report, completion)
+    count = len(completion.tokens)
+    assert line == f"{count} tokens in 2.0 s ({count / 2:.1f} tokens/s), {manner}"
+
+
+def test_several_reasons_are_each_told_once():
+    measuring, strange = Change(0, 0, "none", "measuring"), Change(9, 9, "none", "ood")
+    started = Change(2, 2, "tree:4", None)
+    told = completed("ppdepdep", measuring, started, OFF, started, strange, OFF, disabled_reason="goodput")
+    (line,) = printed(report, told)
+    assert line.endswith("; 4 of 8 tokens decoded plainly (measuring, goodput, ood)")
+    still_plain = completed("pppp", measuring, plan="none", disabled_reason="goodput")
+    assert ", plain decoding (measuring, goodput): drafting is not expected" in printed(report, still_plain)[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "ratio", "told"),
+    [
+        (DRAFTED, 1.5, "speculation made this 1.50x as fast"),
+        (CAME_BACK, 1.25, "speculation made this 1.25x as fast; 8 of 30 tokens decoded plainly (goodput)"),
+        (SWITCHED_OFF, 1.0, "speculation made this 1.00x as fast; 8 of 14 tokens decoded plainly (goodput)"),
+        (
+            SWITCHED_OFF,
+            0.8,
+            "speculation made this 1.25x slower; 8 of 14 tokens decoded plainly (goodput). That is what it took to "
+            "find out where drafting does not pay, or noise.",
+        ),
+        (PLAIN, 0.98, "nothing was drafted (goodput): both runs decoded plainly"),
+    ],
+    ids=["drafted", "came back", "switched off", "slower", "plain"],
+)
+def test_the_verdict_on_a_run_that_was_governed(engine, completion, ratio, told):
+    assert verdict(ratio, engine, completion) == told
+
+
+def test_the_verdict_on_drafting_at_a_loss_says_why():
+    on_gpu: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda")), profile="some")
+    on_cpu: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")), profile=None)
+    assert verdict(0.5, on_gpu, DRAFTED).startswith("speculation made this 2.00x slower. That is expected here: ")
+    assert "CPU" not in verdict(0.5, on_gpu, DRAFTED) and "untrained" not in verdict(0.5, on_gpu, DRAFTED)
+    assert "CPU" in verdict(0.5, on_cpu, DRAFTED) and "untrained" in verdict(0.5, on_cpu, DRAFTED)
+
+
+def test_a_run_switched_off_half_way_is_shown_and_compared(run, engine, monkeypatch):
+    def choose_plan(session: Session, rows: list[Row]) -> tuple[Plan, str | None]:
+        drafts = session.exit is not None and rows[0].cycles < 3
+        return (Plan.parse("tree:3,2"), None) if drafts else (NONE, "goodput")
+
+    monkeypatch.setattr(Session, "choose_plan", choose_plan)
+    text, told = run("hello", "--show", "--compare", "--max-new-tokens", "24", "--exit-layer", "3")
+    assert text == answer(engine, "hello", max_new_tokens=24) + "\n"
+    token = int(re.findall(r"after token (\d+): tree:3,2 -> none \(goodput\)", told)[0])
+    assert 3 <= token <= 9
+    assert "from the start: tree:3,2\n" in told and "drafting at times after layer 3" in told
+    assert f"{token - 3} of 24 tokens were drafted" in told
+    assert told.count(f"; {24 - token} of 24 tokens decoded plainly (goodput)") == 2, "in report and verdict"
+    assert "tokens: identical" in told
+
+
 def test_temperature_samples_with_the_seed(run, engine):
     arguments = ["hello", "--max-new-tokens", "12", "--temperature", "0.9", "--top-k", "20", "--top-p", "0.95"]
     text, _ = run(*arguments, "--seed", "5")
@@ -215,5 +431,14 @@ def test_the_command_explains_itself():
     root = Path(__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, timeout=120)
     assert done.returncode == 0
-    for option in ("--model", "--speculative", "--plan", "--exit-layer", "--compare", "--temperature", "demo model"):
+    for option in (
+        "--model",
+        "--speculative",
+        "--plan",
+        "--exit-layer",
+        "--compare",
+        "--show",
+        "--temperature",
+        "demo model",
+    ):
         assert option in done.stdout

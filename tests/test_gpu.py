@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from selfspec import Engine, weights
+from selfspec.calibrate.rehearsal import _attend
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = [
@@ -34,6 +35,23 @@ def test_greedy_equals_transformers_for_every_plan(family: str) -> None:
     for plan in PLANS:
         actual = engine.generate(ids, speculative_decoding="force", plan=plan, exit_layer=2, **settings)
         assert torch.equal(actual, expected), plan
+
+
+@pytest.mark.parametrize("keys", [512, 576, 640])
+def test_training_attention_is_finite_where_all_logits_lie_far_below_zero(keys: int) -> None:
+    """Some kernels' 16-bit backward is not, for some numbers of keys."""
+    rows, heads, size = 64, 2, 64
+    random = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        0.1 * torch.randn(1, count, heads, size, device="cuda", generator=random, dtype=torch.bfloat16)
+        for count in (rows, keys, keys)
+    )
+    q[..., 0], k[..., 0] = 1.0, -120.0
+    mask = torch.ones(1, rows, keys, dtype=torch.bool, device="cuda")
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = _attend(q, q, q, seen=[(k, v)], root=True, mask=mask, scale=1.0)
+    gradients = torch.autograd.grad(out.float().square().sum(), inputs)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_one_seed_gives_the_same_tokens_for_every_plan() -> None:

@@ -79,7 +79,7 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:
 def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
     model = endless(tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
     engine = Engine.from_model(model, kernels=True)
-    engine._exits = {2: random_exit(engine.model, 2)}
+    engine.drafters.exits = {2: random_exit(engine.model, 2)}
     ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
     settings: dict[str, Any] = {"max_new_tokens": 60, "pad_token_id": 0, **GREEDY}
     plain = engine.generate(ids, **settings)

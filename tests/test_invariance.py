@@ -200,7 +200,7 @@ def engine_with_exit(block: bool, trimmed: bool) -> Engine:
     engine = Engine.from_model(endless(tiny_model("llama")))
     exit = random_exit(engine.model, 2)
     rows = random_rows(60) if trimmed else None
-    engine._exits[2] = replace(exit, block=exit.block if block else None, head_rows=rows)
+    engine.drafters.exits[2] = replace(exit, block=exit.block if block else None, head_rows=rows)
     return engine
 
 

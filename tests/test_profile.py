@@ -21,6 +21,7 @@ from selfspec.model import Decoder
 from selfspec.policy import BATCHES, TEMPERATURES
 from selfspec.profile import (
     HOW_TO_CALIBRATE,
+    CycleCost,
     Device,
     DomainChoice,
     ExitRates,
@@ -70,9 +71,12 @@ def full_profile() -> Profile:
         },
         most_accepting_exit=3,
         chain=run,
+        ranks={"0": [[0.5, 0.25], [0.4], []], "1": [[0.3, 0.0, 0.7]]},
+        costs={"1": CycleCost(plain=0.5, depth=1e-4, drafting=[(1, 0.6), (8, 2.0)], head_row=1e-9, head_rows=40)},
         prompt_agreement=Spread(mean=0.5, deviation=0.1),
         text_agreement=Spread(mean=0.4, deviation=0.2),
         centroid=[0.1, -2.5e-7, 3.0],
+        distance=Spread(mean=0.3, deviation=0.05),
         direction=[1.5, -2e-7, 4.0],
         offset=-0.5,
     )
@@ -171,9 +175,14 @@ def test_a_profile_cannot_be_changed() -> None:
 # A broken profile.json
 
 
-def plans(temperature: str = "0", batch: str = "1", plan: str = "chain:2") -> dict[str, Any]:
-    """The entries of a profile with a single plan."""
-    return {"domains": {"text": {"exit_layer": 2, "plans": {temperature: {batch: {"plan": plan}}}}}}
+def plans(temperature: str = "0", batch: str = "1", plan: str = "chain:2", **entries: Any) -> dict[str, Any]:
+    """The entries of a profile with a single plan, and more of its domain."""
+    return {"domains": {"text": {"exit_layer": 2, "plans": {temperature: {batch: {"plan": plan}}}, **entries}}}
+
+
+def costs(batch: str = "1", **entries: Any) -> dict[str, Any]:
+    """The same with what cycles cost."""
+    return plans(costs={batch: {"plain": 1.0, "depth": 0.1, "drafting": [[1, 1.5], [63, 2.0]], **entries}})
 
 
 BAD_ENTRIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -196,6 +205,15 @@ BAD_ENTRIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("text.exits.first", "integer"),
     ),
     "exit-layer-a-fraction": ({"domains": {"text": {**plans()["domains"]["text"], "exit_layer": 1.5}}}, ("integer",)),
+    "ranks-at-an-unknown-temperature": (plans(ranks={"0.5": [[0.5]]}), ("ranks for 0.5", "0, 0.7, 1")),
+    "ranks-above-a-whole": (plans(ranks={"0": [[0.5], [0.6, 0.40001]]}), ("temperature 0, depth 1", "shares")),
+    "ranks-below-nothing": (plans(ranks={"1": [[0.5, -0.1]]}), ("temperature 1, depth 0", "shares")),
+    "ranks-not-a-number": (plans(ranks={"1": [[float("nan")]]}), ("temperature 1, depth 0", "shares")),
+    "ranks-of-no-depth": (plans(ranks={"0": [0.5]}), ("text.ranks.0.0", "list")),
+    "costs-of-an-unknown-batch": (costs("3"), ("costs for 3", "1, 2-4, 5-16")),
+    "costs-of-nothing": (costs(drafting=[]), ("text.costs.1.drafting", "at least 1")),
+    "costs-free": (costs(plain=0.0), ("text.costs.1.plain", "greater than 0")),
+    "costs-of-a-depth-negative": (costs(depth=-0.1), ("text.costs.1.depth", "greater than or equal to 0")),
     "no-domain": ({"domains": {}}, ("no domain",)),
     "domains-a-list": ({"domains": []}, ("domains", "dictionary")),
     "unknown-entry": ({"surprise": 1}, ("surprise", "not permitted")),
@@ -233,6 +251,16 @@ def test_bad_entries_are_refused_with_file_and_fix(folder: Path, kind: str) -> N
 def test_only_what_is_broken_is_refused(folder: Path) -> None:
     edit_profile(folder, **plans())
     assert Profile.load(folder).choice("text").plans == {"0": {"1": PlanChoice(plan="chain:2")}}
+    edit_profile(folder, **plans(ranks={"0": [[0.6, 0.4000005], [1.0], []]}))
+    assert Profile.load(folder).choice("text").ranks == {"0": [[0.6, 0.4000005], [1.0], []]}
+    edit_profile(folder, **costs("5-16"))
+    assert Profile.load(folder).choice("text").costs["5-16"].drafting == [(1, 1.5), (63, 2.0)]
+
+
+def test_a_profile_may_lack_what_earlier_ones_did_not_have(folder: Path) -> None:
+    edit_profile(folder, **plans())
+    choice = Profile.load(folder).choice("text")
+    assert (choice.ranks, choice.distance, choice.costs) == ({}, None, {})
 
 
 BAD_FILES = {

@@ -14,32 +14,15 @@ from math import prod
 
 import numpy as np
 
+from selfspec.costs import StepCost
 from selfspec.policy import BATCHES, DEFAULT_TREE
 from selfspec.tree import MAX_NODES, Plan
 
 MISSED = -1  # the rank of a token that the draft does not offer
 _WIDEST = 32  # ranks looked at
+_DIGITS = 4  # of shares
 
 Ranks = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a cycle of some batch on this device, by what it consists of."""
-
-    plain: float  # a cycle that drafts nothing
-    depth: float  # each depth of a draft: the layers below the exit and the exit itself
-    drafting: tuple[tuple[int, float], ...]  # the rest of a cycle that drafts so many nodes, for some numbers of nodes
-    head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
-    head_rows: int = 0  # the head that `depth` was measured with
-
-    def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line."""
-        if not nodes:
-            return self.plain
-        rows = 0 if head_rows is None else head_rows - self.head_rows
-        numbers, seconds = zip(*self.drafting, strict=True)
-        return float(np.interp(nodes, numbers, seconds)) + depth * (self.depth + rows * self.head_row)
 
 
 @dataclass(frozen=True)
@@ -72,6 +55,17 @@ class Paths:
             reached = ranks[((ranks[:, :depth] != MISSED) & (ranks[:, :depth] < _WIDEST)).all(1), :depth]
             values, counts = np.unique(reached, axis=0, return_counts=True)
             self.begin.update({tuple(map(int, v)): int(c) for v, c in zip(values, counts, strict=True)})
+
+    def shares(self) -> list[list[float]]:
+        """[depth][rank]: of the places reached at a depth, the share where the next token has that rank. Depths that
+        no place reaches and ranks after the last that occurs are left out. Rounded down: no sum is above 1."""
+        counts = np.zeros((self.depth, _WIDEST), dtype=int)
+        for path, count in self.begin.items():
+            counts[len(path) - 1, path[-1]] += count
+        reached = [self.total, *counts.sum(1)[:-1].tolist()]
+        unit = 10**_DIGITS
+        shares = [unit * own // places / unit for own, places in zip(counts, reached, strict=True) if places]
+        return [np.trim_zeros(of_depth, "b").tolist() for of_depth in shares]
 
     def most_reached(self, depth: int, chain: bool = False) -> list[Ranks]:
         """Possible nodes, most often reached first. A node is reached at most as often as its parent, so any number

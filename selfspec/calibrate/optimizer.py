@@ -32,27 +32,32 @@ class Optimizer:
         return state
 
     @torch.no_grad()
-    def step(self, gradients: dict[str, torch.Tensor]) -> None:
+    def step(self, gradients: dict[str, torch.Tensor], rates: dict[str, torch.Tensor] | None = None) -> None:
+        """`rates`: the learning rate of each parameter, where it is not the same for all. Where it is 0 a parameter
+        stays as it is; gradients of 0 would not do that, since an orthogonalised momentum is as large as ever."""
+        rates = rates or dict.fromkeys(gradients, self.learning_rate)
         self.count += 1
         for name, gradient in gradients.items():
             if self.parameters[name].ndim == 1:
-                self._vector_step(name, gradient)
+                self._vector_step(name, gradient, rates[name])
         by_shape: dict[torch.Size, list[str]] = {}
         for name, gradient in gradients.items():
             if gradient.ndim == 2:
                 by_shape.setdefault(gradient.shape, []).append(name)
         for names in by_shape.values():
-            self._matrix_step(names, gradients)
+            self._matrix_step(names, gradients, rates)
 
-    def _vector_step(self, name: str, gradient: torch.Tensor) -> None:
+    def _vector_step(self, name: str, gradient: torch.Tensor, rate: torch.Tensor) -> None:
         parameter, momentum, square = self.parameters[name], self.momentum[name], self.square[name]
         momentum.lerp_(gradient, 1 - _BETA1)
         square.lerp_(gradient * gradient, 1 - _BETA2)
         mean = momentum / (1 - _BETA1**self.count)
         scale = (square / (1 - _BETA2**self.count)).sqrt() + _EPSILON
-        parameter.sub_(self.learning_rate * mean / scale)
+        parameter.sub_(rate * mean / scale)
 
-    def _matrix_step(self, names: list[str], gradients: dict[str, torch.Tensor]) -> None:
+    def _matrix_step(
+        self, names: list[str], gradients: dict[str, torch.Tensor], rates: dict[str, torch.Tensor]
+    ) -> None:
         """All matrices of one shape at once."""
         directions = []
         for name in names:
@@ -62,8 +67,8 @@ class Optimizer:
         size = _MATRIX_SCALE * max(updates.shape[1:]) ** 0.5
         for name, update in zip(names, updates, strict=True):
             parameter = self.parameters[name]
-            parameter.mul_(1 - self.learning_rate * self.weight_decay)
-            parameter.sub_(self.learning_rate * size * update)
+            parameter.mul_(1 - rates[name] * self.weight_decay)
+            parameter.sub_(rates[name] * size * update)
 
 
 def orthogonalised(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:

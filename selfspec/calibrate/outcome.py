@@ -11,17 +11,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, StepCost, candidates, choose
+from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, candidates, choose
 from selfspec.calibrate.measuring import Measurement
 from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
+from selfspec.costs import StepCost
 from selfspec.engine import Engine
 from selfspec.model import Decoder
-from selfspec.policy import DEFAULT_TREE
-from selfspec.profile import Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
-from selfspec.routing import Router, mark
+from selfspec.policy import BATCHES, DEFAULT_TREE
+from selfspec.profile import CycleCost, Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
+from selfspec.routing import Router, distance, mark
 from selfspec.tree import Plan
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def build(
     sizes: list[int],
 ) -> Profile:
     """The profile that the measurements speak for; nothing of it has been run yet."""
-    marks = {domain.name: _marks(run, domain, domain.training) for domain in run.domains}
-    router = Router.fit(list(marks.values()))
+    router = Router.fit([_marks(run, domain, domain.training) for domain in run.domains])
+    kept_aside = [_marks(run, domain, domain.measuring) for domain in run.domains]
     domains = {}
     for index, domain in enumerate(run.domains):
         choice = choices[domain.name]
@@ -59,13 +60,16 @@ def build(
             head_coverage=_rounded((greedy.paths(head_rows)[:, 0] >= 0).mean()) if len(greedy.ranks) else 0.0,
             exits=_exit_rates(run, measured[domain.name, _GREEDY], paths[domain.name], costs, sizes[0]),
             most_accepting_exit=accepting,
+            ranks=_ranks(paths[domain.name], choice),
+            costs={band: _cycle_cost(costs[choice.exit_layer, batch]) for band, batch in BATCHES.items()},
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
             centroid=_rounded_all(router.centroids[index]),
+            distance=_spread([distance(own, router.centroids[index]) for own in kept_aside[index]]),
             direction=_rounded_all(router.directions[index]),
             offset=_rounded(router.offsets[index].item()),
         )
-    trained = run.trained | {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(run, router)}
+    trained = run.trained | {"seconds": round(run.display.elapsed, 1), "router_accuracy": _accuracy(router, kept_aside)}
     return Profile(
         model=run.identity,
         domains=domains,
@@ -126,6 +130,21 @@ def _plan_choice(candidate: Candidate) -> PlanChoice:
     return PlanChoice(plan=str(candidate.plan), expected=expected)
 
 
+def _ranks(paths: Measured, choice: Choice) -> dict[str, list[list[float]]]:
+    """Of the chosen exit and head, by temperature."""
+    return {name: paths[choice.exit_layer, choice.head_rows, name].shares() for name in choice.plans}
+
+
+def _cycle_cost(cost: StepCost) -> CycleCost:
+    return CycleCost(
+        plain=_rounded(cost.plain),
+        depth=_rounded(cost.depth),
+        drafting=[(nodes, _rounded(seconds)) for nodes, seconds in cost.drafting],
+        head_row=_rounded(cost.head_row),
+        head_rows=cost.head_rows,
+    )
+
+
 def _exit_rates(
     run: Calibration,
     measured: list[Measurement],
@@ -154,14 +173,10 @@ def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch
     return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
 
 
-def _accuracy(run: Calibration, router: Router) -> float:
-    """The share of measuring prompts that are routed to their own domain."""
-    right, total = 0, 0
-    for index, domain in enumerate(run.domains):
-        scores = router.scores(_marks(run, domain, domain.measuring))
-        right += int((scores.argmax(-1) == index).sum())
-        total += len(scores)
-    return _rounded(right / total)
+def _accuracy(router: Router, marks: list[torch.Tensor]) -> float:
+    """The share of prompts that are routed to their own domain, given the marks of each domain's."""
+    right = sum(int((router.scores(own).argmax(-1) == index).sum()) for index, own in enumerate(marks))
+    return _rounded(right / sum(map(len, marks)))
 
 
 def _spread(values: list[float]) -> Spread | None:

@@ -71,7 +71,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention to the text and to the draft so far, which this depth joins; the root is in the text already.
 
-    In float32: where key biases are over a hundred, as in some families, 16 bits leave few digits of the logits."""
+    In float32, which cuDNN leaves to others: its 16-bit backward gives NaN for some numbers of keys where all logits of
+    a row lie far below zero, as they do with the key biases of over a hundred that some families have."""
     if not root:
         seen.append((k, v))
     keys, values = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from selfspec.calibrate import heads, outcome
-from selfspec.calibrate.choice import Paths, StepCost, choose
+from selfspec.calibrate.choice import Paths, choose
 from selfspec.calibrate.corpus import Corpus, Document, recalled_states
 from selfspec.calibrate.display import Display, Stage
 from selfspec.calibrate.measuring import Answers, Measurement, measure
@@ -29,6 +29,7 @@ from selfspec.calibrate.timing import step_costs
 from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.work import Work
 from selfspec.calibrate.writing import Template, Writer, write_answers
+from selfspec.costs import StepCost
 from selfspec.engine import Engine
 from selfspec.exits import Exit
 from selfspec.home import profiles_dir
@@ -374,7 +375,9 @@ def _training_note(trainer: Trainer) -> str:
     loss, right = trainer.seen[:, :, 0].tolist()
     pairs = zip(trainer.students, right, strict=True)
     agreement = ", ".join(f"{share:.2f} ({student.layer})" for student, share in pairs)
-    return f"loss {sum(loss) / len(loss):.3f}, agreement by exit {agreement}"
+    left_out = int(trainer.left_out.sum())
+    note = f", {left_out} steps without a finite gradient left out" if left_out else ""
+    return f"loss {sum(loss) / len(loss):.3f}, agreement by exit {agreement}{note}"
 
 
 def _name_of(identity: ModelIdentity) -> str:

@@ -11,7 +11,7 @@ from statistics import mean
 
 import torch
 
-from selfspec.calibrate.choice import StepCost
+from selfspec.costs import StepCost
 from selfspec.engine import Engine
 from selfspec.exits import Exit
 from selfspec.policy import Policy, Rules

@@ -104,14 +104,16 @@ class Trainer:
         self._roots = torch.zeros(rows, recipe.roots, dtype=torch.int64, device=device)
         # What the last step saw, for each exit and depth: loss and share of positions with the model's best token.
         self.seen = torch.zeros(2, len(self.students), recipe.depths, device=device)
+        self.left_out = torch.zeros(len(self.students), device=device)  # steps of each exit whose gradients overflowed
         self._replay: Callable[[], None] | None = None
         self._steps_here = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"step": torch.tensor(self.step), **self.optimizer.state()}
+        return {"step": torch.tensor(self.step), "left_out": self.left_out, **self.optimizer.state()}
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
         self.step = int(state["step"])
+        self.left_out.copy_(state["left_out"])
         for name, tensor in self.optimizer.state().items():
             tensor.copy_(state[name])
 
@@ -157,10 +159,14 @@ class Trainer:
     def _compute(self) -> None:
         names, tensors = zip(*self.optimizer.parameters.items(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(self._loss(), tensors), strict=True))
-        for student in self.students:
+        rates: dict[str, torch.Tensor] = {}
+        for index, student in enumerate(self.students):  # one bad step must not spoil all later ones
             own = [f"{student.layer}.{name}" for name in student.parameters]
-            gradients |= zip(own, finite_or_nothing([gradients[name] for name in own]), strict=True)
-        self.optimizer.step(gradients)
+            finite = torch.stack(torch._foreach_norm([gradients[name] for name in own])).isfinite().all()
+            gradients |= {name: torch.where(finite, gradients[name], 0) for name in own}
+            rates |= dict.fromkeys(own, torch.where(finite, self.optimizer.learning_rate, 0))
+            self.left_out[index] += ~finite
+        self.optimizer.step(gradients, rates)
 
     def _loss(self) -> torch.Tensor:
         recipe, states = self.recipe, hidden_states(self.model, self._batch)
@@ -187,12 +193,6 @@ class Trainer:
         hidden = self.model.config.hidden_size  # the first of what is recalled is what the head read
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
         return self.model.project(self._recalled[..., :hidden].gather(1, at).flatten(0, 1), self.head).softmax(-1)
-
-
-def finite_or_nothing(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of one exit, or zeros if any of them overflowed: one bad step must not spoil all later ones."""
-    finite = torch.stack(torch._foreach_norm(gradients)).isfinite().all()
-    return [torch.where(finite, gradient, 0) for gradient in gradients]
 
 
 class HeadLoss(torch.autograd.Function):

@@ -1,0 +1,117 @@
+"""How likely drafts are to be right, by depth and rank, for kinds of text that an exit guesses better or worse.
+
+A profile tells how often the model's own token had which rank in drafts of familiar text. Text of another *kind* is
+missed more often, or less: with the familiar chance to the power of an exponent. Which kind a text is shows in its own
+drafts, so every sequence has a belief about it. What follows for the next plan is the governor's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import exp, prod
+
+from selfspec.tree import Plan
+
+EXPONENTS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)  # 1 is the text that calibration saw; near 0, nothing can be guessed
+FAMILIAR = (0.01, 0.03, 0.08, 0.25, 0.43, 0.20)  # how likely each kind is, for a prompt like those calibration saw
+UNFAMILIAR = (0.20, 0.20, 0.20, 0.20, 0.15, 0.05)  # the same for one that lies far from all of them
+STRANGE = 3  # kinds before this one are guessed far worse than anything calibration saw
+_TURNING = 1 / 128  # chance that a text becomes another one, per token
+_SUREST_MISS = 0.995  # nothing is ever missed less often than the rest of this
+_LEAST = 1e-6
+
+Chances = tuple[float, ...]  # one for each kind
+
+
+class Acceptance:
+    """What plans can be expected to bring, for each kind of text."""
+
+    def __init__(self, shares: Sequence[Sequence[float]]) -> None:  # [depth][rank] of familiar text
+        if not shares or not any(map(sum, shares)):
+            raise ValueError("how often drafts are right is not known: there are no shares by depth and rank")
+        self._by_kind = [[_of_kind(of_depth, exponent) for of_depth in shares] for exponent in EXPONENTS]
+        self.tokens = lru_cache(maxsize=256)(self._tokens)
+        self.chances = lru_cache(maxsize=4096)(self._chances)
+
+    def chance(self, kind: int, depth: int, rank: int) -> float:
+        """That the token after a node of this depth, right so far, has this rank in the draft there."""
+        of_depth = self._by_kind[kind][min(depth, len(self._by_kind[kind]) - 1)]
+        return of_depth[rank] if rank < len(of_depth) else 0.0
+
+    def reach(self, kind: int, plan: Plan) -> list[float]:
+        """The chance that each node is right, the root's 1 first."""
+        reached = [1.0]
+        for parent, rank in zip(plan.parents, plan.ranks, strict=True):
+            reached.append(reached[parent] * self.chance(kind, plan.depths[parent], rank))
+        return reached
+
+    def _tokens(self, plan: Plan) -> Chances:
+        """Expected tokens per cycle."""
+        return tuple(sum(self.reach(kind, plan)) for kind in range(len(EXPONENTS)))
+
+    def _chances(self, plan: Plan, last: int) -> Chances:
+        """How likely it was that a cycle accepts the nodes down to `last` and none of that one's children."""
+        steps = [(plan.depths[node] - 1, plan.ranks[node - 1]) for node in plan.path(last)[1:]]
+        refused = [plan.ranks[child - 1] for child in plan.children[last]]
+        found = []
+        for kind in range(len(EXPONENTS)):
+            missed = 1.0 - sum(self.chance(kind, plan.depths[last], rank) for rank in refused)
+            found.append(max(_LEAST, prod(self.chance(kind, *step) for step in steps) * missed))
+        return tuple(found)
+
+    def score(self, rank: int, offered: int) -> Chances:
+        """How likely it was that a first draft token among `offered` had this rank; one beyond them is a miss."""
+        kinds = range(len(EXPONENTS))
+        if rank < offered:
+            return tuple(max(_LEAST, self.chance(kind, 0, rank)) for kind in kinds)
+        return tuple(max(_LEAST, 1 - sum(self.chance(kind, 0, r) for r in range(offered))) for kind in kinds)
+
+
+def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:
+    """Shares by rank of a text that misses with the familiar chance to the power of `exponent`."""
+    found, total, missed_before = [], 0.0, 1.0
+    for share in shares:
+        total = min(_SUREST_MISS, total + share)
+        missed = (1 - total) ** exponent
+        found.append(missed_before - missed)
+        missed_before = missed
+    return found
+
+
+@dataclass
+class Belief:
+    """Which kind of text a sequence is: a weight for each kind."""
+
+    home: Chances = FAMILIAR  # what is believed of a text that has just become another one
+    weights: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = list(self.home)
+
+    @property
+    def strangeness(self) -> float:
+        """The chance that this is text of which almost nothing can be guessed."""
+        return sum(self.weights[:STRANGE])
+
+    def expects(self, values: Chances) -> float:
+        return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+
+    def fade(self, tokens: int) -> None:
+        """Some tokens have gone by: the text may have become another one."""
+        turned = 1 - (1 - _TURNING) ** tokens
+        self.weights = [weight + turned * (home - weight) for weight, home in zip(self.weights, self.home, strict=True)]
+
+    def learn(self, chances: Chances) -> None:
+        """Something happened that had this chance with each kind."""
+        together = [weight * chance for weight, chance in zip(self.weights, chances, strict=True)]
+        total = sum(together)
+        self.weights = [value / total for value in together]
+
+    def learn_agreement(self, agreement: float, usual: float, deviation: float) -> None:
+        """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are
+        those of familiar prompts."""
+        spread = max(deviation, 0.05)
+        expected = [1 - (1 - min(usual, _SUREST_MISS)) ** exponent for exponent in EXPONENTS]
+        self.learn(tuple(0.01 + exp(-0.5 * ((agreement - value) / spread) ** 2) for value in expected))

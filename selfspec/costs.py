@@ -1,0 +1,150 @@
+"""What cycles cost on a device: from what they consist of and, once they have run, as measured.
+
+Whoever runs cycles tells how long they took; an engine keeps the costs for all its requests. What is gained by a cycle
+is unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, log
+from statistics import mean
+
+import numpy as np
+
+from selfspec.tree import Plan
+
+Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in plain steps, before anybody ran one
+
+_SHORT = 1024  # texts up to this length cost about the same
+_TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
+_SETTLED = 4  # measurements after which it changes slowly
+_MEMORY = 0.1  # weight of the newest measurement
+_FIRST_TIME = 2.5  # how far above the guess a single measurement is believed
+_UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a cycle of some batch on this device, by what it consists of."""
+
+    plain: float  # a cycle that drafts nothing
+    depth: float  # each depth of a draft: the layers below the exit and the exit itself
+    drafting: tuple[tuple[int, float], ...]  # the rest of a cycle that drafts so many nodes, for some numbers of nodes
+    head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
+    head_rows: int = 0  # the head that `depth` was measured with
+
+    def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
+        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line."""
+        if not nodes:
+            return self.plain
+        rows = 0 if head_rows is None else head_rows - self.head_rows
+        numbers, seconds = zip(*self.drafting, strict=True)
+        return float(np.interp(nodes, numbers, seconds)) + depth * (self.depth + rows * self.head_row)
+
+
+def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool) -> Guess:
+    """Where nobody has measured anything: a depth is the layers below the exit, its block and head; a node is a row
+    more, almost free for a GPU and not at all for a CPU."""
+    of_depth, of_row = (exit_layer + 2) / num_layers, 0.012 if on_gpu else 0.15
+    return lambda depth, nodes: 1 + depth * of_depth + nodes * of_row
+
+
+def measured_cost(cost: StepCost, head_rows: int | None = None) -> Guess:
+    """From what calibration measured on this kind of device."""
+    return lambda depth, nodes: cost.of(depth, nodes, head_rows) / cost.plain
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the cost of a plan depends on."""
+
+    exit_layer: int
+    batch: int
+    length: int  # of the texts: 0 for short ones, one more for each doubling
+
+    @classmethod
+    def of(cls, exit_layer: int, batch: int, context: int) -> Setting:
+        return cls(exit_layer, batch, max(0, (max(context, 1) - 1).bit_length() - _SHORT.bit_length() + 1))
+
+
+class _Measured:
+    """A running mean of how long something takes."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """The second time replaces the first, when much is done only once. The next few give their fastest, since what
+        disturbs a cycle only ever makes it slower; then the mean follows, slowly, and not to single outliers."""
+        self.times += 1
+        if self.times <= 2:
+            self.seconds = seconds
+        elif self.times <= _SETTLED:
+            self.seconds = min(self.seconds, seconds)
+        else:
+            self.seconds += _MEMORY * (min(seconds, 2 * self.seconds) - self.seconds)
+
+
+class Costs:
+    """What cycles of an engine cost, for every plan, exit, batch and length of text that it has met."""
+
+    def __init__(self) -> None:
+        self.version = 0  # another one whenever ratios may have changed by something worth looking at
+        self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
+        self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
+
+    def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
+        """A cycle took this long."""
+        if not len(plan):
+            measured = self._plain.setdefault((at.batch, at.length), _Measured())
+        else:
+            measured = self._drafting.setdefault(at, {}).setdefault(plan, _Measured())
+        measured.add(max(seconds, _TICK))
+        self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
+
+    def plain(self, batch: int, context: int) -> float | None:
+        """Seconds of a plain step; None where none like it was measured."""
+        at = Setting.of(0, batch, context)
+        known = [key for key, measured in self._plain.items() if measured.times > 1 and key[1] == at.length]
+        nearest = min(known, key=lambda key: abs(log(key[0] / batch)), default=None)
+        close = nearest is not None and batch / 2 <= nearest[0] <= 2 * batch
+        return self._plain[nearest].seconds if nearest is not None and close else None
+
+    def ratio(self, at: Setting, plan: Plan, guess: Guess) -> float:
+        """What a cycle costs in plain steps: measured here, or with the batch most like it, or guessed, as right as
+        guesses have been for other plans."""
+        if not len(plan):
+            return 1.0
+        here = self._ratio(at, plan, guess)
+        if here is not None:
+            return here
+        near = self._near(at)
+        elsewhere = (self._ratio(setting, plan, guess) for setting in near)
+        measured = next((ratio for ratio in elsewhere if ratio is not None), None)
+        return measured or guess(plan.depth, len(plan)) * self._correction(near, guess) * _UNTRIED
+
+    def _ratio(self, at: Setting, plan: Plan, guess: Guess) -> float | None:
+        """As measured; after a single time, which may have been slow for its own reasons, not too far from a guess."""
+        plain, measured = self._plain.get((at.batch, at.length)), self._drafting.get(at, {}).get(plan)
+        if plain is None or measured is None or plain.times < 2:
+            return None
+        ratio = measured.seconds / plain.seconds
+        return ratio if measured.times > 1 else min(ratio, _FIRST_TIME * guess(plan.depth, len(plan)))
+
+    def _near(self, at: Setting) -> list[Setting]:
+        """Settings with the same exit and a batch up to twice or half as large, the nearest first."""
+        known = [s for s in self._drafting if s.exit_layer == at.exit_layer and at.batch <= 2 * s.batch <= 4 * at.batch]
+        return sorted(known, key=lambda s: (abs(s.length - at.length), abs(log(s.batch / at.batch))))
+
+    def _correction(self, near: list[Setting], guess: Guess) -> float:
+        """How far off the guesses were, on the mean, in the nearest setting where something is known."""
+        for setting in near:
+            plans = self._drafting[setting]
+            known = [(plan, self._ratio(setting, plan, guess)) for plan in plans]
+            errors = [log(ratio / guess(plan.depth, len(plan))) for plan, ratio in known if ratio is not None]
+            if errors:
+                return exp(mean(errors))
+        return 1.0

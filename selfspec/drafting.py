@@ -1,0 +1,158 @@
+"""What a request drafts with: the exit, its part of the head, and the profile's plans or a governor.
+
+An engine keeps one `Drafters`; exits and ladders are made once and shared by its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+
+from selfspec.acceptance import Acceptance
+from selfspec.cache import Cache
+from selfspec.costs import Costs, Guess, StepCost, guessed_cost, measured_cost
+from selfspec.exits import Exit, check_exit_layer
+from selfspec.governor import Governor
+from selfspec.ladder import Ladder
+from selfspec.model import Decoder
+from selfspec.policy import BATCHES, Policy
+from selfspec.profile import DomainChoice, Profile
+from selfspec.request import SpeculationRequest
+from selfspec.routing import mark
+from selfspec.tree import NONE, Plan
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What one request drafts with."""
+
+    exit: Exit | None = None  # None: nothing will be drafted
+    governor: Governor | None = None  # None: the policy's own plans
+    far: Sequence[bool] = ()  # for each prompt, whether it is unlike anything that calibration saw
+
+
+class Drafters:
+    """Everything that requests of one engine draft with."""
+
+    def __init__(self, model: Decoder, cache: Cache, profile: Profile | None) -> None:
+        self.model, self.cache, self.profile = model, cache, profile
+        self.exits: dict[int, Exit] = {}  # by layer, over the whole head
+        self.head_rows: dict[str, torch.Tensor | None] = {}  # by domain
+        self.costs = Costs()
+        self._ladders: dict[tuple[str, str, int], Ladder] = {}  # by domain, temperature, and largest batch of trees
+        self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
+
+    @property
+    def nbytes(self) -> int:
+        return sum(exit.nbytes for exit in self.exits.values()) + sum(exit.head_nbytes for exit in self._in_use)
+
+    def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
+        """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""
+        if request.exit_layer is not None:
+            check_exit_layer(request.exit_layer, self.model.config.num_layers)
+            return request.exit_layer
+        if self.profile is not None and request.domain != "auto":
+            self.profile.choice(request.domain)  # an unknown domain is an error, whatever comes of it
+        wanted = plan is not None or request.speculative_decoding == "force"
+        return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
+
+    def drafter(
+        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
+    ) -> Drafter:
+        """For one request; tells its policy what the profile plans."""
+        if self.profile is None:
+            assert layer is not None
+            return Drafter(self.exit(layer, "", prompts, policy.possible_plans))
+        routed = request.domain == "auto" and self.profile.routes
+        marks = self._marks(prompts) if routed else None
+        domain = request.domain if request.domain != "auto" else self.profile.route(marks)
+        choice, governor = self.profile.choice(domain), None
+        if layer is None:
+            layer, governor = choice.exit_layer, self._governor(domain, choice, policy)
+            if governor is None:
+                policy.plans = self.plans(choice, policy)
+                if policy.off_for_good:
+                    return Drafter()
+        far = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
+        possible = policy.possible_plans if governor is None else governor.ladder.all_plans
+        return Drafter(self.exit(layer, domain, prompts, possible), governor, far)
+
+    def _marks(self, prompts: list[list[int]]) -> torch.Tensor:
+        assert self.profile is not None
+        return torch.stack([mark(self.model, self.cache, prompt, self.profile.router_layer) for prompt in prompts])
+
+    def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
+        """The profile's plans for a request; none at all where they were measured on another kind of device."""
+        forced = policy.mode == "force"
+        if not self._is_at_home and not forced:
+            return {1: NONE}
+        return choice.plans_at(policy.temperature, forced)
+
+    @property
+    def _is_at_home(self) -> bool:
+        """Whether the profile was measured on this kind of device, or nowhere."""
+        device = self.profile.device if self.profile is not None else None
+        return device is None or device.type == self.model.device.type
+
+    def _governor(self, domain: str, choice: DomainChoice, policy: Policy) -> Governor | None:
+        """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""
+        if policy.mode == "force" or policy.plan is not None or not choice.ranks:
+            return None
+        usual = choice.prompt_agreement
+        return Governor(
+            self.ladder(domain, choice, policy),
+            self.costs,
+            policy.rules,
+            None if usual is None else (usual.mean, usual.deviation),
+        )
+
+    def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
+        """The plans thought of for a domain and temperature."""
+        temperature = choice.nearest(choice.ranks, policy.temperature)
+        key = domain, temperature, policy.rules.max_tree_batch
+        if key not in self._ladders:
+            acceptance = Acceptance(choice.ranks[temperature])
+            guesses = {size: self._guess(choice, name) for name, size in BATCHES.items()}
+            widest = choice.head_rows or self.model.config.vocab_size
+            self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, policy.rules.max_tree_batch, widest)
+        return self._ladders[key]
+
+    def _guess(self, choice: DomainChoice, band: str) -> Guess:
+        """What cycles cost: as calibration measured it on this kind of device, or by the numbers of layers and rows."""
+        if self._is_at_home and band in choice.costs:
+            cost = choice.costs[band].model_dump()
+            return measured_cost(StepCost(**cost), choice.head_rows or None)
+        layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"
+        return guessed_cost(choice.exit_layer, layers, on_gpu)
+
+    def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
+        """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""
+        if layer not in self.exits:
+            self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
+        exit = self.exits[layer]
+        if self.profile is not None and exit.block is not None:
+            if domain not in self.head_rows:
+                self.head_rows[domain] = self.profile.head_rows(self.model, domain)
+            exit = exit.offering(self.head_rows[domain], prompts)
+        if exit.head_rows is not None:
+            self._in_use.add(exit)
+        widest = max((rank for plan in plans for rank in plan.ranks), default=0)
+        if widest >= exit.vocabulary:
+            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
+        return exit
+
+    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
+        """What requests of these domains may draft, and with which exits."""
+        for name in domains:
+            assert self.profile is not None
+            choice = self.profile.choice(name)
+            if choice.ranks:
+                plans = self.ladder(name, choice, policy).plans(batch)
+            else:
+                policy.plans = self.plans(choice, policy)
+                plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
+            for plan in plans:
+                yield plan, self.exit(choice.exit_layer, name, [], [plan])

@@ -1,0 +1,173 @@
+"""The governor: picks the plan of every cycle by what it is expected to bring for what it costs.
+
+Expected tokens come from what each sequence has shown so far, costs from the engine's measurements. It steps aside
+where no plan beats plain decoding, looks again from time to time, and keeps a ledger so that looking never costs more
+than its bound. Tokens do not depend on plans, so all of this can change only their speed. The hard rules come before
+it and are the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from selfspec.acceptance import FAMILIAR, UNFAMILIAR, Belief, Chances
+from selfspec.costs import Costs, Setting
+from selfspec.ladder import Ladder
+from selfspec.policy import Rules
+from selfspec.tree import NONE, Plan
+
+MEASURING = "measuring"  # why the first cycles of a kind are plain: something to compare with is needed
+_FIRST_PROBE = 8  # tokens after stepping aside; twice as many after every probe that changes nothing
+_MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
+_SURE = 0.8  # of being strange text
+
+
+@dataclass(frozen=True)
+class Change:
+    """A sequence goes on with another plan."""
+
+    cycle: int
+    token: int  # new tokens so far
+    plan: str
+    reason: str | None  # why nothing is drafted; None where something is
+
+
+@dataclass
+class Watch:
+    """What is known of one sequence's text."""
+
+    belief: Belief = field(default_factory=Belief)
+    ood: bool = False  # it was, at some time, surely strange
+
+    @classmethod
+    def of_prompt(cls, far: bool) -> Watch:
+        """For a sequence that joins; `far` from every domain that calibration saw, or not."""
+        return cls(Belief(UNFAMILIAR if far else FAMILIAR))
+
+    def learn_prompt(self, agreement: float, usual: float, deviation: float) -> None:
+        self.belief.learn_agreement(agreement, usual, deviation)
+        self._notice()
+
+    def learn(self, chances: Chances) -> None:
+        self.belief.learn(chances)
+        self._notice()
+
+    def _notice(self) -> None:
+        self.ood = self.ood or self.belief.strangeness > _SURE
+
+
+class Ledger:
+    """What speculation has cost so far against plain decoding, in plain steps. Gains are remembered up to a limit;
+    while too much is owed nothing is drafted, and every plain step pays a little of it back."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.owed = 0.0
+
+    def spend(self, cost: float) -> None:
+        self.owed = max(-_MOST_CREDIT, self.owed + cost)
+
+    def pay_back(self) -> None:
+        self.owed = max(min(self.owed, 0.0), self.owed - self.share)
+
+    def allows(self, allowance: float) -> bool:
+        return self.owed <= allowance
+
+
+class Governor:
+    """Chooses the plans of one session. Choosing changes nothing: only what it is told to have happened does."""
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        costs: Costs,
+        rules: Rules,
+        usual_agreement: tuple[float, float] | None = None,  # of exit and model on familiar prompts, and its deviation
+    ) -> None:
+        self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
+        self.plan = NONE  # the one in use
+        self.ledger = Ledger(rules.probe_share)
+        self._ratios: dict[Plan, float] = {}
+        self._looked_up: tuple[Setting, int] | None = None  # where and when they were found
+        self._has_news = True
+        self._batch = 0  # of the last cycle
+        self._quiet = 0  # cycles since something was drafted
+        self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
+
+    def choose(self, watches: Sequence[Watch], context: int) -> tuple[Plan, str | None]:
+        """The plan of the next cycle of these sequences, the longest of `context` tokens; with `none`, the reason."""
+        if self.costs.plain(len(watches), context) is None:
+            return NONE, MEASURING
+        at = self._setting(watches, context)
+        values = {plan: self.value(plan, watches, at) for plan in self.ladder.plans(at.batch)}
+        best = max(values, key=values.__getitem__)
+        if self.plan in values and values[best] <= (1 + self.rules.hysteresis) * values[self.plan]:
+            best = self.plan
+        if self._pays(values[best], at.batch) and self.ledger.allows(self.rules.loss_allowance):
+            return best, None
+        expected_loss = max(0.0, self.ratio(best, at) * (1 - values[best]))
+        if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
+            return best, None
+        return NONE, "ood" if all(watch.belief.strangeness > 0.5 for watch in watches) else "goodput"
+
+    def _pays(self, speedup: float, batch: int) -> bool:
+        """Going on takes no less than plain speed; starting takes a little more, and something that was not known
+        when drafting was given up."""
+        if len(self.plan):
+            return speedup >= 1
+        return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
+
+    def value(self, plan: Plan, watches: Sequence[Watch], at: Setting) -> float:
+        """The expected speed over plain decoding."""
+        tokens = self.ladder.acceptance.tokens(plan)
+        expected = sum(watch.belief.expects(tokens) for watch in watches) / len(watches)
+        return expected / self.ratio(plan, at)
+
+    def ratio(self, plan: Plan, at: Setting) -> float:
+        """What a cycle costs in plain steps; looked up once for many cycles."""
+        if self._looked_up != (at, self.costs.version):
+            self._looked_up, self._ratios = (at, self.costs.version), {}
+        if plan not in self._ratios:
+            self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
+        return self._ratios[plan]
+
+    def observe(
+        self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], seconds: float, context: int
+    ) -> None:
+        """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time."""
+        at = self._setting(watches, context)
+        self.costs.observe(at, plan, seconds)
+        if not len(plan):
+            for watch in watches:
+                watch.belief.fade(tokens=1)
+            self.ledger.pay_back()
+            self._has_news = self._has_news and not len(self.plan)
+            self.plan, self._quiet, self._batch = NONE, self._quiet + 1, at.batch
+            return
+        emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
+        for watch, last, tokens in zip(watches, lasts, emitted, strict=True):
+            if last is not None:
+                watch.belief.fade(tokens)
+                watch.learn(self.ladder.acceptance.chances(plan, last))
+        loss = self.ratio(plan, at) - sum(emitted) / at.batch
+        self.ledger.spend(loss)
+        self._patience = self._patience_after(plan, paid=loss < 0)
+        self.plan, self._quiet, self._batch = plan, 0, at.batch
+
+    def _patience_after(self, plan: Plan, paid: bool) -> int:
+        """A probe that paid is followed up at once; one that did not makes more patient."""
+        first = min(_FIRST_PROBE, self.rules.probe_interval)
+        probe = not len(self.plan) and self._quiet >= self._patience
+        if not probe:
+            return first
+        return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
+
+    def scored(self, watch: Watch, ranks: Sequence[int], offered: int) -> None:
+        """While nothing was drafted, first draft tokens among `offered` would have had these ranks."""
+        self._has_news = True
+        for rank in ranks:
+            watch.learn(self.ladder.acceptance.score(rank, offered))
+
+    def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
+        return Setting.of(self.ladder.exit_layer, len(watches), context)

@@ -1,0 +1,82 @@
+"""The plans worth thinking of: for each kind of text the best one by what cycles are guessed to cost.
+
+Made once for a domain and temperature, from acceptance and costs alone; which of its plans a cycle uses is the
+governor's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.acceptance import EXPONENTS, STRANGE, Acceptance
+from selfspec.costs import Guess
+from selfspec.tree import MAX_NODES, NONE, Plan
+
+_DEEPEST, _WIDEST = 5, 24  # of the plans that are thought of
+
+Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
+
+
+class Ladder:
+    """The plans for each batch."""
+
+    def __init__(
+        self,
+        acceptance: Acceptance,
+        guesses: dict[int, Guess],  # by the largest batch each is for
+        exit_layer: int,
+        max_tree_batch: int,  # above this, chains only
+        widest: int = MAX_NODES,  # ranks that the exit can offer
+    ) -> None:
+        self.acceptance, self.guesses, self.exit_layer = acceptance, guesses, exit_layer
+        self.max_tree_batch, self.widest = max_tree_batch, min(widest, _WIDEST)
+        self._plans: dict[tuple[int, bool], list[Plan]] = {}
+
+    def guess(self, batch: int) -> Guess:
+        return self.guesses[self._size(batch)]
+
+    def plans(self, batch: int) -> list[Plan]:
+        """Smallest first. Small ones are always there: they pay where little else does."""
+        key = self._size(batch), batch > self.max_tree_batch
+        if key not in self._plans:
+            chains, guess = key[1], self.guesses[key[0]]
+            plans = [self._best(kind, guess, chains) for kind in range(STRANGE - 1, len(EXPONENTS))]
+            plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
+            self._plans[key] = sorted({plan for plan in plans if len(plan)}, key=lambda plan: (len(plan), str(plan)))
+        return self._plans[key]
+
+    @property
+    def all_plans(self) -> list[Plan]:
+        """For any batch."""
+        return [plan for size in (1, *self.guesses) for plan in self.plans(size)]
+
+    def _size(self, batch: int) -> int:
+        return next((size for size in sorted(self.guesses) if batch <= size), max(self.guesses))
+
+    def _best(self, kind: int, guess: Guess, chains: bool) -> Plan:
+        """The plan with most expected tokens for its cost: nodes are taken in the order of their chances."""
+        best: Sequence[Node] = ()
+        speed = 1.0
+        for depth in range(1, _DEEPEST + 1):
+            nodes, expected = self._likeliest(kind, depth, 1 if chains else self.widest), 1.0
+            for count, (chance, _) in enumerate(nodes, start=1):
+                expected += chance
+                if expected / guess(depth, count) > speed:
+                    best, speed = nodes[:count], expected / guess(depth, count)
+        return Plan.from_paths([path for _, path in best]) if best else NONE
+
+    def _likeliest(self, kind: int, depth: int, width: int) -> list[Node]:
+        """The nodes most likely to be right; a node never comes before its parent."""
+        level: list[Node] = [(1.0, ())]
+        found: list[Node] = []
+        for above in range(depth):
+            chances = [self.acceptance.chance(kind, above, rank) for rank in range(width)]
+            children = [(own * chance, (*path, rank)) for own, path in level for rank, chance in enumerate(chances)]
+            level = sorted(children, key=_likelier)[:MAX_NODES]
+            found += level
+        return sorted(found, key=_likelier)[:MAX_NODES]
+
+
+def _likelier(node: Node) -> tuple[float, int, tuple[int, ...]]:
+    chance, path = node
+    return -chance, len(path), path

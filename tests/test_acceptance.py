@@ -1,0 +1,104 @@
+"""What drafts are expected to bring, by kind of text, and how a belief about the kind follows what happens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief
+from selfspec.tree import NONE, Plan
+from tests.strategies import SETTINGS, plans
+
+SHARES = [[0.6, 0.1, 0.05], [0.5, 0.2]]
+FAMILIAR_KIND = EXPONENTS.index(1.0)
+
+
+def acceptance() -> Acceptance:
+    return Acceptance(SHARES)
+
+
+def test_the_familiar_kind_is_as_the_profile_says() -> None:
+    for depth, of_depth in enumerate(SHARES):
+        for rank, share in enumerate(of_depth):
+            assert acceptance().chance(FAMILIAR_KIND, depth, rank) == pytest.approx(share)
+    assert acceptance().chance(FAMILIAR_KIND, 0, 3) == 0, "a rank that calibration never saw"
+    assert acceptance().chance(FAMILIAR_KIND, 7, 1) == pytest.approx(0.2), "deeper than it looked: as at its deepest"
+
+
+def test_expected_tokens_are_the_chances_of_all_nodes() -> None:
+    tree = Plan.parse("tree:2,1")  # two children of the root, one of each of them
+    expected = 1 + 0.6 + 0.1 + (0.6 + 0.1) * 0.5
+    assert acceptance().tokens(tree)[FAMILIAR_KIND] == pytest.approx(expected)
+    assert acceptance().tokens(NONE) == (1.0,) * len(EXPONENTS)
+
+
+def test_every_kind_is_guessed_better_than_the_one_before() -> None:
+    tokens = acceptance().tokens(Plan.parse("tree:3,2"))
+    assert list(tokens) == sorted(tokens)
+    assert tokens[0] < 1.05, "of the strangest text almost nothing can be guessed"
+
+
+@settings(SETTINGS, max_examples=50)
+@given(plan=plans(max_nodes=12))
+def test_something_always_happens(plan: Plan) -> None:
+    """The chances of all ends that a cycle can have add up to one, whatever the kind."""
+    ends = [acceptance().chances(plan, last) for last in range(len(plan) + 1)]
+    for kind in range(len(EXPONENTS)):
+        assert sum(of_end[kind] for of_end in ends) == pytest.approx(1, abs=1e-4)
+    scores = [acceptance().score(rank, offered=2) for rank in range(3)]
+    assert [sum(of_kind) for of_kind in zip(*scores, strict=True)] == pytest.approx([1] * len(EXPONENTS), abs=1e-4)
+
+
+def test_without_shares_nothing_can_be_expected() -> None:
+    for shares in ([], [[]], [[0.0]]):
+        with pytest.raises(ValueError, match="no shares by depth and rank"):
+            Acceptance(shares)
+
+
+def test_a_belief_follows_what_happens() -> None:
+    belief, chain = Belief(), Plan.parse("chain:2")
+    expected = [belief.expects(acceptance().tokens(chain))]
+    for _ in range(6):
+        belief.learn(acceptance().chances(chain, 0))
+    expected.append(belief.expects(acceptance().tokens(chain)))
+    assert belief.strangeness > 0.7
+    for _ in range(6):
+        belief.learn(acceptance().chances(chain, 2))
+    expected.append(belief.expects(acceptance().tokens(chain)))
+    assert expected[1] < expected[0] < expected[2]
+    assert belief.strangeness < 0.05
+
+
+def test_a_belief_fades_with_the_text_it_came_from() -> None:
+    belief = Belief()
+    for _ in range(10):
+        belief.learn(acceptance().score(8, offered=8))
+    sure = belief.strangeness
+    belief.fade(tokens=5000)
+    assert sure > 0.95
+    assert belief.weights == pytest.approx(FAMILIAR, abs=1e-6)
+
+
+@settings(SETTINGS, max_examples=100)
+@given(events=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=200))
+def test_weights_stay_weights(events: list[tuple[int, int]]) -> None:
+    belief = Belief(UNFAMILIAR)
+    for rank, tokens in events:
+        belief.fade(tokens)
+        belief.learn(acceptance().score(rank, offered=8))
+        assert sum(belief.weights) == pytest.approx(1)
+        assert all(weight >= 0 for weight in belief.weights)
+
+
+@pytest.mark.parametrize(("agreement", "strange"), [(0.02, True), (0.15, True), (0.45, False), (0.5, False)])
+def test_a_prompt_tells_what_to_expect(agreement: float, strange: bool) -> None:
+    belief = Belief()
+    belief.learn_agreement(agreement, usual=0.5, deviation=0.09)
+    assert (belief.strangeness > 0.5) == strange
+
+
+def test_far_prompts_are_expected_to_be_strange_more_often() -> None:
+    assert sum(UNFAMILIAR[:STRANGE]) > 4 * sum(FAMILIAR[:STRANGE])
+    assert sum(FAMILIAR) == pytest.approx(1)
+    assert sum(UNFAMILIAR) == pytest.approx(1)

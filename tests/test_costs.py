@@ -1,0 +1,106 @@
+"""What cycles cost: guessed, then measured, and carried over to settings like those that were measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.costs import Costs, Setting, StepCost, guessed_cost, measured_cost
+from selfspec.tree import NONE, Plan
+
+CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:4")
+ONE = Setting.of(3, 1, 100)
+
+
+def guess(depth: int, nodes: int) -> float:
+    return 1 + 0.1 * depth + 0.05 * nodes
+
+
+def costs(*cycles: tuple[Plan, float], at: Setting = ONE) -> Costs:
+    known = Costs()
+    for plan, seconds in cycles:
+        for _ in range(3):
+            known.observe(at, plan, seconds)
+    return known
+
+
+def test_what_was_never_run_is_guessed_with_the_benefit_of_the_doubt() -> None:
+    assert 0.9 * guess(2, 2) < Costs().ratio(ONE, CHAIN, guess) < guess(2, 2)
+    assert Costs().ratio(ONE, NONE, guess) == 1
+
+
+def test_what_was_run_is_measured_in_plain_steps() -> None:
+    known = costs((NONE, 0.010), (CHAIN, 0.014))
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.4)
+    assert known.plain(1, 100) == pytest.approx(0.010)
+
+
+def test_a_single_time_is_believed_within_reason() -> None:
+    known = costs((NONE, 0.010))
+    known.observe(ONE, CHAIN, 0.020)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(2.0)
+    known = costs((NONE, 0.010))
+    known.observe(ONE, CHAIN, 9.0)
+    assert known.ratio(ONE, CHAIN, guess) < 4
+    known.observe(ONE, CHAIN, 0.016)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.6)
+
+
+def test_the_first_plain_step_does_not_count() -> None:
+    known = Costs()
+    known.observe(ONE, NONE, 5.0)
+    assert known.plain(1, 100) is None
+    known.observe(ONE, NONE, 0.010)
+    assert known.plain(1, 100) == pytest.approx(0.010)
+
+
+def test_early_disturbances_are_left_out_and_later_ones_weigh_little() -> None:
+    known = Costs()
+    for seconds in (1.0, 0.030, 0.010, 0.020):
+        known.observe(ONE, NONE, seconds)
+    assert known.plain(1, 100) == pytest.approx(0.010)
+    known.observe(ONE, NONE, 10.0)
+    assert known.plain(1, 100) == pytest.approx(0.011)
+
+
+def test_what_has_become_slow_is_noticed() -> None:
+    known = costs((NONE, 0.010), (CHAIN, 0.014))
+    for _ in range(40):
+        known.observe(ONE, CHAIN, 0.028)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(2.8, rel=0.05)
+
+
+def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:
+    known = costs((NONE, 0.010), (CHAIN, 0.010 * 2 * guess(2, 2)))
+    before, after = Costs().ratio(ONE, TREE, guess), known.ratio(ONE, TREE, guess)
+    assert after == pytest.approx(2 * before)
+
+
+@pytest.mark.parametrize(("batch", "carried"), [(2, True), (3, True), (8, True), (1, False), (9, False)])
+def test_a_batch_is_like_those_up_to_twice_or_half_as_large(batch: int, carried: bool) -> None:
+    known = costs((NONE, 0.010), (CHAIN, 0.017), at=Setting.of(3, 4, 100))
+    assert (known.plain(batch, 100) is not None) == carried
+    assert (known.ratio(Setting.of(3, batch, 100), CHAIN, guess) == pytest.approx(1.7)) == carried
+
+
+def test_long_texts_are_measured_for_themselves() -> None:
+    known = costs((NONE, 0.010))
+    assert known.plain(1, 1024) is not None
+    assert known.plain(1, 1025) is None
+    assert Setting.of(3, 1, 1025) == Setting.of(3, 1, 2048) != Setting.of(3, 1, 2049)
+
+
+def test_another_exit_costs_something_else() -> None:
+    known = costs((NONE, 0.010), (CHAIN, 0.030))
+    assert known.ratio(Setting.of(9, 1, 100), CHAIN, guess) == pytest.approx(Costs().ratio(ONE, CHAIN, guess))
+
+
+def test_rows_are_almost_free_for_a_gpu_alone() -> None:
+    on_gpu, on_cpu = (guessed_cost(3, 30, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert on_gpu(1, 32) < 1.7 < 4 < on_cpu(1, 32)
+    assert on_gpu(3, 3) > on_gpu(1, 3) > 1
+
+
+def test_a_profiles_costs_are_told_in_its_plain_steps() -> None:
+    cost = StepCost(plain=0.01, depth=0.002, drafting=((1, 0.012), (3, 0.016)), head_row=1e-6, head_rows=100)
+    assert measured_cost(cost)(2, 2) == pytest.approx(1.8)
+    assert measured_cost(cost, head_rows=600)(2, 2) == pytest.approx(1.9)

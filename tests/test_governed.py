@@ -1,0 +1,263 @@
+"""Requests under a governor: whatever it decides the tokens are those of plain decoding, and what it did is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec import Engine, Rules, runtime
+from selfspec.acceptance import FAMILIAR, UNFAMILIAR
+from selfspec.governor import MEASURING, Governor
+from selfspec.profile import Device, Spread
+from selfspec.runtime import Session
+from tests.profiles import choice_of, profile_of
+from tests.scripted import endless, left_padded, random_prompt
+from tests.strategies import SETTINGS
+from tests.test_exits import Trained
+
+RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
+PROMPTS = [random_prompt(length) for length in (9, 3, 20, 9, 5)]
+
+
+class RandomClock:
+    """Time that passes as it likes: a governor that believes it changes plans for no reason."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.now = Random(seed), 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.random.choice((0.0001, 0.001, 0.01)) * self.random.random()
+        return self.now
+
+
+@cache
+def trained(family: str) -> Trained:
+    model = Trained(family, quiet=0.3)
+    endless(model.hf)
+    return model
+
+
+def engine_of(family: str, folder: Path, **entries: Any) -> Engine:
+    exit = trained(family).exit
+    choice = choice_of(exit.layer, "chain:2", **{"ranks": RANKS, **entries})
+    profile = profile_of(exit.model, {"text": choice})
+    return Engine.from_model(trained(family).hf, profile=profile.save(folder, [exit]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile")
+
+
+def generate(engine: Engine, prompts: list[list[int]], tokens: int = 40, **kwargs: Any) -> Any:
+    ids, mask = left_padded(prompts)
+    kwargs = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
+    return engine.generate(ids, mask, max_new_tokens=tokens, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@settings(SETTINGS, max_examples=12)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), sample=st.booleans(), shadows=st.sampled_from([0, 3, 16]))
+def test_no_decision_changes_a_token(
+    family: str, folder: Path, seed: int, rows: int, sample: bool, shadows: int
+) -> None:
+    engine = engine_of(family, folder / family, prompt_agreement=Spread(mean=0.5, deviation=0.1))
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": seed} if sample else {}
+    plain = generate(engine, PROMPTS[:rows], speculative_decoding=False, **sampling)
+    rules = Rules(shadow_tokens=shadows, hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "time", RandomClock(seed))
+        out = generate(engine, PROMPTS[:rows], rules=rules, **sampling)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert any(stats.drafted for stats in out.stats)
+
+
+def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test before this one relies on."""
+    monkeypatch.setattr(runtime, "time", RandomClock(4))
+    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    (stats,) = generate(engine_of("llama", folder / "restless"), PROMPTS[:1], 120, rules=rules).stats
+    plans = [change.plan for change in stats.changes]
+    assert len(plans) > 6
+    assert "none" in plans[2:], "it went off again"
+
+
+def session_of(engine: Engine, **kwargs: Any) -> Session:
+    seen: list[Session] = []
+    run = Session.run
+
+    def remember(self: Session) -> Any:
+        seen.append(self)
+        return run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "run", remember)
+        generate(engine, PROMPTS[:2], 4, **kwargs)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_governed"),
+    [
+        ({}, True),
+        ({"speculative_decoding": True}, True),
+        ({"domain": "text"}, True),
+        ({"speculative_decoding": "force"}, False),
+        ({"speculative_decoding": False}, False),
+        ({"plan": "chain:2"}, False),
+        ({"exit_layer": 1}, False),
+        ({"stateful_processors": True}, False),
+        ({"do_sample": True, "temperature": 1.6}, False),
+    ],
+    ids=str,
+)
+def test_who_asks_for_nothing_is_governed(folder: Path, kwargs: dict[str, Any], is_governed: bool) -> None:
+    session = session_of(engine_of("llama", folder / "plain"), **kwargs)
+    assert (session.governor is not None) == is_governed
+
+
+def test_a_profile_without_ranks_keeps_its_plans(folder: Path) -> None:
+    engine = engine_of("llama", folder / "fixed", ranks={})
+    session = session_of(engine)
+    assert session.governor is None
+    assert str(session.rows[0].plans.most_common()[0][0]) == "chain:2"
+
+
+def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) -> None:
+    exit = trained("llama").exit
+    device = Device(type="cuda", name="some GPU", dtype="bfloat16", torch="2.13.0")
+    profile = profile_of(exit.model, {"text": choice_of(exit.layer, "none", ranks=RANKS)}, device=device)
+    engine = Engine.from_model(trained("llama").hf, profile=profile.save(folder / "elsewhere", [exit]))
+    assert session_of(engine).governor is not None
+
+
+@pytest.mark.parametrize(("temperature", "top1"), [(0.0, 0.6), (0.4, 0.6), (0.9, 0.5), (1.4, 0.5)])
+def test_what_is_expected_follows_the_temperature(folder: Path, temperature: float, top1: float) -> None:
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 20} if temperature else {}
+    governor = session_of(engine_of("llama", folder / "warm"), **sampling).governor
+    assert governor is not None
+    assert governor.ladder.acceptance.chance(4, 0, 0) == pytest.approx(top1)
+
+
+def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
+    rules = Rules(probe_interval=7, max_tree_batch=1)
+    governor = session_of(engine_of("llama", folder / "ruled"), rules=rules).governor
+    assert governor is not None
+    assert governor.rules == rules
+    assert all(plan.is_chain for plan in governor.ladder.plans(2))
+
+
+def test_costs_outlive_a_request(folder: Path) -> None:
+    engine = engine_of("llama", folder / "lasting")
+    first, second = (generate(engine, PROMPTS[:1], 30).stats[0] for _ in range(2))
+    assert first.changes[0].reason == MEASURING
+    assert second.changes[0].reason != MEASURING
+    assert first.disabled_reason != MEASURING, "that was no reason to be off"
+
+
+def test_plain_requests_measure_for_the_others(folder: Path) -> None:
+    engine = engine_of("llama", folder / "plain first")
+    generate(engine, PROMPTS[:1], 8, speculative_decoding=False)
+    assert generate(engine, PROMPTS[:1], 8).stats[0].changes[0].reason != MEASURING
+
+
+def test_a_large_batch_is_off_whoever_governs(folder: Path) -> None:
+    stats = generate(engine_of("llama", folder / "large"), [PROMPTS[0]] * 17, 6).stats
+    assert {s.disabled_reason for s in stats} == {"batch"}
+    assert not any(s.drafted for s in stats)
+
+
+@pytest.mark.parametrize(("prompt", "home"), [(0, FAMILIAR), (1, UNFAMILIAR)], ids=["near", "far"])
+def test_a_prompt_unlike_all_others_is_not_trusted(folder: Path, prompt: int, home: tuple[float, ...]) -> None:
+    """Two domains around the first prompt; the second lies elsewhere."""
+    exit = trained("llama").exit
+    engine = Engine.from_model(trained("llama").hf)
+    marks = [runtime_mark(engine, PROMPTS[index]) for index in (0, 2)]
+    near = {"direction": marks[0].tolist(), "centroid": marks[0].tolist(), "ranks": RANKS}
+    choice = choice_of(exit.layer, "chain:2", distance=Spread(mean=0.0, deviation=0.01), **near)
+    profile = profile_of(exit.model, {"a": choice, "b": choice})
+    governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"far{prompt}", [exit]))
+    text = PROMPTS[0] if prompt == 0 else PROMPTS[2]
+    seen: list[Session] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = Session.run
+        patch.setattr(Session, "run", lambda self: seen.append(self) or run(self))  # type: ignore[func-returns-value]
+        generate(governed, [text], 1)
+    assert seen[0].rows[0].watch.belief.home == home
+
+
+def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    from selfspec.routing import mark
+
+    return mark(engine.model, engine.cache, prompt, 1)
+
+
+def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "time", RandomClock(5))
+    engine = engine_of("llama", folder / "told")
+    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    session = session_of_tokens(engine, 60, rules)
+    for row in session.rows:
+        origins = Counter(row.origins)
+        assert len(row.origins) == row.new_tokens
+        assert origins["drafted"] == row.accepted
+        assert origins["decoded"] + origins["plain"] >= row.cycles - 1, "every cycle ends with the model's own token"
+        assert sum(row.accepted_by_depth) <= row.accepted
+        assert all(a <= r for a, r in zip(row.accepted_by_depth, row.reached_by_depth, strict=True))
+        assert sorted(row.reached_by_depth, reverse=True) == row.reached_by_depth
+        assert [change.cycle for change in row.changes] == sorted({change.cycle for change in row.changes})
+        assert row.changes[0].cycle == row.changes[0].token == 0
+        assert all((change.plan == "none") == (change.reason is not None) for change in row.changes)
+    summary = engine.metrics()
+    assert summary.tokens == sum(row.new_tokens for row in session.rows)
+    assert summary.emissions == sum(row.cycles for row in session.rows)
+    assert summary.accepted_by_depth[0] == sum(row.accepted_by_depth[0] for row in session.rows)
+
+
+def session_of_tokens(engine: Engine, tokens: int, rules: Rules) -> Session:
+    seen: list[Session] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = Session.run
+        patch.setattr(Session, "run", lambda self: seen.append(self) or run(self))  # type: ignore[func-returns-value]
+        generate(engine, PROMPTS[:3], tokens, rules=rules)
+    return seen[0]
+
+
+def test_a_governor_that_fails_leaves_no_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama", folder / "failing")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Governor, "observe", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        generate(engine, PROMPTS[:2], 8)
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_an_unknown_clock_cannot_be_divided_by_zero(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of some systems stand still for a cycle of a tiny model."""
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(perf_counter=lambda: 1.0))
+    engine = engine_of("llama", folder / "still")
+    plain = generate(engine, PROMPTS[:1], 40, speculative_decoding=False)
+    assert torch.equal(generate(engine, PROMPTS[:1], 40).sequences, plain.sequences)
+
+
+def test_a_trimmed_head_is_scored_too(folder: Path) -> None:
+    exit = trained("llama").exit
+    rows = torch.arange(0, 101, 2)
+    profile = profile_of(exit.model, {"text": choice_of(exit.layer, "chain:2", ranks=RANKS, head_rows=len(rows))})
+    saved = profile.save(folder / "trimmed", [replace(exit, head_rows=None)], {"text": rows})
+    engine = Engine.from_model(trained("llama").hf, profile=saved)
+    plain = generate(engine, PROMPTS[:2], 40, speculative_decoding=False)
+    assert torch.equal(generate(engine, PROMPTS[:2], 40).sequences, plain.sequences)

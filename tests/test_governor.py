@@ -1,0 +1,336 @@
+"""The governor with scripted texts and a clock of its own: what it picks, when it steps aside, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.acceptance import Acceptance
+from selfspec.costs import Costs, guessed_cost
+from selfspec.governor import MEASURING, Governor, Ledger, Watch
+from selfspec.ladder import Ladder
+from selfspec.policy import Rules
+from selfspec.shadow import OFFERED
+from selfspec.tree import NONE, Plan
+from tests.strategies import SETTINGS
+
+SHARES = [[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4
+NEVER = OFFERED  # the rank of a token that no draft offers
+
+Text = Callable[[int], int]  # the rank that a place's token has in every draft
+Clock = Callable[[Plan], float]  # how long a cycle takes
+
+
+def on_gpu(plan: Plan) -> float:
+    return guessed_cost(3, 30, on_gpu=True)(plan.depth, len(plan)) if len(plan) else 1.0
+
+
+def two_cores(plan: Plan) -> float:
+    """As measured on a small CPU: a second row costs almost two steps, those after it little."""
+    rows = len(plan) + 1
+    return 1 + 1.74 * min(rows - 1, 1) + 0.185 * max(0, rows - 2) + 0.17 * plan.depth
+
+
+def new_governor(rules: Rules | None = None, costs: Costs | None = None, gpu: bool = True) -> Governor:
+    rules, guess = rules or Rules(), guessed_cost(3, 30, on_gpu=gpu)
+    ladder = Ladder(Acceptance(SHARES), {1: guess, 4: guess, 16: guess}, 3, rules.max_tree_batch)
+    return Governor(ladder, costs or Costs(), rules)
+
+
+@dataclass
+class World:
+    """A session without a model: sequences whose tokens have the ranks that their texts say."""
+
+    governor: Governor
+    texts: list[Text]
+    clock: Clock = on_gpu
+    shadows: bool = True
+    watches: list[Watch] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)  # of each cycle
+    reasons: list[str | None] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # tokens of the first sequence before each cycle
+    seconds: float = 0.0
+    losses: float = 0.0  # of cycles that drafted, against plain decoding
+    waiting: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watches = [Watch() for _ in self.texts]
+        self.lengths = [0] * len(self.texts)
+        self.waiting = [[] for _ in self.texts]
+
+    def run(self, tokens: int) -> World:
+        while self.lengths[0] < tokens:
+            self.cycle()
+        return self
+
+    def cycle(self) -> None:
+        plan, reason = self.governor.choose(self.watches, 100)
+        assert (plan == NONE) == (reason is not None)
+        self.starts.append(self.lengths[0])
+        if len(plan):
+            self._score()
+        lasts = [self._last(plan, text, length) for text, length in zip(self.texts, self.lengths, strict=True)]
+        seconds = self.clock(plan)
+        self.governor.observe(self.watches, plan, lasts, seconds, 100)
+        emitted = [plan.depths[last] + 1 for last in lasts]
+        for row, (text, length) in enumerate(zip(self.texts, self.lengths, strict=True)):
+            self.waiting[row] += [] if len(plan) else [text(length)]
+            self.lengths[row] += emitted[row]
+        if len(self.waiting[0]) >= 16:
+            self._score()
+        self.plans.append(plan)
+        self.reasons.append(reason)
+        self.seconds += seconds
+        self.losses += seconds - sum(emitted) / len(emitted) if len(plan) else 0
+
+    def _score(self) -> None:
+        for watch, ranks in zip(self.watches, self.waiting, strict=True):
+            if self.shadows:
+                self.governor.scored(watch, ranks, OFFERED)
+            ranks.clear()
+
+    @staticmethod
+    def _last(plan: Plan, text: Text, length: int) -> int:
+        node = 0
+        while True:
+            rank = text(length + plan.depths[node])
+            child = next((child for child in plan.children[node] if plan.ranks[child - 1] == rank), None)
+            if child is None:
+                return node
+            node = child
+
+    @property
+    def speed(self) -> float:
+        """Against plain decoding."""
+        return self.lengths[0] / self.seconds
+
+    @property
+    def changes(self) -> int:
+        return sum(before != after for before, after in pairwise(self.plans))
+
+
+def drawn(top1: float, seed: int = 0) -> Text:
+    """Right at the first guess with this chance, otherwise nowhere near."""
+    return lambda place: 0 if Random(f"{seed} {place}").random() < top1 else NEVER
+
+
+def familiar(seed: int) -> Text:
+    """As calibration saw it."""
+
+    def text(place: int) -> int:
+        chance, ranks = Random(f"{seed} {place}").random(), SHARES[0]
+        return next((rank for rank in range(len(ranks)) if chance < sum(ranks[: rank + 1])), NEVER)
+
+    return text
+
+
+# What it picks
+
+
+def test_it_first_measures_a_plain_step_and_only_once() -> None:
+    world = World(new_governor(), [drawn(1.0)]).run(30)
+    assert world.reasons[:3] == [MEASURING, MEASURING, None]
+    again = World(new_governor(costs=world.governor.costs), [drawn(1.0)]).run(10)
+    assert again.reasons[0] is None, "what one request has measured, the next one knows"
+
+
+def test_text_that_is_always_guessed_is_drafted_deep() -> None:
+    world = World(new_governor(), [drawn(1.0)]).run(100)
+    assert world.plans[-1].depth >= 4
+    assert world.speed > 2
+
+
+def test_where_rows_cost_the_plans_are_small() -> None:
+    world = World(new_governor(gpu=False), [drawn(0.8)], clock=lambda plan: 1 + 0.3 * len(plan)).run(200)
+    assert 1 <= len(world.plans[-1]) <= 2
+    assert world.speed > 1.05
+
+
+def test_a_device_where_nothing_pays_is_found_out_cheaply() -> None:
+    speeds = []
+    for seed in range(10):
+        world = World(new_governor(gpu=False), [familiar(seed)], clock=two_cores).run(128)
+        assert sum(not len(plan) for plan in world.plans) > 0.9 * len(world.plans)
+        speeds.append(world.speed)
+    assert mean(speeds) > 0.97
+    assert min(speeds) > 0.95
+
+
+def test_a_plan_that_becomes_slow_is_given_up() -> None:
+    slow: dict[Plan, float] = {}
+    world = World(new_governor(), [drawn(0.9)], clock=lambda plan: on_gpu(plan) * slow.get(plan, 1.0)).run(100)
+    favourite = world.plans[-1]
+    assert len(favourite)
+    slow[favourite] = 4.0
+    world.run(300)
+    assert favourite not in world.plans[-10:]
+    assert len(world.plans[-1]), "another plan still pays"
+
+
+def test_two_plans_of_equal_value_do_not_take_turns() -> None:
+    """Costs are such that a chain of 1 and of 2 bring exactly the same; chance alone moves the belief about."""
+
+    def fair(plan: Plan) -> float:
+        return (
+            0.8 * sum(0.7**depth for depth in range(plan.depth + 1)) if plan.is_chain and len(plan) else 1.0 + len(plan)
+        )
+
+    world = World(new_governor(gpu=False), [drawn(0.7)], clock=fair).run(600)
+    assert world.changes < len(world.plans) / 12
+
+
+def test_a_small_advantage_is_no_reason_to_change() -> None:
+    rules = Rules(hysteresis=0.5)
+    world = World(new_governor(rules), [drawn(0.9)]).run(400)
+    assert world.changes <= 2
+
+
+# Batches
+
+
+@pytest.mark.parametrize(("batch", "chains"), [(1, False), (4, False), (5, True), (16, True)])
+def test_trees_for_up_to_four_chains_above(batch: int, chains: bool) -> None:
+    plans = new_governor().ladder.plans(batch)
+    assert all(plan.is_chain for plan in plans) == chains
+
+
+def test_rows_that_leave_or_join_change_the_mode_at_once() -> None:
+    world = World(new_governor(), [drawn(0.9, seed) for seed in range(5)]).run(40)
+    assert len(world.plans[-1])
+    assert world.plans[-1].is_chain
+    one, world.watches = world.watches[4], world.watches[:4]
+    world.texts, world.lengths, world.waiting = world.texts[:4], world.lengths[:4], world.waiting[:4]
+    world.cycle()
+    assert not world.plans[-1].is_chain, "four rows: a tree"
+    world.watches.append(one)
+    world.texts, world.lengths, world.waiting = [*world.texts, drawn(0.9)], [*world.lengths, 0], [*world.waiting, []]
+    world.cycle()
+    assert world.plans[-1].is_chain, "five again"
+
+
+def test_a_batch_is_judged_by_all_its_rows() -> None:
+    mixed = World(new_governor(), [drawn(1.0), *[drawn(0.0, seed) for seed in range(3)]]).run(200)
+    good = World(new_governor(), [drawn(1.0)] * 4).run(200)
+    assert len(good.plans[-1]) > len(mixed.plans[-1])
+
+
+# Stepping aside and coming back
+
+
+@pytest.mark.parametrize("shadows", [True, False])
+def test_strange_text_is_flagged_and_decoded_plainly(shadows: bool) -> None:
+    world = World(new_governor(), [drawn(0.02)], shadows=shadows).run(128)
+    assert world.watches[0].ood
+    assert "ood" in world.reasons
+    assert sum(not len(plan) for plan in world.plans) > 0.8 * len(world.plans)
+    assert world.speed > 0.97
+
+
+def test_familiar_text_is_not_flagged() -> None:
+    flagged = [World(new_governor(), [familiar(seed)]).run(200).watches[0].ood for seed in range(40)]
+    assert sum(flagged) <= 2
+
+
+def test_a_strange_prompt_is_decoded_plainly_from_the_start() -> None:
+    def clock(plan: Plan) -> float:
+        return 1 + 0.2 * len(plan)
+
+    costs = World(new_governor(gpu=False), [familiar(0)], clock).run(60).governor.costs
+    world = World(new_governor(costs=costs, gpu=False), [drawn(0.02)], clock)
+    world.watches[0].learn_prompt(0.03, usual=0.5, deviation=0.09)
+    assert world.watches[0].ood
+    world.cycle()
+    assert (world.plans[0], world.reasons[0]) == (NONE, "ood")
+
+
+def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> None:
+    rules = Rules(probe_allowance=1000.0, shadow_tokens=0)
+    world = World(new_governor(rules), [drawn(0.0)], shadows=False).run(400)
+    probes = [start for start, plan in zip(world.starts, world.plans, strict=True) if len(plan)]
+    pauses = [after - before for before, after in pairwise(probes)]
+    settled = pauses[pauses.index(max(pauses)) :]
+    assert max(pauses) <= rules.probe_interval + 1
+    assert set(settled) == {rules.probe_interval + 1}
+    assert 9 in pauses
+    assert 17 in pauses
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("shadows", "within"), [(True, 64), (False, 100)], ids=["shadows", "probes_alone"])
+def test_it_is_back_soon_when_the_text_turns(seed: int, shadows: bool, within: int) -> None:
+    """A single probe in 32 tokens can miss; shadows look at every token."""
+
+    def text(place: int) -> int:
+        return drawn(0.02 if place < 100 else 0.8, seed)(place)
+
+    world = World(new_governor(), [text], shadows=shadows).run(100)
+    assert sum(map(len, world.plans[-20:])) <= 8, "off, but for a probe"
+    world.run(100 + within)
+    assert all(map(len, world.plans[-2:])), "drafting again"
+
+
+# The ledger
+
+
+def test_a_ledger_allows_up_to_its_allowance_and_is_paid_back_slowly() -> None:
+    ledger = Ledger(share=0.1)
+    ledger.spend(1.5)
+    assert ledger.allows(1.5)
+    assert not ledger.allows(1.4)
+    for _ in range(4):
+        ledger.pay_back()
+    assert ledger.owed == pytest.approx(1.1)
+    for _ in range(100):
+        ledger.pay_back()
+    assert ledger.owed == 0, "plain steps earn no credit"
+    ledger.spend(-3.0)
+    ledger.pay_back()
+    assert ledger.owed == -3.0, "what was won stays won"
+    ledger.spend(-100.0)
+    assert ledger.owed > -10, "but not without limit"
+
+
+@settings(SETTINGS, max_examples=150)
+@given(
+    ranks=st.lists(st.integers(0, NEVER), min_size=1, max_size=150),
+    of_row=st.floats(0, 1.5),
+    of_depth=st.floats(0, 1.5),
+    shadows=st.booleans(),
+)
+def test_whatever_happens_trying_costs_no_more_than_its_bound(
+    ranks: list[int], of_row: float, of_depth: float, shadows: bool
+) -> None:
+    """Against plain decoding, at every moment: the allowance, a share of every plain step, and a cycle in progress."""
+
+    def clock(plan: Plan) -> float:
+        return 1 + of_depth * plan.depth + of_row * len(plan) if len(plan) else 1.0
+
+    rules = Rules()
+    costs = Costs()
+    governor = new_governor(rules, costs)
+    for plan in [NONE, *governor.ladder.plans(1)]:  # known from the start: guesses are another matter
+        for _ in range(3):
+            costs.observe(governor._setting([Watch()], 100), plan, clock(plan))
+    world = World(governor, [lambda place: ranks[place % len(ranks)]], clock, shadows)
+    worst = max(clock(plan) - 1 for plan in governor.ladder.plans(1))
+    for _ in range(150):
+        world.cycle()
+        plain = sum(not len(plan) for plan in world.plans)
+        assert world.losses <= rules.loss_allowance + rules.probe_share * plain + worst + 1e-6
+
+
+@settings(SETTINGS, max_examples=60)
+@given(seed=st.integers(0, 10**6), top1=st.floats(0, 1))
+def test_choosing_changes_nothing(seed: int, top1: float) -> None:
+    world = World(new_governor(), [drawn(top1, seed)])
+    for _ in range(60):
+        first, second = (world.governor.choose(world.watches, 100) for _ in range(2))
+        assert first == second
+        world.cycle()

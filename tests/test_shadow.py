@@ -1,0 +1,151 @@
+"""Exits scored in the shadow: the ranks and agreements that drafting itself would have shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import runtime, shadow
+from selfspec.acceptance import Acceptance
+from selfspec.costs import Costs, guessed_cost
+from selfspec.exits import Exit
+from selfspec.governor import Governor, Watch
+from selfspec.ladder import Ladder
+from selfspec.policy import Policy, Rules
+from selfspec.runtime import Row, Session
+from selfspec.sampling import Sampling
+from selfspec.tree import Plan
+from tests.test_exits import GREEDY, SEED, drafted, families, open_session, random_tokens, trained_once
+from tests.tiny import VOCABULARY
+
+STEPS = 11
+WARM = Sampling(do_sample=True, temperature=0.8)
+
+
+def plainly_decoded(exit: Exit, sampling: Sampling = GREEDY) -> Session:
+    session = open_session(exit, [random_tokens(20), random_tokens(9, seed=1)], sampling=sampling)
+    for _ in range(STEPS):
+        session.cycle()
+    return session
+
+
+def shadow_ranks(session: Session) -> list[list[int]]:
+    """The ranks of all tokens that were decoded plainly."""
+    assert session.exit is not None
+    waiting, sequences = [row.waiting for row in session.rows], [row.sequence for row in session.rows]
+    assert {len(of_row) for of_row in waiting} == {STEPS}
+    read = shadow.catch_up(session.exit, session.cache, sequences, waiting, read=True)
+    assert read is not None
+    assert {len(of_row) for of_row in waiting} == {0}
+    tokens = torch.tensor([row.tokens[-STEPS:] for row in session.rows])
+    key = None
+    if session.sampling.do_sample:
+        positions = [at for row in session.rows for at in range(len(row.tokens) - STEPS, len(row.tokens))]
+        key = session._noise_key([row for row in session.rows for _ in range(STEPS)], positions)
+    return shadow.ranks(session.exit, read, tokens, session.sampling, key).tolist()
+
+
+@families
+def test_ranks_are_those_in_the_exits_logits_as_a_model_of_its_own(family: str) -> None:
+    trained = trained_once(family)
+    session = plainly_decoded(trained.exit)
+    for row, got in zip(session.rows, shadow_ranks(session), strict=True):
+        order = trained.hf_exit_logits(row.tokens[:-1])[-STEPS:].argsort(descending=True)
+        expected = [order[at].tolist().index(token) for at, token in enumerate(row.tokens[-STEPS:])]
+        assert got == [min(rank, shadow.OFFERED) for rank in expected]
+        assert len(set(got)) > 1, "some are right and some are not"
+
+
+def test_ranks_of_drawn_tokens_are_those_of_drafts_with_the_same_noise() -> None:
+    exit = trained_once("llama").exit
+    session = plainly_decoded(exit, WARM)
+    for row, got in zip(session.rows, shadow_ranks(session), strict=True):
+        for place in range(STEPS):
+            text, token = row.tokens[: place - STEPS], row.tokens[place - STEPS]
+            offered = drafted(exit, text, f"tree:{shadow.OFFERED}", WARM)
+            assert got[place] == (offered.index(token) if token in offered else shadow.OFFERED)
+
+
+def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
+    exit = trained_once("llama").exit
+    whole = plainly_decoded(exit)
+    said = {token for row in whole.rows for token in row.tokens[-STEPS:]}
+    lacking = torch.tensor([token for token in range(VOCABULARY) if token not in said])
+    ranks = shadow_ranks(plainly_decoded(replace(exit, head_rows=lacking)))
+    assert {rank for of_row in ranks for rank in of_row} == {shadow.OFFERED}
+
+
+def governed(exit: Exit, prompts: list[list[int]], sampling: Sampling = GREEDY, copies: int = 1) -> Session:
+    guess = guessed_cost(exit.layer, 4, on_gpu=False)
+    governor = Governor(
+        Ladder(Acceptance([[0.5, 0.1]]), {16: guess}, exit.layer, 4), Costs(), Rules(), usual_agreement=(0.5, 0.1)
+    )
+    model = exit.model
+    cache = runtime.Cache(model.config, model.device, model.dtype)
+    rows = [Row(prompt, seed=SEED, copy=copy, max_length=500) for prompt in prompts for copy in range(copies)]
+    policy = Policy(Rules(), sampling)
+    return Session(model, cache, rows, sampling, policy, exit, governor=governor)
+
+
+@pytest.fixture
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The shares that watches learn from prompts."""
+    seen: list[float] = []
+
+    def remember(self: Watch, agreement: float, *usual: Any) -> None:
+        assert usual == (0.5, 0.1)
+        seen.append(agreement)
+
+    monkeypatch.setattr(Watch, "learn_prompt", remember)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [512, 7, 33])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prompt_is_judged_by_its_last_positions(
+    family: str, chunk: int, agreements: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = trained_once(family)
+    prompts = [random_tokens(70), random_tokens(12, seed=2)]
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
+    governed(trained.exit, prompts).prefill()
+    expected = []
+    for prompt in prompts:
+        text = prompt[:-1]
+        guesses = trained.hf_exit_logits(text).argmax(-1)
+        with torch.no_grad():
+            own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
+        expected.append((guesses == own)[-shadow.PROMPT_END :].double().mean().item())
+    assert agreements == pytest.approx(expected)
+    assert 0 < min(agreements) < 1
+
+
+def test_a_prompt_of_one_token_is_not_judged(agreements: list[float]) -> None:
+    governed(trained_once("llama").exit, [[5]]).prefill()
+    assert agreements == []
+
+
+def test_copies_take_over_what_their_prompt_told() -> None:
+    session = governed(trained_once("llama").exit, [random_tokens(40)], WARM, copies=3)
+    session.prefill()
+    first, *others = (row.watch for row in session.rows)
+    assert first.belief.weights != Watch().belief.weights
+    assert all(watch.belief.weights == first.belief.weights for watch in others)
+    others[0].belief.fade(50)
+    assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
+
+
+def test_while_nothing_is_drafted_scores_come_every_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)])
+    session.prefill()
+    plans = [Plan()] * 40
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (plans.pop(), "goodput"))
+    scored: list[int] = []
+    monkeypatch.setattr(session.governor, "scored", lambda watch, ranks, offered: scored.append(len(ranks)))
+    for _ in range(40):
+        session.cycle()
+    assert scored == [16] * 4, "two rows, twice"
+    assert all(len(row.waiting) == 8 for row in session.rows)
