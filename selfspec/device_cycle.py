@@ -23,6 +23,7 @@ from selfspec.kernels.norm import scaled_reference
 from selfspec.kernels.settle import settle
 from selfspec.model import Decoder
 from selfspec.sampling import TARGET, Sampling
+from selfspec.shadow import OFFERED
 from selfspec.tree import Plan
 
 
@@ -82,9 +83,12 @@ class Drafter:
 
 
 class Cycle:
-    """One cycle of all seats with one plan."""
+    """One cycle of all seats with one plan. One that peeks drafts nothing, but reports in its last column which rank
+    the token it found would have had."""
 
-    def __init__(self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, drawing: Drawing) -> None:
+    def __init__(
+        self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, drawing: Drawing, peek: bool = False
+    ) -> None:
         self.fused, self.plan, self.drafter, self.drawing = fused, plan, drafter, drawing
         self.model, self.seats, self.scratch = fused.model, fused.seats, fused.scratch
         device, batch = self.model.device, fused.seats.count
@@ -97,10 +101,14 @@ class Cycle:
         self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
         self.everyone = self._nodes(range(len(plan) + 1))
         self._levels = [_Level(self.tree, level) for level in plan.levels]
+        self.peeks = peek and drafter is not None and not len(plan)
+        if self.peeks:
+            self._levels[0].width = OFFERED
+        self._ranked_roots: torch.Tensor | None = None  # [B, width] what would have been drafted
         self.reads = self._empty(self.rows, config.hidden_size)
         self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
-        self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
+        self.report = torch.zeros(batch, TOKENS + plan.depth + 1 + self.peeks, dtype=torch.int32, device=device)
         self._known_rows = self.tree.parent_rows(range(len(plan) + 1))
 
     @property
@@ -121,6 +129,9 @@ class Cycle:
         self.verify()
         self.choose()
         self.accept()
+        if self.peeks and self._ranked_roots is not None:
+            found = self._ranked_roots == self.chosen[: self.seats.count]
+            self.report[:, -1] = torch.where(found.any(1), found.int().argmax(1), OFFERED)
 
     def draft(self) -> None:
         """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
@@ -132,6 +143,7 @@ class Cycle:
             self.fused.run(range(self.split), stream, stream, nodes)
             if self.drafter is not None and level.width:
                 ranked = self._leave(self.drafter, level, stream, nodes)
+                self._ranked_roots = ranked if self.peeks else None
 
     def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | None) -> None:
         fused, seats = self.fused, self.seats

@@ -12,6 +12,7 @@ import torch
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.model import Decoder
+from selfspec.shadow import PROMPT_END
 
 SMALLEST = 32  # rows that a chunk is padded to at least
 
@@ -40,8 +41,18 @@ class Causal:
 class Prefill:
     """One size of chunk: up to `rows` tokens, seeing up to `slots` slots with themselves."""
 
-    def __init__(self, model: Decoder, cache: Cache, exit: Exit | None, rows: int, slots: int, idle_page: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        exit: Exit | None,
+        rows: int,
+        slots: int,
+        idle_page: int,
+        judge: bool = False,
+    ) -> None:
         self.model, self.cache, self.exit, self.slots = model, cache, exit, slots
+        self.judge = judge and exit is not None
         self._idle = idle_page
         device = model.device
         self.tokens = torch.zeros(1, rows, dtype=torch.int64, device=device)
@@ -49,6 +60,7 @@ class Prefill:
         self.table = torch.full((1, -(-slots // PAGE_SIZE)), idle_page, dtype=torch.int64, device=device)
         # What was known before the chunk, and is known after it, for the exit to recall.
         self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=device)
+        self.agreement = torch.zeros((), device=device)  # of exit and model at the chunk's last positions
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -76,11 +88,26 @@ class Prefill:
         middle = model.run(hidden, exit.layer, exit.recalled_layer, at, self.cache)  # type: ignore[arg-type]
         last = model.run(middle, exit.recalled_layer, layers, at, self.cache)  # type: ignore[arg-type]
         known = recalled(model, middle, last)
-        exit.fill(hidden, torch.cat((self.known, known[:, :-1]), dim=1), at, self.cache)  # type: ignore[arg-type]
+        previous = torch.cat((self.known, known[:, :-1]), dim=1)
+        exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
+        if self.judge:
+            self._judge(exit, hidden, previous, known)
         self.known.copy_(known.index_select(1, self.span[1:] - 1))
 
-    def _places(self) -> Causal:
-        row = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+    def _judge(self, exit: Exit, hidden: torch.Tensor, previous: torch.Tensor, known: torch.Tensor) -> None:
+        """Over the whole head, since a captured graph cannot know a request's own."""
+        model, count = exit.model, min(PROMPT_END, self.tokens.shape[1])
+        steps = torch.arange(count, device=self.tokens.device)
+        rows = (self.span[1] - count + steps).clamp(min=0)
+        some = [states.index_select(1, rows) for states in (hidden, previous, known)]
+        drafted = exit.read(some[0], some[1], self._places(rows), self.cache)  # type: ignore[arg-type]
+        reads = torch.cat((drafted, some[2][..., : model.config.hidden_size]))
+        guesses, own = model.project(reads, model.head).argmax(-1)
+        real = steps >= count - self.span[1]
+        self.agreement.copy_(((guesses == own) & real).sum() / real.sum())
+
+    def _places(self, row: torch.Tensor | None = None) -> Causal:
+        row = torch.arange(self.tokens.shape[1], device=self.tokens.device) if row is None else row
         positions = self.span[0] + row
         page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
         real = row < self.span[1]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.draft import Draft
@@ -21,6 +22,7 @@ from selfspec.machine import Machine, Mail
 from selfspec.runtime import Row, Session, origin
 from selfspec.tree import MAX_NODES, Plan
 
+PEEKS = 4  # tokens of a shadow's length that are scored
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 
@@ -33,6 +35,7 @@ class Flight:
     plan: Plan
     reason: str | None
     mail: Mail
+    peeks: bool
 
 
 class DeviceSession(Session):
@@ -48,6 +51,7 @@ class DeviceSession(Session):
         self._flight: Flight | None = None
         self._drawing = Drawing.of(self.sampling)
         self._longest = max(row.max_length for row in self.rows)
+        self._unpeeked = 0  # plain cycles since one that peeked
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
 
     def _timed(self, step: Callable[[], None]) -> None:
@@ -62,11 +66,14 @@ class DeviceSession(Session):
             super()._prefill_chunk(rows, tokens)
             return
         self.cache.reserve(sequence, sequence.length + count)
-        prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count)
+        judge = self.governor is not None and sequence.length + count == len(row.prompt) - 1
+        prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
         prefill.load(chunk, sequence.length, sequence.pages, row.known)
         replay()
         if self.exit is not None:
             row.known = prefill.known[0, 0].clone()
+        if judge and self.governor is not None and self.governor.usual_agreement is not None:
+            row.watch.learn_prompt(prefill.agreement.item(), *self.governor.usual_agreement)
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 
@@ -121,7 +128,7 @@ class DeviceSession(Session):
             if ahead:  # what is in flight may be the end of it
                 return None
             raise
-        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
+        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan))
         if not self.machine.is_captured(key):
             if ahead:
                 return None
@@ -131,7 +138,12 @@ class DeviceSession(Session):
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
-        return Flight(rows, plan, reason, mail)
+        self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
+        return Flight(rows, plan, reason, mail, cycle.peeks)
+
+    def _peeks(self, plan: Plan) -> bool:
+        """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
+        return not len(plan) and self._scoring > 0 and self._unpeeked + 1 >= self._scoring // PEEKS
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: tokens are emitted, and ends of text noticed, one by one."""
@@ -144,6 +156,8 @@ class DeviceSession(Session):
             count, last = report[COUNT], report[LAST]
             row.sequence.length += count
             lasts.append(last)
+            if flight.peeks and self.governor is not None:
+                self.governor.scored(row.watch, [report[-1]], shadow.OFFERED)
             for place, token in enumerate(report[TOKENS : TOKENS + count]):
                 self._emit(row, token, origin(flight.plan, place < count - 1))
                 row.accepted += place < count - 1

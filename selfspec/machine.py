@@ -157,17 +157,19 @@ class Machine:
             self._heads[key] = DraftHead.empty(capacity, self.model.device)
         return self._heads[key]
 
-    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[tuple, Cycle]:
+    def cycle(
+        self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int, peek: bool = False
+    ) -> tuple[tuple, Cycle]:
         """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
         self._forget_if_moved()
         drafter = self.drafter(seats, exit)
         block = None if exit is None or exit.block is None else id(exit.block)
         capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
         reach = max(SHORTEST_REACH, 1 << (longest + SPARE - 1).bit_length())  # few sizes: each is captured
-        key = (seats.count, reach, plan, None if exit is None else exit.layer, block, capacity, drawing)
+        key = (seats.count, reach, plan, None if exit is None else exit.layer, block, capacity, drawing, peek)
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
-            self._cycles[key] = Cycle(fused, plan, drafter, drawing)
+            self._cycles[key] = Cycle(fused, plan, drafter, drawing, peek)
         return key, self._cycles[key]
 
     def replay(self, key: tuple) -> Launch:
@@ -180,13 +182,13 @@ class Machine:
             self._replays[key] = self._captured(cycle.launch)
         return self._replays[key]
 
-    def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
-        """For a chunk of `count` tokens that ends at position `end`; captured on first use."""
+    def prefill(self, exit: Exit | None, count: int, end: int, judge: bool = False) -> tuple[Prefill, Launch]:
+        """For a chunk of `count` tokens that ends at position `end`, and is judged or not; captured on first use."""
         self._forget_if_moved()
         rows = padded(count, SMALLEST)
-        key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)))
+        key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)), judge)
         if key not in self._prefills:
-            prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page())
+            prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page(), judge)
             if self._on_gpu:
                 prefill.load([0], 0, [], None)
                 prefill.launch()

@@ -84,15 +84,18 @@ class Row:
 
     def account(self, plan: Plan, last: int, chosen: Plan, reason: str | None) -> None:
         """A cycle is over that accepted the nodes of `plan` down to `last`; `chosen` is the plan it was cut from."""
-        if not self.changes or self.changes[-1].plan != str(chosen):
+        before = self.changes[-1] if self.changes else None
+        measured = before is not None and before.reason == MEASURING != reason
+        if before is None or measured or before.plan != str(chosen):
             self.changes.append(Change(self.cycles, self.new_tokens - plan.depths[last] - 1, str(chosen), reason))
         self.cycles += 1
         self.drafted += len(plan)
         self.plans[plan] += 1
         if reason != MEASURING:
             self.disabled_reason = self.disabled_reason or reason
-        accepted = plan.depths[last]
-        asked = accepted + (bool(plan.children[last]) and self.finish_reason is None)
+        right = self.origins[-1] == "drafted"  # the text ended with a token that was drafted too
+        accepted = plan.depths[last] + right
+        asked = accepted + (not right and bool(plan.children[last]))
         self.accepted_by_depth += [0] * (asked - len(self.accepted_by_depth))
         self.reached_by_depth += [0] * (asked - len(self.reached_by_depth))
         for depth in range(asked):

@@ -129,10 +129,16 @@ def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, 
         assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
 
 
-def test_the_shipped_profile_is_of_another_device_and_says_so(profiled):
+def test_the_shipped_profile_is_of_another_device_so_the_engine_measures_for_itself(profiled):
     assert profiled.profile.device.type == "cuda" and profiled.profile.trained_layers() == [3]
-    stats = profiled.complete("Once upon a time", max_new_tokens=2).stats
-    assert (stats.drafted, stats.disabled_reason) == (0, "goodput")
+    before = profiled.metrics()
+    plain, governed = (
+        profiled.complete("Once upon a time", max_new_tokens=24, do_sample=False, speculative_decoding=mode)
+        for mode in (False, None)
+    )
+    assert governed.tokens == plain.tokens
+    assert governed.stats.exit_layer == 3
+    assert profiled.metrics().tokens - before.tokens == 48
 
 
 def test_the_shipped_profile_knows_the_model_in_any_dtype(profiled, engine):

@@ -10,11 +10,16 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine, device_session
+from selfspec import Engine, Rules, device_session
+from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
+from selfspec.costs import Costs, guessed_cost
 from selfspec.device_cycle import Drawing
 from selfspec.exits import Exit
-from selfspec.runtime import Session
+from selfspec.governor import Governor, Watch
+from selfspec.ladder import Ladder
+from selfspec.policy import Policy
+from selfspec.runtime import Row, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from tests.profiles import random_exit, random_rows
@@ -204,3 +209,63 @@ def open_session(engine: Engine, prompt: list[int] | list[list[int]], settings: 
 def test_a_model_the_kernels_cannot_run_is_refused_where_they_are_asked_for() -> None:
     with pytest.raises(ValueError, match="kernels need"):
         Engine.from_model(tiny_model("llama"), kernels=True)  # float64
+
+
+# Under a governor
+
+
+def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]) -> Session:
+    """A session with a governor that has its exit scored after every few tokens."""
+    sampling = Sampling(**{"do_sample": False, **settings})
+    guess = guessed_cost(LAYER, 2, on_gpu=True)
+    ladder = Ladder(Acceptance([[0.5, 0.1]]), {16: guess}, LAYER, 4, widest=40)
+    governor = Governor(ladder, Costs(), Rules(shadow_tokens=3), usual_agreement=(0.5, 0.1))
+    rows = [Row(prompt, seed=4, copy=0, max_length=len(prompt) + new_tokens) for prompt in prompts]
+    policy = Policy(Rules(), sampling)
+    return engine.open(rows, sampling, policy, engine.drafters.exits[LAYER], governor=governor)
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "drawn"])
+def test_plain_cycles_score_the_exit_as_pytorch_does(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Governor, "choose", lambda *_: (Plan(), "goodput"))
+    scores: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Governor, "scored", lambda self, watch, ranks, offered: scores.append((*ranks, offered)))
+    texts, found = [random_rows(9, seed=1).tolist()], []
+    for engine in engines("llama"):
+        scores.clear()
+        session = governed(engine, texts, 4, settings)
+        for _ in session.run():
+            pass
+        found.append((list(scores), [row.tokens for row in session.rows]))
+    (ours, our_tokens), (theirs, their_tokens) = found
+    assert our_tokens == their_tokens
+    assert {offered for *_, offered in ours} == {8}
+    # Theirs scores several tokens at once, ours one in every cycle.
+    assert theirs == [(*(rank for rank, _ in ours[:3]), 8)]
+
+
+@pytest.mark.parametrize("length", [2, 20, 33, 50])
+def test_a_prompt_is_judged_as_pytorch_judges_it(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(Watch, "learn_prompt", lambda self, share, *usual: shares.append(share))
+    prompt = torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for engine in engines("llama"):
+        exit = engine.drafters.exits[LAYER]
+        with mock.patch.dict(engine.drafters.exits, {LAYER: Exit(exit.model, LAYER, exit.norm, exit.block)}):
+            session = governed(engine, [prompt], 2, {})
+            session.prefill()
+            session.close()
+    assert len(shares) == 2
+    assert shares[0] == pytest.approx(shares[1])
+
+
+def test_a_governed_request_gives_the_tokens_of_pytorch() -> None:
+    """It measures, drafts, and goes off and on as the interpreter's clock will have it."""
+    ours, theirs = engines("llama")
+    tokens = []
+    for engine in (ours, theirs):
+        session = governed(engine, [random_rows(9, seed=3).tolist()], 7, {})
+        for _ in session.run():
+            pass
+        tokens.append([row.tokens for row in session.rows])
+    assert tokens[0] == tokens[1]

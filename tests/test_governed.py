@@ -212,7 +212,8 @@ def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert len(row.origins) == row.new_tokens
         assert origins["drafted"] == row.accepted
         assert origins["decoded"] + origins["plain"] >= row.cycles - 1, "every cycle ends with the model's own token"
-        assert sum(row.accepted_by_depth) <= row.accepted
+        assert sum(row.accepted_by_depth) == row.accepted
+        assert sum(row.reached_by_depth) == row.accepted + row.rejections
         assert all(a <= r for a, r in zip(row.accepted_by_depth, row.reached_by_depth, strict=True))
         assert sorted(row.reached_by_depth, reverse=True) == row.reached_by_depth
         assert [change.cycle for change in row.changes] == sorted({change.cycle for change in row.changes})
