@@ -93,7 +93,7 @@ class Paths:
                 expected += self.begin[path] / self.total
                 if expected * cost.plain / cost.of(depth, nodes, head_rows) > speedup:
                     best, speedup = (depth, nodes), expected * cost.plain / cost.of(depth, nodes, head_rows)
-        plan = plan_of(self.most_reached(best[0], chain)[: best[1]])
+        plan = Plan.from_paths(self.most_reached(best[0], chain)[: best[1]])
         return Candidate(plan, self.tokens_per_cycle(plan), self.accept_rate(plan), speedup)
 
 
@@ -103,13 +103,6 @@ def rank_paths(plan: Plan) -> list[Ranks]:
     for parent, rank in zip(plan.parents, plan.ranks, strict=True):
         paths.append((*paths[parent], rank))
     return paths
-
-
-def plan_of(paths: list[Ranks]) -> Plan:
-    """The plan whose nodes have these paths; every path's beginning must be there."""
-    ordered = sorted(paths, key=lambda path: (len(path), path))
-    number = {(): 0} | {path: index for index, path in enumerate(ordered, start=1)}
-    return Plan.from_nodes((number[path[:-1]], path[-1]) for path in ordered)
 
 
 Measured = dict[tuple[int, int, str], Paths]  # (exit layer, head rows, temperature) -> paths of one domain
