@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, plan_of, rank_paths
+from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, rank_paths
 from selfspec.costs import StepCost
 from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
 from selfspec.tree import MAX_NODES, NONE, Plan
@@ -173,7 +173,7 @@ def test_nothing_is_drafted_where_it_costs_more_than_it_gives() -> None:
 @SETTINGS
 @given(plans())
 def test_a_plan_is_made_again_from_its_paths(plan: Plan) -> None:
-    again = plan_of(rank_paths(plan)[1:][::-1])
+    again = Plan.from_paths(rank_paths(plan)[1:][::-1])
     assert sorted(rank_paths(again)) == sorted(rank_paths(plan))
 
 
