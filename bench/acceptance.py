@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec import Engine, Plan
-from selfspec.calibrate.choice import Paths, plan_of
+from selfspec.calibrate.choice import Paths
 from selfspec.calibrate.measuring import Answers, Measurement, measure
 from selfspec.calibrate.prompts import Prompt, shipped_domains
 from selfspec.calibrate.trial import acceptance, generate_batches
@@ -60,7 +60,7 @@ class Bench:
 
     def grown(self, domain: str, prompts: list[list[int]]) -> Plan:
         """The tree of at most 63 nodes that would accept most on these prompts."""
-        return plan_of(Paths(self.rehearse(domain, prompts).ranks).most_reached(self.depth))
+        return Plan.from_paths(Paths(self.rehearse(domain, prompts).ranks).most_reached(self.depth))
 
     def generate(self, domain: str, prompts: list[list[int]], plan: Plan | str, **kwargs: Any) -> dict[str, float]:
         """Tokens per cycle and accept rate over all prompts, with speculation forced."""

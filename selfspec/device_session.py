@@ -19,7 +19,8 @@ from selfspec.draft import Draft
 from selfspec.fused import Seats
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
-from selfspec.runtime import Row, Session, origin
+from selfspec.row import Row, origin
+from selfspec.runtime import Session
 from selfspec.tree import MAX_NODES, Plan
 
 PEEKS = 4  # tokens of a shadow's length that are scored

@@ -44,7 +44,8 @@ from selfspec.request import (
     split_options,
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
-from selfspec.runtime import Row, Session, Stop
+from selfspec.row import Row
+from selfspec.runtime import Session, Stop
 from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
 from selfspec.tree import MAX_NODES, NONE, Plan

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from selfspec.governor import Change
-from selfspec.runtime import Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Session
 from selfspec.text import Detokenizer
 
 

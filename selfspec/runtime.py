@@ -7,23 +7,21 @@ there is no second path. Prompts and settings arrive checked; text, tokenizers a
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 
 import torch
 
 from selfspec import shadow
 from selfspec.cache import Cache, Rows
-from selfspec.cache import Sequence as CacheSequence
 from selfspec.costs import Costs, Setting
 from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
-from selfspec.governor import MEASURING, Change, Governor, Watch
+from selfspec.governor import Governor
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy
+from selfspec.row import Row, origin
 from selfspec.sampling import (
     CHILDREN,
     TARGET,
@@ -43,64 +41,6 @@ PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (prefix [1, t], logits [1, V]) -> logits [1, V]
 Stop = Callable[[torch.Tensor], bool]  # prefix [1, t] -> whether the text ends here
-
-
-@dataclass
-class Row:
-    """One sequence being generated."""
-
-    prompt: list[int]
-    seed: int
-    copy: int  # index among the returned sequences of one prompt
-    max_length: int  # prompt and new tokens together
-    tokens: list[int] = field(default_factory=list)  # prompt and new tokens; the last one is pending
-    sequence: CacheSequence = field(default_factory=CacheSequence)
-    known: torch.Tensor | None = None  # [2 * hidden] what was known just before the pending token, to be recalled
-    finish_reason: str | None = None
-    cycles: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    rejections: int = 0  # cycles that ended because no child carried the target's token
-    plans: Counter[Plan] = field(default_factory=Counter)
-    disabled_reason: str | None = None
-    elapsed_s: float = 0.0
-    origins: list[str] = field(default_factory=list)  # of every new token: "drafted", "decoded" after that, or "plain"
-    changes: list[Change] = field(default_factory=list)  # of plan, the first one included
-    accepted_by_depth: list[int] = field(default_factory=list)
-    reached_by_depth: list[int] = field(default_factory=list)  # how often a node of that depth was asked for
-    watch: Watch = field(default_factory=Watch)  # what the governor knows of this text
-    waiting: shadow.Waiting = field(default_factory=shadow.Waiting)  # for the exit's cache
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
-
-    @property
-    def new_tokens(self) -> int:
-        return len(self.tokens) - len(self.prompt)
-
-    @property
-    def ood(self) -> bool:
-        return self.watch.ood
-
-    def account(self, plan: Plan, last: int, chosen: Plan, reason: str | None) -> None:
-        """A cycle is over that accepted the nodes of `plan` down to `last`; `chosen` is the plan it was cut from."""
-        before = self.changes[-1] if self.changes else None
-        measured = before is not None and before.reason == MEASURING != reason
-        if before is None or measured or before.plan != str(chosen):
-            self.changes.append(Change(self.cycles, self.new_tokens - plan.depths[last] - 1, str(chosen), reason))
-        self.cycles += 1
-        self.drafted += len(plan)
-        self.plans[plan] += 1
-        if reason != MEASURING:
-            self.disabled_reason = self.disabled_reason or reason
-        right = self.origins[-1] == "drafted"  # the text ended with a token that was drafted too
-        accepted = plan.depths[last] + right
-        asked = accepted + (not right and bool(plan.children[last]))
-        self.accepted_by_depth += [0] * (asked - len(self.accepted_by_depth))
-        self.reached_by_depth += [0] * (asked - len(self.reached_by_depth))
-        for depth in range(asked):
-            self.accepted_by_depth[depth] += depth < accepted
-            self.reached_by_depth[depth] += 1
 
 
 class Session:
@@ -526,8 +466,3 @@ class Session:
             path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
-
-
-def origin(plan: Plan, drafted: bool) -> str:
-    """Where a token came from."""
-    return "plain" if not len(plan) else "drafted" if drafted else "decoded"

@@ -13,7 +13,8 @@ from selfspec.cache import Cache, Rows
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.policy import Policy
-from selfspec.runtime import Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from tests.tiny import VOCABULARY, tiny_model
 

@@ -30,7 +30,8 @@ from selfspec.cache import PAGE_SIZE, Cache, CacheFull, Rows, Sequence
 from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Draft, Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Draft, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from tests.strategies import SETTINGS, paths, plans

@@ -19,7 +19,8 @@ from selfspec.calibrate.writing import Template, write_answers
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Draft, Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Draft, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from selfspec.weights import adopt

@@ -19,7 +19,8 @@ from selfspec.exits import Exit
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
 from selfspec.policy import Policy
-from selfspec.runtime import Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from tests.profiles import random_exit, random_rows

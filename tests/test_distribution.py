@@ -30,7 +30,8 @@ from selfspec.cache import Cache
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Draft, Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Draft, Session
 from selfspec.sampling import ACCEPT, TARGET, NoiseKey, Sampling, perturbed, uniform
 from selfspec.tree import Plan
 from tests.tiny import tiny_model

@@ -20,7 +20,8 @@ from selfspec.cache import PAGE_SIZE, Cache, Rows
 from selfspec.exits import RECALLED, Exit, ExitBlock, recalled
 from selfspec.kernels.noise import gumbel, uniform_vocabulary
 from selfspec.model import Decoder
-from selfspec.runtime import Draft, Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Draft, Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from selfspec.weights import adopt

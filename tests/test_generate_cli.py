@@ -17,7 +17,8 @@ from rich.console import Console
 from selfspec import Completion, Engine, Stats
 from selfspec.generate import PROMPT, STYLES, main, parse, recount, report, verdict
 from selfspec.governor import Change
-from selfspec.runtime import Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Session
 from selfspec.tree import NONE, Plan
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer

@@ -124,7 +124,7 @@ def test_two_streams_on_one_engine_do_not_disturb_each_other(small: Decoder) -> 
 
 def _request(engine: Engine, ids: torch.Tensor, options: dict[str, Any]) -> Any:
     from selfspec.policy import Policy, Rules
-    from selfspec.runtime import Row
+    from selfspec.row import Row
     from selfspec.sampling import Sampling
     from selfspec.tree import Plan
 

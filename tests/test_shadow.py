@@ -15,7 +15,8 @@ from selfspec.exits import Exit
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Row, Session
+from selfspec.row import Row
+from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 from tests.test_exits import GREEDY, SEED, drafted, families, open_session, random_tokens, trained_once

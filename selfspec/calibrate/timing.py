@@ -15,7 +15,7 @@ from selfspec.costs import StepCost
 from selfspec.engine import Engine
 from selfspec.exits import Exit
 from selfspec.policy import Policy, Rules
-from selfspec.runtime import Row
+from selfspec.row import Row
 from selfspec.sampling import Sampling
 from selfspec.tree import NONE, Plan
 

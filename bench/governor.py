@@ -1,0 +1,233 @@
+"""`python -m bench.governor`: the governor beside plain decoding and every fixed plan it chooses from, in one run.
+
+For every set of prompts and batch size all modes take turns on each batch, after a warm-up. Times are those of prefill
+and cycles together; what a call does before its prefill (finding the domain) has a column of its own. The best fixed
+plan is the one with the least total time over the set. A batch loses where even its own best plan is under 0.97x plain;
+strange text is noticed early if it is flagged before 32 tokens. Numbers go to a file after every set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import decode, governor_report, report
+from bench.governor_calls import Call, Mode, around, compare, follow, returns
+from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
+from bench.modes import Batch, Memory, Task
+from selfspec import Engine, weights
+from selfspec.costs import Costs
+from selfspec.policy import Policy
+from selfspec.profile import DomainChoice, Profile
+from selfspec.request import read_settings, split_options
+from selfspec.routing import mark
+from selfspec.runtime import Session
+from selfspec.sampling import Sampling
+from selfspec.tree import Plan
+
+OUT = Path(__file__).parent / "out"
+PLAIN, GOVERNOR = "plain", "governor"
+_REHEARSED = 8  # tokens with which modes without anything to capture or learn are warmed up
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 180  # a log has room that no terminal tells of
+    engine = open_engine(args)
+    bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos)
+    subject = decode.Subject(args.model, engine, [], Memory(engine.model.device), exit_layer=None)
+    setup = asdict(decode.describe(args, subject)) | {"repeat": args.repeat, "seed": args.seed}
+    report.describe(console, setup)
+    cells: list[dict[str, Any]] = []
+    source = Source(engine, args.prompts, max(args.limit, *args.batch), args.max_new_tokens, args.seed)
+    for prompts in sets_of(source, args.sets, console):
+        for size in args.batch:
+            cells.append(bench.cell(prompts, size, max(args.limit, size)))
+            governor_report.show(console, cells[-1])
+            write(args.out / "governor.json", {"setup": setup, "cells": cells})
+    summary = governor_report.summary(cells)
+    governor_report.show_summary(console, cells, summary)
+    console.print(governor_report.plot(args.out / "governor.svg", setup, cells), soft_wrap=True)
+    told = [{name: value for name, value in cell.items() if name not in governor_report.DETAILS} for cell in cells]
+    print(json.dumps({"benchmark": "governor", "setup": setup, "summary": summary, "cells": told}))
+    return int(bool(setup["kernels"]) and not summary["all_tokens_same"])
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.governor", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
+    add("--profile", default="auto", help="folder, or 'auto'")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--no-kernels", action="store_true", help="PyTorch's operations on a GPU too")
+    add("--sets", nargs="+", default=list(BUILDERS), choices=BUILDERS, metavar="SET", help=", ".join(BUILDERS))
+    add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
+    add("--batch", type=int, nargs="+", default=[1, 4])
+    add("--limit", type=int, default=8, help="prompts of each set; a larger batch takes as many as it holds")
+    add("--max-new-tokens", type=int, default=128)
+    add("--ignore-eos", action="store_true", help="every text goes on to the last token asked for")
+    add("--max-length", type=int, default=1024, help="of prompt and new tokens; prompts that do not fit are left out")
+    add("--repeat", type=int, default=1, help="times that every batch is decoded in every mode; medians are told")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=OUT, help="folder for governor.json and governor.svg")
+    return parser.parse_args(arguments)
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    device = weights.pick_device(args.device)
+    kernels = device.type == "cuda" and not args.no_kernels and args.dtype != "float32"
+    return Engine.from_pretrained(
+        args.model, device, args.dtype, args.profile, max_length=args.max_length, max_batch=max(16, *args.batch),
+        kernels=kernels or None,
+    )  # fmt: skip
+
+
+def profile_of(engine: Engine) -> Profile:
+    """The engine's profile, if a governor can work with it."""
+    if engine.profile is None:
+        raise SystemExit("the model has no profile: python -m selfspec.calibrate makes one")
+    if not all(choice.ranks for choice in engine.profile.domains.values()):
+        raise SystemExit("the profile tells plans alone, no ranks, so nothing is governed: calibrate the model again")
+    return engine.profile
+
+
+def sets_of(source: Source, names: Sequence[str], console: Console) -> Iterator[PromptSet]:
+    """One by one; says which ones there are no prompts for."""
+    for name in names:
+        try:
+            yield source.build(name)
+        except Missing as error:
+            console.print(str(error), soft_wrap=True)
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+
+@dataclass
+class Bench:
+    """An engine, and how its modes are compared."""
+
+    engine: Engine
+    profile: Profile
+    repeat: int = 1
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        # Recited texts leave the captured cycles, and so cost something else; costs are otherwise kept from set to
+        # set, as an engine that runs for long would.
+        self._costs = {recited: Costs() for recited in (False, True)}
+
+    def cell(self, prompts: PromptSet, size: int, count: int) -> dict[str, Any]:
+        """One set in batches of one size: all modes take turns; who goes first changes with every batch."""
+        self.engine.drafters.costs = self._costs[prompts.recital is not None]
+        batches = self.batches(prompts.prompts[:count], size)
+        domain = self.domain_of(prompts.name, prompts.prompts[:count])
+        plain, *fixed, governor = modes = self.modes(prompts, size, domain)
+        self._rehearse(modes, prompts, batches)
+        turns = [(number, batch) for _ in range(self.repeat) for number, batch in enumerate(batches)]
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task(f"{prompts.name}, batch {size}", total=len(turns) * len(modes))
+            for turn, (number, batch) in enumerate(turns):
+                for offset in range(len(modes)):
+                    mode = modes[(turn + offset) % len(modes)]
+                    mode.add(number, self.call(mode, prompts, batch))
+                    progress.advance(bar)
+        return {
+            "set": prompts.name,
+            "hostile": prompts.is_hostile,
+            "batch": size,
+            "temperature": prompts.temperature,
+            "recited": prompts.recital is not None,
+            "domain": domain,
+            "calls": len(batches),
+            "tokens": plain.tokens,
+            "modes": [mode.result(plain) for mode in modes],
+            **compare(plain, fixed, governor, prompts.new_tokens),
+            **turning(prompts, plain, fixed, governor),
+        }
+
+    def batches(self, prompts: list[list[int]], size: int) -> list[Batch]:
+        """The last one is filled up with the first prompts."""
+        groups = [[i % len(prompts) for i in range(at, at + size)] for at in range(0, len(prompts), size)]
+        return [Batch([prompts[i] for i in group], group, self.engine.model.device) for group in groups]
+
+    def domain_of(self, name: str, prompts: list[list[int]]) -> str:
+        """The one of the set's name, or that of most of its prompts; all fixed plans are this domain's."""
+        return name if name in self.profile.domains else self._route(prompts)
+
+    def _route(self, prompts: Sequence[Sequence[int]]) -> str:
+        """As the engine itself does it for prompts that come together."""
+        if not self.profile.routes:
+            return self.profile.route(None)
+        engine, layer = self.engine, self.profile.router_layer
+        return self.profile.route(torch.stack([mark(engine.model, engine.cache, prompt, layer) for prompt in prompts]))
+
+    def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
+        """Plain decoding, every plan of the ladder, the governor."""
+        choice = self.profile.choice(domain)
+        forced = {"speculative_decoding": "force", "exit_layer": choice.exit_layer, "domain": domain}
+        plans = self._plans(choice, domain, prompts.temperature, size)
+        fixed = [Mode(str(plan), shown(plan), {"plan": plan, **forced}) for plan in plans]
+        return [Mode(PLAIN, PLAIN, {"speculative_decoding": False}), *fixed, Mode(GOVERNOR, GOVERNOR, {})]
+
+    def _plans(self, choice: DomainChoice, domain: str, temperature: float, size: int) -> list[Plan]:
+        sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
+        return self.engine.drafters.ladder(domain, choice, Policy(self.engine.rules, sampling)).plans(size)
+
+    def _rehearse(self, modes: list[Mode], prompts: PromptSet, batches: list[Batch]) -> None:
+        """Compiles, captures and allocates whatever will be needed, and lets the governor measure costs."""
+        on_gpu, size = self.engine.model.device.type == "cuda", len(batches[0].prompts)
+        for domain in sorted({self._route(batch.prompts) for batch in batches}) if on_gpu else ():
+            self.engine.warmup(size, domain, (prompts.temperature,), self.engine.context)
+        longest = max(batches, key=lambda batch: batch.width)
+        for mode in modes:
+            tokens = prompts.new_tokens if on_gpu or mode.name == GOVERNOR else min(_REHEARSED, prompts.new_tokens)
+            for batch in [longest, *batches] if on_gpu else [longest]:
+                self.call(mode, prompts, batch, tokens)
+
+    def call(self, mode: Mode, prompts: PromptSet, batch: Batch, new_tokens: int | None = None) -> Call:
+        task = Task(new_tokens or prompts.new_tokens, prompts.temperature)
+        return follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine.metrics().seconds)
+
+    def _open(self, mode: Mode, prompts: PromptSet, batch: Batch, task: Task) -> Session:
+        """What `generate` would run to its end."""
+        ends: dict[str, Any] = {"eos_token_id": None} if self.ignore_eos else {}
+        request, _ = split_options(mode.options)
+        kwargs = {"max_new_tokens": task.max_new_tokens, **task.sampling, **ends}
+        settings = read_settings(self.engine.generation_config, None, kwargs)
+        processors = [] if prompts.recital is None else [prompts.recital]
+        members = [list(prompt) for prompt in batch.prompts]
+        return self.engine._session(members, batch.width, settings, batch.seeds, processors, None, request)
+
+
+def turning(prompts: PromptSet, plain: Mode, fixed: Sequence[Mode], governor: Mode) -> dict[str, Any]:
+    """What happens where recited texts become other ones."""
+    if prompts.turn is None:
+        return {}
+    found = {"turn": prompts.turn, "around_turn": around(prompts.turn, plain, fixed, governor)}
+    return found | ({"return": returns(governor, prompts.turn)} if prompts.resumes else {})
+
+
+def shown(plan: Plan) -> str:
+    """A plan's name for a table: that of an irregular one lists all its nodes."""
+    name = str(plan)
+    return f"{len(plan)} nodes, depth {plan.depth}" if name.startswith("nodes") else name
+
+
+if __name__ == "__main__":
+    sys.exit(main())
