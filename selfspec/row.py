@@ -64,7 +64,7 @@ class Row:
         self.plans[plan] += 1
         if reason != MEASURING:
             self.disabled_reason = self.disabled_reason or reason
-        right = self.origins[-1] == "drafted"  # the text ended with a token that was drafted too
+        right = self.origins[-1:] == ["drafted"]  # the text ended with a token that was drafted too
         accepted = plan.depths[last] + right
         asked = accepted + (not right and bool(plan.children[last]))
         self.accepted_by_depth += [0] * (asked - len(self.accepted_by_depth))

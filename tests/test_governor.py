@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from random import Random
 from statistics import mean
@@ -38,10 +39,14 @@ def two_cores(plan: Plan) -> float:
     return 1 + 1.74 * min(rows - 1, 1) + 0.185 * max(0, rows - 2) + 0.17 * plan.depth
 
 
+@cache
+def ladder(gpu: bool) -> Ladder:
+    guess = guessed_cost(3, 30, on_gpu=gpu)
+    return Ladder(Acceptance(SHARES), {1: guess, 4: guess, 16: guess}, 3, max_tree_batch=4)
+
+
 def new_governor(rules: Rules | None = None, costs: Costs | None = None, gpu: bool = True) -> Governor:
-    rules, guess = rules or Rules(), guessed_cost(3, 30, on_gpu=gpu)
-    ladder = Ladder(Acceptance(SHARES), {1: guess, 4: guess, 16: guess}, 3, rules.max_tree_batch)
-    return Governor(ladder, costs or Costs(), rules)
+    return Governor(ladder(gpu), costs or Costs(), rules or Rules())
 
 
 @dataclass
@@ -297,7 +302,7 @@ def test_a_ledger_allows_up_to_its_allowance_and_is_paid_back_slowly() -> None:
     assert ledger.owed > -10, "but not without limit"
 
 
-@settings(SETTINGS, max_examples=150)
+@settings(SETTINGS, max_examples=80)
 @given(
     ranks=st.lists(st.integers(0, NEVER), min_size=1, max_size=150),
     of_row=st.floats(0, 1.5),
