@@ -26,7 +26,6 @@ from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task
 from selfspec import Engine, weights
-from selfspec.costs import Costs
 from selfspec.policy import Policy
 from selfspec.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
@@ -127,14 +126,8 @@ class Bench:
     repeat: int = 1
     ignore_eos: bool = False
 
-    def __post_init__(self) -> None:
-        # Recited texts leave the captured cycles, and so cost something else; costs are otherwise kept from set to
-        # set, as an engine that runs for long would.
-        self._costs = {recited: Costs() for recited in (False, True)}
-
     def cell(self, prompts: PromptSet, size: int, count: int) -> dict[str, Any]:
         """One set in batches of one size: all modes take turns; who goes first changes with every batch."""
-        self.engine.drafters.costs = self._costs[prompts.recital is not None]
         batches = self.batches(prompts.prompts[:count], size)
         domain = self.domain_of(prompts.name, prompts.prompts[:count])
         plain, *fixed, governor = modes = self.modes(prompts, size, domain)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp, prod
+from math import exp, prod, sqrt
 
 from selfspec.tree import Plan
 
@@ -21,6 +21,7 @@ STRANGE = 3  # kinds before this one are guessed far worse than anything calibra
 _TURNING = 1 / 128  # chance that a text becomes another one, per token
 _SUREST_MISS = 0.995  # nothing is ever missed less often than the rest of this
 _LEAST = 1e-6
+_PLACES = 32  # at the end of a prompt that calibration looked at
 
 Chances = tuple[float, ...]  # one for each kind
 
@@ -90,6 +91,15 @@ class Belief:
     def __post_init__(self) -> None:
         self.weights = list(self.home)
 
+    @classmethod
+    def mean(cls, beliefs: Sequence[Belief]) -> Belief:
+        """Of several sequences together."""
+        if len(beliefs) == 1:
+            return beliefs[0]
+        found = cls()
+        found.weights = [sum(of_kind) / len(beliefs) for of_kind in zip(*(b.weights for b in beliefs), strict=True)]
+        return found
+
     @property
     def strangeness(self) -> float:
         """The chance that this is text of which almost nothing can be guessed."""
@@ -109,9 +119,10 @@ class Belief:
         total = sum(together)
         self.weights = [value / total for value in together]
 
-    def learn_agreement(self, agreement: float, usual: float, deviation: float) -> None:
+    def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are
-        those of familiar prompts."""
-        spread = max(deviation, 0.05)
+        those of familiar prompts that were long enough. Fewer places leave more to chance."""
+        chance = usual * (1 - usual) * max(0.0, 1 / places - 1 / _PLACES)
+        spread = sqrt(max(deviation, 0.05) ** 2 + chance)
         expected = [1 - (1 - min(usual, _SUREST_MISS)) ** exponent for exponent in EXPONENTS]
         self.learn(tuple(0.01 + exp(-0.5 * ((agreement - value) / spread) ** 2) for value in expected))

@@ -6,6 +6,7 @@ is unknown here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, log
@@ -20,7 +21,9 @@ Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in 
 _SHORT = 1024  # texts up to this length cost about the same
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
-_MEMORY = 0.1  # weight of the newest measurement
+_MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
+_KNOWN = 3  # measurements after which a plain step is known
+_BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed
 _UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
 
@@ -53,7 +56,7 @@ def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool) -> Guess:
 
 def measured_cost(cost: StepCost, head_rows: int | None = None) -> Guess:
     """From what calibration measured on this kind of device."""
-    return lambda depth, nodes: cost.of(depth, nodes, head_rows) / cost.plain
+    return lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain)
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,21 @@ class Setting:
 class _Measured:
     """A running mean of how long something takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float) -> None:
+        self.memory = memory  # weight of the newest measurement
         self.times = 0
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """The second time replaces the first, when much is done only once. The next few give their fastest, since what
-        disturbs a cycle only ever makes it slower; then the mean follows, slowly, and not to single outliers."""
+        """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
+        then the mean follows, slowly, and not to single outliers."""
         self.times += 1
-        if self.times <= 2:
+        if self.times == 1:
             self.seconds = seconds
         elif self.times <= _SETTLED:
             self.seconds = min(self.seconds, seconds)
         else:
-            self.seconds += _MEMORY * (min(seconds, 2 * self.seconds) - self.seconds)
+            self.seconds += self.memory * (min(seconds, 2 * self.seconds) - self.seconds)
 
 
 class Costs:
@@ -94,24 +98,42 @@ class Costs:
     def __init__(self) -> None:
         self.version = 0  # another one whenever ratios may have changed by something worth looking at
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
+        self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
         self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
 
     def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
         """A cycle took this long."""
         if not len(plan):
-            measured = self._plain.setdefault((at.batch, at.length), _Measured())
+            measured = self._plain.setdefault((at.batch, at.length), _Measured(_MEMORY_OF_PLAIN))
+            self._since_plain[at.batch, at.length] = 0
         else:
-            measured = self._drafting.setdefault(at, {}).setdefault(plan, _Measured())
+            measured = self._drafting.setdefault(at, {}).setdefault(plan, _Measured(_MEMORY))
+            self._since_plain[at.batch, at.length] += 1
         measured.add(max(seconds, _TICK))
         self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
 
     def plain(self, batch: int, context: int) -> float | None:
         """Seconds of a plain step; None where none like it was measured."""
-        at = Setting.of(0, batch, context)
-        known = [key for key, measured in self._plain.items() if measured.times > 1 and key[1] == at.length]
-        nearest = min(known, key=lambda key: abs(log(key[0] / batch)), default=None)
-        close = nearest is not None and batch / 2 <= nearest[0] <= 2 * batch
-        return self._plain[nearest].seconds if nearest is not None and close else None
+        measured = self._nearest_plain(batch, Setting.of(0, batch, context).length)
+        return None if measured is None else measured.seconds
+
+    def _nearest_plain(self, batch: int, length: int) -> _Measured | None:
+        """This batch's, or that of the one most like it, up to twice or half as large."""
+        own = self._plain.get((batch, length))
+        if own is not None and own.times >= _KNOWN:
+            return own
+        like = [size for size, of in self._plain if of == length and batch <= 2 * size <= 4 * batch]
+        known = [size for size in like if self._plain[size, length].times >= _KNOWN]
+        return self._plain[min(known, key=lambda size: abs(log(size / batch))), length] if known else None
+
+    def wants_plain(self, batch: int, context: int) -> bool:
+        """Whether it is time for a plain step: none is known, or not this batch's own, or not of late."""
+        key = batch, Setting.of(0, batch, context).length
+        own = self._plain.get(key)
+        if own is not None and own.times >= _KNOWN:
+            return self._since_plain[key] >= _OWN
+        begun = own is not None and own.times > 0 and self._since_plain[key] == 0
+        return begun or self._nearest_plain(*key) is None or self._since_plain[key] >= _BORROWED
 
     def ratio(self, at: Setting, plan: Plan, guess: Guess) -> float:
         """What a cycle costs in plain steps: measured here, or with the batch most like it, or guessed, as right as
@@ -128,8 +150,9 @@ class Costs:
 
     def _ratio(self, at: Setting, plan: Plan, guess: Guess) -> float | None:
         """As measured; after a single time, which may have been slow for its own reasons, not too far from a guess."""
-        plain, measured = self._plain.get((at.batch, at.length)), self._drafting.get(at, {}).get(plan)
-        if plain is None or measured is None or plain.times < 2:
+        measured = self._drafting.get(at, {}).get(plan)
+        plain = None if measured is None else self._nearest_plain(at.batch, at.length)
+        if plain is None or measured is None:
             return None
         ratio = measured.seconds / plain.seconds
         return ratio if measured.times > 1 else min(ratio, _FIRST_TIME * guess(plan.depth, len(plan)))

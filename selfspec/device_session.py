@@ -20,7 +20,7 @@ from selfspec.fused import Seats
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, origin
-from selfspec.runtime import Session
+from selfspec.runtime import Session, is_governed
 from selfspec.tree import MAX_NODES, Plan
 
 PEEKS = 4  # tokens of a shadow's length that are scored
@@ -67,14 +67,16 @@ class DeviceSession(Session):
             super()._prefill_chunk(rows, tokens)
             return
         self.cache.reserve(sequence, sequence.length + count)
-        judge = self.governor is not None and sequence.length + count == len(row.prompt) - 1
+        usual = None if self.governor is None else self.governor.usual_agreement
+        judge = usual is not None and sequence.length + count == len(row.prompt) - 1
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
         prefill.load(chunk, sequence.length, sequence.pages, row.known)
         replay()
         if self.exit is not None:
             row.known = prefill.known[0, 0].clone()
-        if judge and self.governor is not None and self.governor.usual_agreement is not None:
-            row.watch.learn_prompt(prefill.agreement.item(), *self.governor.usual_agreement)
+        if judge and usual is not None:
+            places = min(count, shadow.PROMPT_END)
+            row.watch.learn_prompt(prefill.agreement.item(), places, *usual)
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 
@@ -129,7 +131,7 @@ class DeviceSession(Session):
             if ahead:  # what is in flight may be the end of it
                 return None
             raise
-        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan))
+        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan, reason))
         if not self.machine.is_captured(key):
             if ahead:
                 return None
@@ -142,9 +144,10 @@ class DeviceSession(Session):
         self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
         return Flight(rows, plan, reason, mail, cycle.peeks)
 
-    def _peeks(self, plan: Plan) -> bool:
+    def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
-        return not len(plan) and self._scoring > 0 and self._unpeeked + 1 >= self._scoring // PEEKS
+        wanted = not len(plan) and self._scoring > 0 and is_governed(reason)
+        return wanted and self._unpeeked + 1 >= self._scoring // PEEKS
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: tokens are emitted, and ends of text noticed, one by one."""
@@ -168,7 +171,8 @@ class DeviceSession(Session):
                     break
         if living:
             rows = [flight.rows[index] for index in living]
-            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds)
+            alone = len(rows) == len(flight.rows)
+            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone)
 
     def _sit(self, rows: list[Row], plan: Plan) -> Seats:
         """Makes sure that these rows sit on the device's seats, with pages enough for a cycle."""

@@ -5,7 +5,7 @@ An engine keeps one `Drafters`; exits and ladders are made once and shared by it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -41,7 +41,7 @@ class Drafters:
         self.model, self.cache, self.profile = model, cache, profile
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str, torch.Tensor | None] = {}  # by domain
-        self.costs = Costs()
+        self._costs: dict[Hashable, Costs] = {}  # by the kind of session
         self._ladders: dict[tuple[str, str, int], Ladder] = {}  # by domain, temperature, and largest batch of trees
         self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
 
@@ -60,7 +60,7 @@ class Drafters:
         return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
 
     def drafter(
-        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
+        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None, costs: Costs
     ) -> Drafter:
         """For one request; tells its policy what the profile plans."""
         if self.profile is None:
@@ -71,7 +71,7 @@ class Drafters:
         domain = request.domain if request.domain != "auto" else self.profile.route(marks)
         choice, governor = self.profile.choice(domain), None
         if layer is None:
-            layer, governor = choice.exit_layer, self._governor(domain, choice, policy)
+            layer, governor = choice.exit_layer, self._governor(domain, choice, policy, costs)
             if governor is None:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
@@ -97,17 +97,26 @@ class Drafters:
         device = self.profile.device if self.profile is not None else None
         return device is None or device.type == self.model.device.type
 
-    def _governor(self, domain: str, choice: DomainChoice, policy: Policy) -> Governor | None:
+    def costs(self, kind: Hashable) -> Costs:
+        """What cycles of this kind of session cost; other kinds do other things in theirs."""
+        return self._costs.setdefault(kind, Costs())
+
+    def _governor(self, domain: str, choice: DomainChoice, policy: Policy, costs: Costs) -> Governor | None:
         """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""
-        if policy.mode == "force" or policy.plan is not None or not choice.ranks:
+        if policy.mode == "force" or policy.plan is not None or not self._knows_ranks(choice, policy):
             return None
         usual = choice.prompt_agreement
         return Governor(
             self.ladder(domain, choice, policy),
-            self.costs,
+            costs,
             policy.rules,
             None if usual is None else (usual.mean, usual.deviation),
         )
+
+    @staticmethod
+    def _knows_ranks(choice: DomainChoice, policy: Policy) -> bool:
+        """Whether drafts were right at all, at a temperature like this."""
+        return any(map(sum, choice.ranks[choice.nearest(choice.ranks, policy.temperature)])) if choice.ranks else False
 
     def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
         """The plans thought of for a domain and temperature."""
@@ -144,15 +153,17 @@ class Drafters:
             raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
         return exit
 
-    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
-        """What requests of these domains may draft, and with which exits."""
-        for name in domains:
+    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit, bool]]:
+        """Which cycles requests of these domains may run, with which exits, and whether they peek."""
+        for name in domains if policy.reason(batch) is None else ():
             assert self.profile is not None
             choice = self.profile.choice(name)
-            if choice.ranks:
+            if self._knows_ranks(choice, policy):
                 plans = self.ladder(name, choice, policy).plans(batch)
+                for peek in (False, True):
+                    yield NONE, self.exit(choice.exit_layer, name, [], []), peek
             else:
                 policy.plans = self.plans(choice, policy)
                 plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
             for plan in plans:
-                yield plan, self.exit(choice.exit_layer, name, [], [plan])
+                yield plan, self.exit(choice.exit_layer, name, [], [plan]), False

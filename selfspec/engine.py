@@ -207,21 +207,21 @@ class Engine:
             return 0
         longest = min(max_length, self.context)
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
-        for rows, plan, exit, sampling in track(cycles, description="capturing cycles", transient=True):
-            self._machine.prepare(rows, plan, exit, sampling, longest)
+        for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):
+            self._machine.prepare(rows, plan, exit, sampling, longest, peek)
         return len(cycles)
 
     def _expected_cycles(
         self, batch: int, domain: str | None, temperatures: Sequence[float]
-    ) -> Iterator[tuple[int, Plan, Exit | None, Sampling]]:
+    ) -> Iterator[tuple[int, Plan, Exit | None, Sampling, bool]]:
         """Plain decoding, and the profile's plans for the domain or all of them."""
         domains = [] if self.profile is None else [domain] if domain is not None else list(self.profile.domains)
         for temperature in temperatures:
             sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
-            yield batch, NONE, None, sampling
+            yield batch, NONE, None, sampling, False
             policy = Policy(self.rules, sampling)
-            for plan, exit in self.drafters.expected(batch, domains, policy):
-                yield batch, plan, exit, sampling
+            for plan, exit, peek in self.drafters.expected(batch, domains, policy):
+                yield batch, plan, exit, sampling, peek
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what holds them."""
@@ -290,7 +290,9 @@ class Engine:
         )
         if policy.off_for_good == "no_profile":
             self._warn_no_profile()
-        drafter = Drafter() if policy.off_for_good else self.drafters.drafter(request, prompts, policy, layer)
+        rejection = request.acceptance == "rejection"
+        costs = self.drafters.costs((sampling.do_sample, _touches_every_token(sampling, processors), rejection))
+        drafter = Drafter() if policy.off_for_good else self.drafters.drafter(request, prompts, policy, layer, costs)
         rows = [
             Row(prompt, seeds[index], copy, max_length=min(len(prompt) + allowed, self.context))
             for index, prompt in enumerate(prompts)
@@ -298,10 +300,9 @@ class Engine:
         ]
         for index, far in enumerate(drafter.far):
             rows[index * settings.num_return_sequences].watch = Watch.of_prompt(far)  # its copies take it over
-        rejection = request.acceptance == "rejection"
         return self.open(
             rows, sampling, policy, drafter.exit, processors=processors or (), stops=stops, rejection=rejection,
-            governor=drafter.governor,
+            governor=drafter.governor, costs=costs,
         )  # fmt: skip
 
     def open(
@@ -309,7 +310,7 @@ class Engine:
     ) -> Session:
         """A session of rows that are known to be sound, on kernels where the engine has them. The classical rejection
         looks at whole rows of draft logits, which kernels do not keep."""
-        options |= {"costs": self.drafters.costs, "metrics": self._metrics}
+        options["metrics"] = self._metrics
         if self._machine is None or options.get("rejection"):
             return Session(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
         from selfspec.device_session import DeviceSession  # imports Triton, which nobody needs elsewhere
@@ -362,6 +363,11 @@ def _check_limits(**limits: int | None) -> None:
     for name, limit in limits.items():
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")
+
+
+def _touches_every_token(sampling: Sampling, processors: Sequence[Callable] | None) -> bool:
+    """Whether the host has a hand in every choice, which takes its own time."""
+    return bool(processors) or sampling.repetition_penalty != 1 or sampling.min_new_tokens > 0
 
 
 def _less_replaced(sampling: Sampling, processors: Sequence[Callable]) -> Sampling:

@@ -20,6 +20,8 @@ from selfspec.tree import NONE, Plan
 MEASURING = "measuring"  # why the first cycles of a kind are plain: something to compare with is needed
 _FIRST_PROBE = 8  # tokens after stepping aside; twice as many after every probe that changes nothing
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
+_MISHAP = 1.5  # times its usual cost
+_FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 
 
@@ -45,9 +47,11 @@ class Watch:
         """For a sequence that joins; `far` from every domain that calibration saw, or not."""
         return cls(Belief(UNFAMILIAR if far else FAMILIAR))
 
-    def learn_prompt(self, agreement: float, usual: float, deviation: float) -> None:
-        self.belief.learn_agreement(agreement, usual, deviation)
-        self._notice()
+    def learn_prompt(self, agreement: float, places: int, usual: float, deviation: float) -> None:
+        """The exit agreed with the model on this share of so many last positions of the prompt."""
+        if places >= _FEWEST:
+            self.belief.learn_agreement(agreement, places, usual, deviation)
+            self._notice()
 
     def learn(self, chances: Chances) -> None:
         self.belief.learn(chances)
@@ -97,16 +101,17 @@ class Governor:
 
     def choose(self, watches: Sequence[Watch], context: int) -> tuple[Plan, str | None]:
         """The plan of the next cycle of these sequences, the longest of `context` tokens; with `none`, the reason."""
-        if self.costs.plain(len(watches), context) is None:
+        if self.costs.wants_plain(len(watches), context):
             return NONE, MEASURING
         at = self._setting(watches, context)
-        values = {plan: self.value(plan, watches, at) for plan in self.ladder.plans(at.batch)}
+        belief = Belief.mean([watch.belief for watch in watches])
+        values = {plan: self.value(plan, belief, at) for plan in self.ladder.plans(at.batch)}
         best = max(values, key=values.__getitem__)
         if self.plan in values and values[best] <= (1 + self.rules.hysteresis) * values[self.plan]:
             best = self.plan
         if self._pays(values[best], at.batch) and self.ledger.allows(self.rules.loss_allowance):
             return best, None
-        expected_loss = max(0.0, self.ratio(best, at) * (1 - values[best]))
+        expected_loss = min(1.0, max(0.0, self.ratio(best, at) * (1 - values[best])))  # no plan is given up for good
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
             return best, None
         return NONE, "ood" if all(watch.belief.strangeness > 0.5 for watch in watches) else "goodput"
@@ -118,11 +123,9 @@ class Governor:
             return speedup >= 1
         return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
 
-    def value(self, plan: Plan, watches: Sequence[Watch], at: Setting) -> float:
+    def value(self, plan: Plan, belief: Belief, at: Setting) -> float:
         """The expected speed over plain decoding."""
-        tokens = self.ladder.acceptance.tokens(plan)
-        expected = sum(watch.belief.expects(tokens) for watch in watches) / len(watches)
-        return expected / self.ratio(plan, at)
+        return belief.expects(self.ladder.acceptance.tokens(plan)) / self.ratio(plan, at)
 
     def ratio(self, plan: Plan, at: Setting) -> float:
         """What a cycle costs in plain steps; looked up once for many cycles."""
@@ -133,11 +136,14 @@ class Governor:
         return self._ratios[plan]
 
     def observe(
-        self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], seconds: float, context: int
+        self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], seconds: float | None, context: int
     ) -> None:
-        """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time."""
+        """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time,
+        unless others had a part in that."""
         at = self._setting(watches, context)
-        self.costs.observe(at, plan, seconds)
+        spent = self._spent(plan, at, seconds, context)
+        if seconds is not None:
+            self.costs.observe(at, plan, seconds)
         if not len(plan):
             for watch in watches:
                 watch.belief.fade(tokens=1)
@@ -150,10 +156,15 @@ class Governor:
             if last is not None:
                 watch.belief.fade(tokens)
                 watch.learn(self.ladder.acceptance.chances(plan, last))
-        loss = self.ratio(plan, at) - sum(emitted) / at.batch
+        loss = spent - sum(emitted) / at.batch
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, at.batch
+
+    def _spent(self, plan: Plan, at: Setting, seconds: float | None, context: int) -> float:
+        """What this cycle really took, in plain steps; of a mishap only so much is the plan's fault."""
+        usual, plain = self.ratio(plan, at), self.costs.plain(at.batch, context)
+        return usual if plain is None or seconds is None else min(seconds / plain, _MISHAP * usual)
 
     def _patience_after(self, plan: Plan, paid: bool) -> int:
         """A probe that paid is followed up at once; one that did not makes more patient."""

@@ -114,11 +114,13 @@ class Machine:
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.inference_mode()
-    def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
+    def prepare(
+        self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int, peek: bool = False
+    ) -> None:
         """Compiles and captures the cycle that requests of this kind will replay."""
         with self.current():
             self.take_memory()
-            key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest)
+            key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest, peek)
             self.replay(key)
 
     def current(self) -> AbstractContextManager[Any]:

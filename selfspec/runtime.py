@@ -17,7 +17,7 @@ from selfspec.cache import Cache, Rows
 from selfspec.costs import Costs, Setting
 from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
-from selfspec.governor import Governor
+from selfspec.governor import MEASURING, Governor
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy
@@ -91,6 +91,7 @@ class Session:
 
     def close(self) -> None:
         for row in self.rows:
+            row.waiting.clear()
             self.cache.close(row.sequence)
 
     def run(self) -> Generator[None, None, None]:
@@ -159,7 +160,7 @@ class Session:
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
         """The states of the newest positions [B, T, ...], for judging the prompts by."""
-        if self.governor is not None:
+        if self.governor is not None and self.governor.usual_agreement is not None:
             before = self._prompt_end or [state[:, :0] for state in states]
             joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
             self._prompt_end = [state[:, -shadow.PROMPT_END :] for state in joined]
@@ -175,17 +176,18 @@ class Session:
         sequences = [row.sequence for row in rows]
         shares = shadow.prompt_agreement(self.exit, self.cache, sequences, hidden, previous, reads)
         for row, share in zip(rows, shares, strict=True):
-            row.watch.learn_prompt(share, *self.governor.usual_agreement)
+            row.watch.learn_prompt(share, hidden.shape[1], *self.governor.usual_agreement)
 
     @torch.inference_mode()
     def cycle(self) -> None:
         """Every active row advances by at least one token."""
-        started, rows = time.perf_counter(), self.active
+        rows = self.active
         chosen, reason = self.choose_plan(rows)
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
         if len(plan) or len(rows[0].waiting) >= self._at_once:
-            self.catch_up(rows)
+            self.catch_up(rows, score=is_governed(reason))
+        started = time.perf_counter()
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
         try:
@@ -272,13 +274,13 @@ class Session:
             for row, hidden, previous in zip(rows, draft.hidden[:, 0], self._last_known(rows)[:, 0], strict=True):
                 row.waiting.add(hidden, previous)
 
-    def catch_up(self, rows: list[Row]) -> None:
+    def catch_up(self, rows: list[Row], score: bool = True) -> None:
         """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile."""
         if self.exit is None or not len(rows[0].waiting):
             return
         count, waiting = len(rows[0].waiting), [row.waiting for row in rows]
         sequences = [row.sequence for row in rows]
-        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, read=self._scoring > 0)
+        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, read=score and self._scoring > 0)
         if read is None or self.governor is None:
             return
         tokens = torch.tensor([row.tokens[-count:] for row in rows], device=self.model.device)
@@ -391,18 +393,26 @@ class Session:
         return values
 
     def _account(
-        self, rows: list[Row], plan: Plan, lasts: list[int], chosen: Plan, reason: str | None, seconds: float
+        self,
+        rows: list[Row],
+        plan: Plan,
+        lasts: list[int],
+        chosen: Plan,
+        reason: str | None,
+        seconds: float,
+        alone: bool = True,
     ) -> None:
-        """A cycle is over: tells everybody who keeps count."""
+        """A cycle is over: tells everybody who keeps count. If others were in it too, its time is not these rows'."""
         context = max(len(row.tokens) for row in rows)
         for row, last in zip(rows, lasts, strict=True):
             row.account(plan, last, chosen, reason)
             if row.finish_reason is not None:
+                row.waiting.clear()
                 self.cache.close(row.sequence)
         if self.governor is not None:
             ends = [None if row.finish_reason else last for row, last in zip(rows, lasts, strict=True)]
-            self.governor.observe([row.watch for row in rows], plan, ends, seconds, context)
-        elif not len(plan):
+            self.governor.observe([row.watch for row in rows], plan, ends, seconds if alone else None, context)
+        elif not len(plan) and alone:
             self.costs.observe(Setting.of(0, len(rows), context), plan, seconds)
         if chosen != self._plan:
             self.metrics.change(reason)
@@ -466,3 +476,8 @@ class Session:
             path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
+
+
+def is_governed(reason: str | None) -> bool:
+    """Whether it is for the governor to say when something is drafted again; a rule would forbid it anyway."""
+    return reason in (None, MEASURING, "ood", "goodput")

@@ -94,8 +94,22 @@ def test_weights_stay_weights(events: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(("agreement", "strange"), [(0.02, True), (0.15, True), (0.45, False), (0.5, False)])
 def test_a_prompt_tells_what_to_expect(agreement: float, strange: bool) -> None:
     belief = Belief()
-    belief.learn_agreement(agreement, usual=0.5, deviation=0.09)
+    belief.learn_agreement(agreement, places=32, usual=0.5, deviation=0.09)
     assert (belief.strangeness > 0.5) == strange
+
+
+def test_few_places_of_a_prompt_tell_less() -> None:
+    many, few = Belief(), Belief()
+    many.learn_agreement(0.1, places=32, usual=0.5, deviation=0.09)
+    few.learn_agreement(0.1, places=8, usual=0.5, deviation=0.09)
+    assert few.strangeness < 0.7 * many.strangeness
+
+
+def test_a_batch_is_believed_to_be_what_its_rows_are_on_the_mean() -> None:
+    one, other = Belief(), Belief(UNFAMILIAR)
+    tokens = acceptance().tokens(Plan.parse("chain:2"))
+    expected = (one.expects(tokens) + other.expects(tokens)) / 2
+    assert Belief.mean([one, other]).expects(tokens) == pytest.approx(expected)
 
 
 def test_far_prompts_are_expected_to_be_strange_more_often() -> None:

@@ -366,17 +366,6 @@ def test_modes_take_turns_and_change_who_goes_first() -> None:
     assert [of_round[0][0] for of_round in rounds] == [names[turn % len(names)] for turn in range(6)]
 
 
-def test_costs_of_recited_texts_are_not_mixed_with_those_of_others() -> None:
-    bench = governor.Bench(engine(), governor.profile_of(engine()))
-    free = PromptSet("chat", [[5, 6]], new_tokens=2)
-    recited = PromptSet("repeat", [[5, 6]], new_tokens=2, recital=Recital([[5, 6]], [[7, 8]]), turn=1, resumes=True)
-    used = []
-    for prompts in (free, recited, free):
-        assert ("return" in bench.cell(prompts, 1, 1)) == prompts.resumes
-        used.append(engine().drafters.costs)
-    assert used[0] is used[2] is not used[1]
-
-
 def run(capsys: pytest.CaptureFixture[str], out: Path, command: str, code: int = 0) -> tuple[str, dict[str, Any]]:
     with mock.patch.object(governor, "open_engine", lambda _: engine()):
         assert governor.main([*command.split(), "--out", str(out)]) == code

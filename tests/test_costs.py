@@ -45,21 +45,55 @@ def test_a_single_time_is_believed_within_reason() -> None:
     assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.6)
 
 
-def test_the_first_plain_step_does_not_count() -> None:
+def test_a_plain_step_is_known_after_three_and_by_their_fastest() -> None:
     known = Costs()
-    known.observe(ONE, NONE, 5.0)
-    assert known.plain(1, 100) is None
+    for seconds in (5.0, 0.020):
+        known.observe(ONE, NONE, seconds)
+        assert known.plain(1, 100) is None
+        assert known.wants_plain(1, 100)
     known.observe(ONE, NONE, 0.010)
     assert known.plain(1, 100) == pytest.approx(0.010)
+    assert not known.wants_plain(1, 100)
 
 
-def test_early_disturbances_are_left_out_and_later_ones_weigh_little() -> None:
+def test_later_disturbances_weigh_little() -> None:
     known = Costs()
-    for seconds in (1.0, 0.030, 0.010, 0.020):
-        known.observe(ONE, NONE, seconds)
-    assert known.plain(1, 100) == pytest.approx(0.010)
-    known.observe(ONE, NONE, 10.0)
-    assert known.plain(1, 100) == pytest.approx(0.011)
+    for seconds in (1.0, 0.030, 0.010, 0.020, 10.0):
+        known.observe(ONE, CHAIN, seconds)
+        known.observe(ONE, NONE, 0.010)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.1)
+
+
+def test_a_stall_in_the_second_measurement_is_forgotten() -> None:
+    known = costs((NONE, 0.010))
+    for seconds in (0.015, 0.090, 0.015):
+        known.observe(ONE, CHAIN, seconds)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.5)
+
+
+def test_a_plain_step_is_measured_again_from_time_to_time() -> None:
+    known = costs((NONE, 0.010))
+    for _ in range(127):
+        known.observe(ONE, CHAIN, 0.015)
+    assert not known.wants_plain(1, 100)
+    known.observe(ONE, CHAIN, 0.015)
+    assert known.wants_plain(1, 100)
+    known.observe(ONE, NONE, 0.010)
+    assert not known.wants_plain(1, 100)
+
+
+def test_a_batch_that_borrows_a_plain_step_soon_measures_its_own() -> None:
+    known = costs((NONE, 0.010))
+    two = Setting.of(3, 2, 100)
+    for _ in range(16):
+        assert not known.wants_plain(2, 100)
+        known.observe(two, CHAIN, 0.030)
+    assert known.ratio(two, CHAIN, guess) == pytest.approx(3.0), "its own drafts count at once"
+    for _ in range(3):
+        assert known.wants_plain(2, 100)
+        known.observe(two, NONE, 0.020)
+    assert not known.wants_plain(2, 100)
+    assert known.ratio(two, CHAIN, guess) == pytest.approx(1.5)
 
 
 def test_what_has_become_slow_is_noticed() -> None:
@@ -78,7 +112,7 @@ def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:
 @pytest.mark.parametrize(("batch", "carried"), [(2, True), (3, True), (8, True), (1, False), (9, False)])
 def test_a_batch_is_like_those_up_to_twice_or_half_as_large(batch: int, carried: bool) -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.017), at=Setting.of(3, 4, 100))
-    assert (known.plain(batch, 100) is not None) == carried
+    assert (known.plain(batch, 100) is not None) == carried == (not known.wants_plain(batch, 100))
     assert (known.ratio(Setting.of(3, batch, 100), CHAIN, guess) == pytest.approx(1.7)) == carried
 
 

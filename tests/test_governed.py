@@ -171,6 +171,20 @@ def test_plain_requests_measure_for_the_others(folder: Path) -> None:
     assert generate(engine, PROMPTS[:1], 8).stats[0].changes[0].reason != MEASURING
 
 
+def test_requests_that_do_other_things_have_costs_of_their_own(folder: Path) -> None:
+    engine = engine_of("llama", folder / "kinds")
+    kinds = [{}, {"do_sample": True}, {"repetition_penalty": 1.2}, {"logits_processor": [lambda ids, logits: logits]}]
+    costs = [session_of(engine, **kwargs).costs for kwargs in kinds]
+    assert costs[0] is session_of(engine).costs is session_of(engine, speculative_decoding=False).costs
+    assert len({id(of_kind) for of_kind in costs}) == 3
+    assert costs[2] is costs[3], "the host has a hand in both"
+
+
+def test_a_profile_whose_drafts_were_never_right_decodes_as_it_plans(folder: Path) -> None:
+    engine = engine_of("llama", folder / "hopeless", ranks={"0": [[]], "1": [[0.0]]})
+    assert session_of(engine).governor is None
+
+
 def test_a_large_batch_is_off_whoever_governs(folder: Path) -> None:
     stats = generate(engine_of("llama", folder / "large"), [PROMPTS[0]] * 17, 6).stats
     assert {s.disabled_reason for s in stats} == {"batch"}

@@ -141,7 +141,7 @@ def familiar(seed: int) -> Text:
 
 def test_it_first_measures_a_plain_step_and_only_once() -> None:
     world = World(new_governor(), [drawn(1.0)]).run(30)
-    assert world.reasons[:3] == [MEASURING, MEASURING, None]
+    assert world.reasons[:4] == [MEASURING, MEASURING, MEASURING, None]
     again = World(new_governor(costs=world.governor.costs), [drawn(1.0)]).run(10)
     assert again.reasons[0] is None, "what one request has measured, the next one knows"
 
@@ -197,6 +197,33 @@ def test_a_small_advantage_is_no_reason_to_change() -> None:
     assert world.changes <= 2
 
 
+@pytest.mark.parametrize("stalled", range(2, 8))
+def test_a_single_stall_does_not_end_speculation(stalled: int) -> None:
+    """A cycle that takes six times as long, whichever it is, is forgotten."""
+    cycles = iter(range(10**6))
+    world = World(
+        new_governor(), [familiar(1)], clock=lambda plan: on_gpu(plan) * (6 if next(cycles) == stalled else 1)
+    )
+    assert world.run(200).speed > 1.3
+
+
+def test_a_slow_start_of_plain_decoding_does_not_flatter_drafts() -> None:
+    cycles = iter(range(10**6))
+    world = World(new_governor(), [drawn(0.02)], clock=lambda plan: on_gpu(plan) * (2 if next(cycles) < 2 else 1))
+    world.run(200)
+    world.seconds -= 2
+    assert world.speed > 0.96
+
+
+def test_time_that_others_had_a_part_in_is_not_believed() -> None:
+    world = World(new_governor(), [familiar(1)]).run(60)
+    at, plan = world.governor._setting(world.watches, 100), world.governor.ladder.plans(1)[0]
+    before = world.governor.ratio(plan, at)
+    for _ in range(20):
+        world.governor.observe(world.watches, plan, [0], None, 100)
+    assert world.governor.ratio(plan, at) == before
+
+
 # Batches
 
 
@@ -249,7 +276,9 @@ def test_a_strange_prompt_is_decoded_plainly_from_the_start() -> None:
 
     costs = World(new_governor(gpu=False), [familiar(0)], clock).run(60).governor.costs
     world = World(new_governor(costs=costs, gpu=False), [drawn(0.02)], clock)
-    world.watches[0].learn_prompt(0.03, usual=0.5, deviation=0.09)
+    world.watches[0].learn_prompt(0.0, places=4, usual=0.5, deviation=0.09)
+    assert not world.watches[0].ood, "four positions tell nothing"
+    world.watches[0].learn_prompt(0.03, places=32, usual=0.5, deviation=0.09)
     assert world.watches[0].ood
     world.cycle()
     assert (world.plans[0], world.reasons[0]) == (NONE, "ood")

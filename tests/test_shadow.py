@@ -96,8 +96,9 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The shares that watches learn from prompts."""
     seen: list[float] = []
 
-    def remember(self: Watch, agreement: float, *usual: Any) -> None:
+    def remember(self: Watch, agreement: float, places: int, *usual: Any) -> None:
         assert usual == (0.5, 0.1)
+        assert places in (11, shadow.PROMPT_END)
         seen.append(agreement)
 
     monkeypatch.setattr(Watch, "learn_prompt", remember)
@@ -150,3 +151,30 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(monkeypatch: pyte
         session.cycle()
     assert scored == [16] * 4, "two rows, twice"
     assert all(len(row.waiting) == 8 for row in session.rows)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("goodput", 2), ("ood", 2), ("batch", 0)])
+def test_nothing_is_scored_where_a_rule_forbids_drafting(
+    reason: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = governed(trained_once("llama").exit, [random_tokens(20)])
+    session.prefill()
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), reason))
+    scored: list[int] = []
+    monkeypatch.setattr(session.governor, "scored", lambda watch, ranks, offered: scored.append(len(ranks)))
+    for _ in range(33):
+        session.cycle()
+    assert len(scored) == expected
+    assert len(session.rows[0].waiting) == 1, "the exit's cache is kept up all the same"
+
+
+def test_a_row_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(20)])
+    session.rows[0].max_length = 23
+    session.prefill()
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), "goodput"))
+    for _ in range(5):
+        session.cycle()
+    assert [len(row.waiting) for row in session.rows] == [0, 5]
+    session.close()
+    assert not any(len(row.waiting) for row in session.rows)

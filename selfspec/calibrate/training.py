@@ -113,7 +113,7 @@ class Trainer:
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
         self.step = int(state["step"])
-        self.left_out.copy_(state["left_out"])
+        self.left_out.copy_(state.get("left_out", self.left_out))
         for name, tensor in self.optimizer.state().items():
             tensor.copy_(state[name])
 
