@@ -57,6 +57,11 @@ class Watch:
         self.belief.learn(chances)
         self._notice()
 
+    @property
+    def is_strange(self) -> bool:
+        """It was surely strange, and still is more likely so than not."""
+        return self.ood and self.belief.strangeness > 0.5
+
     def _notice(self) -> None:
         self.ood = self.ood or self.belief.strangeness > _SURE
 
@@ -114,7 +119,7 @@ class Governor:
         expected_loss = min(1.0, max(0.0, self.ratio(best, at) * (1 - values[best])))  # no plan is given up for good
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
             return best, None
-        return NONE, "ood" if all(watch.belief.strangeness > 0.5 for watch in watches) else "goodput"
+        return NONE, "ood" if all(watch.is_strange for watch in watches) else "goodput"
 
     def _pays(self, speedup: float, batch: int) -> bool:
         """Going on takes no less than plain speed; starting takes a little more, and something that was not known
