@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 COUNT, LAST, TOKENS = 0, 1, 2  # columns of a report: tokens emitted, the node the walk ended at, the tokens
@@ -40,9 +41,8 @@ def _accept(
     WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each sequence."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     sequence = tl.program_id(0)
     kid = tl.arange(0, WIDTH_P2)
     walking = tl.load(active + sequence) != 0

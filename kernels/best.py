@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.kernels.draw import check_tensor, pack, token_of
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 TILE = 64  # columns of a tile: a power of two
@@ -66,9 +67,8 @@ def top_merge_reference(levels: torch.Tensor, tokens: torch.Tensor, width: int) 
 
 @jit
 def _merge_one_kernel(keys, tokens_out, tile_count, keys_stride, out_stride, NT: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0)
     index = tl.arange(0, NT)
     best = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
@@ -96,9 +96,8 @@ def _merge_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, NT)
     keys_here = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)

@@ -28,6 +28,7 @@ from selfspec.kernels.draw import (
     token_of,
 )
 from selfspec.kernels.head import perturbed_reference
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 SPAN = 4096  # columns that one program scores, or sums the mass of
@@ -117,9 +118,8 @@ def _score_kernel(
     PDL: tl.constexpr,
 ):
     """Levels and each tile's best for one span of one row of logits."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * SPAN
     column = first + tl.arange(0, SPAN)
@@ -164,9 +164,8 @@ def _mass_kernel(
     NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The mass of one span of one row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, largest = _largest(keys + row * keys_stride, tile_count, NT)
     column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
@@ -231,9 +230,8 @@ def _quick_kernel(
     PDL: tl.constexpr,
 ):
     """Sorts the LISTED best tokens of a row and cuts there. Without a top-k the cut may lie further down."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.full((), LISTED, tl.int32)
     if top_k is not None:
@@ -329,9 +327,8 @@ def _thorough_kernel(
     PDL: tl.constexpr,
 ):
     """Finds the level at which a row is cut by bisection, and how many of the columns at it stay."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if undecided is not None:  # noqa: SIM102  (the outer one is decided at compile time)
         if tl.load(undecided + row) == 0:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.kernels.norm import NextNorm, block_width, next_scale, next_tensors, shrink
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 PAGE_SIZE = 64
@@ -79,13 +80,12 @@ def _enter(
     At a root, where a cycle begins, later launches may start only when all earlier work is done: from then on they may
     look at lengths, pages and committed text without waiting.
     """
-    if PDL:
-        if ROOT:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        else:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+    if ROOT:
+        wait(PDL)
+        release(PDL)
+    else:
+        release(PDL)
+        wait(PDL)
     row = tl.program_id(0)
     sequence = row % sequences
     place = row // sequences

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.norm import Norm
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.product import (
     Config,
-    begin,
     check_product,
     check_rows,
     choose,
@@ -63,7 +63,7 @@ def _gated_kernel(
     x_stride, weight_stride, out_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """N counts outputs. Gate and up rows alternate in the tile, so both values of an output meet in one thread."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -72,11 +72,12 @@ def _gated_kernel(
     turn = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     weight_rows = (tl.minimum(first + turn // 2, N - 1) + (turn % 2) * N).to(tl.int64) * weight_stride
-    begin(weight, weight_rows, K, PREFETCH, LINE, PDL)
+    wait(PDL)
     both = product(
-        x, weight, squares, source * x_stride, weight_rows, source * squares_stride,
+        x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
+    release(PDL)
     gate, up = tl.split(tl.reshape(both, (BM, BN // 2, 2)))
     if bias is not None:
         gate += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]

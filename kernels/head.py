@@ -18,6 +18,7 @@ import torch
 from selfspec.kernels.best import TILE, Scores, tiles
 from selfspec.kernels.draw import Noise, check_scalar, check_tensor, gumbel_of, gumbel_run, pack, read_scalar, to_levels
 from selfspec.kernels.noise import gumbel, uniform
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,8 +80,6 @@ def _head_kernel(
     BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs share a tile of the weight.
     row_tiles = tl.cdiv(R, BM)
     tile = tl.program_id(0) // row_tiles
@@ -90,13 +89,13 @@ def _head_kernel(
     if count is not None:
         limit = tl.minimum(tl.load(count), V).to(tl.int32)
     there = column < limit
-    # What is outside repeats what is inside: loads need no mask, and what comes of them is dropped at the end.
+    # Columns outside repeat one inside, and what comes of them is dropped at the end. Rows outside are not read: every
+    # program would ask for the same few lines again.
     source = tl.where(column < V, column, 0).to(tl.int64)
     if GATHER:
         source = tl.load(rows + column, mask=there, other=0).to(tl.int64)
     safe_row = tl.where(row < R, row, 0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
 
     inner = tl.arange(0, BK)
     x_at = x + safe_row[:, None] * x_stride + inner[None, :]
@@ -104,13 +103,14 @@ def _head_kernel(
     values = tl.zeros((BM, TILE), tl.float32)
     for first in range(0, K, BK):
         if K % BK == 0:
-            x_part = tl.load(x_at + first)
+            x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
             weight_part = tl.load(weight_at + first)
         else:
             inside = first + inner < K
-            x_part = tl.load(x_at + first, mask=inside[None, :], other=0.0)
+            x_part = tl.load(x_at + first, mask=inside[None, :] & (row < R)[:, None], other=0.0)
             weight_part = tl.load(weight_at + first, mask=inside[:, None], other=0.0)
         values = tl.dot(x_part, weight_part, values, input_precision="ieee")
+    release(PDL)
 
     if softcap is not None:
         values = _tanh(tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * softcap)) * softcap

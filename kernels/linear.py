@@ -14,9 +14,9 @@ from selfspec.kernels.norm import (
     next_tensors,
     sum_neighbours,
 )
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.product import (
     Config,
-    begin,
     check_product,
     check_rows,
     choose,
@@ -50,7 +50,7 @@ def _linear_kernel(
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -62,13 +62,14 @@ def _linear_kernel(
     inside = (row < row_count)[:, None] & (column < N)[None, :]
     if next_weight is not None:  # like all weights, it may be read before earlier kernels end
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
-    begin(weight, weight_rows, K, PREFETCH, LINE, PDL)
+    wait(PDL)
     if residual is not None:  # asked for early, needed late; each program reads only what it will overwrite itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     result = product(
-        x, weight, squares, x_row * x_stride, weight_rows, source * squares_stride,
+        x, weight, squares, row < row_count, x_row * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
+    release(PDL)
     if bias is not None:
         result += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     if residual is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 
 
@@ -150,8 +151,7 @@ def _normalise_kernel(
     K: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr, EPS: tl.constexpr,
     OFFSET: tl.constexpr, NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    release(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     columns = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH], one row of x
@@ -160,8 +160,7 @@ def _normalise_kernel(
         scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if next_weight is not None:
         next_scales = next_scale(next_weight, columns, inside, NEXT_OFFSET, SHRINK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     partial = sum_rows(values * values, BLOCKS, WIDTH)
     mean = tl.sum(partial) / K

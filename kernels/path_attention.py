@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 
 PAGE_SIZE = 64
@@ -48,14 +49,14 @@ def reference(
 
 
 def range_of(position: int) -> int:
-    """Index of the range of the prefix in which a position lies: ranges of 128, of 512 from 1024 on, of 2048 from 4096
+    """Index of the range of the prefix in which a position lies: ranges of 128, of 512 from 2048 on, of 2048 from 8192
     on. Short contexts get many programs, long ones few partial results. (Also compiled: plain integer arithmetic.)"""
-    return min(position, 1024) // 128 + max(min(position, 4096) - 1024, 0) // 512 + max(position - 4096, 0) // 2048
+    return min(position, 2048) // 128 + max(min(position, 8192) - 2048, 0) // 512 + max(position - 8192, 0) // 2048
 
 
 def range_start(index: int) -> int:
     """The first position of a range."""
-    return min(index, 8) * 128 + max(min(index, 14) - 8, 0) * 512 + max(index - 14, 0) * 2048
+    return min(index, 16) * 128 + max(min(index, 28) - 16, 0) * 512 + max(index - 28, 0) * 2048
 
 
 def split_point(position: int) -> int:
@@ -193,8 +194,7 @@ def _prefix_program(
         stop = tl.minimum(_range_start(index + 1), end)
         pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        wait(PDL)
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
             offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
@@ -205,6 +205,7 @@ def _prefix_program(
             if WINDOW > 0:
                 visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
             top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible, scale)
+        release(PDL)
         record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
         tl.store(partials + record[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(stats + record * 2, top, mask=real)
@@ -212,8 +213,8 @@ def _prefix_program(
         if COUNT:
             tl.debug_barrier()  # all warps have stored before one thread says so
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
-    elif PDL:
-        tl.extra.cuda.gdc_wait()  # whoever waits for this launch also waits for those before it
+    else:
+        wait(PDL)  # whoever waits for this launch also waits for those before it
 
 
 @jit
@@ -325,17 +326,17 @@ def _node_program(
     key = tl.arange(0, 64)
     row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
     later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
-    tail_top, tail_total, tail_sums = _sum_tail(
-        q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
-    )
     PER_TILE: tl.constexpr = ROW_TILE // GROUP
     tile = node // PER_TILE
     nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
     _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
     planned = high <= ranges
+    wait(PDL)
+    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
+    tail_top, tail_total, tail_sums = _sum_tail(
+        q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
+    )
+    release(PDL)
     if WAIT:
         unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
         _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
@@ -401,8 +402,6 @@ def _path_attention(
     have ended.
     """
     program = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
     rows_at = (lengths, paths, depths, path_stride, batch, rows)
     workspace = (partials, stats, counters, ranges)
@@ -472,9 +471,9 @@ def path_attention(
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
     group = q.shape[1] // (kv_heads * dim)
-    row_tile = row_tile or _row_tile(rows * group, dim)
-    if row_tile not in (16, 64, 128) or launches not in (1, 2):
-        raise ValueError(f"row_tile must be 16, 64 or 128 and launches 1 or 2, not {row_tile} and {launches}")
+    row_tile = row_tile or (16 if rows * group <= 16 else 64)
+    if row_tile not in (16, 64) or launches not in (1, 2):
+        raise ValueError(f"row_tile must be 16 or 64 and launches 1 or 2, not {row_tile} and {launches}")
     tiles = -(-rows // (row_tile // group))
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
@@ -523,10 +522,6 @@ def path_attention(
     return out
 
 
-def _row_tile(rows: int, dim: int) -> int:
-    return 16 if rows <= 16 else 64 if rows <= 64 or dim > 128 else 128
-
-
 def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:
     """The size of the key tiles, which is part of the result and follows from head size and dtype alone; and how loads
     are pipelined, which is not: as far as 99 KB of shared memory allow."""
@@ -536,7 +531,7 @@ def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:
         "DIM_PAD": padded,
         "KEY_TILE": 32 if wide else 64,
         "TAIL_STAGES": 2 if wide else 3,
-        "num_warps": 8 if row_tile == 128 or wide else 4,
+        "num_warps": 8 if wide else 4,
         "num_stages": (3 if row_tile == 16 else 2) + (padded * element_size <= 128),
     }
 

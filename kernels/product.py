@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.norm import Norm, block_width, check_squares, power_of_two, shrink, sum_rows, tiles
-from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64
-SHARED_BYTES = 96 * 1024  # what the stages of a program may take of shared memory; sm_86 has 99 KB
+LEAST_SHARED_BYTES = 96 * 1024  # of shared memory for the stages of a program on any GPU
 
 
 def product_reference(
@@ -33,27 +33,6 @@ def product_reference(
         mean_square = norm.squares.to(wide).sum(-1, keepdim=True) / x.shape[1]
         sums = sums * (torch.rsqrt(mean_square + norm.eps) / shrink(x.dtype))
     return sums if bias is None else sums + bias.to(wide)
-
-
-@jit
-def _prefetch(weight, row_offsets, K: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
-    """Asks for the first COLUMNS columns of some weight rows in L2; weights may be read before earlier kernels end."""
-    lines = tl.minimum(tl.arange(0, COLUMNS // LINE) * LINE, K - 1)
-    addresses = (weight + row_offsets[:, None] + lines[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
-def begin(weight, weight_rows, K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr):
-    """What a program may do before earlier kernels have ended; reads and writes of activations come after it."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if PREFETCH > 0:
-        _prefetch(weight, weight_rows, K, PREFETCH, LINE)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
 
 @jit
@@ -74,12 +53,13 @@ def _add_chunks(squares, rows, T: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.c
 
 @jit
 def product(
-    x, weight, squares, x_rows, weight_rows, squares_rows,
+    x, weight, squares, real, x_rows, weight_rows, squares_rows,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the rows' factors: [BM, BN] float32.
 
+    Rows that are not `real` are not read: every program would ask for the same few lines again and again.
     The squares are asked for before the loop and needed after it, so that nothing waits for them. They are added 16
     wide, where every addition has its place, before what little is left goes from thread to thread.
     """
@@ -92,11 +72,11 @@ def product(
     sums = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         if K % BK == 0:
-            rows = tl.load(x_at + start)
+            rows = tl.load(x_at + start, mask=real[:, None], other=0.0)
             matrix = tl.load(weight_at + start)
         else:
             inside = (columns < K - start)[None, :]
-            rows = tl.load(x_at + start, mask=inside, other=0.0)
+            rows = tl.load(x_at + start, mask=inside & real[:, None], other=0.0)
             matrix = tl.load(weight_at + start, mask=inside, other=0.0)
         sums = tl.dot(rows, tl.trans(matrix), sums, input_precision="ieee")
     if squares is not None:
@@ -112,7 +92,6 @@ class Config:
     block_k: int
     stages: int
     warps: int
-    prefetch: int = 0  # leading columns of a weight row asked for while earlier kernels still run
     block_m: int | None = None  # rows of x; None: by their number
 
 
@@ -121,14 +100,11 @@ def choose(kind: str, n: int, k: int) -> Config:
     those take a whole head per program, whatever `block_n` says."""
     if kind == "heads":
         return Config(block_n=0, block_k=64, stages=4, warps=4)
-    if k <= 2048 and n <= 8192:  # bound by latency: whole rows of the weight asked for at once
-        block_n = block_width(n) if kind == "linear" else 32
-        return Config(block_n, block_k=128, stages=5, warps=4, prefetch=power_of_two(k))
     if kind == "linear":
-        return Config(block_width(n), block_k=128, stages=6, warps=2)
-    if n > 8192:  # few stages, so that all programs of a large layer run at once
-        return Config(block_n=64, block_k=128, stages=3, warps=4)
-    return Config(block_n=32, block_k=128, stages=5, warps=4)
+        return Config(block_width(n), block_k=128, stages=5 if k <= 2048 else 8, warps=4)
+    if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
+        return Config(block_n=16 if n <= 2048 else 32, block_k=128, stages=5, warps=4)
+    return Config(block_n=64, block_k=128, stages=5, warps=4)
 
 
 def row_tile(rows: int) -> int:
@@ -146,10 +122,10 @@ def launch_settings(
     highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
     block_m = config.block_m or min(row_tile(x.shape[0]), highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
-    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > SHARED_BYTES:  # for all heights alike
+    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
     # With fewer than four warps the tensor cores read registers, and one stage less lies in shared memory.
-    stages = min(config.stages, SHARED_BYTES // ((block_m + block_n) * block_k * size) + (config.warps < 4))
+    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size) + (config.warps < 4))
     pdl = use_pdl(x)
     shape = {
         "K": k,
@@ -160,8 +136,6 @@ def launch_settings(
         "BM": block_m,
         "BN": block_n,
         "BK": block_k,
-        "PREFETCH": config.prefetch if pdl else 0,
-        "LINE": 128 // size,
         "PDL": pdl,
     }
     options: dict[str, Any] = {

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from selfspec.kernels.norm import Norm, power_of_two, scale_reference, sum_rows
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.product import (
     Config,
-    begin,
     check_product,
     check_rows,
     choose,
@@ -77,7 +77,7 @@ def _qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SKIP: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OFFSET: tl.constexpr,
-    PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head, or a part of it, whose pairs (d, d + HALF) alternate in the tile and so meet in one thread. The first
     SKIP heads have no programs."""
@@ -91,14 +91,15 @@ def _qkv_kernel(
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     dimension = tl.minimum(base + turn // 2, HALF - 1) + (turn % 2) * HALF
     weight_rows = (head * (2 * HALF) + dimension).to(tl.int64) * weight_stride
-    begin(weight, weight_rows, K, PREFETCH, LINE, PDL)
+    release(PDL)  # attention has much to look up
+    wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)
     angle = source[:, None] * rotation_stride + pair[None, :]
     c = tl.load(cos + angle, mask=valid, other=0.0)
     s = tl.load(sin + angle, mask=valid, other=0.0)
     both = product(
-        x, weight, squares, source * x_stride, weight_rows, source * squares_stride,
+        x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
     if bias is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 PAGE_SIZE = 64
@@ -38,9 +39,8 @@ def _settle(
     KNOWN: tl.constexpr, KNOWN_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (layer, sequence, block of columns); a layer past the last one moves what is known instead."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release(PDL)
+    wait(PDL)
     layer = tl.program_id(0)
     sequence = tl.program_id(1)
     count = tl.load(counts + sequence * counts_stride)

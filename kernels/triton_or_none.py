@@ -31,3 +31,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def use_pdl(tensor: torch.Tensor) -> bool:
     """Whether launches on this tensor's device may overlap (programmatic dependent launch, from sm_90 on)."""
     return tensor.is_cuda and not INTERPRETED and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
+def shared_bytes(tensor: torch.Tensor) -> int:
+    """Shared memory that a program may plan with on this tensor's device."""
+    return shared_bytes_of(torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 6))
+
+
+def shared_bytes_of(arch: tuple[int, int]) -> int:
+    """The same for sm_80, sm_90 and the smallest of all others: a few KB less than there are, for the compiler."""
+    return {(8, 0): 160, (9, 0): 220}.get(arch, 96) * 1024

@@ -22,6 +22,8 @@ from unittest import mock
 
 import torch
 
+from selfspec.kernels.triton_or_none import shared_bytes_of
+
 Launches = Iterable[tuple[str, Callable[[], object]]]  # a name that says op and shape, and a call of the launcher
 
 
@@ -78,6 +80,8 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         for name, module in list(sys.modules.items()):
             if name.startswith("selfspec.kernels.") and hasattr(module, "use_pdl"):
                 stack.enter_context(mock.patch.object(module, "use_pdl", lambda _: arch >= 90))
+            if name.startswith("selfspec.kernels.") and hasattr(module, "shared_bytes"):
+                stack.enter_context(mock.patch.object(module, "shared_bytes", lambda _: shared_bytes_of(divmod(arch, 10))))
         yield kernels
 
 

@@ -21,7 +21,7 @@ def random_exit(model: Decoder, layer: int, seed: int = 3, scale: float = 0.05) 
     generator, hidden = torch.Generator().manual_seed(seed), model.config.hidden_size
 
     def noise(*shape: int) -> torch.Tensor:
-        return scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(model.dtype)
+        return scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(model.device, model.dtype)
 
     weights = {name: tensor for name, tensor in vars(model.layers[layer]).items() if tensor is not None}
     copied = Layer(**{name: tensor + noise(*tensor.shape) for name, tensor in weights.items()})

@@ -34,7 +34,7 @@ def test_trees_and_plain_decoding_give_the_same_bits(shape: str) -> None:
     tree = Tree.random(64, 20)
     path = tree.deepest_path()
     assert len(path) > 12
-    for length in (0, 1, 50, 63, 64, 115, 127, 128, 180, 1000, 1024, 1076, 4150, 6400):
+    for length in (0, 1, 50, 63, 64, 115, 127, 128, 180, 1000, 2048, 2100, 4150, 8250):
         drafted = lay([text], [length], tree, [on_path(tree, length)], seed=length).run(window)
         plain = text.plainly([length + depth for depth in range(len(path))], seed=1)
         assert torch.equal(drafted[path], plain.run(window)), length
@@ -49,8 +49,7 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
         for nodes in (3, 16, 64):
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
             expected = launch.run(window, row_tile=16)
-            tiles = (16, 64) if shape == "gemma" else (16, 64, 128)
-            for options in [{"row_tile": tile} for tile in tiles] + [{"ranges": op.ranges_for(32768)}]:
+            for options in [{"row_tile": tile} for tile in (16, 64)] + [{"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
         assert torch.equal(launch.run(window, launches=2), launch.run(window))

@@ -49,14 +49,14 @@ def test_heads_of_all_kinds_match_the_reference(heads: int, kv_heads: int, dim: 
 
 
 def test_every_length_matches_the_reference() -> None:
-    lengths = [0, 1, 62, 63, 64, 65, 66, 126, 127, 128, 130, 191, 1024, 1087, 1089]
-    launch = Text.random(1100, 2, 1, 16, torch.float32).plainly(lengths)
+    lengths = [0, 1, 62, 63, 64, 65, 66, 126, 127, 128, 130, 191, 2048, 2111, 2113]
+    launch = Text.random(2120, 2, 1, 16, torch.float32).plainly(lengths)
     assert_close(launch.run(), launch.expected())
 
 
 def test_a_long_context_matches_the_reference() -> None:
-    text = Text.random(6300, 2, 1, 16, torch.float32)
-    launch = lay([text], [6200], Tree.random(3, 2), [[-1] * 3])
+    text = Text.random(8400, 2, 1, 16, torch.float32)
+    launch = lay([text], [8300], Tree.random(3, 2), [[-1] * 3])
     assert_close(launch.run(), launch.expected())
 
 
@@ -113,7 +113,7 @@ def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
     expected = launch.run(window, row_tile=16)
-    for options in ({"row_tile": 64}, {"row_tile": 128}, {"launches": 2}, {"ranges": 9}):
+    for options in ({"row_tile": 64}, {"launches": 2}, {"ranges": 9}):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
@@ -164,7 +164,7 @@ def test_the_split_leaves_a_tail_of_at_most_127_keys_behind_the_deepest_root() -
         assert max(split, 0) == 64 * (max(0, position - op.DEEPEST) // 64)
         assert split + op.DEEPEST <= max(position, 0)
         assert position - max(split, 0) < 127
-    assert [op.ranges_for(context) for context in (0, 1, 127, 128, 256, 257, 1088, 5000)] == [0, 0, 0, 1, 2, 2, 8, 15]
+    assert [op.ranges_for(context) for context in (0, 1, 127, 128, 256, 257, 1088, 5000)] == [0, 0, 0, 1, 2, 2, 8, 22]
 
 
 @pytest.mark.parametrize(
