@@ -130,7 +130,7 @@ def open_model(args: argparse.Namespace, name: str) -> Subject:
     ]
     before = memory.now()
     profile = None if args.profile == "none" else args.profile
-    engine = Engine.from_model(hf, tokenizer, profile=profile, **limits(args, device, dtype, prompts))
+    engine = Engine.from_model(hf, tokenizer, profile=profile, **limits(args, prompts))
     memory.engine = memory.now() - before
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     return Subject(name, engine, prompts, memory, args.exit_layer, hf, pad)
@@ -144,7 +144,7 @@ def open_shape(args: argparse.Namespace, shape: str) -> Subject:
     model, memory = synthetic.synthetic(shape, str(device), dtype), Memory(device)
     prompts = synthetic.random_prompts(model, args.limit, args.prompt_tokens).tolist()
     before = memory.now()
-    engine = Engine(model, **limits(args, device, dtype, prompts))
+    engine = Engine(model, **limits(args, prompts))
     memory.engine = memory.now() - before
     tunable, wanted = synthetic.Tunable(model, layer), synthetic.Agreement(args.agree, args.agree_top4)
     found = synthetic.tune(tunable, wanted, lambda: synthetic.own_text_agreement(engine, layer))
@@ -153,16 +153,13 @@ def open_shape(args: argparse.Namespace, shape: str) -> Subject:
     return Subject(shape, engine, prompts, memory, layer, synthetic=told)
 
 
-def limits(
-    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, prompts: list[list[int]]
-) -> dict[str, Any]:
+def limits(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
     """An engine with room for what is measured, and no more."""
     longest = max(map(len, prompts)) + args.max_new_tokens + ROOM * bool(args.exactness)
-    by_kernels = device.type == "cuda" and dtype != torch.float32
     return {
         "max_length": max(256, -(-longest // 64) * 64),
         "max_batch": max(16, *args.batch),
-        "kernels": False if args.no_kernels else True if by_kernels else None,
+        "kernels": False if args.no_kernels else None,
     }
 
 
@@ -182,7 +179,7 @@ def describe(args: argparse.Namespace, subject: Subject) -> Setup:
         model=subject.name,
         device=name,
         dtype=str(engine.model.dtype).removeprefix("torch."),
-        kernels=device.type == "cuda" and not args.no_kernels and engine.model.dtype != torch.float32,
+        kernels=engine.has_kernels,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         transformers=transformers.__version__,

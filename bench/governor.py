@@ -25,7 +25,7 @@ from bench import decode, governor_report, report
 from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task
-from selfspec import Engine, weights
+from selfspec import Engine
 from selfspec.policy import Policy
 from selfspec.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
@@ -86,11 +86,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
-    device = weights.pick_device(args.device)
-    kernels = device.type == "cuda" and not args.no_kernels and args.dtype != "float32"
     return Engine.from_pretrained(
-        args.model, device, args.dtype, args.profile, max_length=args.max_length, max_batch=max(16, *args.batch),
-        kernels=kernels or None,
+        args.model, args.device, args.dtype, args.profile, max_length=args.max_length, max_batch=max(16, *args.batch),
+        kernels=False if args.no_kernels else None,
     )  # fmt: skip
 
 

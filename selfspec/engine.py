@@ -223,6 +223,11 @@ class Engine:
             for plan, exit, peek in self.drafters.expected(batch, domains, policy):
                 yield batch, plan, exit, sampling, peek
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether cycles run as kernels and CUDA graphs, or as PyTorch's own operations."""
+        return self._machine is not None
+
     def memory(self) -> dict[str, int]:
         """Bytes held, by what holds them."""
         return {
@@ -320,15 +325,17 @@ class Engine:
         )
 
     def _build_machine(self, kernels: bool | None) -> Machine | None:
-        """Cycles as kernels and CUDA graphs, for those who ask for them."""
-        if not kernels:
+        """Cycles as kernels and CUDA graphs: on a GPU that can run them, unless switched off."""
+        if not (kernels or (kernels is None and self.model.device.type == "cuda")):
             return None
         from selfspec.fused import WANTED, is_supported
         from selfspec.machine import Machine
 
-        if not is_supported(self.model):
+        if is_supported(self.model):
+            return Machine(self.model, self.cache, self.context)
+        if kernels:
             raise ValueError(WANTED)
-        return Machine(self.model, self.cache, self.context)
+        return None
 
     def _read_profile(self, profile: Profile | str | Path | None) -> Profile | None:
         if profile is None:

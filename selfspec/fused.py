@@ -26,8 +26,8 @@ from selfspec.model import Decoder, Layer
 from selfspec.tree import Plan
 
 WANTED = (
-    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16; without kernels=True this model "
-    "runs on PyTorch's own operations"
+    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16; "
+    "without kernels=True this model runs on PyTorch's own operations"
 )
 
 

@@ -81,7 +81,9 @@ def compiling(arch: int) -> Iterator[list[Any]]:
             if name.startswith("selfspec.kernels.") and hasattr(module, "use_pdl"):
                 stack.enter_context(mock.patch.object(module, "use_pdl", lambda _: arch >= 90))
             if name.startswith("selfspec.kernels.") and hasattr(module, "shared_bytes"):
-                stack.enter_context(mock.patch.object(module, "shared_bytes", lambda _: shared_bytes_of(divmod(arch, 10))))
+                stack.enter_context(
+                    mock.patch.object(module, "shared_bytes", lambda _: shared_bytes_of(divmod(arch, 10)))
+                )
         yield kernels
 
 
