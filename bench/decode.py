@@ -25,6 +25,7 @@ from rich.progress import Progress, track
 from bench import exactness, kernels, report, synthetic
 from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release
 from selfspec import Engine, weights
+from selfspec.exits import Exit
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -105,6 +106,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--exit-layer", type=int, help="default: the profile's, else a quarter of the layers, untrained; 2 for a shape")
     add("--plans", nargs="*", help="plans to force (default: chain:2 tree:4,2,2,1; more with --exactness)")
     add("--early-exit", type=int, nargs="*", help="layers for transformers' early exit (default: four fifths)")
+    add("--used", type=int, help="tokens that a shape writes, and drafts look at (default: a quarter of all)")
     add("--agree", type=float, default=0.70, help="how often a shape's exit shall hold the model's token")
     add("--agree-top4", type=float, default=0.85, help="how often one of its best four shall")
     add("--exactness", type=int, default=0, help="compare tokens of all plans until so many were compared; no timing")
@@ -142,14 +144,16 @@ def open_shape(args: argparse.Namespace, shape: str) -> Subject:
     dtype = weights.pick_dtype(args.dtype, device, torch.bfloat16)
     layer = 2 if args.exit_layer is None else args.exit_layer
     model, memory = synthetic.synthetic(shape, str(device), dtype), Memory(device)
+    used = synthetic.keep_to(model, args.used or model.config.vocab_size // 4)
     prompts = synthetic.random_prompts(model, args.limit, args.prompt_tokens).tolist()
     before = memory.now()
     engine = Engine(model, **limits(args, prompts))
     memory.engine = memory.now() - before
+    engine.drafters.exits[layer] = exit = Exit(model, layer).offering(used, [])
     tunable, wanted = synthetic.Tunable(model, layer), synthetic.Agreement(args.agree, args.agree_top4)
     found = synthetic.tune(tunable, wanted, lambda: synthetic.own_text_agreement(engine, layer))
     told = {"exit_layer": layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
-    told |= {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4}
+    told |= {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4, "draft_rows": exit.vocabulary}
     return Subject(shape, engine, prompts, memory, layer, synthetic=told)
 
 

@@ -28,7 +28,8 @@ def describe(console: Console, setup: dict[str, Any]) -> None:
             f"SYNTHETIC weights: the text is nonsense. Layers after {synthetic['exit_layer']} damped by "
             f"{synthetic['damping']:.4g}, {synthetic['hard_share']:.1%} hard tokens; the raw exit there agrees "
             f"{synthetic['top1']:.1%} top-1 (wanted {synthetic['wanted_top1']:.0%}) and {synthetic['top4']:.1%} top-4 "
-            f"(wanted {synthetic['wanted_top4']:.0%}) with greedy text of the model",
+            f"(wanted {synthetic['wanted_top4']:.0%}) with greedy text of the model, which it drafts from "
+            f"{synthetic['draft_rows']:,} rows of the head; the model writes no other tokens",
             soft_wrap=True,
         )
 

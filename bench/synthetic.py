@@ -74,6 +74,19 @@ def _std(name: str, inputs: int) -> float:
     return 8.0 * inputs**-0.5 if name == "head" else inputs**-0.5
 
 
+RARE = 1 / 64  # the head's rows of tokens that are never written, beside others
+
+
+@torch.no_grad()
+def keep_to(model: Decoder, used: int) -> torch.Tensor | None:
+    """Lets the model write its first `used` tokens only, as real ones keep to a part of their vocabulary, and returns
+    them: what a trimmed head looks at. Where the head is the embedding nothing changes."""
+    if model.head is model.embedding or used >= model.config.vocab_size:
+        return None
+    model.head[used:] *= RARE
+    return torch.arange(used, device=model.device)
+
+
 LONG, SHORT = 16.0, 0.25  # embeddings of usual and of hard tokens: powers of two, so that scaling rounds nothing
 MOST_RANKED = 4
 

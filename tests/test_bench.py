@@ -218,6 +218,14 @@ def test_texts_part_where_they_first_differ(expected: list[int], found: list[int
     assert exactness.parting(expected, found) == place
 
 
+def test_a_model_kept_to_some_tokens_writes_no_others(tiny_shape: str) -> None:
+    model = synthetic.synthetic(tiny_shape, "cpu", torch.float32)
+    prompts = synthetic.random_prompts(model, 4, 6)
+    assert Engine(model).generate(prompts, max_new_tokens=24)[:, 6:].max() >= 10
+    assert synthetic.keep_to(model, 10).tolist() == list(range(10))
+    assert Engine(model).generate(prompts, max_new_tokens=24)[:, 6:].max() < 10
+
+
 def test_a_shape_is_measured_and_said_to_be_synthetic(
     tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +239,7 @@ def test_a_shape_is_measured_and_said_to_be_synthetic(
     result = json.loads(out.splitlines()[-1])["runs"][0]
     assert "SYNTHETIC" in out and "50.0% top-1" in out
     assert result["setup"]["synthetic"]["top1"] == 0.5
+    assert result["setup"]["synthetic"]["draft_rows"] == TINY["vocab_size"] // 4
     assert [(cell["batch"], cell["temperature"]) for cell in result["cells"]] == [(1, 0), (1, 0.7), (2, 0), (2, 0.7)]
     for cell in result["cells"]:
         assert [row["mode"] for row in cell["results"]] == [
