@@ -30,7 +30,7 @@ def text_of(shape: str, length: int, seed: int = 0) -> tuple[Text, int | None]:
 
 @shapes
 def test_trees_and_plain_decoding_give_the_same_bits(shape: str) -> None:
-    text, window = text_of(shape, 6500)
+    text, window = text_of(shape, 8400)
     tree = Tree.random(64, 20)
     path = tree.deepest_path()
     assert len(path) > 12
