@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,7 +28,6 @@ from selfspec import Engine
 from selfspec.policy import Policy
 from selfspec.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
-from selfspec.routing import mark
 from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
@@ -165,8 +163,7 @@ class Bench:
         """As the engine itself does it for prompts that come together."""
         if not self.profile.routes:
             return self.profile.route(None)
-        engine, layer = self.engine, self.profile.router_layer
-        return self.profile.route(torch.stack([mark(engine.model, engine.cache, prompt, layer) for prompt in prompts]))
+        return self.profile.route(self.engine.drafters.marks(prompts))
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
         """Plain decoding, every plan of the ladder, the governor."""

@@ -39,12 +39,13 @@ class StepCost:
     head_rows: int = 0  # the head that `depth` was measured with
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line."""
+        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line. No head is so
+        small that a depth gives time back."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
         numbers, seconds = zip(*self.drafting, strict=True)
-        return float(np.interp(nodes, numbers, seconds)) + depth * (self.depth + rows * self.head_row)
+        return float(np.interp(nodes, numbers, seconds)) + depth * max(0.0, self.depth + rows * self.head_row)
 
 
 def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool) -> Guess:

@@ -7,10 +7,14 @@ drafted for. Padding writes to a page that belongs to nobody.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import RECALLED, Exit, recalled
+from selfspec.fused import on_its_way
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
 
@@ -38,8 +42,54 @@ class Causal:
         return self._masks[window]
 
 
-class Prefill:
-    """One size of chunk: up to `rows` tokens, seeing up to `slots` slots with themselves."""
+class Chunk:
+    """Up to `rows` tokens of a text, seeing up to `slots` slots with themselves."""
+
+    def __init__(self, model: Decoder, cache: Cache, rows: int, slots: int, idle_page: int) -> None:
+        self.model, self.cache, self.slots = model, cache, slots
+        self._idle = idle_page
+        # Tokens, where they start and how many they are, and pages: one tensor, told at once.
+        self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
+        self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
+        self.span = self.told[rows : rows + 2]
+        self.table.fill_(idle_page)
+
+    def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Tells which chunk comes next."""
+        told = torch.zeros(len(self.told), dtype=torch.int64)
+        rows, held = self.tokens.shape[1], pages[: self.table.shape[1]]
+        told[: len(tokens)] = torch.tensor(tokens)
+        told[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
+        told[rows + 2 + len(held) :] = self._idle
+        self.told.copy_(on_its_way(told, self.told.device), non_blocking=True)
+
+    def places(self, row: torch.Tensor | None = None) -> Causal:
+        """Where these rows stand, or all of them."""
+        row = torch.arange(self.tokens.shape[1], device=self.told.device) if row is None else row
+        positions = self.span[0] + row
+        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
+        real = row < self.span[1]
+        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
+        return Causal(positions[None], flat, self.table, self.slots)
+
+
+class Marking(Chunk):
+    """What `routing.mark` does."""
+
+    def __init__(self, model: Decoder, cache: Cache, layer: int, rows: int, idle_page: int) -> None:
+        super().__init__(model, cache, rows, rows, idle_page)
+        self.layer = layer
+        self.mark = torch.zeros(model.config.hidden_size, device=model.device)
+
+    def launch(self) -> None:
+        hidden = self.model.run(self.model.embed(self.tokens), 0, self.layer, self.places(), self.cache)  # type: ignore[arg-type]
+        states = F.rms_norm(hidden[0].float(), hidden.shape[-1:])
+        real = torch.arange(len(states), device=states.device) < self.span[1]
+        self.mark.copy_(torch.where(real[:, None], states, 0).sum(0) / self.span[1])
+
+
+class Prefill(Chunk):
+    """A chunk of a prompt through all layers, and the exit's share of it."""
 
     def __init__(
         self,
@@ -51,35 +101,23 @@ class Prefill:
         idle_page: int,
         judge: bool = False,
     ) -> None:
-        self.model, self.cache, self.exit, self.slots = model, cache, exit, slots
-        self.judge = judge and exit is not None
-        self._idle = idle_page
-        device = model.device
-        self.tokens = torch.zeros(1, rows, dtype=torch.int64, device=device)
-        self.span = torch.zeros(2, dtype=torch.int64, device=device)  # where the chunk starts, and its tokens
-        self.table = torch.full((1, -(-slots // PAGE_SIZE)), idle_page, dtype=torch.int64, device=device)
+        super().__init__(model, cache, rows, slots, idle_page)
+        self.exit, self.judge = exit, judge and exit is not None
         # What was known before the chunk, and is known after it, for the exit to recall.
-        self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=device)
-        self.agreement = torch.zeros((), device=device)  # of exit and model at the chunk's last positions
+        self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.agreement = torch.zeros((), device=model.device)  # of exit and model at the chunk's last positions
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.tokens, self.span, self.table, self.known]
+        return [self.told, self.known]
 
-    def load(self, tokens: list[int], start: int, pages: list[int], known: torch.Tensor | None) -> None:
-        """Tells which chunk comes next."""
-        host = torch.tensor([*tokens, start, len(tokens), *pages[: self.table.shape[1]]])
-        there = host.to(self.tokens.device)
-        count = len(tokens)
-        self.tokens[0, :count] = there[:count]
-        self.span.copy_(there[count : count + 2])
-        held = there[count + 2 :]
-        self.table[0, : len(held)] = held
+    def remember(self, known: torch.Tensor | None) -> None:
+        """What was known before the chunk; nothing where a text begins."""
         self.known.zero_() if known is None else self.known[0, 0].copy_(known)
 
     def launch(self) -> None:
         model, exit, layers = self.model, self.exit, self.model.config.num_layers
-        at = self._places()
+        at = self.places()
         hidden = model.embed(self.tokens)
         if exit is None:
             model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
@@ -100,16 +138,8 @@ class Prefill:
         steps = torch.arange(count, device=self.tokens.device)
         rows = (self.span[1] - count + steps).clamp(min=0)
         some = [states.index_select(1, rows) for states in (hidden, previous, known)]
-        drafted = exit.read(some[0], some[1], self._places(rows), self.cache)  # type: ignore[arg-type]
+        drafted = exit.read(some[0], some[1], self.places(rows), self.cache)  # type: ignore[arg-type]
         reads = torch.cat((drafted, some[2][..., : model.config.hidden_size]))
         guesses, own = model.project(reads, model.head).argmax(-1)
         real = steps >= count - self.span[1]
         self.agreement.copy_(((guesses == own) & real).sum() / real.sum())
-
-    def _places(self, row: torch.Tensor | None = None) -> Causal:
-        row = torch.arange(self.tokens.shape[1], device=self.tokens.device) if row is None else row
-        positions = self.span[0] + row
-        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
-        real = row < self.span[1]
-        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
-        return Causal(positions[None], flat, self.table, self.slots)

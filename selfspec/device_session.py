@@ -16,7 +16,7 @@ from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.draft import Draft
-from selfspec.fused import Seats
+from selfspec.fused import Seats, on_its_way
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, origin
@@ -70,7 +70,9 @@ class DeviceSession(Session):
         usual = None if self.governor is None else self.governor.usual_agreement
         judge = usual is not None and sequence.length + count == len(row.prompt) - 1
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
-        prefill.load(chunk, sequence.length, sequence.pages, row.known)
+        prefill.load(chunk, sequence.length, sequence.pages)
+        if self.exit is not None:
+            prefill.remember(row.known)
         replay()
         if self.exit is not None:
             row.known = prefill.known[0, 0].clone()
@@ -206,21 +208,16 @@ class DeviceSession(Session):
         self._pages_moved = False
         width = max(len(row.sequence.pages) for row in rows)
         table = [row.sequence.pages + [0] * (width - len(row.sequence.pages)) for row in rows]
-        seats.page_table[: len(rows), :width].copy_(_host_ints(table, seats.lengths.device), non_blocking=True)
+        ints = on_its_way(torch.tensor(table, dtype=torch.int32), seats.page_table.device)
+        seats.page_table[: len(rows), :width].copy_(ints, non_blocking=True)
 
     def _write_rows(self, seats: Seats, rows: list[Row]) -> None:
-        device, count = seats.lengths.device, len(rows)
         self._write_pages(seats, rows)
-        columns = [[row.sequence.length for row in rows], [row.tokens[-1] for row in rows], [row.copy for row in rows]]
-        for target, values in zip((seats.lengths, seats.pending, seats.copies), columns, strict=True):
-            target[:count].copy_(_host_ints(values, device), non_blocking=True)
-        seats.active[:count].fill_(1)
-        seats.seeds[:count].copy_(torch.tensor([row.seed for row in rows]))
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(seats, name).fill_(getattr(self.sampling, name))
+        lengths, last = [row.sequence.length for row in rows], [row.tokens[-1] for row in rows]
+        seats.seat([row.seed for row in rows], lengths, last, [row.copy for row in rows], self.sampling)
         drafter = self.machine.drafter(seats, self.exit)
         if drafter is not None and drafter.known is not None:
-            drafter.known[:count].copy_(self._last_known(rows)[:, 0])
+            drafter.known[: len(rows)].copy_(self._last_known(rows)[:, 0])
         if drafter is not None and drafter.head is not None and self.exit is not None:
             assert self.exit.head_rows is not None
             drafter.head.fill(self.exit.head_rows)
@@ -271,8 +268,3 @@ class DeviceSession(Session):
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""
         assert self._cycle is not None
         return values.unflatten(0, (-1, self._cycle.seats.count))[:, : len(rows)].transpose(0, 1)
-
-
-def _host_ints(values: list, device: torch.device) -> torch.Tensor:
-    tensor = torch.tensor(values, dtype=torch.int32)
-    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -5,14 +5,13 @@ An engine keeps one `Drafters`; exits and ladders are made once and shared by it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 
 from selfspec.acceptance import Acceptance
-from selfspec.cache import Cache
 from selfspec.costs import Costs, Guess, StepCost, guessed_cost, measured_cost
 from selfspec.exits import Exit, check_exit_layer
 from selfspec.governor import Governor
@@ -21,8 +20,9 @@ from selfspec.model import Decoder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice, Profile
 from selfspec.request import SpeculationRequest
-from selfspec.routing import mark
 from selfspec.tree import NONE, Plan
+
+Marker = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their marks, as in `routing`
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Drafter:
 class Drafters:
     """Everything that requests of one engine draft with."""
 
-    def __init__(self, model: Decoder, cache: Cache, profile: Profile | None) -> None:
-        self.model, self.cache, self.profile = model, cache, profile
+    def __init__(self, model: Decoder, profile: Profile | None, mark: Marker) -> None:
+        self.model, self.profile = model, profile
+        self._mark = mark
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str, torch.Tensor | None] = {}  # by domain
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
@@ -67,7 +68,7 @@ class Drafters:
             assert layer is not None
             return Drafter(self.exit(layer, "", prompts, policy.possible_plans))
         routed = request.domain == "auto" and self.profile.routes
-        marks = self._marks(prompts) if routed else None
+        marks = self.marks(prompts) if routed else None
         domain = request.domain if request.domain != "auto" else self.profile.route(marks)
         choice, governor = self.profile.choice(domain), None
         if layer is None:
@@ -80,9 +81,10 @@ class Drafters:
         possible = policy.possible_plans if governor is None else governor.ladder.all_plans
         return Drafter(self.exit(layer, domain, prompts, possible), governor, far)
 
-    def _marks(self, prompts: list[list[int]]) -> torch.Tensor:
+    def marks(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """What the profile's router tells prompts apart by, [P, hidden]."""
         assert self.profile is not None
-        return torch.stack([mark(self.model, self.cache, prompt, self.profile.router_layer) for prompt in prompts])
+        return self._mark(prompts, self.profile.router_layer)
 
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""

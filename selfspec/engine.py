@@ -9,6 +9,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,7 @@ from selfspec.request import (
     split_options,
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
+from selfspec.routing import marks_of
 from selfspec.row import Row
 from selfspec.runtime import Session, Stop
 from selfspec.sampling import Sampling
@@ -85,7 +88,8 @@ class Engine:
         pages = -(-slots // PAGE_SIZE)
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
         self.profile = self._read_profile(profile)
-        self.drafters = Drafters(model, self.cache, self.profile)
+        mark = partial(marks_of, model, self.cache) if self._machine is None else self._machine.marks
+        self.drafters = Drafters(model, self.profile, mark)
         self._metrics = Metrics()
         self._warned_no_profile = False
 
@@ -216,12 +220,13 @@ class Engine:
     ) -> Iterator[tuple[int, Plan, Exit | None, Sampling, bool]]:
         """Plain decoding, and the profile's plans for the domain or all of them."""
         domains = [] if self.profile is None else [domain] if domain is not None else list(self.profile.domains)
-        for temperature in temperatures:
+        sizes = [1 << power for power in range((batch - 1).bit_length(), -1, -1)]  # rows end at different times
+        for temperature, rows in product(temperatures, sizes):
             sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
-            yield batch, NONE, None, sampling, False
+            yield rows, NONE, None, sampling, False
             policy = Policy(self.rules, sampling)
-            for plan, exit, peek in self.drafters.expected(batch, domains, policy):
-                yield batch, plan, exit, sampling, peek
+            for plan, exit, peek in self.drafters.expected(min(rows, batch), domains, policy):
+                yield rows, plan, exit, sampling, peek
 
     @property
     def has_kernels(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
@@ -23,6 +24,7 @@ from selfspec.kernels.path_attention import counters_size, path_attention, range
 from selfspec.kernels.qkv import qkv_linear
 from selfspec.kernels.triton_or_none import INTERPRETED, triton
 from selfspec.model import Decoder, Layer
+from selfspec.sampling import Sampling
 from selfspec.tree import Plan
 
 WANTED = (
@@ -70,15 +72,36 @@ class Seats:
     """The device's side of up to B sequences: lengths, pages, pending tokens, and what their noise is made of."""
 
     def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        def ints(*shape: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=kind, device=device)
-
         self.count = count
-        self.lengths, self.bases, self.pending, self.active = (ints(count) for _ in range(4))
-        self.page_table = ints(count, pages)
-        self.seeds, self.copies = ints(count, kind=torch.int64), ints(count)
-        self.temperature, self.top_p, self.min_p = (torch.ones(1, device=device) for _ in range(3))
-        self.top_k = ints(1)
+        self.page_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
+        # All the rest is one tensor, so that whoever sits down writes it at once.
+        self._words = torch.zeros(7 * count + 4, dtype=torch.int32, device=device)
+        self.seeds = self._words[: 2 * count].view(torch.int64)
+        each = self._words[2 * count : 7 * count].view(5, count)
+        self.lengths, self.pending, self.copies, self.active, self.bases = each.unbind()
+        self.temperature, self.top_p, self.min_p = self._words[7 * count : -1].view(torch.float32).split(1)
+        self.top_k = self._words[-1:]
+        self.temperature.fill_(1)  # whatever runs before anybody sits here
+
+    def seat(
+        self, seeds: list[int], lengths: list[int], pending: list[int], copies: list[int], sampling: Sampling
+    ) -> None:
+        """Sequences take the first seats; the others are nobody's."""
+        words, count = np.zeros(len(self._words), dtype=np.int32), len(seeds)
+        words[: 2 * self.count].view(np.int64)[:count] = seeds
+        words[2 * self.count : 7 * self.count].reshape(5, -1)[:4, :count] = [lengths, pending, copies, [1] * count]
+        words[-4:-1].view(np.float32)[:] = [sampling.temperature, sampling.top_p, sampling.min_p]
+        words[-1] = sampling.top_k
+        self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
+
+    def vacate(self, idle_page: int) -> None:
+        """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
+        self._words[: 7 * self.count].zero_()
+        self.page_table.fill_(idle_page)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.page_table, self._words]
 
 
 class Tree:
@@ -276,6 +299,11 @@ class FusedDecoder:
 
     def _take(self, name: str, rows: int, width: int) -> torch.Tensor:
         return self.scratch.take(name, rows, width, dtype=self.model.dtype)
+
+
+def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host's from where it can be copied to the device without waiting for that."""
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def table_pages(slots: int) -> int:

@@ -6,6 +6,7 @@ Captures on first use and keeps; which cycle a request needs, and what its repor
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -13,11 +14,12 @@ import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
-from selfspec.device_prefill import SMALLEST, Prefill, padded
+from selfspec.device_prefill import SMALLEST, Marking, Prefill, padded
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
 from selfspec.model import Decoder
 from selfspec.room import device_room
+from selfspec.routing import MARKED
 from selfspec.sampling import Sampling
 from selfspec.tree import MAX_NODES, Plan
 
@@ -84,6 +86,7 @@ class Machine:
         self._cycles: dict[tuple, Cycle] = {}
         self._replays: dict[tuple, Launch] = {}
         self._prefills: dict[tuple, tuple[Prefill, Launch]] = {}
+        self._markings: dict[tuple, tuple[Marking, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
         self._on_gpu = model.device.type == "cuda"
@@ -108,7 +111,7 @@ class Machine:
     def nbytes(self) -> int:
         """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
-        tensors += [tensor for seats in self._seats.values() for tensor in vars(seats).values() if _is_tensor(tensor)]
+        tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
         tensors += [tensor for prefill, _ in self._prefills.values() for tensor in prefill.tensors]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -191,11 +194,37 @@ class Machine:
         key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)), judge)
         if key not in self._prefills:
             prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page(), judge)
-            if self._on_gpu:
-                prefill.load([0], 0, [], None)
-                prefill.launch()
-            self._prefills[key] = prefill, self._captured(prefill.launch)
+            self._prefills[key] = prefill, self._warm(prefill)
         return self._prefills[key]
+
+    @torch.inference_mode()
+    def marks(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
+        """The prompts' marks [P, hidden] after `layer` layers, on the CPU (see `routing.mark`)."""
+        with self.current():
+            return torch.stack([self._mark(prompt[-MARKED:], layer) for prompt in prompts]).cpu()
+
+    def _mark(self, tokens: Sequence[int], layer: int) -> torch.Tensor:
+        sequence = self.cache.open()
+        try:
+            self.cache.reserve(sequence, len(tokens))
+            self._forget_if_moved()
+            key = ("mark", padded(len(tokens), SMALLEST), layer)
+            if key not in self._markings:
+                marking = Marking(self.model, self.cache, layer, key[1], self.idle_page())
+                self._markings[key] = marking, self._warm(marking)
+            marking, replay = self._markings[key]
+            marking.load(tokens, 0, sequence.pages)
+            replay()
+            return marking.mark.clone()
+        finally:
+            self.cache.close(sequence)
+
+    def _warm(self, chunk: Prefill | Marking) -> Launch:
+        """Captured, once everything it needs is loaded and compiled."""
+        if self._on_gpu:
+            chunk.load([0], 0, [])
+            chunk.launch()
+        return self._captured(chunk.launch)
 
     def _captured(self, launch: Launch) -> Launch:
         """All of a machine's graphs share one pool of memory, and a stream that no other machine captures on."""
@@ -221,9 +250,7 @@ class Machine:
         owner = self.owners.pop(seats.count, None)
         if owner is not None:
             owner.rise()
-        seats.active.zero_()
-        seats.lengths.zero_()
-        seats.page_table.fill_(self.idle_page())
+        seats.vacate(self.idle_page())
 
     def _forget_if_moved(self) -> None:
         """Captured cycles hold the cache's address: when it has grown elsewhere they are void."""
@@ -233,9 +260,5 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._replays, self._prefills):
+            for known in (self._cycles, self._replays, self._prefills, self._markings):
                 known.clear()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

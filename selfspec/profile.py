@@ -22,7 +22,7 @@ from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
 from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.routing import Router, distance
+from selfspec.routing import Router, distances
 from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
@@ -284,12 +284,11 @@ class Profile(Entry):
     def far(self, marks: torch.Tensor, deviations: float) -> list[bool]:
         """For each mark, whether it lies farther from every domain's centroid than so many deviations of the domain's
         own prompts."""
-        known = [(c.distance, torch.tensor(c.centroid)) for c in self.domains.values() if c.distance and c.centroid]
-
-        def is_far(mark: torch.Tensor) -> bool:
-            return all(distance(mark, near) > of.mean + deviations * of.deviation for of, near in known)
-
-        return [bool(known) and is_far(mark) for mark in marks]
+        known = [(choice.distance, index) for index, choice in enumerate(self.domains.values()) if choice.distance]
+        if not known or not self.routes:
+            return [False] * len(marks)
+        off = distances(marks, self._router.centroids[[index for _, index in known]])
+        return (off > torch.tensor([of.mean + deviations * of.deviation for of, _ in known])).all(1).tolist()
 
     @property
     def routes(self) -> bool:

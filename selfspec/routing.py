@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from selfspec.cache import Cache, Rows
 from selfspec.model import Decoder
 
-_TOKENS = 256  # of a prompt's end that are looked at
+MARKED = 256  # tokens of a prompt's end that are looked at
 _SHRINKAGE = 0.5
 
 
 @torch.inference_mode()
 def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> torch.Tensor:
     """The mean state [hidden] of a prompt after `layer` layers, float32 on the CPU; the cache is left as it was."""
-    tokens = list(prompt[-_TOKENS:])
+    tokens = list(prompt[-MARKED:])
     sequence = cache.open()
     try:
         cache.reserve(sequence, len(tokens))
@@ -34,9 +34,15 @@ def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> tor
         cache.close(sequence)
 
 
-def distance(mark: torch.Tensor, centroid: torch.Tensor) -> float:
-    """How far a mark lies from a centroid, both [hidden]: from 0, the same direction, to 2, the opposite one."""
-    return 1 - F.cosine_similarity(mark, centroid, dim=0).item()
+def marks_of(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
+    """[P, hidden], one after the other."""
+    return torch.stack([mark(model, cache, prompt, layer) for prompt in prompts])
+
+
+def distances(marks: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """How far each of the marks [P, hidden] lies from each of the centroids [D, hidden], [P, D]: from 0, the same
+    direction, to 2, the opposite one."""
+    return 1 - F.normalize(marks, dim=-1) @ F.normalize(centroids, dim=-1).T
 
 
 @dataclass(frozen=True)

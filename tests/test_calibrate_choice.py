@@ -1,21 +1,33 @@
-"""The choice of exit, head and plans: against brute force, against walking the tree, and always the same."""
+"""The choice of exit, head and plans: against brute force, against walking the tree, and always the same. Then what it
+rests on, the costs of steps, and how it is tried."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, combinations, product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec.calibrate import timing
 from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, rank_paths
+from selfspec.calibrate.trial import Setting, Trials
 from selfspec.costs import StepCost
+from selfspec.engine import Engine
+from selfspec.exits import Exit
 from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
+from selfspec.results import GenerateOutput
 from selfspec.tree import MAX_NODES, NONE, Plan
 from tests.calibrated import linear_cost
 from tests.strategies import SETTINGS, plans
+from tests.tiny import VOCABULARY, tiny_model
 
 WIDEST = 32  # ranks from here on count as missed
 FREE = linear_cost(plain=1.0, cycle=0.0, depth=0.0, node=0.0)
@@ -290,3 +302,159 @@ def test_the_domains_of_these_tests_are_of_both_kinds() -> None:
     choices = [choose(*measured_domain(seed)) for seed in range(31)]
     assert {choice.exit_layer for choice in choices} == set(LAYERS)
     assert {len(choice.plans["0"]["1"].plan) > 0 for choice in choices} == {True, False}
+
+
+# Costs of steps
+
+PLAIN, DRAFTING, NODE, LAYER, HEAD_ROW = 7.0, 2.0, 0.25, 1.5, 0.03
+CycleTime = Callable[[Exit | None, Plan, int], float]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_model(tiny_model("llama", torch.float32))
+
+
+@dataclass
+class Timed:
+    """Times cycles by a rule instead of the clock, and remembers which."""
+
+    engine: Engine
+    rule: CycleTime
+    cycles: list[tuple[Exit | None, Plan, int]] = field(default_factory=list)
+    ticks: int = 0
+
+    def costs(self, exits: list[Exit], batch: int) -> dict[int, StepCost]:
+        def cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
+            assert engine is self.engine
+            self.cycles.append((exit, plan, batch))
+            return self.rule(exit, plan, batch)
+
+        def advance(ticks: int) -> None:
+            self.ticks += ticks
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(timing, "_cycle_time", cycle_time)
+            return timing.step_costs(self.engine, exits, batch, advance)
+
+
+def sum_of_parts(exit: Exit | None, plan: Plan, batch: int) -> float:
+    if exit is None:
+        return PLAIN * batch
+    of_depth = exit.layer * LAYER + exit.vocabulary * HEAD_ROW
+    return batch * (PLAIN + DRAFTING + len(plan) * NODE + plan.depth * of_depth)
+
+
+def exits_over(engine: Engine, *rows: int | None) -> list[Exit]:
+    """Exits after layers 1, 2, ..., each over so many of the head's last rows."""
+    tokens = torch.arange(VOCABULARY)
+    heads = [None if count is None else tokens[VOCABULARY - count :] for count in rows]
+    return [Exit(engine.model, layer, head_rows=head) for layer, head in enumerate(heads, start=1)]
+
+
+@pytest.mark.parametrize("batch", BATCHES.values())
+@pytest.mark.parametrize("rows", [(None, None), (80, 80, 80), (64, None), (7,)], ids=str)
+def test_costs_of_parts_are_found_from_whole_cycles(engine: Engine, rows: tuple, batch: int) -> None:
+    exits, timed = exits_over(engine, *rows), Timed(engine, sum_of_parts)
+    costs = timed.costs(exits, batch)
+    assert list(costs) == [exit.layer for exit in exits]
+    for exit in exits:
+        cost = costs[exit.layer]
+        assert cost.head_row == pytest.approx(batch * HEAD_ROW) and cost.head_rows == exit.vocabulary
+        assert cost.of(0, 0) == PLAIN * batch
+        for plan, head in product(map(Plan.parse, ("chain:1", "chain:3", "tree:1,2")), (1, 25, 101)):
+            offered = Exit(engine.model, exit.layer, head_rows=torch.arange(head))
+            assert cost.of(plan.depth, len(plan), head) == pytest.approx(sum_of_parts(offered, plan, batch))
+
+
+@pytest.mark.parametrize("rows", [(None, None), (80, 80, 80)], ids=str)
+def test_the_head_is_timed_by_one_more_kind_of_cycle(engine: Engine, rows: tuple) -> None:
+    exits, timed = exits_over(engine, *rows), Timed(engine, sum_of_parts)
+    timed.costs(exits, 4)
+    assert timed.ticks == len(exits) + 1
+    known = [None, *exits]
+    (fewer,) = [exit for exit, _, _ in timed.cycles if exit not in known]
+    assert fewer is not None and fewer.layer == exits[0].layer and fewer.head_rows is not None
+    own = range(VOCABULARY) if exits[0].head_rows is None else exits[0].head_rows.tolist()
+    assert set(fewer.head_rows.tolist()) < set(own) and fewer.vocabulary == -(-len(own) // 4)
+    assert {batch for _, _, batch in timed.cycles} == {4}
+
+
+def test_a_larger_head_never_saves_time(engine: Engine) -> None:
+    def disturbed(exit: Exit | None, plan: Plan, batch: int) -> float:
+        return sum_of_parts(exit, plan, batch) + (100 if exit is not None and exit.vocabulary < 80 else 0)
+
+    costs = Timed(engine, disturbed).costs(exits_over(engine, 80, 80), 1)
+    assert [cost.head_row for cost in costs.values()] == [0, 0]
+
+
+def test_the_rows_of_the_head_cost_no_more_than_the_depth_they_are_a_part_of(engine: Engine) -> None:
+    def disturbed(exit: Exit | None, plan: Plan, batch: int) -> float:
+        return 0.0 if exit is not None and exit.vocabulary < 80 else sum_of_parts(exit, plan, batch)
+
+    costs = Timed(engine, disturbed).costs(exits_over(engine, 80, 80), 1)
+    for layer, cost in costs.items():
+        assert cost.depth == pytest.approx(layer * LAYER + 80 * HEAD_ROW)
+        assert cost.head_row == pytest.approx(cost.depth / 80)
+
+
+def test_a_head_of_one_row_cannot_be_made_smaller(engine: Engine) -> None:
+    (cost,) = Timed(engine, sum_of_parts).costs(exits_over(engine, 1), 1).values()
+    assert cost.head_row == 0 and cost.head_rows == 1
+
+
+def test_real_cycles_are_timed_with_any_head(engine: Engine) -> None:
+    costs = timing.step_costs(engine, exits_over(engine, None, 80), 2)
+    assert [cost.head_rows for cost in costs.values()] == [VOCABULARY, 80]
+    assert all(cost.plain > 0 and 0 <= cost.head_row * cost.head_rows <= cost.depth + 1e-12 for cost in costs.values())
+
+
+# Trying the choice
+
+CAPTURE = 100.0  # seconds; a step takes one
+
+
+@dataclass
+class SlowAtFirst:
+    """In the place of an engine: whatever it has not yet done with so many rows of such a length, it has to capture."""
+
+    has_kernels: bool
+    lengths: list[int] = field(default_factory=list)  # of the answers asked for
+    known: set = field(default_factory=set)
+    model: Any = field(default_factory=lambda: SimpleNamespace(device="cpu"))
+
+    def generate(self, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> GenerateOutput:
+        self.lengths.append(options["max_new_tokens"])
+        cycles = options["max_new_tokens"]
+        met = {(options.get("plan"), ids.shape, options["do_sample"], cycle) for cycle in range(cycles)}
+        seconds, self.known = cycles + CAPTURE * len(met - self.known), self.known | met
+        stats = SimpleNamespace(new_tokens=cycles, cycles=cycles, accepted=0, accept_rate=0.0, elapsed_s=seconds)
+        return GenerateOutput(ids, [stats] * len(ids))  # type: ignore[list-item]
+
+
+PROMPTS = [[5], [5, 6], [5, 6, 7], [5, 6, 7, 8, 9]]
+ONE, FOUR = Setting("0.7", "1", 3, 1.0), Setting("0", "2-4", 4, 0.5)
+
+
+def trials_of(has_kernels: bool) -> tuple[SlowAtFirst, Trials]:
+    stand_in: Any = SlowAtFirst(has_kernels)
+    return stand_in, Trials(stand_in, "code", 1, PROMPTS, 20)
+
+
+@pytest.mark.parametrize("setting", [ONE, FOUR], ids=["one by one", "four at once"])
+def test_with_kernels_nothing_is_captured_while_a_trial_is_timed(setting: Setting) -> None:
+    _, trials = trials_of(has_kernels=True)
+    for plan in ("chain:2", "tree:3"):
+        run = trials.run(plan, setting)
+        assert run is not None
+        assert run.tokens_per_second == run.plain_tokens_per_second == BATCHES[setting.batch]
+
+
+def test_without_kernels_a_few_tokens_warm_up() -> None:
+    engine, trials = trials_of(has_kernels=False)
+    trials.run("chain:2", ONE)
+    assert engine.lengths == 2 * [4, 20, 20, 20], "plain decoding, then the plan"
+    trials.run("tree:3", ONE)
+    assert engine.lengths[8:] == [4, 20, 20, 20], "plain decoding is known"
+    trials.run("tree:3", FOUR)
+    assert engine.lengths[12:] == 2 * [4, 10]

@@ -138,3 +138,9 @@ def test_a_profiles_costs_are_told_in_its_plain_steps() -> None:
     cost = StepCost(plain=0.01, depth=0.002, drafting=((1, 0.012), (3, 0.016)), head_row=1e-6, head_rows=100)
     assert measured_cost(cost)(2, 2) == pytest.approx(1.8)
     assert measured_cost(cost, head_rows=600)(2, 2) == pytest.approx(1.9)
+
+
+def test_no_head_is_so_small_that_a_depth_gives_time_back() -> None:
+    cost = StepCost(plain=0.01, depth=0.002, drafting=((1, 0.012), (3, 0.016)), head_row=1e-4, head_rows=100)
+    assert cost.of(2, 3, head_rows=90) == pytest.approx(0.016 + 2 * 0.001)
+    assert [cost.of(depth, 3, head_rows=10) for depth in (1, 2, 3)] == [0.016] * 3

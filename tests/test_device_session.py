@@ -16,9 +16,11 @@ from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
 from selfspec.device_cycle import Drawing
 from selfspec.exits import Exit
+from selfspec.fused import Seats
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
 from selfspec.policy import Policy
+from selfspec.routing import marks_of
 from selfspec.row import Row
 from selfspec.runtime import Session
 from selfspec.sampling import Sampling
@@ -77,6 +79,38 @@ def test_prompts_of_any_length_leave_what_pytorch_leaves(family: str, drafting: 
             session.close()
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+def test_marks_are_those_of_routing_and_leave_the_cache_as_it_was() -> None:
+    engine, _ = engines("llama")
+    machine = engine._machine
+    assert machine is not None
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in (300, 1, 31, 33, 100, 32)]
+    free = engine.cache.free_pages
+    found = machine.marks(texts, LAYER)
+    torch.testing.assert_close(found, marks_of(engine.model, engine.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
+    assert engine.cache.free_pages == free
+
+
+def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
+    seats = Seats(4, 3, torch.device("cpu"))
+    sampling = Sampling(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    seats.bases.fill_(3)
+    seats.seat([2**40 + 1, 7], [10, 20], [30, 40], [0, 1], sampling)
+    fields = {name: getattr(seats, name).tolist() for name in ("seeds", "lengths", "pending", "copies", "active")}
+    assert fields == {
+        "seeds": [2**40 + 1, 7, 0, 0],
+        "lengths": [10, 20, 0, 0],
+        "pending": [30, 40, 0, 0],
+        "copies": [0, 1, 0, 0],
+        "active": [1, 1, 0, 0],
+    }
+    numbers = [getattr(seats, name).item() for name in ("temperature", "top_k", "top_p", "min_p")]
+    assert numbers == pytest.approx([0.7, 5, 0.9, 0.1])
+    seats.vacate(2)
+    assert not seats.active.any() and not seats.lengths.any() and (seats.page_table == 2).all()
+    assert seats.temperature.item() == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -219,7 +219,7 @@ def test_padding_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(list(prompt))
         return mark(model, cache, prompt, layer)
 
-    monkeypatch.setattr("selfspec.drafting.mark", spy)
+    monkeypatch.setattr("selfspec.routing.mark", spy)
     batch = [prompt_of("low", 100, 9), prompt_of("low", 101, 70)]
     domain_of(engine_of(), batch)
     assert seen == batch
@@ -246,7 +246,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("a prompt was looked at")
 
-    monkeypatch.setattr("selfspec.drafting.mark", never)
+    monkeypatch.setattr("selfspec.routing.mark", never)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,7 @@ from selfspec.engine import Engine
 from selfspec.model import Decoder
 from selfspec.policy import BATCHES, DEFAULT_TREE
 from selfspec.profile import CycleCost, Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
-from selfspec.routing import Router, distance, mark
+from selfspec.routing import Router, distances, marks_of
 from selfspec.tree import Plan
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def build(
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
             centroid=_rounded_all(router.centroids[index]),
-            distance=_spread([distance(own, router.centroids[index]) for own in kept_aside[index]]),
+            distance=_spread(distances(kept_aside[index], router.centroids[index, None])[:, 0].tolist()),
             direction=_rounded_all(router.directions[index]),
             offset=_rounded(router.offsets[index].item()),
         )
@@ -170,7 +170,7 @@ def _exit_rates(
 
 def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
     tokens = run.fitting(domain.name, prompts)
-    return torch.stack([mark(run.model, run.engine.cache, prompt, run.router_layer) for prompt in tokens])
+    return marks_of(run.model, run.engine.cache, tokens, run.router_layer)
 
 
 def _accuracy(router: Router, marks: list[torch.Tensor]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from statistics import mean
 
@@ -22,28 +22,38 @@ from selfspec.tree import NONE, Plan
 _LARGEST_TREE_BATCH = Rules().max_tree_batch
 _STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root
 _CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # as many nodes, two depths apart
-_CONTEXT = 128  # tokens before the timed cycles
-_WARM_UP, _TIMED = 2, 6
+_HEAD_STEP = 4  # every fourth row makes the smaller head that is timed
+_MOST_IN_LARGE_BATCHES = 8  # nodes that are timed where only chains are drafted
+_CONTEXT, _LONGEST = 128, 1024  # tokens before the timed cycles, and what the texts are planned to grow to
+_WARM_UP, _TIMED, _TIMED_ON_KERNELS = 2, 6, 24  # cycles; where they take less than a millisecond, more of them
 
 
 def step_costs(
     engine: Engine, exits: list[Exit], batch: int, progress: Callable[[int], None] = lambda _: None
 ) -> dict[int, StepCost]:
     """What cycles of a batch cost with each exit, by its layer. What a depth costs is the exit's own; how a cycle grows
-    with its nodes is much the same for all, and measured with the first."""
+    with its nodes and the head's rows is much the same for all, and measured with the first."""
     plain = _cycle_time(engine, None, NONE, batch)
-    depths = {}
+    chains, depths = {}, {}
     for exit in exits:
-        further = _cycle_time(engine, exit, _CHAIN, batch) - _cycle_time(engine, exit, _STAR, batch)
+        chains[exit.layer] = _cycle_time(engine, exit, _CHAIN, batch)
+        further = chains[exit.layer] - _cycle_time(engine, exit, _STAR, batch)
         depths[exit.layer] = max(0.0, further / (_CHAIN.depth - _STAR.depth))
         progress(1)
     first = exits[0]
-    stars = [nodes for nodes in _STARS if batch <= _LARGEST_TREE_BATCH or nodes <= _CHAIN.depth + 2]
+    stars = [nodes for nodes in _STARS if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
     times = [_cycle_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
     drafting = tuple((nodes, max(plain, seconds)) for nodes, seconds in zip(stars, times, strict=True))
+    head_row = _head_row_cost(engine, first, batch, chains[first.layer])
     progress(1)
     return {
-        exit.layer: StepCost(plain, depths[exit.layer], drafting, _head_row_cost(engine, exit, batch), exit.vocabulary)
+        exit.layer: StepCost(
+            plain,
+            depths[exit.layer],
+            drafting,
+            min(head_row, depths[exit.layer] / exit.vocabulary),  # the whole head is a part of the depth
+            exit.vocabulary,
+        )
         for exit in exits
     }
 
@@ -53,35 +63,27 @@ def _cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> fl
     policy = Policy(Rules(), sampling, mode="force" if len(plan) else False, plan=plan)
     context = min(_CONTEXT, engine.context // 2)
     prompt = [token % engine.model.config.vocab_size for token in range(3, 3 + context)]
-    rows = [Row(prompt, seed=0, copy=copy, max_length=engine.context) for copy in range(batch)]
+    longest = min(engine.context, _LONGEST)
+    rows = [Row(prompt, seed=0, copy=copy, max_length=longest) for copy in range(batch)]
     session = engine.open(rows, sampling, policy, exit)
     times = []
     with closing(session.run()) as cycles:
         started = time.perf_counter()
-        for _ in islice(cycles, _WARM_UP + _TIMED):
+        for _ in islice(cycles, _WARM_UP + (_TIMED_ON_KERNELS if engine.has_kernels else _TIMED)):
             times.append(time.perf_counter() - started)
             started = time.perf_counter()
     return _typical(times[_WARM_UP:] or times)
 
 
-def _head_row_cost(engine: Engine, exit: Exit, batch: int) -> float:
-    """Seconds that a row of the draft head adds to a depth."""
-    whole, quarter = exit.vocabulary, exit.vocabulary // 4
-    if whole == quarter:
+def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> float:
+    """Seconds that a row of the draft head adds to a depth: a chain over all of the exit's rows takes `chain`, and is
+    compared with one over a quarter of them."""
+    rows = torch.arange(exit.vocabulary, device=engine.model.device) if exit.head_rows is None else exit.head_rows
+    fewer = replace(exit, head_rows=rows[::_HEAD_STEP])
+    saved = exit.vocabulary - fewer.vocabulary
+    if not saved:
         return 0.0
-    head = engine.model.head[:whole]
-    read = torch.zeros(batch, 8, engine.model.config.hidden_size, device=engine.model.device, dtype=engine.model.dtype)
-    times = [_synchronised(partial(engine.model.project, read, head[:rows])) for rows in (whole, quarter)]
-    return max(0.0, (times[0] - times[1]) / (whole - quarter))
-
-
-def _synchronised(run: Callable[[], torch.Tensor]) -> float:
-    times = []
-    for _ in range(_WARM_UP + _TIMED):
-        started = time.perf_counter()
-        run()[0, 0, 0].item()
-        times.append(time.perf_counter() - started)
-    return _typical(times[_WARM_UP:])
+    return max(0.0, (chain - _cycle_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
 
 
 def _typical(times: list[float]) -> float:
