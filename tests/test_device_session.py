@@ -113,6 +113,11 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
     assert seats.temperature.item() == pytest.approx(0.7)
 
 
+def test_warming_up_prepares_every_size_that_a_batch_may_shrink_to() -> None:
+    ours, theirs = engines("llama")
+    assert (ours.warmup(3), ours.warmup(1), theirs.warmup(3)) == (3, 1, 0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_gives_the_tokens_of_pytorch(family: str) -> None:
     ours, theirs = engines(family)
