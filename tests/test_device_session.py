@@ -206,14 +206,11 @@ def test_a_batch_that_shrank_is_not_disturbed_by_who_takes_its_old_seats() -> No
 
 def test_a_cycle_can_be_captured_before_anyone_sits() -> None:
     ours, _ = engines("llama")
-    ours._machine.prepare(1, Plan.parse("tree:2,1"), ours.drafters.exits[LAYER], Sampling(), 64)  # type: ignore[union-attr]
-    key, cycle = ours._machine.cycle(  # type: ignore[union-attr]
-        ours._machine.seats(1),
-        Plan.parse("tree:2,1"),
-        ours.drafters.exits[LAYER],
-        Drawing(),
-        64,  # type: ignore[union-attr]
-    )
+    machine, plan, exit = ours._machine, Plan.parse("tree:2,1"), ours.drafters.exits[LAYER]
+    assert machine is not None
+    machine.vacate(machine.seats(1))  # whoever was there before
+    machine.prepare(1, plan, exit, Sampling(), 64)
+    _, cycle = machine.cycle(machine.seats(1), plan, exit, Drawing(), 64)
     cycle.launch()
     assert (cycle.places.tokens >= 0).all()
     assert not cycle.report[:, 0].any()
