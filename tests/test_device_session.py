@@ -204,6 +204,7 @@ def test_a_batch_that_shrank_is_not_disturbed_by_who_takes_its_old_seats() -> No
         assert row.tokens == tokens[: len(row.tokens)]
 
 
+@torch.inference_mode()
 def test_a_cycle_can_be_captured_before_anyone_sits() -> None:
     ours, _ = engines("llama")
     machine, plan, exit = ours._machine, Plan.parse("tree:2,1"), ours.drafters.exits[LAYER]
