@@ -53,11 +53,22 @@ class DeviceSession(Session):
         self._drawing = Drawing.of(self.sampling)
         self._longest = max(row.max_length for row in self.rows)
         self._unpeeked = 0  # plain cycles since one that peeked
+        # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
+        self._judged: list[tuple[Row, torch.Tensor, int]] = []
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
 
     def _timed(self, step: Callable[[], None]) -> None:
         with self.machine.current():
             super()._timed(step)
+
+    def _prefill_prompts(self, firsts: list[Row]) -> None:
+        """All of them are on their way before anybody waits for what the exit's agreement is."""
+        super()._prefill_prompts(firsts)
+        judged, self._judged = self._judged, []
+        if judged and self.governor is not None and self.governor.usual_agreement is not None:
+            shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
+            for (row, _, places), share in zip(judged, shares, strict=True):
+                row.watch.learn_prompt(share, places, *self.governor.usual_agreement)
 
     def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """A chunk of a prompt, alone: what is computed for it depends on nothing else."""
@@ -67,8 +78,8 @@ class DeviceSession(Session):
             super()._prefill_chunk(rows, tokens)
             return
         self.cache.reserve(sequence, sequence.length + count)
-        usual = None if self.governor is None else self.governor.usual_agreement
-        judge = usual is not None and sequence.length + count == len(row.prompt) - 1
+        judge = self.governor is not None and self.governor.usual_agreement is not None
+        judge = judge and sequence.length + count == len(row.prompt) - 1
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
         prefill.load(chunk, sequence.length, sequence.pages)
         if self.exit is not None:
@@ -76,9 +87,8 @@ class DeviceSession(Session):
         replay()
         if self.exit is not None:
             row.known = prefill.known[0, 0].clone()
-        if judge and usual is not None:
-            places = min(count, shadow.PROMPT_END)
-            row.watch.learn_prompt(prefill.agreement.item(), places, *usual)
+        if judge:
+            self._judged.append((row, prefill.agreement.clone(), min(count, shadow.PROMPT_END)))
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 

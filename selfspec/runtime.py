@@ -117,12 +117,7 @@ class Session:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Runs all but the last token of every prompt; copies of a prompt share its full pages."""
-        firsts = [row for index, row in enumerate(self.rows) if not row.copy or not index]
-        for rows in self._prefilled_together(firsts):
-            contexts = [row.prompt[:-1] for row in rows]
-            for start in range(0, len(contexts[0]), PREFILL_CHUNK):
-                self._prefill_chunk(rows, [context[start : start + PREFILL_CHUNK] for context in contexts])
-            self._judge_prompts(rows)
+        self._prefill_prompts([row for index, row in enumerate(self.rows) if not row.copy or not index])
         first = self.rows[0]
         for index, row in enumerate(self.rows):
             if row.copy and index:
@@ -130,6 +125,13 @@ class Session:
                 row.watch = deepcopy(first.watch)
             else:
                 first = row
+
+    def _prefill_prompts(self, firsts: list[Row]) -> None:
+        for rows in self._prefilled_together(firsts):
+            contexts = [row.prompt[:-1] for row in rows]
+            for start in range(0, len(contexts[0]), PREFILL_CHUNK):
+                self._prefill_chunk(rows, [context[start : start + PREFILL_CHUNK] for context in contexts])
+            self._judge_prompts(rows)
 
     def _prefilled_together(self, rows: list[Row]) -> list[list[Row]]:
         """Batches of prompts of one length. By default a prompt is alone, so that no other can change its rounding."""
