@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         engine = Engine.from_pretrained(args.model, device=args.device, dtype=args.dtype, profile=args.profile)
-        if args.compare:
-            warm_up(engine, args)
+        if args.compare or engine.has_kernels:
+            warm_up(console, engine, args)
         completion = stream(console, engine, args)
         report(console, completion)
         if args.show:
@@ -82,10 +82,16 @@ def options(engine: Engine, args: argparse.Namespace) -> tuple[Any, dict[str, An
     return ([{"role": "user", "content": text}] if chat else text), settings
 
 
-def warm_up(engine: Engine, args: argparse.Namespace) -> None:
-    """Two tokens, so that whoever comes first does not pay for what happens once."""
+def warm_up(console: Console, engine: Engine, args: argparse.Namespace) -> None:
+    """Two tokens, so that whoever comes first does not pay for what happens once; on kernels the whole request, since
+    every plan it comes to is compiled and captured."""
     prompt, settings = options(engine, args)
-    engine.complete(prompt, speculative_decoding=False, **{**settings, "max_new_tokens": 2})
+    if not engine.has_kernels:
+        engine.complete(prompt, speculative_decoding=False, **{**settings, "max_new_tokens": 2})
+        return
+    with console.status("compiling and capturing kernels for this request; what is compiled is kept for the next time"):
+        for mode in (False, MODES[args.speculative]) if args.compare else (MODES[args.speculative],):
+            engine.complete(prompt, speculative_decoding=mode, **settings)
 
 
 def stream(console: Console, engine: Engine, args: argparse.Namespace) -> Completion:
@@ -174,7 +180,7 @@ def compare(console: Console, engine: Engine, args: argparse.Namespace, speculat
         table.add_row(name, f"{speeds[-1]:.1f}", f"{stats.tokens_per_cycle:.2f}", str(stats.cycles))
     console.print(table)
     same = plain.tokens == speculative.tokens
-    exact = engine.model.dtype.itemsize >= 4
+    exact = engine.has_kernels or engine.model.dtype.itemsize >= 4
     tie = "a rounding tie, or a fault: please report it" if exact else "16 bits round often; try --dtype float32"
     console.print(f"tokens: {'identical' if same else f'DIFFERENT ({tie})'}")
     console.print(verdict(speeds[1] / speeds[0], engine, speculative), soft_wrap=True)

@@ -150,6 +150,30 @@ def test_compare_would_say_that_the_tokens_differ(run, monkeypatch):
     assert "DIFFERENT" in report and "identical" not in report
 
 
+@pytest.mark.parametrize(
+    ("kernels", "compare", "rehearsed"),
+    [
+        (False, False, []),
+        (False, True, [(False, 2)]),
+        (True, False, [(None, 12)]),
+        (True, True, [(False, 12), (None, 12)]),
+    ],
+)
+def test_what_happens_once_happens_before_the_text(run, monkeypatch, kernels, compare, rehearsed):
+    """On kernels the whole request is rehearsed: whatever plan it comes to has to be captured."""
+    calls, complete, stream = [], Engine.complete, Engine.stream
+
+    def spy(self, prompt, **kwargs):
+        calls.append((kwargs["speculative_decoding"], kwargs["max_new_tokens"]))
+        return complete(self, prompt, **kwargs)
+
+    monkeypatch.setattr(Engine, "has_kernels", kernels)
+    monkeypatch.setattr(Engine, "complete", spy)
+    monkeypatch.setattr(Engine, "stream", lambda self, *args, **kw: calls.append("text") or stream(self, *args, **kw))
+    run("hello", "--max-new-tokens", "12", *(["--compare"] if compare else []))
+    assert calls[: calls.index("text")] == rehearsed
+
+
 # Tokens by their origin
 
 DRAFTING = {"speculative_decoding": "force", "exit_layer": 3, "plan": "tree:3,2"}
