@@ -126,18 +126,18 @@ class Drafters:
         key = domain, temperature, policy.rules.max_tree_batch
         if key not in self._ladders:
             acceptance = Acceptance(choice.ranks[temperature])
-            guesses = {size: self._guess(choice, name) for name, size in BATCHES.items()}
+            guesses = {size: self._guess(choice, name, size) for name, size in BATCHES.items()}
             widest = choice.head_rows or self.model.config.vocab_size
             self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, policy.rules.max_tree_batch, widest)
         return self._ladders[key]
 
-    def _guess(self, choice: DomainChoice, band: str) -> Guess:
+    def _guess(self, choice: DomainChoice, band: str, batch: int) -> Guess:
         """What cycles cost: as calibration measured it on this kind of device, or by the numbers of layers and rows."""
         if self._is_at_home and band in choice.costs:
             cost = choice.costs[band].model_dump()
             return measured_cost(StepCost(**cost), choice.head_rows or None)
         layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"
-        return guessed_cost(choice.exit_layer, layers, on_gpu)
+        return guessed_cost(choice.exit_layer, layers, on_gpu, batch)
 
     def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
         """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""

@@ -134,6 +134,14 @@ def test_rows_are_almost_free_for_a_gpu_alone() -> None:
     assert on_gpu(3, 3) > on_gpu(1, 3) > 1
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_node_costs_more_in_a_batch_but_less_than_by_itself_so_many_times(on_gpu: bool) -> None:
+    one, four, sixteen = (
+        guessed_cost(3, 30, on_gpu, batch)(1, 8) - guessed_cost(3, 30, on_gpu)(1, 0) for batch in (1, 4, 16)
+    )
+    assert one < four < 4 * one and four < sixteen < 4 * four
+
+
 def test_a_profiles_costs_are_told_in_its_plain_steps() -> None:
     cost = StepCost(plain=0.01, depth=0.002, drafting=((1, 0.012), (3, 0.016)), head_row=1e-6, head_rows=100)
     assert measured_cost(cost)(2, 2) == pytest.approx(1.8)
