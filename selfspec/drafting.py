@@ -37,9 +37,9 @@ class Drafter:
 class Drafters:
     """Everything that requests of one engine draft with."""
 
-    def __init__(self, model: Decoder, profile: Profile | None, mark: Marker) -> None:
+    def __init__(self, model: Decoder, profile: Profile | None, mark: Marker, kernels: bool = False) -> None:
         self.model, self.profile = model, profile
-        self._mark = mark
+        self._mark, self._kernels = mark, kernels
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str, torch.Tensor | None] = {}  # by domain
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
@@ -132,8 +132,11 @@ class Drafters:
         return self._ladders[key]
 
     def _guess(self, choice: DomainChoice, band: str, batch: int) -> Guess:
-        """What cycles cost: as calibration measured it on this kind of device, or by the numbers of layers and rows."""
-        if self._is_at_home and band in choice.costs:
+        """What cycles cost: as calibration measured it with the same operations on this kind of device, or by the
+        numbers of layers and rows."""
+        device = self.profile.device if self.profile is not None else None
+        alike = self._is_at_home and (device is None or device.kernels == self._kernels)
+        if alike and band in choice.costs:
             cost = choice.costs[band].model_dump()
             return measured_cost(StepCost(**cost), choice.head_rows or None)
         layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"

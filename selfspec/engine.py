@@ -89,7 +89,7 @@ class Engine:
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
         self.profile = self._read_profile(profile)
         mark = partial(marks_of, model, self.cache) if self._machine is None else self._machine.marks
-        self.drafters = Drafters(model, self.profile, mark)
+        self.drafters = Drafters(model, self.profile, mark, self.has_kernels)
         self._metrics = Metrics()
         self._warned_no_profile = False
 
@@ -204,9 +204,9 @@ class Engine:
     def warmup(
         self, batch: int = 1, domain: str | None = None, temperatures: Sequence[float] = (0.0,), max_length: int = 2048
     ) -> int:
-        """Compiles and captures what requests of up to `batch` rows and `max_length` tokens will replay, so that the
-        first of them does not wait for it; shows its progress. Without kernels there is nothing to do. Returns how many
-        cycles there were."""
+        """Compiles and captures the cycles that requests of up to `batch` rows and `max_length` tokens will replay, so
+        that the first of them does not wait for it; shows its progress. Temperatures above 0 are drawn as the model's
+        generation config says. Without kernels there is nothing to do. Returns how many cycles there were."""
         if self._machine is None:
             return 0
         longest = min(max_length, self.context)
@@ -222,7 +222,8 @@ class Engine:
         domains = [] if self.profile is None else [domain] if domain is not None else list(self.profile.domains)
         sizes = [1 << power for power in range((batch - 1).bit_length(), -1, -1)]  # rows end at different times
         for temperature, rows in product(temperatures, sizes):
-            sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
+            asked = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+            sampling = read_settings(self.generation_config, None, asked).sampling
             yield rows, NONE, None, sampling, False
             policy = Policy(self.rules, sampling)
             for plan, exit, peek in self.drafters.expected(min(rows, batch), domains, policy):

@@ -6,9 +6,10 @@ kernel gives a row the same bits whatever other rows are there. Which passes mak
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,28 @@ def is_supported(model: Decoder) -> bool:
         return False
     if config.num_heads > 16 * config.num_kv_heads:
         return False
-    if model.device.type == "cuda":
-        return model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(model.device) >= (
-            8,
-            0,
+    if model.device.type != "cuda":
+        return INTERPRETED and model.dtype == torch.float32
+    if torch.version.hip is not None or model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(model.device) >= (8, 0) and can_launch()
+
+
+@cache
+def can_launch() -> bool:
+    """Whether Triton can start kernels here: it builds its launcher with a C compiler when it is first needed."""
+    try:
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        warnings.warn(
+            "decoding by PyTorch's own operations, far slower: Triton cannot launch kernels here, for want of a C "
+            f"compiler or Python's headers ({text})",
+            UserWarning,
+            stacklevel=2,
         )
-    return INTERPRETED and model.dtype == torch.float32
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -75,13 +92,18 @@ class Seats:
         self.count = count
         self.page_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
         # All the rest is one tensor, so that whoever sits down writes it at once.
-        self._words = torch.zeros(7 * count + 4, dtype=torch.int32, device=device)
+        self._words = torch.zeros(self._field(11), dtype=torch.int32, device=device)
         self.seeds = self._words[: 2 * count].view(torch.int64)
-        each = self._words[2 * count : 7 * count].view(5, count)
-        self.lengths, self.pending, self.copies, self.active, self.bases = each.unbind()
-        self.temperature, self.top_p, self.min_p = self._words[7 * count : -1].view(torch.float32).split(1)
-        self.top_k = self._words[-1:]
+        each = (self._words[self._field(index) :][:count] for index in range(2, 7))
+        self.lengths, self.pending, self.copies, self.active, self.bases = each
+        one = [self._words[self._field(index) :][:1] for index in range(7, 11)]
+        self.temperature, self.top_p, self.min_p = (word.view(torch.float32) for word in one[:3])
+        self.top_k = one[3]
         self.temperature.fill_(1)  # whatever runs before anybody sits here
+
+    def _field(self, index: int) -> int:
+        """Where a field begins; all at multiples of 16 bytes, so that one compiled kernel serves every batch."""
+        return index * -(-self.count // 4) * 4
 
     def seat(
         self, seeds: list[int], lengths: list[int], pending: list[int], copies: list[int], sampling: Sampling
@@ -89,14 +111,15 @@ class Seats:
         """Sequences take the first seats; the others are nobody's."""
         words, count = np.zeros(len(self._words), dtype=np.int32), len(seeds)
         words[: 2 * self.count].view(np.int64)[:count] = seeds
-        words[2 * self.count : 7 * self.count].reshape(5, -1)[:4, :count] = [lengths, pending, copies, [1] * count]
-        words[-4:-1].view(np.float32)[:] = [sampling.temperature, sampling.top_p, sampling.min_p]
-        words[-1] = sampling.top_k
+        fields = words.reshape(11, -1)
+        fields[2:6, :count] = [lengths, pending, copies, [1] * count]
+        fields[7:10, :1].view(np.float32)[:, 0] = [sampling.temperature, sampling.top_p, sampling.min_p]
+        fields[10, 0] = sampling.top_k
         self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
 
     def vacate(self, idle_page: int) -> None:
         """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
-        self._words[: 7 * self.count].zero_()
+        self._words[: self._field(7)].zero_()
         self.page_table.fill_(idle_page)
 
     @property

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         engine = Engine.from_pretrained(args.model, device=args.device, dtype=args.dtype, profile=args.profile)
-        if args.compare or engine.has_kernels:
+        if args.compare:
             warm_up(console, engine, args)
         completion = stream(console, engine, args)
         report(console, completion)
@@ -90,7 +90,7 @@ def warm_up(console: Console, engine: Engine, args: argparse.Namespace) -> None:
         engine.complete(prompt, speculative_decoding=False, **{**settings, "max_new_tokens": 2})
         return
     with console.status("compiling and capturing kernels for this request; what is compiled is kept for the next time"):
-        for mode in (False, MODES[args.speculative]) if args.compare else (MODES[args.speculative],):
+        for mode in (False, MODES[args.speculative]):
             engine.complete(prompt, speculative_decoding=mode, **settings)
 
 
@@ -180,10 +180,16 @@ def compare(console: Console, engine: Engine, args: argparse.Namespace, speculat
         table.add_row(name, f"{speeds[-1]:.1f}", f"{stats.tokens_per_cycle:.2f}", str(stats.cycles))
     console.print(table)
     same = plain.tokens == speculative.tokens
-    exact = engine.has_kernels or engine.model.dtype.itemsize >= 4
-    tie = "a rounding tie, or a fault: please report it" if exact else "16 bits round often; try --dtype float32"
-    console.print(f"tokens: {'identical' if same else f'DIFFERENT ({tie})'}")
+    console.print(f"tokens: {'identical' if same else f'DIFFERENT ({why_different(engine)})'}")
     console.print(verdict(speeds[1] / speeds[0], engine, speculative), soft_wrap=True)
+
+
+def why_different(engine: Engine) -> str:
+    if engine.has_kernels:
+        return "a fault: please report it"
+    if engine.model.dtype.itemsize >= 4:
+        return "a rounding tie, or a fault: please report it"
+    return "16 bits round often; try --dtype float32"
 
 
 def verdict(ratio: float, engine: Engine, speculative: Completion) -> str:

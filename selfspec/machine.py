@@ -113,6 +113,7 @@ class Machine:
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
         tensors += [tensor for prefill, _ in self._prefills.values() for tensor in prefill.tensors]
+        tensors += [tensor for marking, _ in self._markings.values() for tensor in (marking.told, marking.mark)]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

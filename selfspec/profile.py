@@ -70,6 +70,7 @@ class Device(Entry):
     name: str
     dtype: str
     torch: str
+    kernels: bool = False  # or by PyTorch's own operations
 
 
 class Expected(Entry):

@@ -107,6 +107,9 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
     }
     numbers = [getattr(seats, name).item() for name in ("temperature", "top_k", "top_p", "min_p")]
     assert numbers == pytest.approx([0.7, 5, 0.9, 0.1])
+    for count in (1, 2, 3, 16):  # one compiled kernel for all: Triton asks whether addresses are multiples of 16
+        fields = [field for field in vars(Seats(count, 3, torch.device("cpu"))).values() if torch.is_tensor(field)]
+        assert len(fields) == 12 and not any(field.data_ptr() % 16 for field in fields)
     seats.vacate(2)
     assert not seats.active.any() and not seats.lengths.any() and (seats.page_table == 2).all()
     assert seats.temperature.item() == pytest.approx(0.7)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from selfspec import Engine
+from selfspec import Engine, fused
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Scratch, Stream
 from selfspec.kernels.norm import scaled_reference, squares_reference
@@ -62,6 +63,20 @@ def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: 
         )  # fmt: skip
     layers = {0, 1, 2} if plan == "none" or kind == "raw" else {0, 1, 2, engine.cache.exit_layer_index}
     assert set(read) == layers
+
+
+def test_where_triton_cannot_launch_nothing_is_decoded_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCompiler:
+        @property
+        def active(self) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    runtime = SimpleNamespace(driver=NoCompiler())
+    monkeypatch.setattr(fused, "triton", SimpleNamespace(runtime=runtime))
+    fused.can_launch.cache_clear()
+    with pytest.warns(UserWarning, match="Failed to find C compiler"):
+        assert not fused.can_launch()
+    fused.can_launch.cache_clear()
 
 
 def test_scratch_that_was_outgrown_is_kept_for_cycles_that_were_captured_with_it() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from selfspec import Engine, Rules, runtime
 from selfspec.acceptance import FAMILIAR, UNFAMILIAR
 from selfspec.governor import MEASURING, Governor
-from selfspec.profile import Device, Spread
+from selfspec.profile import CycleCost, Device, Spread
 from selfspec.runtime import Session
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
@@ -139,6 +139,18 @@ def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) 
     profile = profile_of(exit.model, {"text": choice_of(exit.layer, "none", ranks=RANKS)}, device=device)
     engine = Engine.from_model(trained("llama").hf, profile=profile.save(folder / "elsewhere", [exit]))
     assert session_of(engine).governor is not None
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_costs_count_where_the_same_operations_run(folder: Path, kernels: bool) -> None:
+    exit = trained("llama").exit
+    device = Device(type="cpu", name="some CPU", dtype="float32", torch="2.13.0", kernels=kernels)
+    costs = {"1": CycleCost(plain=1.0, depth=2.0, drafting=[(1, 5.0)], head_row=0.0, head_rows=0)}
+    choice = choice_of(exit.layer, "none", ranks=RANKS, costs=costs)
+    profile = profile_of(exit.model, {"text": choice}, device=device).save(folder / f"costs {kernels}", [exit])
+    governor = session_of(Engine.from_model(trained("llama").hf, profile=profile)).governor
+    assert governor is not None
+    assert (governor.ladder.guess(1)(1, 1) == 7.0) == (not kernels)
 
 
 @pytest.mark.parametrize(("temperature", "top1"), [(0.0, 0.6), (0.4, 0.6), (0.9, 0.5), (1.4, 0.5)])

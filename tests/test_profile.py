@@ -83,7 +83,7 @@ def full_profile() -> Profile:
     return profile_of(
         model(),
         {"text": choice, "code": choice.model_copy(update={"exit_layer": 3})},
-        device=Device(type="cpu", name="a CPU [1, 2]", dtype="float32", torch="2.13.0"),
+        device=Device(type="cpu", name="a CPU [1, 2]", dtype="float32", torch="2.13.0", kernels=True),
         created="2026-02-11T14:05:33+00:00",
         objective="latency",
         trained={"tokens": 1e6, "seconds": 12.5},

@@ -73,7 +73,7 @@ def build(
     return Profile(
         model=run.identity,
         domains=domains,
-        device=_device(run.model),
+        device=_device(run.engine),
         created=date.today().isoformat(),
         objective=run.settings.objective,
         trained=trained,
@@ -191,12 +191,14 @@ def _rounded(value: float) -> float:
     return float(f"{float(value):.5g}")
 
 
-def _device(model: Decoder) -> Device:
+def _device(engine: Engine) -> Device:
+    model = engine.model
     return Device(
         type=model.device.type,
         name=device_name(model),
         dtype=str(model.dtype).removeprefix("torch."),
         torch=torch.__version__,
+        kernels=engine.has_kernels,
     )
 
 
