@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench.synthetic import synthetic
-from selfspec import Engine
+from selfspec import Engine, Rules
 from selfspec.exits import Exit
 from selfspec.model import Decoder
-from tests.profiles import random_exit
+from selfspec.profile import Spread
+from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
 
@@ -86,6 +88,38 @@ def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
     for plan in PLANS:
         drafted = engine.generate(ids, speculative_decoding="force", plan=plan, exit_layer=2, **settings)
         assert torch.equal(drafted, plain), plan
+
+
+def governed(model: Any, folder: Path) -> Engine:
+    """An engine whose profile routes prompts, judges them, and leaves plans to a governor."""
+    decoder = Engine.from_model(model, kernels=False).model
+    generator = torch.Generator().manual_seed(5)
+    ranks = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
+    domains = {}
+    for name in ("one", "two"):
+        centroid, direction = torch.randn(2, decoder.config.hidden_size, generator=generator).tolist()
+        agreement, distance = Spread(mean=0.5, deviation=0.1), Spread(mean=0.9, deviation=0.1)
+        domains[name] = choice_of(
+            2, "chain:2", ranks=ranks, prompt_agreement=agreement, distance=distance, centroid=centroid,
+            direction=direction, offset=0.0,
+        )  # fmt: skip
+    profile = profile_of(decoder, domains, router_layer=1).save(folder, [random_exit(decoder, 2)])
+    return Engine.from_model(model, profile=profile)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_routed_and_governed_requests_keep_their_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With a governor that changes its mind all the time."""
+    model = endless(tiny_model("llama", dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
+    engine = governed(model, tmp_path)
+    assert engine.has_kernels
+    ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
+    options: dict[str, Any] = {"max_new_tokens": 120, "pad_token_id": 0, "return_dict_in_generate": True, **settings}
+    plain = engine.generate(ids, speculative_decoding=False, **options)
+    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    drafted = engine.generate(ids, rules=rules, **options)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert any(stats.drafted for stats in drafted.stats)
 
 
 def test_tokens_are_nearly_always_those_of_pytorch(small: Decoder) -> None:
