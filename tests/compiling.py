@@ -108,11 +108,11 @@ def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
                 yield describe(name, kernel)
 
 
-def compile_op(op: str, arch: int) -> list[Compiled]:
-    """Runs this file as a command, in a process that does not interpret."""
+def compile_op(op: str, arch: int, match: str = "") -> list[Compiled]:
+    """Runs this file as a command, in a process that does not interpret; `match`: a part of the launches' names."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compiling", op, str(arch)], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.compiling", op, str(arch), match], env=environment, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"compiling {op} for sm_{arch} failed:\n{done.stderr[-4000:]}")
@@ -136,10 +136,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    op, arch = sys.argv[1], int(sys.argv[2])
+    op, arch, match = sys.argv[1], int(sys.argv[2]), "".join(sys.argv[3:])
     module = importlib.import_module(f"tests.launches_{op}")
     torch.manual_seed(0)
-    for compiled in compile_launches(module.launches(), arch):
+    chosen = ((name, launch) for name, launch in module.launches() if match in name)
+    for compiled in compile_launches(chosen, arch):
         print(json.dumps(asdict(compiled)), flush=True)
 
 
