@@ -124,8 +124,7 @@ def launch_settings(
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
-    # With fewer than four warps the tensor cores read registers, and one stage less lies in shared memory.
-    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size) + (config.warps < 4))
+    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
     pdl = use_pdl(x)
     shape = {
         "K": k,

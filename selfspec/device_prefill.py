@@ -54,6 +54,11 @@ class Chunk:
         self.span = self.told[rows : rows + 2]
         self.table.fill_(idle_page)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds."""
+        return [self.told]
+
     def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Tells which chunk comes next."""
         told = torch.zeros(len(self.told), dtype=torch.int64)
@@ -80,6 +85,10 @@ class Marking(Chunk):
         super().__init__(model, cache, rows, rows, idle_page)
         self.layer = layer
         self.mark = torch.zeros(model.config.hidden_size, device=model.device)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self.mark]
 
     def launch(self) -> None:
         hidden = self.model.run(self.model.embed(self.tokens), 0, self.layer, self.places(), self.cache)  # type: ignore[arg-type]
@@ -109,7 +118,7 @@ class Prefill(Chunk):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.told, self.known]
+        return [*super().tensors, self.known]
 
     def remember(self, known: torch.Tensor | None) -> None:
         """What was known before the chunk; nothing where a text begins."""

@@ -65,10 +65,10 @@ class DeviceSession(Session):
         """All of them are on their way before anybody waits for what the exit's agreement is."""
         super()._prefill_prompts(firsts)
         judged, self._judged = self._judged, []
-        if judged and self.governor is not None and self.governor.usual_agreement is not None:
+        if judged and self._usual_agreement is not None:
             shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
             for (row, _, places), share in zip(judged, shares, strict=True):
-                row.watch.learn_prompt(share, places, *self.governor.usual_agreement)
+                row.watch.learn_prompt(share, places, *self._usual_agreement)
 
     def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """A chunk of a prompt, alone: what is computed for it depends on nothing else."""
@@ -78,8 +78,7 @@ class DeviceSession(Session):
             super()._prefill_chunk(rows, tokens)
             return
         self.cache.reserve(sequence, sequence.length + count)
-        judge = self.governor is not None and self.governor.usual_agreement is not None
-        judge = judge and sequence.length + count == len(row.prompt) - 1
+        judge = self._usual_agreement is not None and sequence.length + count == len(row.prompt) - 1
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
         prefill.load(chunk, sequence.length, sequence.pages)
         if self.exit is not None:

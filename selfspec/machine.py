@@ -6,8 +6,9 @@ Captures on first use and keeps; which cycle a request needs, and what its repor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -85,8 +86,7 @@ class Machine:
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self._cycles: dict[tuple, Cycle] = {}
         self._replays: dict[tuple, Launch] = {}
-        self._prefills: dict[tuple, tuple[Prefill, Launch]] = {}
-        self._markings: dict[tuple, tuple[Marking, Launch]] = {}
+        self._chunks: dict[tuple, tuple[Any, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
         self._on_gpu = model.device.type == "cuda"
@@ -112,8 +112,7 @@ class Machine:
         """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
-        tensors += [tensor for prefill, _ in self._prefills.values() for tensor in prefill.tensors]
-        tensors += [tensor for marking, _ in self._markings.values() for tensor in (marking.told, marking.mark)]
+        tensors += [tensor for chunk, _ in self._chunks.values() for tensor in chunk.tensors]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -189,14 +188,11 @@ class Machine:
         return self._replays[key]
 
     def prefill(self, exit: Exit | None, count: int, end: int, judge: bool = False) -> tuple[Prefill, Launch]:
-        """For a chunk of `count` tokens that ends at position `end`, and is judged or not; captured on first use."""
-        self._forget_if_moved()
+        """For a chunk of `count` tokens that ends at position `end`, and is judged or not."""
         rows = padded(count, SMALLEST)
-        key = ("prefill", rows, padded(end - count + rows, PAGE_SIZE), exit and (exit.layer, id(exit.block)), judge)
-        if key not in self._prefills:
-            prefill = Prefill(self.model, self.cache, exit, rows, key[2], self.idle_page(), judge)
-            self._prefills[key] = prefill, self._warm(prefill)
-        return self._prefills[key]
+        slots = padded(end - count + rows, PAGE_SIZE)
+        key = ("prefill", rows, slots, exit and (exit.layer, id(exit.block)), judge)
+        return self._chunk(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle, judge))
 
     @torch.inference_mode()
     def marks(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
@@ -205,27 +201,27 @@ class Machine:
             return torch.stack([self._mark(prompt[-MARKED:], layer) for prompt in prompts]).cpu()
 
     def _mark(self, tokens: Sequence[int], layer: int) -> torch.Tensor:
-        sequence = self.cache.open()
+        sequence, rows = self.cache.open(), padded(len(tokens), SMALLEST)
         try:
             self.cache.reserve(sequence, len(tokens))
-            self._forget_if_moved()
-            key = ("mark", padded(len(tokens), SMALLEST), layer)
-            if key not in self._markings:
-                marking = Marking(self.model, self.cache, layer, key[1], self.idle_page())
-                self._markings[key] = marking, self._warm(marking)
-            marking, replay = self._markings[key]
+            build = partial(Marking, self.model, self.cache, layer, rows)
+            marking, replay = self._chunk(("mark", rows, layer), build)
             marking.load(tokens, 0, sequence.pages)
             replay()
             return marking.mark.clone()
         finally:
             self.cache.close(sequence)
 
-    def _warm(self, chunk: Prefill | Marking) -> Launch:
-        """Captured, once everything it needs is loaded and compiled."""
-        if self._on_gpu:
-            chunk.load([0], 0, [])
-            chunk.launch()
-        return self._captured(chunk.launch)
+    def _chunk(self, key: tuple, build: Callable[[int], Any]) -> tuple[Any, Launch]:
+        """What is kept under `key`, built around the idle page and captured on first use."""
+        self._forget_if_moved()
+        if key not in self._chunks:
+            chunk = build(self.idle_page())
+            if self._on_gpu:
+                chunk.load([0], 0, [])
+                chunk.launch()  # compiles what is new
+            self._chunks[key] = chunk, self._captured(chunk.launch)
+        return self._chunks[key]
 
     def _captured(self, launch: Launch) -> Launch:
         """All of a machine's graphs share one pool of memory, and a stream that no other machine captures on."""
@@ -261,5 +257,5 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._replays, self._prefills, self._markings):
+            for known in (self._cycles, self._replays, self._chunks):
                 known.clear()

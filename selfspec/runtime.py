@@ -160,9 +160,14 @@ class Session:
         self._remember(rows, known, [-1] * len(rows))
         self.cache.commit(sequences, [range(count)] * len(rows))
 
+    @property
+    def _usual_agreement(self) -> tuple[float, float] | None:
+        """What prompts are judged against; None: they are not judged."""
+        return None if self.governor is None else self.governor.usual_agreement
+
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
         """The states of the newest positions [B, T, ...], for judging the prompts by."""
-        if self.governor is not None and self.governor.usual_agreement is not None:
+        if self._usual_agreement is not None:
             before = self._prompt_end or [state[:, :0] for state in states]
             joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
             self._prompt_end = [state[:, -shadow.PROMPT_END :] for state in joined]
@@ -170,7 +175,7 @@ class Session:
     def _judge_prompts(self, rows: list[Row]) -> None:
         """How well the exit agrees with the model at the prompts' ends tells what to expect of it."""
         end, self._prompt_end = self._prompt_end, []
-        if self.governor is None or self.governor.usual_agreement is None or not end:
+        if self._usual_agreement is None or not end:
             return
         assert self.exit is not None
         hidden, previous, known = end
@@ -178,7 +183,7 @@ class Session:
         sequences = [row.sequence for row in rows]
         shares = shadow.prompt_agreement(self.exit, self.cache, sequences, hidden, previous, reads)
         for row, share in zip(rows, shares, strict=True):
-            row.watch.learn_prompt(share, hidden.shape[1], *self.governor.usual_agreement)
+            row.watch.learn_prompt(share, hidden.shape[1], *self._usual_agreement)
 
     @torch.inference_mode()
     def cycle(self) -> None:
