@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ class Bench:
         return self.profile.route(self.engine.drafters.marks(prompts))
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
-        """Plain decoding, every plan of the ladder, the governor."""
+        """Plain decoding, every plan of the ladder, also those with cycles that the governor finds too long, and the
+        governor."""
         choice = self.profile.choice(domain)
         forced = {"speculative_decoding": "force", "exit_layer": choice.exit_layer, "domain": domain}
         plans = self._plans(choice, domain, prompts.temperature, size)
@@ -175,7 +177,10 @@ class Bench:
 
     def _plans(self, choice: DomainChoice, domain: str, temperature: float, size: int) -> list[Plan]:
         sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
-        return self.engine.drafters.ladder(domain, choice, Policy(self.engine.rules, sampling)).plans(size)
+        rules = self.engine.rules, replace(self.engine.rules, longest_cycle=math.inf)
+        ladders = [self.engine.drafters.ladder(domain, choice, Policy(of, sampling)) for of in rules]
+        plans = {plan for ladder in ladders for plan in ladder.plans(size)}
+        return sorted(plans, key=lambda plan: (len(plan), str(plan)))
 
     def _rehearse(self, modes: list[Mode], prompts: PromptSet, batches: list[Batch]) -> None:
         """Compiles, captures and allocates whatever will be needed, and lets the governor measure costs."""
@@ -190,7 +195,7 @@ class Bench:
 
     def call(self, mode: Mode, prompts: PromptSet, batch: Batch, new_tokens: int | None = None) -> Call:
         task = Task(new_tokens or prompts.new_tokens, prompts.temperature)
-        return follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine.metrics().seconds)
+        return follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine._metrics.seconds)
 
     def _open(self, mode: Mode, prompts: PromptSet, batch: Batch, task: Task) -> Session:
         """What `generate` would run to its end."""

@@ -238,9 +238,9 @@ class Mode:
             written = self.way(batch, task)
             if on_gpu:
                 torch.cuda.synchronize(batch.device)
+            self.samples[number] = Sample(written, time.perf_counter() - started)
+            if on_gpu:
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(batch.device))
-            seconds = time.perf_counter() - started
-            self.samples[number] = Sample(written, seconds)
 
     @contextmanager
     def _catching(self) -> Iterator[None]:

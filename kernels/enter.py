@@ -73,14 +73,14 @@ def _enter(
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
-    ROOT: tl.constexpr, EMBEDDING_SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    ROOT: tl.constexpr, BEGINS: tl.constexpr, EMBEDDING_SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each row.
 
-    At a root, where a cycle begins, later launches may start only when all earlier work is done: from then on they may
-    look at lengths, pages and committed text without waiting.
+    Where a pass begins, later launches may start only when all earlier work is done: from then on they may look at
+    lengths, pages and committed text without waiting.
     """
-    if ROOT:
+    if BEGINS:
         wait(PDL)
         release(PDL)
     else:
@@ -137,7 +137,7 @@ def enter(
     rope_scaling: torch.Tensor,
     first: int,  # the level's first node
     pending: torch.Tensor | None = None,  # [B] the root's tokens
-    ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens
+    ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens, or any others
     parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
     ranks: torch.Tensor | None = None,  # [M] int32
 ) -> None:
@@ -167,6 +167,6 @@ def enter(
         BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
-        ROOT=pending is not None, EMBEDDING_SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
+        ROOT=pending is not None, BEGINS=first == 0, EMBEDDING_SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

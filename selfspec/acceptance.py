@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, prod, sqrt
+from operator import mul
 
 from selfspec.tree import Plan
 
@@ -81,6 +82,11 @@ def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:
     return found
 
 
+def _turned(tokens: int) -> float:
+    """The chance that a text has become another one after so many tokens."""
+    return 1 - (1 - _TURNING) ** tokens
+
+
 @dataclass
 class Belief:
     """Which kind of text a sequence is: a weight for each kind."""
@@ -96,9 +102,8 @@ class Belief:
         """Of several sequences together."""
         if len(beliefs) == 1:
             return beliefs[0]
-        found = cls()
-        found.weights = [sum(of_kind) / len(beliefs) for of_kind in zip(*(b.weights for b in beliefs), strict=True)]
-        return found
+        totals = map(sum, zip(*[belief.weights for belief in beliefs], strict=True))
+        return cls(tuple([total / len(beliefs) for total in totals]))
 
     @property
     def strangeness(self) -> float:
@@ -106,16 +111,20 @@ class Belief:
         return sum(self.weights[:STRANGE])
 
     def expects(self, values: Chances) -> float:
-        return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+        return sum(map(mul, self.weights, values))
 
     def fade(self, tokens: int) -> None:
         """Some tokens have gone by: the text may have become another one."""
-        turned = 1 - (1 - _TURNING) ** tokens
+        turned = _turned(tokens)
         self.weights = [weight + turned * (home - weight) for weight, home in zip(self.weights, self.home, strict=True)]
 
-    def learn(self, chances: Chances) -> None:
-        """Something happened that had this chance with each kind."""
-        together = [weight * chance for weight, chance in zip(self.weights, chances, strict=True)]
+    def learn(self, chances: Chances, tokens: int = 0) -> None:
+        """Something happened that had this chance with each kind, after some tokens had gone by."""
+        turned = _turned(tokens)
+        together = [
+            (weight + turned * (home - weight)) * chance
+            for weight, home, chance in zip(self.weights, self.home, chances, strict=True)
+        ]
         total = sum(together)
         self.weights = [value / total for value in together]
 

@@ -7,10 +7,11 @@ is unknown here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
-from statistics import mean
+from functools import cache
+from math import log, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,8 @@ _SHORT = 1024  # texts up to this length cost about the same
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
-_KNOWN = 3  # measurements after which a plain step is known
+_KNOWN = 3  # measurements after which something is known
+_OUTDATED = 1024  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed
 _UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
@@ -58,11 +60,10 @@ def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool, batch: int = 1)
 
 def measured_cost(cost: StepCost, head_rows: int | None = None) -> Guess:
     """From what calibration measured on this kind of device."""
-    return lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain)
+    return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain))
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """What the cost of a plan depends on."""
 
     exit_layer: int
@@ -71,7 +72,12 @@ class Setting:
 
     @classmethod
     def of(cls, exit_layer: int, batch: int, context: int) -> Setting:
-        return cls(exit_layer, batch, max(0, (max(context, 1) - 1).bit_length() - _SHORT.bit_length() + 1))
+        return cls(exit_layer, batch, _length(context))
+
+
+def _length(context: int) -> int:
+    """As a `Setting` tells lengths apart."""
+    return 0 if context <= _SHORT else (context - 1).bit_length() - _SHORT.bit_length() + 1
 
 
 class _Measured:
@@ -81,6 +87,7 @@ class _Measured:
         self.memory = memory  # weight of the newest measurement
         self.times = 0
         self.seconds = 0.0
+        self.latest = 0  # the cycle of its newest measurement
 
     def add(self, seconds: float) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
@@ -99,24 +106,39 @@ class Costs:
 
     def __init__(self) -> None:
         self.version = 0  # another one whenever ratios may have changed by something worth looking at
+        self._cycles = 0  # that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
         self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
 
     def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
         """A cycle took this long."""
+        key = at.batch, at.length
         if not len(plan):
-            measured = self._plain.setdefault((at.batch, at.length), _Measured(_MEMORY_OF_PLAIN))
-            self._since_plain[at.batch, at.length] = 0
+            measured = self._plain.get(key) or self._plain.setdefault(key, _Measured(_MEMORY_OF_PLAIN))
+            self._since_plain[key] = 0
         else:
-            measured = self._drafting.setdefault(at, {}).setdefault(plan, _Measured(_MEMORY))
-            self._since_plain[at.batch, at.length] += 1
+            here = self._drafting.setdefault(at, {})
+            measured = here.get(plan) or here.setdefault(plan, _Measured(_MEMORY))
+            self._since_plain[key] += 1
+            if self._is_outdated(measured):
+                measured.times = 0
+        self._cycles += 1
+        measured.latest = self._cycles
         measured.add(max(seconds, _TICK))
         self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
 
+    def is_being_tried(self, at: Setting, plan: Plan) -> bool:
+        """Whether the plan has been run here, but too few times or too long ago to be judged by what it took."""
+        measured = self._drafting.get(at, {}).get(plan)
+        return measured is not None and (measured.times < _KNOWN or self._is_outdated(measured))
+
+    def _is_outdated(self, measured: _Measured) -> bool:
+        return self._cycles - measured.latest > _OUTDATED
+
     def plain(self, batch: int, context: int) -> float | None:
         """Seconds of a plain step; None where none like it was measured."""
-        measured = self._nearest_plain(batch, Setting.of(0, batch, context).length)
+        measured = self._nearest_plain(batch, _length(context))
         return None if measured is None else measured.seconds
 
     def _nearest_plain(self, batch: int, length: int) -> _Measured | None:
@@ -130,7 +152,7 @@ class Costs:
 
     def wants_plain(self, batch: int, context: int) -> bool:
         """Whether it is time for a plain step: none is known, or not this batch's own, or not of late."""
-        key = batch, Setting.of(0, batch, context).length
+        key = batch, _length(context)
         own = self._plain.get(key)
         if own is not None and own.times >= _KNOWN:
             return self._since_plain[key] >= _OWN
@@ -138,38 +160,43 @@ class Costs:
         return begun or self._nearest_plain(*key) is None or self._since_plain[key] >= _BORROWED
 
     def ratio(self, at: Setting, plan: Plan, guess: Guess) -> float:
-        """What a cycle costs in plain steps: measured here, or with the batch most like it, or guessed, as right as
-        guesses have been for other plans."""
-        if not len(plan):
-            return 1.0
-        here = self._ratio(at, plan, guess)
-        if here is not None:
-            return here
-        near = self._near(at)
-        elsewhere = (self._ratio(setting, plan, guess) for setting in near)
-        measured = next((ratio for ratio in elsewhere if ratio is not None), None)
-        return measured or guess(plan.depth, len(plan)) * self._correction(near, guess) * _UNTRIED
+        """What a cycle costs in plain steps."""
+        return self.ratios(at, [plan], guess)[plan] if len(plan) else 1.0
 
-    def _ratio(self, at: Setting, plan: Plan, guess: Guess) -> float | None:
-        """As measured; after a single time, which may have been slow for its own reasons, not too far from a guess."""
-        measured = self._drafting.get(at, {}).get(plan)
-        plain = None if measured is None else self._nearest_plain(at.batch, at.length)
-        if plain is None or measured is None:
-            return None
-        ratio = measured.seconds / plain.seconds
-        return ratio if measured.times > 1 else min(ratio, _FIRST_TIME * guess(plan.depth, len(plan)))
+    def ratios(self, at: Setting, plans: Sequence[Plan], guess: Guess) -> dict[Plan, float]:
+        """What cycles of at least these plans, all of which draft, cost in plain steps: measured here, or with the
+        batch most like it, or guessed, as right as guesses have been for other plans."""
+        here = self._measured(at, guess)
+        missing = [plan for plan in plans if plan not in here]
+        if missing:
+            near = [here, *(self._measured(setting, guess) for setting in self._near(at))]
+            correction = _UNTRIED * next((_error(known, guess) for known in near if known), 1.0)
+            for plan in missing:
+                elsewhere = next((known[plan] for known in near if plan in known), None)
+                here[plan] = elsewhere or correction * guess(plan.depth, len(plan))
+        return here
+
+    def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
+        """Of every plan that ran in a setting where plain steps are known; after a single time, which may have been
+        slow for its own reasons, not too far from a guess."""
+        here = self._drafting.get(at)
+        plain = self._nearest_plain(at.batch, at.length) if here else None
+        if here is None or plain is None:
+            return {}
+        return {
+            plan: measured.seconds / plain.seconds
+            if measured.times > 1
+            else min(measured.seconds / plain.seconds, _FIRST_TIME * guess(plan.depth, len(plan)))
+            for plan, measured in here.items()
+        }
 
     def _near(self, at: Setting) -> list[Setting]:
-        """Settings with the same exit and a batch up to twice or half as large, the nearest first."""
-        known = [s for s in self._drafting if s.exit_layer == at.exit_layer and at.batch <= 2 * s.batch <= 4 * at.batch]
-        return sorted(known, key=lambda s: (abs(s.length - at.length), abs(log(s.batch / at.batch))))
+        """Other settings with the same exit and a batch up to twice or half as large, the nearest first."""
+        others = [s for s in self._drafting if s.exit_layer == at.exit_layer and s != at]
+        alike = [s for s in others if at.batch <= 2 * s.batch <= 4 * at.batch]
+        return sorted(alike, key=lambda s: (abs(s.length - at.length), abs(log(s.batch / at.batch))))
 
-    def _correction(self, near: list[Setting], guess: Guess) -> float:
-        """How far off the guesses were, on the mean, in the nearest setting where something is known."""
-        for setting in near:
-            plans = self._drafting[setting]
-            known = [(plan, self._ratio(setting, plan, guess)) for plan in plans]
-            errors = [log(ratio / guess(plan.depth, len(plan))) for plan, ratio in known if ratio is not None]
-            if errors:
-                return exp(mean(errors))
-        return 1.0
+
+def _error(ratios: dict[Plan, float], guess: Guess) -> float:
+    """How far off the guesses of these were, on the mean."""
+    return prod([ratio / guess(plan.depth, len(plan)) for plan, ratio in ratios.items()]) ** (1 / len(ratios))

@@ -6,22 +6,20 @@ replayed. Which plan a cycle follows, and what its tokens mean, is decided elsew
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from selfspec.exits import RECALLED, Exit, ExitBlock
+from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
+from selfspec.fused_exit import FusedExit, Past
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.best import MOST, Scores, top_merge
 from selfspec.kernels.choose import Cuts, Workspace, choose_scored
 from selfspec.kernels.draw import Noise
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_logits, head_top
-from selfspec.kernels.linear import linear
-from selfspec.kernels.norm import scaled_reference
 from selfspec.kernels.settle import settle
-from selfspec.model import Decoder
 from selfspec.sampling import TARGET, Sampling
 from selfspec.shadow import OFFERED
 from selfspec.tree import Plan
@@ -87,11 +85,17 @@ class Cycle:
     the token it found would have had."""
 
     def __init__(
-        self, fused: FusedDecoder, plan: Plan, drafter: Drafter | None, drawing: Drawing, peek: bool = False
+        self,
+        fused: FusedDecoder,
+        seats: Seats,
+        plan: Plan,
+        drafter: Drafter | None,
+        drawing: Drawing,
+        peek: bool = False,
     ) -> None:
-        self.fused, self.plan, self.drafter, self.drawing = fused, plan, drafter, drawing
-        self.model, self.seats, self.scratch = fused.model, fused.seats, fused.scratch
-        device, batch = self.model.device, fused.seats.count
+        self.fused, self.seats, self.plan, self.drafter, self.drawing = fused, seats, plan, drafter, drawing
+        self.model, self.scratch = fused.model, fused.scratch
+        device, batch = self.model.device, seats.count
         self.split = drafter.exit.layer if drafter is not None else 0
         self.tree = Tree(plan, batch, device)
         self.rows = batch * (len(plan) + 1)
@@ -159,39 +163,12 @@ class Cycle:
 
     def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor:
         """Takes the exit at one level: the best draft tokens of its rows, [R, width]."""
-        exit, (start, stop) = drafter.exit, level.rows
-        assert exit.norm is not None
-        states, reads = stream.states, self.reads[start:stop]
-        if exit.block is not None:
-            block, own = exit.block, self._own(stop - start)
-            entered = self._recall(drafter, level, stream, own)
-            spec = self.model.config.layers[exit.layer]
-            self.fused.layer(block.layer, spec, self.fused.cache.exit_layer_index, entered, own, nodes, None)
-            states = self._scratch("left", stop - start)
-            linear(own.states, block.affine_weight, states, bias=block.affine_bias, residual=own.states)
-        self.fused.normalise(states, exit.norm, reads)
-        return self._ranked(drafter, level, reads, nodes)
-
-    def _recall(self, drafter: Drafter, level: _Level, stream: Stream, own: Stream) -> Stream:
-        """The block's input: the states after layer N, and what was known one position earlier."""
-        block = drafter.exit.block
-        assert block is not None
-        if block.recall is None:
-            return self._for_block(block, stream, own)
-        previous = self.reads  # what the exit read at the parents
-        if level.parent_rows is None:
-            assert drafter.known is not None
-            previous = drafter.known[: self.seats.count]
-        columns = block.recall[:, : previous.shape[1]]
-        next_norm = self.fused.next_norm(block.layer.attention_norm, own)
-        linear(previous, columns, own.states, residual=stream.states, next_norm=next_norm, gather=level.parent_rows)
-        return own
-
-    def _for_block(self, block: ExitBlock, stream: Stream, own: Stream) -> Stream:
-        """The stream as it is, which layer N reads too, scaled for the block's norm."""
-        scaled = scaled_reference(stream.states, block.layer.attention_norm, self.model.config.norm_offset)
-        own.scaled.copy_(scaled)
-        return replace(stream, scaled=own.scaled)
+        start, stop = level.rows
+        past = Past(self.reads, level.parent_rows)  # what the exit read at the parents
+        if level.parent_rows is None and drafter.known is not None:
+            past = Past(drafter.known[: self.seats.count], None)
+        FusedExit(self.fused, drafter.exit).read(stream, past, nodes, self.reads[start:stop])
+        return self._ranked(drafter, level, self.reads[start:stop], nodes)
 
     def _ranked(self, drafter: Drafter, level: _Level, reads: torch.Tensor, nodes: Nodes) -> torch.Tensor:
         head, rows = drafter.head, len(reads)
@@ -208,35 +185,16 @@ class Cycle:
         return ranked
 
     def verify(self) -> None:
-        """The saved states of all rows through the rest of the model; what its head reads is then in `reads`."""
-        layers, hidden = self.model.config.num_layers, self.model.config.hidden_size
+        """The saved states of all rows through the rest of the model; what its head reads is then in `read`. The exit's
+        keys and values of all rows are written anew, from what is now known before each of them."""
         if self.drafter is None or self.drafter.known is None:
-            last = self.fused.run(range(self.split, layers), self.stream, self.late, self.everyone)
+            layers = range(self.split, self.model.config.num_layers)
+            last = self.fused.run(layers, self.stream, self.late, self.everyone)
             self.fused.normalise(last.states, self.model.norm, self.reads)
             return
-        middle = self.drafter.exit.recalled_layer
-        of_nodes = self.drafter.known[self.seats.count :][: self.rows]
-        states = self.fused.run(range(self.split, middle), self.stream, self.late, self.everyone)
-        self.fused.normalise(states.states, None, of_nodes[:, hidden:])
-        last = self.fused.run(range(middle, layers), states, self.late, self.everyone)
-        self.fused.normalise(last.states, self.model.norm, of_nodes[:, :hidden])
-        self._fill(self.drafter)
-
-    def _fill(self, drafter: Drafter) -> None:
-        """The block's keys and values of all rows anew, from what is now known before each of them."""
-        block = drafter.exit.block
-        assert block is not None and drafter.known is not None
-        own = self._own(self.rows)
-        if block.recall is None:
-            own = self._for_block(block, self.stream, own)
-        else:
-            next_norm, known = self.fused.next_norm(block.layer.attention_norm, own), drafter.known
-            linear(
-                known, block.recall, own.states, residual=self.stream.states, next_norm=next_norm,
-                gather=self._known_rows,
-            )  # fmt: skip
-        spec = self.model.config.layers[drafter.exit.layer]
-        self.fused.store(block.layer, spec, self.fused.cache.exit_layer_index, own, self.everyone, None)
+        exit, known = FusedExit(self.fused, self.drafter.exit), self.drafter.known
+        exit.know(self.stream, self.late, self.everyone, known[self.seats.count :][: self.rows])
+        exit.fill(self.stream, Past(known, self._known_rows), self.everyone)
 
     @property
     def read(self) -> torch.Tensor:
@@ -301,14 +259,6 @@ class Cycle:
     def _take_like(self, like: torch.Tensor, name: str) -> torch.Tensor:
         return self.scratch.take(f"scores {name}", *like.shape, dtype=like.dtype)
 
-    def _scratch(self, name: str, rows: int) -> torch.Tensor:
-        return self.scratch.take(name, rows, self.model.config.hidden_size, dtype=self.model.dtype)
-
-    def _own(self, rows: int) -> Stream:
-        """The exit block's stream."""
-        squares = self.scratch.take("squares", rows, self.stream.squares.shape[1], dtype=torch.float32)
-        return Stream(self._scratch("entered", rows), squares, self._scratch("scaled", rows))
-
     def _empty(self, rows: int, width: int) -> torch.Tensor:
         return torch.zeros(rows, width, dtype=self.model.dtype, device=self.model.device)
 
@@ -321,10 +271,3 @@ class _Level:
         self.parents = tree.parents(nodes) if nodes.start else None
         self.ranks = tree.ranks(nodes) if nodes.start else None
         self.parent_rows = tree.parent_rows(nodes) - tree.sequences if nodes.start else None
-
-
-def known_buffer(model: Decoder, seats: Seats, nodes: int) -> torch.Tensor:
-    """Room for what each seat recalls and for what is known at up to `nodes` nodes of each."""
-    return torch.zeros(
-        seats.count * (nodes + 1), RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import RECALLED, Exit, recalled
@@ -52,7 +51,7 @@ class Chunk:
         self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
         self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
         self.span = self.told[rows : rows + 2]
-        self.table.fill_(idle_page)
+        self.load([0], 0, [])
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -76,25 +75,6 @@ class Chunk:
         real = row < self.span[1]
         flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
         return Causal(positions[None], flat, self.table, self.slots)
-
-
-class Marking(Chunk):
-    """What `routing.mark` does."""
-
-    def __init__(self, model: Decoder, cache: Cache, layer: int, rows: int, idle_page: int) -> None:
-        super().__init__(model, cache, rows, rows, idle_page)
-        self.layer = layer
-        self.mark = torch.zeros(model.config.hidden_size, device=model.device)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self.mark]
-
-    def launch(self) -> None:
-        hidden = self.model.run(self.model.embed(self.tokens), 0, self.layer, self.places(), self.cache)  # type: ignore[arg-type]
-        states = F.rms_norm(hidden[0].float(), hidden.shape[-1:])
-        real = torch.arange(len(states), device=states.device) < self.span[1]
-        self.mark.copy_(torch.where(real[:, None], states, 0).sum(0) / self.span[1])
 
 
 class Prefill(Chunk):

@@ -7,6 +7,7 @@ need the host between the model's logits and its choice (processors, penalties) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch
 from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_prompts import passes
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, origin
 from selfspec.runtime import Session, is_governed
-from selfspec.tree import MAX_NODES, Plan
+from selfspec.tree import MAX_NODES, NONE, Plan
 
 PEEKS = 4  # tokens of a shadow's length that are scored
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
@@ -61,14 +63,51 @@ class DeviceSession(Session):
         with self.machine.current():
             super()._timed(step)
 
-    def _prefill_prompts(self, firsts: list[Row]) -> None:
-        """All of them are on their way before anybody waits for what the exit's agreement is."""
-        super()._prefill_prompts(firsts)
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """All prompts are on their way, and the rows seated, before anybody waits for how the exit agreed with them."""
+        super().prefill()
+        if not self._host_chooses:
+            self._sit(self.active, NONE)
+        self._judge_all()
+
+    def _judge_all(self) -> None:
         judged, self._judged = self._judged, []
-        if judged and self._usual_agreement is not None:
-            shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
-            for (row, _, places), share in zip(judged, shares, strict=True):
-                row.watch.learn_prompt(share, places, *self._usual_agreement)
+        if not judged or self._usual_agreement is None:
+            return
+        shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
+        for (first, _, places), share in zip(judged, shares, strict=True):
+            first.watch.learn_prompt(share, places, *self._usual_agreement)
+        watch = self.rows[0].watch
+        for row in self.rows[1:]:
+            watch = row.watch = deepcopy(watch) if row.copy else row.watch
+
+    def _prefill_prompts(self, firsts: list[Row]) -> None:
+        """Short ones share passes of the kernels that decode, the others are alone. Which way a prompt goes follows
+        from its own length, so what is computed for it depends on nothing else."""
+        most = self.machine.short_prompt + 1
+        short = [row for row in firsts if 1 < len(row.prompt) <= most]
+        for group in passes([len(row.prompt) - 1 for row in short]):
+            self._prefill_together(short[group.start : group.stop])
+        super()._prefill_prompts([row for row in firsts if len(row.prompt) > most])
+
+    def _prefill_together(self, rows: list[Row]) -> None:
+        contexts, sequences = [row.prompt[:-1] for row in rows], [row.sequence for row in rows]
+        for sequence, context in zip(sequences, contexts, strict=True):
+            self.cache.reserve(sequence, len(context))
+        lengths, judge = list(map(len, contexts)), self._usual_agreement is not None
+        prompts, replay = self.machine.prompts(self.exit, lengths, judge)
+        prompts.load([(context, sequence.pages) for context, sequence in zip(contexts, sequences, strict=True)])
+        replay()
+        if self.exit is not None:
+            for row, known in zip(rows, prompts.known[: len(rows)].clone(), strict=True):
+                row.known = known
+        if judge:
+            ends = [min(length, shadow.PROMPT_END) for length in lengths]
+            self._judged += zip(rows, prompts.agreement[: len(rows)].clone(), ends, strict=True)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.drafted = sequence.verified = length
+        self.cache.commit(sequences, list(map(range, lengths)))
 
     def _prefill_chunk(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """A chunk of a prompt, alone: what is computed for it depends on nothing else."""
@@ -96,55 +135,51 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
+        if self._flight is not None:
+            self.machine.adrift.append(self._flight.mail)
         self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
 
     @torch.inference_mode()
     def cycle(self) -> None:
-        """Every active row advances by at least one token. The next cycle is already running when its tokens are
+        """Every active row advances by at least one token. The next cycle is already on its way when its tokens are
         read; what it finds for rows that have ended meanwhile is dropped."""
         if self._host_chooses:
             super().cycle()
             self.rise()
             return
-        flight, self._flight = self._flight or self._launch(), None
+        flight = self._flight = self._flight or self._launch()
         assert flight is not None
-        ahead = self._launch(ahead=True) if self._goes_on(flight) else None
-        rows = self.active
+        self._flight = self._launch(flight) if self._goes_on(flight) else None
         self._land(flight)
-        if ahead is not None and len(self.active) < len(rows):
-            self._land(ahead)
-            ahead = None
-        self._flight = ahead
 
     def _goes_on(self, flight: Flight) -> bool:
-        """Whether the next cycle can be launched before this one has landed: the same again, from the same seats, and
-        surely needed."""
-        if self.governor is not None and self.governor.plan != flight.plan:
-            return False  # a plan that has just begun: what comes of it decides
-        same = self.choose_plan(flight.rows)[0] == flight.plan
+        """Whether the next cycle can be launched before this one has landed: from the same seats, surely needed, and
+        not before it is known what came of a probe."""
+        if self.governor is not None and self.governor.is_probe(flight.plan):
+            return False
         needed = any(row.max_length - len(row.tokens) > flight.plan.depth + 1 for row in flight.rows)
-        return same and needed and self._sits(flight.rows)
+        return needed and len(self.active) == len(flight.rows) and self._sits(flight.rows)
 
     def _sits(self, rows: list[Row]) -> bool:
         owner = self.machine.owners.get(self.machine.seats(len(rows)).count)
         return owner is self and list(map(id, self._seated)) == list(map(id, rows))
 
-    def _launch(self, ahead: bool = False) -> Flight | None:
-        """Sends a cycle off. One that goes ahead of another must not have to be captured first: that would empty the
-        seats, and where the rows stand is known only when the other has landed."""
+    def _launch(self, before: Flight | None = None) -> Flight | None:
+        """Sends a cycle off. One that follows another in flight must not have to be captured first: that would empty
+        the seats, and where the rows stand is known only when the other has landed."""
         rows = self.active
         plan, reason = self.choose_plan(rows)
         try:
-            seats = self._sit(rows, plan)
+            seats = self._sit(rows, plan, before)
         except CacheFull:
-            if ahead:  # what is in flight may be the end of it
+            if before is not None:  # it may be the end of it
                 return None
             raise
         key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan, reason))
         if not self.machine.is_captured(key):
-            if ahead:
+            if before is not None:
                 return None
             self.machine.replay(key)
             self._sit(rows, plan)
@@ -185,11 +220,12 @@ class DeviceSession(Session):
             alone = len(rows) == len(flight.rows)
             self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone)
 
-    def _sit(self, rows: list[Row], plan: Plan) -> Seats:
-        """Makes sure that these rows sit on the device's seats, with pages enough for a cycle."""
+    def _sit(self, rows: list[Row], plan: Plan, before: Flight | None = None) -> Seats:
+        """Makes sure that these rows sit on the device's seats, with pages enough for a cycle and the one before it."""
         seats = self.machine.seats(len(rows))
+        more = plan.depth + len(plan) + 2 + (0 if before is None else before.plan.depth + 1)
         for row in rows:
-            self._take_pages(row, plan)
+            self._take_pages(row, row.sequence.length + more)
         if self._sits(rows):
             if self._pages_moved:
                 self._write_pages(seats, rows)
@@ -201,10 +237,8 @@ class DeviceSession(Session):
         self._seated = list(rows)
         return seats
 
-    def _take_pages(self, row: Row, plan: Plan) -> None:
-        """Pages for this cycle and the one in flight."""
-        pages, least = row.sequence.pages, row.sequence.length + 2 * (plan.depth + 1) + len(plan) + 1
-        missing = least > len(pages) * PAGE_SIZE
+    def _take_pages(self, row: Row, least: int) -> None:
+        missing = least > len(row.sequence.pages) * PAGE_SIZE
         if not missing and id(row) in self._owned:
             return
         self._owned.add(id(row))

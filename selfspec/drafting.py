@@ -13,7 +13,7 @@ import torch
 
 from selfspec.acceptance import Acceptance
 from selfspec.costs import Costs, Guess, StepCost, guessed_cost, measured_cost
-from selfspec.exits import Exit, check_exit_layer
+from selfspec.exits import Exit, HeadRows, check_exit_layer
 from selfspec.governor import Governor
 from selfspec.ladder import Ladder
 from selfspec.model import Decoder
@@ -41,9 +41,9 @@ class Drafters:
         self.model, self.profile = model, profile
         self._mark, self._kernels = mark, kernels
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
-        self.head_rows: dict[str, torch.Tensor | None] = {}  # by domain
+        self.head_rows: dict[str, HeadRows | None] = {}  # by domain
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
-        self._ladders: dict[tuple[str, str, int], Ladder] = {}  # by domain, temperature, and largest batch of trees
+        self._ladders: dict[tuple[str, str, int, float], Ladder] = {}  # by domain, temperature, and the rules on plans
         self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
 
     @property
@@ -123,12 +123,14 @@ class Drafters:
     def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
         """The plans thought of for a domain and temperature."""
         temperature = choice.nearest(choice.ranks, policy.temperature)
-        key = domain, temperature, policy.rules.max_tree_batch
+        rules = policy.rules
+        key = domain, temperature, rules.max_tree_batch, rules.cycle_limit
         if key not in self._ladders:
             acceptance = Acceptance(choice.ranks[temperature])
             guesses = {size: self._guess(choice, name, size) for name, size in BATCHES.items()}
             widest = choice.head_rows or self.model.config.vocab_size
-            self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, policy.rules.max_tree_batch, widest)
+            limits = rules.max_tree_batch, widest, rules.cycle_limit
+            self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, *limits)
         return self._ladders[key]
 
     def _guess(self, choice: DomainChoice, band: str, batch: int) -> Guess:
@@ -149,7 +151,8 @@ class Drafters:
         exit = self.exits[layer]
         if self.profile is not None and exit.block is not None:
             if domain not in self.head_rows:
-                self.head_rows[domain] = self.profile.head_rows(self.model, domain)
+                rows = self.profile.head_rows(self.model, domain)
+                self.head_rows[domain] = None if rows is None else HeadRows(rows)
             exit = exit.offering(self.head_rows[domain], prompts)
         if exit.head_rows is not None:
             self._in_use.add(exit)

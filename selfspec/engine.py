@@ -79,7 +79,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
-        self.rules = check_rules(rules) or Rules()
+        self.rules = (check_rules(rules) or Rules()).on(model.device.type)
         self.context = min(model.config.context, max_length or model.config.context)
         self.max_batch = max_batch
         self.cache = Cache(model.config, model.device, model.dtype)
@@ -211,6 +211,9 @@ class Engine:
             return 0
         longest = min(max_length, self.context)
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
+        marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
+        for exit in dict.fromkeys(exit for _, _, exit, _, _ in cycles):
+            self._machine.prepare_prompts(exit, batch, marked)
         for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):
             self._machine.prepare(rows, plan, exit, sampling, longest, peek)
         return len(cycles)
@@ -292,7 +295,7 @@ class Engine:
         plan = None if request.plan is None else Plan.parse(request.plan)
         layer = self.drafters.own_exit_layer(request, plan)
         policy = Policy(
-            rules=request.rules or self.rules,
+            rules=(request.rules or self.rules).on(self.model.device.type),
             sampling=sampling,
             mode=request.speculative_decoding,
             plan=plan,

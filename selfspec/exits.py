@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +45,31 @@ class ExitBlock:
         return hidden + F.linear(hidden, self.affine_weight, self.affine_bias)
 
 
+class HeadRows:
+    """The token ids of a trimmed head, ascending: on the device, and where the host can look at them without waiting
+    for it."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids  # [K]
+        self._host: np.ndarray = ids.cpu().numpy()
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(self._host.tolist())
+
+    def joined_by(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """These rows and the prompts' own tokens, ascending."""
+        new = sorted({token for prompt in prompts for token in prompt} - self._known) if prompts else []
+        if not new:
+            return self.ids
+        joined = torch.from_numpy(np.insert(self._host, np.searchsorted(self._host, new), new))
+        on_gpu = self.ids.device.type == "cuda"
+        return joined.pin_memory().to(self.ids.device, non_blocking=True) if on_gpu else joined
+
+
 @dataclass(eq=False)
 class Exit:
     """An exit after `layer` layers of `model`."""
@@ -65,14 +91,13 @@ class Exit:
         they are copied; kernels take them where they are."""
         return self.model.head if self.head_rows is None else self.model.head[self.head_rows]
 
-    def offering(self, head_rows: torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
+    def offering(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """The same exit with only some rows of the head: the given ones, and those of the prompts' own tokens, because
         texts like to repeat what they were asked about."""
         if head_rows is None:
             return self
-        tokens = sorted({token for prompt in prompts for token in prompt})
-        own = torch.tensor(tokens, dtype=head_rows.dtype, device=head_rows.device)
-        return replace(self, head_rows=torch.cat((head_rows, own)).unique())
+        rows = HeadRows(head_rows) if isinstance(head_rows, torch.Tensor) else head_rows
+        return replace(self, head_rows=rows.joined_by(prompts))
 
     @property
     def vocabulary(self) -> int:

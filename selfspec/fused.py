@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -127,6 +127,17 @@ class Seats:
         return [self.page_table, self._words]
 
 
+class Texts(Protocol):
+    """Whose past the rows of a pass see: for each of `count` texts, how long it is and where it lies."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def lengths(self) -> torch.Tensor: ...  # [count] int32
+    @property
+    def page_table(self) -> torch.Tensor: ...  # [count, P] int32
+
+
 class Tree:
     """A plan on the device, for B sequences."""
 
@@ -204,10 +215,10 @@ class Scratch:
 
 
 class FusedDecoder:
-    """A model's layers over the rows of B seats, each seeing its own past of fewer than `reach` positions."""
+    """A model's layers over the rows of B texts, each seeing its own past of fewer than `reach` positions."""
 
-    def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int) -> None:
-        self.model, self.cache, self.scratch, self.seats = model, cache, scratch, seats
+    def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, texts: Texts, reach: int) -> None:
+        self.model, self.cache, self.scratch, self.texts = model, cache, scratch, texts
         self.ranges = ranges_for(reach)
 
     @cached_property
@@ -288,11 +299,11 @@ class FusedDecoder:
     def _attend(
         self, q: torch.Tensor, cache_layer: int, spec: LayerConfig, nodes: Nodes, attended: torch.Tensor
     ) -> None:
-        config, seats, count = self.model.config, self.seats, len(nodes.depths)
-        size = workspace_size(seats.count, count, config.num_heads, config.head_dim, self.ranges)
-        counters = counters_size(seats.count, count, config.num_kv_heads)
+        config, texts, count = self.model.config, self.texts, len(nodes.depths)
+        size = workspace_size(texts.count, count, config.num_heads, config.head_dim, self.ranges)
+        counters = counters_size(texts.count, count, config.num_kv_heads)
         path_attention(
-            q, self.cache.keys[cache_layer], self.cache.values[cache_layer], seats.page_table, seats.lengths,
+            q, self.cache.keys[cache_layer], self.cache.values[cache_layer], texts.page_table, texts.lengths,
             nodes.paths, nodes.depths, attended,
             self.scratch.take("partials", max(size, 1), dtype=torch.float32),
             self.scratch.take("counters", max(counters, 1), dtype=torch.int32),

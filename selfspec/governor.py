@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from selfspec.acceptance import FAMILIAR, UNFAMILIAR, Belief, Chances
 from selfspec.costs import Costs, Setting
@@ -53,8 +54,8 @@ class Watch:
             self.belief.learn_agreement(agreement, places, usual, deviation)
             self._notice()
 
-    def learn(self, chances: Chances) -> None:
-        self.belief.learn(chances)
+    def learn(self, chances: Chances, tokens: int = 0) -> None:
+        self.belief.learn(chances, tokens)
         self._notice()
 
     @property
@@ -84,6 +85,14 @@ class Ledger:
         return self.owed <= allowance
 
 
+class Prospects(NamedTuple):
+    """What is known of plans in some setting."""
+
+    ratios: dict[Plan, float]  # what cycles cost, in plain steps
+    options: list[tuple[Plan, Chances, float]]  # that may be chosen: the tokens each kind of text gets, and the ratio
+    in_use: int | None  # the option that is in use
+
+
 class Governor:
     """Chooses the plans of one session. Choosing changes nothing: only what it is told to have happened does."""
 
@@ -97,8 +106,8 @@ class Governor:
         self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
-        self._ratios: dict[Plan, float] = {}
-        self._looked_up: tuple[Setting, int] | None = None  # where and when they were found
+        self._found = Prospects({}, [], None)
+        self._looked_up: tuple[Setting, int, Plan] | None = None  # where, when and while what was in use
         self._has_news = True
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
@@ -109,17 +118,25 @@ class Governor:
         if self.costs.wants_plain(len(watches), context):
             return NONE, MEASURING
         at = self._setting(watches, context)
+        prospects = self._look_up(at)
+        if not prospects.options:
+            return NONE, self._why_plain(watches)
         belief = Belief.mean([watch.belief for watch in watches])
-        values = {plan: self.value(plan, belief, at) for plan in self.ladder.plans(at.batch)}
-        best = max(values, key=values.__getitem__)
-        if self.plan in values and values[best] <= (1 + self.rules.hysteresis) * values[self.plan]:
-            best = self.plan
-        if self._pays(values[best], at.batch) and self.ledger.allows(self.rules.loss_allowance):
-            return best, None
-        expected_loss = min(1.0, max(0.0, self.ratio(best, at) * (1 - values[best])))  # no plan is given up for good
+        speeds = [belief.expects(tokens) / ratio for _, tokens, ratio in prospects.options]  # over plain decoding
+        best, in_use = speeds.index(max(speeds)), prospects.in_use
+        if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
+            best = in_use
+        speed, (plan, _, ratio) = speeds[best], prospects.options[best]
+        if self._pays(speed, at.batch) and self.ledger.allows(self.rules.loss_allowance):
+            return plan, None
+        expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
-            return best, None
-        return NONE, "ood" if all(watch.is_strange for watch in watches) else "goodput"
+            return plan, None
+        return NONE, self._why_plain(watches)
+
+    @staticmethod
+    def _why_plain(watches: Sequence[Watch]) -> str:
+        return "ood" if all(watch.is_strange for watch in watches) else "goodput"
 
     def _pays(self, speedup: float, batch: int) -> bool:
         """Going on takes no less than plain speed; starting takes a little more, and something that was not known
@@ -128,17 +145,34 @@ class Governor:
             return speedup >= 1
         return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
 
-    def value(self, plan: Plan, belief: Belief, at: Setting) -> float:
-        """The expected speed over plain decoding."""
-        return belief.expects(self.ladder.acceptance.tokens(plan)) / self.ratio(plan, at)
-
     def ratio(self, plan: Plan, at: Setting) -> float:
-        """What a cycle costs in plain steps; looked up once for many cycles."""
-        if self._looked_up != (at, self.costs.version):
-            self._looked_up, self._ratios = (at, self.costs.version), {}
-        if plan not in self._ratios:
-            self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
-        return self._ratios[plan]
+        """What a cycle costs in plain steps."""
+        ratios = self._look_up(at).ratios
+        if plan not in ratios:
+            ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
+        return ratios[plan]
+
+    def _look_up(self, at: Setting) -> Prospects:
+        """What plans cost and bring; found once for many cycles."""
+        now = at, self.costs.version, self.plan
+        if self._looked_up != now:
+            plans = self.ladder.plans(at.batch)
+            ratios = self.costs.ratios(at, plans, self.ladder.guess(at.batch))
+            longest, tokens = self.rules.cycle_limit, self.ladder.acceptance.tokens
+            options = [
+                (plan, tokens(plan), ratio)
+                for plan in plans
+                if (ratio := ratios[plan]) <= longest or self._may_be_longer(plan, ratio, at)
+            ]
+            in_use = next((place for place, (plan, *_) in enumerate(options) if plan == self.plan), None)
+            self._looked_up, self._found = now, Prospects(ratios, options, in_use)
+        return self._found
+
+    def _may_be_longer(self, plan: Plan, ratio: float, at: Setting) -> bool:
+        """Whether a plan may be chosen although its cycles are longer than the rules allow: the one in use, if only by
+        a little, so that noise does not make it come and go; and one that was tried, but too rarely to be judged."""
+        is_close = ratio <= (1 + self.rules.hysteresis) * self.rules.cycle_limit
+        return (is_close and plan == self.plan) or self.costs.is_being_tried(at, plan)
 
     def observe(
         self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], seconds: float | None, context: int
@@ -159,8 +193,7 @@ class Governor:
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
         for watch, last, tokens in zip(watches, lasts, emitted, strict=True):
             if last is not None:
-                watch.belief.fade(tokens)
-                watch.learn(self.ladder.acceptance.chances(plan, last))
+                watch.learn(self.ladder.acceptance.chances(plan, last), tokens)
         loss = spent - sum(emitted) / at.batch
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
@@ -171,11 +204,14 @@ class Governor:
         usual, plain = self.ratio(plan, at), self.costs.plain(at.batch, context)
         return usual if plain is None or seconds is None else min(seconds / plain, _MISHAP * usual)
 
+    def is_probe(self, plan: Plan) -> bool:
+        """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
+        return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
+
     def _patience_after(self, plan: Plan, paid: bool) -> int:
         """A probe that paid is followed up at once; one that did not makes more patient."""
         first = min(_FIRST_PROBE, self.rules.probe_interval)
-        probe = not len(self.plan) and self._quiet >= self._patience
-        if not probe:
+        if not self.is_probe(plan):
             return first
         return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
 

@@ -6,7 +6,9 @@ governor's business.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 
 from selfspec.acceptance import EXPONENTS, STRANGE, Acceptance
 from selfspec.costs import Guess
@@ -27,22 +29,25 @@ class Ladder:
         exit_layer: int,
         max_tree_batch: int,  # above this, chains only
         widest: int = MAX_NODES,  # ranks that the exit can offer
+        longest_cycle: float = inf,  # plain steps that a cycle may cost, as guessed
     ) -> None:
         self.acceptance, self.guesses, self.exit_layer = acceptance, guesses, exit_layer
-        self.max_tree_batch, self.widest = max_tree_batch, min(widest, _WIDEST)
+        self.max_tree_batch, self.widest, self.longest_cycle = max_tree_batch, min(widest, _WIDEST), longest_cycle
+        self._sizes = sorted(guesses)
         self._plans: dict[tuple[int, bool], list[Plan]] = {}
 
     def guess(self, batch: int) -> Guess:
         return self.guesses[self._size(batch)]
 
     def plans(self, batch: int) -> list[Plan]:
-        """Smallest first. Small ones are always there: they pay where little else does."""
+        """Smallest first. Small ones are there wherever no cycle would be too long: they pay where little else does."""
         key = self._size(batch), batch > self.max_tree_batch
         if key not in self._plans:
             chains, guess = key[1], self.guesses[key[0]]
             plans = [self._best(kind, guess, chains) for kind in range(STRANGE - 1, len(EXPONENTS))]
             plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
-            self._plans[key] = sorted({plan for plan in plans if len(plan)}, key=lambda plan: (len(plan), str(plan)))
+            allowed = {plan for plan in plans if len(plan) and guess(plan.depth, len(plan)) <= self.longest_cycle}
+            self._plans[key] = sorted(allowed, key=lambda plan: (len(plan), str(plan)))
         return self._plans[key]
 
     @property
@@ -51,18 +56,20 @@ class Ladder:
         return [plan for size in (1, *self.guesses) for plan in self.plans(size)]
 
     def _size(self, batch: int) -> int:
-        return next((size for size in sorted(self.guesses) if batch <= size), max(self.guesses))
+        return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
     def _best(self, kind: int, guess: Guess, chains: bool) -> Plan:
-        """The plan with most expected tokens for its cost: nodes are taken in the order of their chances."""
+        """The plan with most expected tokens for its cost, of those whose cycle is not too long: nodes are taken in
+        the order of their chances."""
         best: Sequence[Node] = ()
         speed = 1.0
         for depth in range(1, _DEEPEST + 1):
             nodes, expected = self._likeliest(kind, depth, 1 if chains else self.widest), 1.0
             for count, (chance, _) in enumerate(nodes, start=1):
                 expected += chance
-                if expected / guess(depth, count) > speed:
-                    best, speed = nodes[:count], expected / guess(depth, count)
+                cost = guess(depth, count)
+                if cost <= self.longest_cycle and expected / cost > speed:
+                    best, speed = nodes[:count], expected / cost
         return Plan.from_paths([path for _, path in best]) if best else NONE
 
     def _likeliest(self, kind: int, depth: int, width: int) -> list[Node]:

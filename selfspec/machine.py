@@ -8,19 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
-from selfspec.device_prefill import SMALLEST, Marking, Prefill, padded
+from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing
+from selfspec.device_prefill import SMALLEST, Prefill, padded
+from selfspec.device_prompts import LONGEST, MOST_STRETCHES, STRETCH, Marking, Prompts, pass_size, passes, stretches
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
+from selfspec.fused_exit import known_buffer
 from selfspec.model import Decoder
 from selfspec.room import device_room
-from selfspec.routing import MARKED
+from selfspec.routing import MARKED, marks_of
 from selfspec.sampling import Sampling
 from selfspec.tree import MAX_NODES, Plan
 
@@ -61,6 +62,11 @@ class Mail:
             self._event.record()
         self._clock[1] = time.perf_counter()
 
+    def await_on_device(self) -> None:
+        """What is launched from now on begins after the cycle."""
+        if self._event is not None:
+            self._event.wait()
+
     def read(self) -> list[list[int]]:
         """Waits for it."""
         if self._event is not None:
@@ -90,10 +96,13 @@ class Machine:
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
         self._on_gpu = model.device.type == "cuda"
+        # Prompts up to this length go through the kernels that decode, together; interpreted ones would take ages.
+        self.short_prompt = LONGEST if self._on_gpu else 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._took_memory = False
         self.mails: list[Mail] = []  # that are free
+        self.adrift: list[Mail] = []  # of cycles that were launched and that nobody waits for
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
 
     def take_memory(self) -> None:
@@ -126,8 +135,25 @@ class Machine:
             key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest, peek)
             self.replay(key)
 
+    @torch.inference_mode()
+    def prepare_prompts(self, exit: Exit | None, batch: int, mark_layer: int | None) -> None:
+        """The same for passes of up to `batch` short prompts of one or two stretches each, which are judged where there
+        is an exit, and told apart by their states after a layer or not."""
+        most = min(2 * batch, MOST_STRETCHES) if self.short_prompt else 0
+        with self.current():
+            self.take_memory()
+            for lengths in ([STRETCH] * (1 << power) for power in range(most.bit_length())):
+                self.prompts(exit, lengths, judge=exit is not None)
+                if mark_layer is not None:
+                    self._marking(lengths, mark_layer)
+
     def current(self) -> AbstractContextManager[Any]:
-        """Launches go to the current device: within this it is the model's."""
+        """Launches go to the current device: within this it is the model's. What nobody waited for comes first, on
+        whatever stream it was."""
+        for mail in self.adrift:
+            mail.await_on_device()
+        self.mails += self.adrift
+        self.adrift.clear()
         return torch.cuda.device(self.model.device) if self._on_gpu else nullcontext()
 
     def seats(self, rows: int) -> Seats:
@@ -149,7 +175,7 @@ class Machine:
         known = None
         if exit.block is not None:
             if seats.count not in self._known:
-                self._known[seats.count] = known_buffer(self.model, seats, MAX_NODES + 1)
+                self._known[seats.count] = known_buffer(self.model, (MAX_NODES + 2) * seats.count)
             known = self._known[seats.count]
         return Drafter(exit, self._head(seats, exit), known)
 
@@ -168,13 +194,12 @@ class Machine:
         """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
         self._forget_if_moved()
         drafter = self.drafter(seats, exit)
-        block = None if exit is None or exit.block is None else id(exit.block)
         capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
         reach = max(SHORTEST_REACH, 1 << (longest + SPARE - 1).bit_length())  # few sizes: each is captured
-        key = (seats.count, reach, plan, None if exit is None else exit.layer, block, capacity, drawing, peek)
+        key = (seats.count, reach, plan, *_identity(exit), capacity, drawing, peek)
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
-            self._cycles[key] = Cycle(fused, plan, drafter, drawing, peek)
+            self._cycles[key] = Cycle(fused, seats, plan, drafter, drawing, peek)
         return key, self._cycles[key]
 
     def replay(self, key: tuple) -> Launch:
@@ -191,26 +216,45 @@ class Machine:
         """For a chunk of `count` tokens that ends at position `end`, and is judged or not."""
         rows = padded(count, SMALLEST)
         slots = padded(end - count + rows, PAGE_SIZE)
-        key = ("prefill", rows, slots, exit and (exit.layer, id(exit.block)), judge)
+        key = ("prefill", rows, slots, *_identity(exit), judge)
         return self._chunk(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle, judge))
+
+    def prompts(self, exit: Exit | None, lengths: Sequence[int], judge: bool = False) -> tuple[Prompts, Launch]:
+        """For short prompts of so many tokens, in one pass."""
+        size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
+        key = ("prompts", *size, *_identity(exit), judge)
+        return self._chunk(key, lambda idle: Prompts(exit, judge, *parts, *size, idle))
 
     @torch.inference_mode()
     def marks(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
         """The prompts' marks [P, hidden] after `layer` layers, on the CPU (see `routing.mark`)."""
+        texts = [prompt[-MARKED:] for prompt in prompts]
+        if self.short_prompt < MARKED:
+            return marks_of(self.model, self.cache, prompts, layer)
         with self.current():
-            return torch.stack([self._mark(prompt[-MARKED:], layer) for prompt in prompts]).cpu()
+            groups = [texts[group.start : group.stop] for group in passes(list(map(len, texts)))]
+            sums = torch.cat([self._sums(group, layer) for group in groups]).cpu()
+        counts = [stretches(len(text)) for text in texts]
+        of_texts = torch.stack([of_text.sum(0) for of_text in sums.split(counts)])
+        return of_texts / torch.tensor(list(map(len, texts)))[:, None]
 
-    def _mark(self, tokens: Sequence[int], layer: int) -> torch.Tensor:
-        sequence, rows = self.cache.open(), padded(len(tokens), SMALLEST)
+    def _sums(self, texts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
+        """Of the states of each stretch of some texts, [stretches, hidden]."""
+        sequences = [self.cache.open() for _ in texts]
         try:
-            self.cache.reserve(sequence, len(tokens))
-            build = partial(Marking, self.model, self.cache, layer, rows)
-            marking, replay = self._chunk(("mark", rows, layer), build)
-            marking.load(tokens, 0, sequence.pages)
+            for sequence, text in zip(sequences, texts, strict=True):
+                self.cache.reserve(sequence, len(text))
+            marking, replay = self._marking(list(map(len, texts)), layer)
+            marking.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
             replay()
-            return marking.mark.clone()
+            return marking.sums[: sum(stretches(len(text)) for text in texts)].clone()
         finally:
-            self.cache.close(sequence)
+            for sequence in sequences:
+                self.cache.close(sequence)
+
+    def _marking(self, lengths: Sequence[int], layer: int) -> tuple[Marking, Launch]:
+        size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
+        return self._chunk(("marks", *size, layer), lambda idle: Marking(layer, *parts, *size, idle))
 
     def _chunk(self, key: tuple, build: Callable[[int], Any]) -> tuple[Any, Launch]:
         """What is kept under `key`, built around the idle page and captured on first use."""
@@ -218,7 +262,6 @@ class Machine:
         if key not in self._chunks:
             chunk = build(self.idle_page())
             if self._on_gpu:
-                chunk.load([0], 0, [])
                 chunk.launch()  # compiles what is new
             self._chunks[key] = chunk, self._captured(chunk.launch)
         return self._chunks[key]
@@ -259,3 +302,8 @@ class Machine:
             self.scratch.forget_outgrown()
             for known in (self._cycles, self._replays, self._chunks):
                 known.clear()
+
+
+def _identity(exit: Exit | None) -> tuple[int | None, int | None]:
+    """What tells exits apart, whatever part of the head they draft from."""
+    return (None, None) if exit is None else (exit.layer, None if exit.block is None else id(exit.block))

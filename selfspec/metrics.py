@@ -199,6 +199,12 @@ class Metrics:
         with self._lock:
             self._changes[reason] += 1
 
+    @property
+    def seconds(self) -> float:
+        """In cycles, as a summary tells it, without the work of making one."""
+        with self._lock:
+            return sum(of.seconds for of in self._spent.values())
+
     def summary(self) -> Summary:
         with self._lock:
             recent = list(self._recent)

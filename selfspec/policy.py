@@ -6,7 +6,8 @@ decided here can change only their speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 from selfspec.sampling import Sampling
@@ -29,6 +30,7 @@ class Rules:
     max_temperature: float = 1.5
     max_top_k: int = 200
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
+    longest_cycle: float | None = None  # plain steps that the governor's cycles may take; None: by the device, see `on`
     max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
     hysteresis: float = 0.05  # how much better another plan must be expected to be, to change to it
     probe_interval: int = 32  # tokens: while nothing pays, it is tried again after no more than these
@@ -39,8 +41,21 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name == "longest_cycle" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"rule {name}={value!r} must be a number of at least 0")
+
+    def on(self, device: str) -> Rules:
+        """The same on this type of device: what is left to it is settled. Long cycles make tokens come in bursts. On a
+        GPU they hardly gain anything; on a CPU, where every row costs, there would be nothing without them."""
+        return (
+            self if self.longest_cycle is not None else replace(self, longest_cycle=1.65 if device == "cuda" else inf)
+        )
+
+    @property
+    def cycle_limit(self) -> float:
+        return inf if self.longest_cycle is None else self.longest_cycle
 
 
 class Policy:

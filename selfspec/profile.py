@@ -22,7 +22,7 @@ from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
 from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.routing import Router, distances
+from selfspec.routing import Outskirts, Router
 from selfspec.tree import Plan
 from selfspec.weights import fingerprint, same_fingerprint
 
@@ -285,11 +285,8 @@ class Profile(Entry):
     def far(self, marks: torch.Tensor, deviations: float) -> list[bool]:
         """For each mark, whether it lies farther from every domain's centroid than so many deviations of the domain's
         own prompts."""
-        known = [(choice.distance, index) for index, choice in enumerate(self.domains.values()) if choice.distance]
-        if not known or not self.routes:
-            return [False] * len(marks)
-        off = distances(marks, self._router.centroids[[index for _, index in known]])
-        return (off > torch.tensor([of.mean + deviations * of.deviation for of, _ in known])).all(1).tolist()
+        known = self.routes and self._outskirts
+        return known.beyond(marks, deviations) if known else [False] * len(marks)
 
     @property
     def routes(self) -> bool:
@@ -301,6 +298,15 @@ class Profile(Entry):
         choices = self.domains.values()
         centroids, directions = (torch.tensor([getattr(c, n) for c in choices]) for n in ("centroid", "direction"))
         return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
+
+    @cached_property
+    def _outskirts(self) -> Outskirts | None:
+        """Of the domains whose prompts' distances are known."""
+        known = [(choice.centroid, choice.distance) for choice in self.domains.values() if choice.distance]
+        if not known:
+            return None
+        centroids, spreads = zip(*known, strict=True)
+        return Outskirts(torch.tensor(centroids), [of.mean for of in spreads], [of.deviation for of in spreads])
 
     def exit(self, model: Decoder, layer: int) -> Exit:
         """The profile's exit after `layer` layers, on the model's device, over the whole head; a raw one where none

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,6 +19,7 @@ from selfspec.model import Decoder
 
 MARKED = 256  # tokens of a prompt's end that are looked at
 _SHRINKAGE = 0.5
+_TINY = 1e-12  # a vector of no length is left as it is
 
 
 @torch.inference_mode()
@@ -39,10 +41,31 @@ def marks_of(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], lay
     return torch.stack([mark(model, cache, prompt, layer) for prompt in prompts])
 
 
-def distances(marks: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+# What follows is done for every request with a few small matrices, by numpy: PyTorch would wake all its threads.
+
+
+def distances(marks: torch.Tensor, centroids: torch.Tensor) -> np.ndarray:
     """How far each of the marks [P, hidden] lies from each of the centroids [D, hidden], [P, D]: from 0, the same
     direction, to 2, the opposite one."""
-    return 1 - F.normalize(marks, dim=-1) @ F.normalize(centroids, dim=-1).T
+    return 1 - _normalised(marks) @ _normalised(centroids).T
+
+
+def _normalised(vectors: torch.Tensor) -> np.ndarray:
+    found = vectors.numpy()
+    return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), _TINY)
+
+
+class Outskirts:
+    """How far from each of D domains' centroids the domain's own prompts lie."""
+
+    def __init__(self, centroids: torch.Tensor, means: Sequence[float], deviations: Sequence[float]) -> None:
+        self._centroids = _normalised(centroids)  # [D, hidden]
+        self._means, self._deviations = np.array(means), np.array(deviations)  # [D] of the distances
+
+    def beyond(self, marks: torch.Tensor, deviations: float) -> list[bool]:
+        """For each of the marks [P, hidden], whether it lies farther from every centroid than so many deviations."""
+        off = 1 - _normalised(marks) @ self._centroids.T
+        return (off > self._means + deviations * self._deviations).all(1).tolist()
 
 
 @dataclass(frozen=True)
@@ -64,10 +87,10 @@ class Router:
         directions = torch.linalg.solve(scatter, centroids.T).T
         return cls(centroids.float(), directions.float(), -0.5 * (directions * centroids).sum(1).float())
 
-    def scores(self, marks: torch.Tensor) -> torch.Tensor:
+    def scores(self, marks: torch.Tensor) -> np.ndarray:
         """[P, D] for marks [P, hidden]; differences between domains are log odds."""
-        return marks @ self.directions.T + self.offsets
+        return marks.numpy() @ self.directions.numpy().T + self.offsets.numpy()
 
     def route(self, marks: torch.Tensor) -> int:
-        """The domain that a batch of prompts most likely shares."""
-        return int(self.scores(marks).log_softmax(-1).sum(0).argmax())
+        """The domain that a batch of prompts most likely shares: log odds of independent prompts add up."""
+        return int(self.scores(marks).sum(0).argmax())

@@ -8,9 +8,11 @@ import torch
 
 from bench.synthetic import config_of
 from selfspec.cache import Cache
-from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing, known_buffer
+from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing
+from selfspec.device_prompts import Prompts
 from selfspec.exits import Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Scratch, Seats
+from selfspec.fused_exit import known_buffer
 from selfspec.model import Decoder, model_parts
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
@@ -44,12 +46,20 @@ def _cycle(shape: str, batch: int, plan: str, sampling: Sampling, trained: bool 
     if plan != "none":
         head = DraftHead.empty(16384, META) if trained else None
         exit = _exit(model) if trained else Exit(model, 2)
-        drafter = Drafter(exit, head, known_buffer(model, seats, 64) if trained else None)
-    return Cycle(fused, Plan.parse(plan), drafter, Drawing.of(sampling))
+        drafter = Drafter(exit, head, known_buffer(model, 65 * seats.count) if trained else None)
+    return Cycle(fused, seats, Plan.parse(plan), drafter, Drawing.of(sampling))
+
+
+def _prompts(shape: str) -> Prompts:
+    model, scratch = _model(shape), Scratch(META)
+    cache = Cache(model.config, META, model.dtype)
+    cache.provide(64)
+    return Prompts(_exit(model), True, model, cache, scratch, 2, 64, 0)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     sampled = Sampling(do_sample=True, temperature=0.7, top_k=50)
     yield "plain, one row", _cycle("smollm2-135m", 1, "none", Sampling()).launch
     yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, trained=True).launch
+    yield "prompts that are judged", _prompts("smollm2-135m").launch
     yield "8b, a chain without a block", _cycle("llama-8b", 1, "chain:2", Sampling(do_sample=True)).launch

@@ -70,6 +70,16 @@ def test_a_belief_follows_what_happens() -> None:
     assert belief.strangeness < 0.05
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_what_is_learned_after_some_tokens_is_learned_from_a_faded_belief(tokens: int) -> None:
+    at_once, in_steps = Belief(UNFAMILIAR), Belief(UNFAMILIAR)
+    for rank in (0, 8, 8):
+        at_once.learn(acceptance().score(rank, offered=8), tokens)
+        in_steps.fade(tokens)
+        in_steps.learn(acceptance().score(rank, offered=8))
+    assert at_once.weights == pytest.approx(in_steps.weights)
+
+
 def test_a_belief_fades_with_the_text_it_came_from() -> None:
     belief = Belief()
     for _ in range(10):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from tests.scripted import endless
 from tests.tiny import tiny_model
 
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]], "1": [[0.4, 0.2, 0.1]]}
-CHEAP = Rules(probe_allowance=1000.0, hysteresis=0.0)
+CHEAP = Rules(probe_allowance=1000.0, hysteresis=0.0, longest_cycle=inf)
 
 
 @cache
@@ -201,6 +203,18 @@ def test_fixed_modes_draft_what_they_say_and_plain_nothing() -> None:
     for mode in fixed:
         assert [change.plan for change in bench.call(mode, prompts, batch).changes[0]] == [mode.name]
     assert len({change.plan for change in bench.call(governed, prompts, batch).changes[0]}) > 1
+
+
+def test_fixed_plans_may_be_too_long_for_the_governor() -> None:
+    prompts, limited = PromptSet("chat", [[5, 6, 7]], new_tokens=12), replace(CHEAP, longest_cycle=2.5)
+    plans = []
+    for rules in (CHEAP, limited):
+        model = Engine(engine().model, chat_tokenizer(), engine().generation_config, engine().profile, rules)
+        bench = governor.Bench(model, governor.profile_of(model))
+        plans.append({mode.name for mode in bench.modes(prompts, 1, "code")})
+    assert plans[0] <= plans[1]
+    own = {str(plan) for plan in bench._plans(bench.profile.choice("code"), "code", 0.0, 1)}
+    assert own == plans[1] - {"plain", "governor"}
 
 
 def test_texts_end_at_the_end_token_unless_that_is_ignored() -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from selfspec import Engine, Profile, runtime
 from selfspec.cache import PAGE_SIZE, Cache, Rows
-from selfspec.exits import RECALLED, Exit, ExitBlock, recalled
+from selfspec.exits import RECALLED, Exit, ExitBlock, HeadRows, recalled
 from selfspec.kernels.noise import gumbel, uniform_vocabulary
 from selfspec.model import Decoder
 from selfspec.row import Row
@@ -624,6 +624,25 @@ def test_a_prompts_own_tokens_are_offered_too() -> None:
     assert offering.head_rows is not None
     assert offering.head_rows.tolist() == [4, 5, 9, 11, 100]
     assert offering.block is exit.block and offering.norm is exit.norm
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[5], [11, 5]]], ids=str)
+def test_a_prompt_without_other_tokens_takes_the_rows_as_they_are(prompts: list[list[int]]) -> None:
+    rows = HeadRows(torch.tensor([5, 9, 11]))
+    assert trained_once("llama").exit.offering(rows, prompts).head_rows is rows.ids
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_joined_by_prompts_are_ascending_and_leave_the_domain_its_own(seed: int, dtype: torch.dtype) -> None:
+    ids = head_rows(seed).to(dtype)
+    rows, prompts = HeadRows(ids), [random_tokens(12, seed), random_tokens(7, seed + 1)]
+    joined = rows.joined_by(prompts)
+    assert joined.dtype == dtype
+    assert joined.tolist() == sorted({*ids.tolist(), *prompts[0], *prompts[1]})
+    assert torch.equal(rows.ids, head_rows(seed).to(dtype))
+    assert rows.joined_by([]) is ids, "what one request brings is no other's"
 
 
 def test_without_rows_of_its_own_a_domain_offers_everything() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -74,7 +75,14 @@ def test_no_decision_changes_a_token(
     engine = engine_of(family, folder / family, prompt_agreement=Spread(mean=0.5, deviation=0.1))
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": seed} if sample else {}
     plain = generate(engine, PROMPTS[:rows], speculative_decoding=False, **sampling)
-    rules = Rules(shadow_tokens=shadows, hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    rules = Rules(
+        shadow_tokens=shadows,
+        hysteresis=0.0,
+        probe_interval=3,
+        probe_allowance=50,
+        loss_allowance=50,
+        longest_cycle=inf,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "time", RandomClock(seed))
         out = generate(engine, PROMPTS[:rows], rules=rules, **sampling)
@@ -85,7 +93,7 @@ def test_no_decision_changes_a_token(
 def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one relies on."""
     monkeypatch.setattr(runtime, "time", RandomClock(4))
-    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
     (stats,) = generate(engine_of("llama", folder / "restless"), PROMPTS[:1], 120, rules=rules).stats
     plans = [change.plan for change in stats.changes]
     assert len(plans) > 6
@@ -162,11 +170,38 @@ def test_what_is_expected_follows_the_temperature(folder: Path, temperature: flo
 
 
 def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
-    rules = Rules(probe_interval=7, max_tree_batch=1)
+    rules = Rules(probe_interval=7, max_tree_batch=1, longest_cycle=5.0)
     governor = session_of(engine_of("llama", folder / "ruled"), rules=rules).governor
     assert governor is not None
     assert governor.rules == rules
     assert all(plan.is_chain for plan in governor.ladder.plans(2))
+
+
+def test_how_long_cycles_may_be_is_a_rule_of_the_request(folder: Path) -> None:
+    engine = engine_of("llama", folder / "limited")
+    longest = {}
+    for limit in (0.5, 3.0, inf, 3.0):
+        governor = session_of(engine, rules=Rules(longest_cycle=limit)).governor
+        assert governor is not None
+        costs = [governor.ladder.guess(1)(plan.depth, len(plan)) for plan in governor.ladder.plans(1)]
+        longest[limit] = max(costs, default=0.0)
+    assert longest[0.5] == 0 < longest[3.0] <= 3.0 < longest[inf]
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 1.65, 2.5, 3.0])
+def test_how_long_cycles_may_be_changes_no_token(folder: Path, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("llama", folder / "timely")
+    plain = generate(engine, PROMPTS[:2], speculative_decoding=False)
+    monkeypatch.setattr(runtime, "time", RandomClock(int(10 * limit)))
+    out = generate(engine, PROMPTS[:2], rules=Rules(longest_cycle=limit, probe_interval=3, probe_allowance=50))
+    assert torch.equal(out.sequences, plain.sequences)
+    assert any(stats.drafted for stats in out.stats) == (limit > 2), "no plan of this model is any shorter"
+
+
+@pytest.mark.parametrize("asked", [{"speculative_decoding": "force"}, {"plan": "chain:3"}], ids=["forced", "asked_for"])
+def test_whoever_asks_for_a_plan_gets_it_however_long(folder: Path, asked: dict[str, Any]) -> None:
+    (stats,) = generate(engine_of("llama", folder / "asked"), PROMPTS[:1], rules=Rules(longest_cycle=0), **asked).stats
+    assert stats.drafted
 
 
 def test_costs_outlive_a_request(folder: Path) -> None:
@@ -231,7 +266,7 @@ def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "time", RandomClock(5))
     engine = engine_of("llama", folder / "told")
-    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
     session = session_of_tokens(engine, 60, rules)
     for row in session.rows:
         origins = Counter(row.origins)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from math import inf
 from random import Random
 from statistics import mean
 
@@ -147,7 +148,7 @@ def test_it_first_measures_a_plain_step_and_only_once() -> None:
 
 
 def test_text_that_is_always_guessed_is_drafted_deep() -> None:
-    world = World(new_governor(), [drawn(1.0)]).run(100)
+    world = World(new_governor(Rules()), [drawn(1.0)]).run(100)
     assert world.plans[-1].depth >= 4
     assert world.speed > 2
 
@@ -224,17 +225,132 @@ def test_time_that_others_had_a_part_in_is_not_believed() -> None:
     assert world.governor.ratio(plan, at) == before
 
 
+# How long a cycle may be
+
+
+def governor_of(limit: float, ratios: dict[Plan, float], times: int = 4) -> Governor:
+    """One whose plans cost what is told, as measured so many times."""
+    governor = new_governor(Rules(longest_cycle=limit))
+    for plan, seconds in [(NONE, 1.0)] * 3 + [pair for pair in ratios.items() for _ in range(times)]:
+        governor.costs.observe(governor._setting([Watch()], 100), plan, seconds)
+    return governor
+
+
+def sure(text_is_guessed: bool = True) -> Watch:
+    watch = Watch()
+    watch.belief.weights = [0.0] * 5 + [1.0] if text_is_guessed else [1.0] + [0.0] * 5
+    return watch
+
+
+def deepest(plans: list[Plan]) -> Plan:
+    return max(plans, key=lambda plan: (plan.depth, len(plan)))
+
+
+@pytest.mark.parametrize(("limit", "allowed"), [(1.5, True), (1.4999, False), (inf, True)])
+def test_a_cycle_may_be_as_long_as_the_limit_and_no_longer(limit: float, allowed: bool) -> None:
+    best = deepest(ladder(True).plans(1))
+    others = dict.fromkeys(ladder(True).plans(1), 1.25)
+    governor = governor_of(limit, others | {best: 1.5})
+    plan, reason = governor.choose([sure()], 100)
+    assert (plan == best) == allowed
+    assert reason is None, "others are short enough"
+
+
+def test_where_every_cycle_is_too_long_nothing_is_drafted_or_tried() -> None:
+    governor = governor_of(1.2, dict.fromkeys(ladder(True).plans(1), 1.21))
+    for _ in range(100):
+        assert governor.choose([sure()], 100) == (NONE, "goodput")
+        governor.observe([sure()], NONE, [0], 1.0, 100)
+    strange = sure(text_is_guessed=False)
+    strange.ood = True
+    assert governor.choose([strange], 100) == (NONE, "ood")
+
+
+def test_a_ladder_has_only_plans_whose_cycles_are_guessed_short_enough() -> None:
+    guess = guessed_cost(3, 30, on_gpu=True)
+    free, exact, less, none = (
+        Ladder(Acceptance(SHARES), {1: guess, 16: guess}, 3, 4, longest_cycle=limit)
+        for limit in (inf, guess(2, 2), guess(2, 2) - 1e-9, guess(1, 1) - 1e-9)
+    )
+    chain = Plan.parse("chain:2")
+    assert max(guess(plan.depth, len(plan)) for plan in free.plans(1)) > 1.65
+    assert chain in exact.plans(1) and chain not in less.plans(1)
+    for limited in (exact, less):
+        assert all(guess(plan.depth, len(plan)) <= limited.longest_cycle for plan in limited.all_plans)
+        assert limited.plans(1)
+    assert set(exact.plans(1)) - set(free.plans(1)), "the best within the limit, not only what is left of the others"
+    assert none.all_plans == []
+    governor = Governor(none, governor_of(inf, {}).costs, Rules())
+    assert governor.choose([sure()], 100) == (NONE, "goodput")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_around_the_limit_does_not_make_plans_come_and_go(seed: int) -> None:
+    noise = Random(seed)
+    best = deepest(ladder(True).plans(1))
+
+    def clock(plan: Plan) -> float:
+        return (1.6 if plan == best else min(1.5, on_gpu(plan))) * noise.uniform(0.97, 1.03) if len(plan) else 1.0
+
+    world = World(new_governor(Rules(longest_cycle=1.6)), [drawn(1.0)], clock).run(3000)
+    assert world.changes < len(world.plans) / 40
+
+
+def test_a_plan_in_use_is_left_when_it_is_clearly_too_long() -> None:
+    slow: dict[Plan, float] = {}
+    limit = 1.5
+    world = World(new_governor(Rules(longest_cycle=limit)), [drawn(1.0)], lambda plan: slow.get(plan, on_gpu(plan)))
+    favourite = world.run(100).plans[-1]
+    assert len(favourite) and on_gpu(favourite) <= limit
+    slow[favourite] = 1.04 * limit
+    assert set(world.run(200).plans[-15:]) == {favourite}, "within the tolerance"
+    slow[favourite] = 1.2 * limit
+    world.run(500)
+    assert favourite not in world.plans[-15:]
+
+
+def test_a_plan_whose_first_cycle_was_slow_is_not_judged_by_that() -> None:
+    """What is done only once, as compiling, comes with the first."""
+    seen: set[Plan] = set()
+
+    def clock(plan: Plan) -> float:
+        first = plan not in seen
+        seen.add(plan)
+        return on_gpu(plan) * (2 if first and len(plan) else 1)
+
+    world = World(new_governor(Rules(longest_cycle=1.65)), [drawn(1.0)], clock).run(200)
+    assert world.plans[-1] == World(new_governor(Rules(longest_cycle=1.65)), [drawn(1.0)]).run(200).plans[-1]
+    assert len(world.plans[-1])
+
+
+def test_a_plan_that_was_too_long_for_a_while_is_tried_again_much_later() -> None:
+    slow: dict[Plan, float] = {}
+    world = World(new_governor(Rules(longest_cycle=1.65)), [drawn(1.0)], lambda plan: slow.get(plan, on_gpu(plan)))
+    favourite = world.run(100).plans[-1]
+    slow[favourite] = 2.0
+    world.run(300)
+    left = len(world.plans)
+    slow.clear()
+    while favourite not in world.plans[left:]:
+        world.cycle()
+        assert len(world.plans) < left + 2000
+    assert len(world.plans) > left + 500
+    for _ in range(20):
+        world.cycle()
+    assert world.plans[-1] == favourite
+
+
 # Batches
 
 
 @pytest.mark.parametrize(("batch", "chains"), [(1, False), (4, False), (5, True), (16, True)])
 def test_trees_for_up_to_four_chains_above(batch: int, chains: bool) -> None:
-    plans = new_governor().ladder.plans(batch)
+    plans = new_governor(Rules(longest_cycle=1.65)).ladder.plans(batch)
     assert all(plan.is_chain for plan in plans) == chains
 
 
 def test_rows_that_leave_or_join_change_the_mode_at_once() -> None:
-    world = World(new_governor(), [drawn(0.9, seed) for seed in range(5)]).run(40)
+    world = World(new_governor(Rules(longest_cycle=1.65)), [drawn(0.9, seed) for seed in range(5)]).run(40)
     assert len(world.plans[-1])
     assert world.plans[-1].is_chain
     one, world.watches = world.watches[4], world.watches[:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
+from selfspec.cache import flat_slot
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.profile import Spread
+from selfspec.routing import marks_of
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
@@ -77,6 +80,71 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:
         assert torch.equal(alone[0, -48:], together[row, -48:])
 
 
+@pytest.mark.parametrize("judge", [False, True])
+def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(small: Decoder, judge: bool) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    machine, exit = engine._machine, random_exit(small, 2)
+    assert machine is not None
+    machine.take_memory()
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 5, 64, 65, 100, 200, 256)]
+    shared = _left_by(engine, exit, texts, judge)
+    for text, together in zip(texts, shared, strict=True):
+        (alone,) = _left_by(engine, exit, [text], judge)
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)), len(text)
+        for ours, theirs in zip(alone, _left_by_pytorch(engine, exit, text, judge), strict=True):
+            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < 0.03, (len(text), error)
+
+
+def _left_by(engine: Engine, exit: Exit, texts: list[list[int]], judge: bool) -> list[list[torch.Tensor]]:
+    """What each of some prompts leaves in the cache, and what is known at its end, passed together by the kernels."""
+    machine, cache = engine._machine, engine.cache
+    assert machine is not None
+    sequences = [cache.open() for _ in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        cache.reserve(sequence, len(text))
+    with torch.inference_mode():
+        prompts, replay = machine.prompts(exit, list(map(len, texts)), judge)
+        prompts.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
+        replay()
+        found = [
+            _in_cache(engine, s, len(t), prompts.known[i])
+            for i, (s, t) in enumerate(zip(sequences, texts, strict=True))
+        ]
+    for sequence in sequences:
+        cache.close(sequence)
+    return found
+
+
+def _left_by_pytorch(engine: Engine, exit: Exit, text: list[int], judge: bool) -> list[torch.Tensor]:
+    machine, sequence = engine._machine, engine.cache.open()
+    assert machine is not None
+    engine.cache.reserve(sequence, len(text))
+    with torch.inference_mode():
+        prefill, replay = machine.prefill(exit, len(text), len(text), judge)
+        prefill.load(text, 0, sequence.pages)
+        prefill.remember(None)
+        replay()
+        found = _in_cache(engine, sequence, len(text), prefill.known[0, 0])
+    engine.cache.close(sequence)
+    return found
+
+
+def _in_cache(engine: Engine, sequence: Any, count: int, known: torch.Tensor) -> list[torch.Tensor]:
+    slots = [flat_slot(sequence, slot) for slot in range(count)]
+    return [*(t.flatten(1, 2)[:, slots].clone() for t in (engine.cache.keys, engine.cache.values)), known.clone()]
+
+
+def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 31, 64, 130, 256, 300, 20, 90)]
+    assert engine._machine is not None
+    found, expected = engine._machine.marks(texts, 3), marks_of(small, engine.cache, texts, 3)
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.999
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
     model = endless(tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
@@ -116,7 +184,7 @@ def test_routed_and_governed_requests_keep_their_tokens(tmp_path: Path, settings
     ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
     options: dict[str, Any] = {"max_new_tokens": 120, "pad_token_id": 0, "return_dict_in_generate": True, **settings}
     plain = engine.generate(ids, speculative_decoding=False, **options)
-    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50)
+    rules = Rules(hysteresis=0.0, longest_cycle=math.inf, probe_interval=3, probe_allowance=50, loss_allowance=50)
     drafted = engine.generate(ids, rules=rules, **options)
     assert torch.equal(drafted.sequences, plain.sequences)
     assert any(stats.drafted for stats in drafted.stats)

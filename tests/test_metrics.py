@@ -50,9 +50,10 @@ class TestTotals:
         assert str(summary) and summary.prometheus()
 
     def test_requests_tokens_cycles_and_time_add_up(self):
-        summary = busy().summary()
+        metrics = busy()
+        summary = metrics.summary()
         assert (summary.requests, summary.tokens, summary.cycles) == (2, 10 + 5 * 3, 15)
-        assert summary.seconds == pytest.approx(0.04)
+        assert summary.seconds == metrics.seconds == pytest.approx(0.04)
 
     def test_tokens_per_cycle_are_those_of_one_sequence(self):
         summary = told((CHAIN, 0.1, [1, 2, 3, 2], None), (CHAIN, 0.1, [4], None))

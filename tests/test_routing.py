@@ -7,14 +7,17 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from selfspec import Engine
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit
 from selfspec.model import Decoder
-from selfspec.routing import Router, mark
+from selfspec.profile import Spread
+from selfspec.routing import Router, distances, mark
 from selfspec.weights import adopt
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, open_session, random_prompt
@@ -152,7 +155,7 @@ def test_coordinates_that_scatter_less_count_more() -> None:
 def test_differences_of_scores_are_log_odds() -> None:
     clouds = [cloud((-1.0, 0.0), (1.0, 0.5), 0), cloud((1.0, 0.5), (1.0, 0.5), 1)]
     marks = torch.tensor([[0.0, 0.0], [1.5, -0.5], [-2.0, 0.7]])
-    gaps = Router.fit(clouds).scores(marks).diff(dim=1)[:, 0]
+    gaps = torch.from_numpy(np.diff(Router.fit(clouds).scores(marks)))[:, 0]
     scale = torch.tensor([1.0, 0.5])
     distances = [(((marks - torch.tensor(c)) / scale) ** 2).sum(1) for c in ((-1.0, 0.0), (1.0, 0.5))]
     torch.testing.assert_close(gaps, 0.5 * (distances[0] - distances[1]), atol=0.2, rtol=0.1)
@@ -171,7 +174,43 @@ def test_more_coordinates_than_prompts_are_no_trouble() -> None:
     marks = [torch.randn(5, 64, generator=generator) + shift for shift in (0.0, 1.0)]
     router = Router.fit(marks)
     assert [router.route(of_domain) for of_domain in marks] == [0, 1]
-    assert router.scores(marks[0]).isfinite().all()
+    assert np.isfinite(router.scores(marks[0])).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_goes_where_the_probabilities_of_its_prompts_multiply_to_most(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    router = Router(*(torch.randn(*shape, generator=generator) for shape in ((4, 8), (4, 8), (4,))))
+    marks = torch.randn(3, 8, generator=generator)
+    scores = marks @ router.directions.T + router.offsets
+    torch.testing.assert_close(torch.from_numpy(router.scores(marks)), scores)
+    assert router.route(marks) == scores.softmax(-1).prod(0).argmax()
+
+
+# Distances
+
+
+def test_distances_are_those_of_directions() -> None:
+    marks, centroids = torch.randn(3, 8), torch.randn(2, 8)
+    expected = [[1 - F.cosine_similarity(mark, centroid, dim=0) for centroid in centroids] for mark in marks]
+    torch.testing.assert_close(torch.from_numpy(distances(marks, centroids)), torch.tensor(expected))
+    assert distances(torch.zeros(1, 2), torch.ones(1, 2)).tolist() == [[1.0]], "no direction is half-way to any"
+
+
+def test_far_is_beyond_every_domain_that_knows_how_far_its_prompts_lie() -> None:
+    routed = {"direction": [1.0, 0.0], "ranks": {}}
+    domains = {
+        "right": choice_of(1, "chain:1", centroid=[2.0, 0.0], distance=Spread(mean=0.5, deviation=0.25), **routed),
+        "up": choice_of(1, "chain:1", centroid=[0.0, 3.0], distance=Spread(mean=0.0, deviation=0.5), **routed),
+        "left": choice_of(1, "chain:1", centroid=[-1.0, 0.0], **routed),
+    }
+    profile = profile_of(model_of("llama"), domains)
+    marks = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, -1.0]])  # 0, 1, 1 and 1.7 from the right
+    assert profile.far(marks, 2.0) == [False, False, False, True], "1 from the right is just not beyond"
+    assert profile.far(marks, 1.0) == [False, False, True, True]
+    assert profile.far(marks, 10.0) == [False] * 4
+    unknown = {name: choice.model_copy(update={"distance": None}) for name, choice in domains.items()}
+    assert profile_of(model_of("llama"), unknown).far(marks, 0.0) == [False] * 4
 
 
 # Requests

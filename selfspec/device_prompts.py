@@ -1,0 +1,233 @@
+"""Short prompts on the device: many of them in one pass of the kernels that decode, captured as a CUDA graph.
+
+A text is cut into stretches of up to 64 positions, and each stretch is to the kernels a chain of nodes with everything
+before it as its past: in every layer all stretches have stored their keys before any of them attends. A row gets the
+same bits in any company, so texts share a pass whatever they are. Longer prompts are `device_prefill`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.exits import Exit
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Stream, Tree, on_its_way
+from selfspec.fused_exit import FusedExit, Past
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.enter import Places, enter
+from selfspec.kernels.head import head_top
+from selfspec.kernels.norm import tiles
+from selfspec.model import Decoder
+from selfspec.shadow import PROMPT_END
+from selfspec.tree import Plan
+
+LONGEST = 256  # tokens of a text: beyond that PyTorch's large products are faster
+STRETCH = PAGE_SIZE
+MOST_STRETCHES = 16  # in a pass
+
+Text = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages that they go to
+
+
+def stretches(tokens: int) -> int:
+    """How many a text of so many tokens is cut into."""
+    return -(-tokens // STRETCH)
+
+
+def passes(lengths: Sequence[int]) -> Iterator[range]:
+    """Texts of these lengths, in groups that fit into a pass."""
+    start = taken = 0
+    for index, length in enumerate(lengths):
+        if taken + stretches(length) > MOST_STRETCHES:
+            yield range(start, index)
+            start, taken = index, 0
+        taken += stretches(length)
+    if start < len(lengths):
+        yield range(start, len(lengths))
+
+
+def pass_size(lengths: Sequence[int]) -> tuple[int, int]:
+    """How many stretches, of how many positions, a pass of such texts is captured for: powers of two."""
+    count, longest = sum(map(stretches, lengths)), max(lengths)
+    return 1 << (count - 1).bit_length(), min(STRETCH, max(16, 1 << (longest - 1).bit_length()))
+
+
+class Pass:
+    """Some layers over up to `count` stretches of texts."""
+
+    def __init__(
+        self, model: Decoder, cache: Cache, scratch: Scratch, count: int, stretch: int, idle_page: int
+    ) -> None:
+        self.model, self.cache, self.scratch, self.count, self.stretch = model, cache, scratch, count, stretch
+        self.rows, device, self._idle = count * stretch, model.device, idle_page
+        sizes = {
+            "tokens": (count, stretch),
+            "lengths": (count,),  # where each stretch begins
+            "filled": (count,),  # how many positions of it there are
+            "pages": (count, LONGEST // PAGE_SIZE),
+            "roots": (count,),  # the row that comes before the stretch, among what is known: first `count` of nothing
+            "lasts": (count,),  # of each text, the row of its last token
+            "ends": (count, PROMPT_END),  # of each text, the rows of its last tokens, -1 where there are no more
+        }
+        # One tensor, told at once; all parts at multiples of 16 bytes, so that one compiled kernel serves every size.
+        self._sizes = {name: (int(np.prod(size)) + 3) // 4 * 4 for name, size in sizes.items()}
+        self._shapes = sizes
+        total = sum(self._sizes.values())
+        self.told = torch.zeros(total, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(total, dtype=torch.int32, device=device)
+        short = self._parts(self._ints)
+        self.tokens, self.lengths, self.page_table = short["tokens"], short["lengths"], short["pages"]
+        long = self._parts(self.told)
+        self.filled, self.roots, self.lasts, self.ends = (long[n] for n in ("filled", "roots", "lasts", "ends"))
+        self.load([])
+        tree, config = Tree(Plan.tree((1,) * (stretch - 1)), count, device), model.config
+        self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, model.dtype, device)
+        self.nodes = Nodes(self.places, tree.paths, tree.depths)
+        self._first, self._steps = torch.zeros_like(tree.depths), tree.depths
+        self.fused = FusedDecoder(model, cache, scratch, self, LONGEST)
+
+    def _parts(self, whole: torch.Tensor | np.ndarray) -> dict:
+        """Views of the parts of what is told."""
+        starts = np.cumsum([0, *self._sizes.values()])
+        return {
+            name: whole[start : start + int(np.prod(shape))].reshape(shape)
+            for start, (name, shape) in zip(starts[:-1], self._shapes.items(), strict=True)
+        }
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds."""
+        return [self.told, self._ints, *vars(self.places).values()]
+
+    def load(self, texts: Sequence[Text]) -> None:
+        """Tells which texts come next."""
+        told = np.zeros(len(self.told), dtype=np.int64)
+        parts = self._parts(told)
+        parts["pages"][:] = self._idle
+        parts["roots"][:] = np.arange(self.count)
+        parts["ends"][:] = -1
+        at = 0
+        for number, (tokens, pages) in enumerate(texts):
+            first, length = at, len(tokens)
+            for start in range(0, length, self.stretch):
+                some = tokens[start : start + self.stretch]
+                parts["tokens"][at, : len(some)] = some
+                parts["lengths"][at], parts["filled"][at] = start, len(some)
+                held = pages[: parts["pages"].shape[1]]
+                parts["pages"][at, : len(held)] = held
+                if start:
+                    parts["roots"][at] = self.count + self.row(at - 1, self.stretch - 1)
+                at += 1
+            places = np.arange(max(0, length - PROMPT_END), length)
+            ends = self.row(first + places // self.stretch, places % self.stretch)
+            parts["ends"][number, : len(places)] = ends
+            parts["lasts"][number] = self.row(at - 1, (length - 1) % self.stretch)
+        self.told.copy_(on_its_way(torch.from_numpy(told), self.told.device), non_blocking=True)
+
+    def row(self, stretch: Any, place: Any) -> Any:
+        """Of a stretch's position: rows are node-major. For numbers and arrays."""
+        return place * self.count + stretch
+
+    def _enter(self) -> Stream:
+        """The tokens' states, before the first layer."""
+        self._ints.copy_(self.told)
+        stream, model, fused = self._stream("entered"), self.model, self.fused
+        first_norm = fused.next_norm(model.layers[0].attention_norm, stream)
+        enter(
+            self.places, stream.states, first_norm, model.embedding, model._embedding_scale, self.lengths,
+            self.page_table, self.nodes.depths, fused.inv_freq, fused.rope_scaling, 0,
+            ranked=self.tokens, parents=self._first, ranks=self._steps,
+        )  # fmt: skip
+        return stream
+
+    def _stream(self, name: str) -> Stream:
+        hidden = self.model.config.hidden_size
+        squares = self.scratch.take(f"{name} squares", self.rows, tiles(hidden), dtype=torch.float32)
+        return Stream(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
+
+    def _take(self, name: str, width: int, rows: int = 0) -> torch.Tensor:
+        return self.scratch.take(f"prompts {name}", rows or self.rows, width, dtype=self.model.dtype)
+
+
+class Marking(Pass):
+    """What `routing.mark` does, up to the means."""
+
+    def __init__(self, layer: int, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.layer = layer
+        self.sums = torch.zeros(self.count, self.model.config.hidden_size, device=self.model.device)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self.sums]
+
+    def launch(self) -> None:
+        stream = self._enter()
+        hidden = self.fused.run(range(self.layer), stream, stream, self.nodes).states.float()
+        states = F.rms_norm(hidden, hidden.shape[-1:]).unflatten(0, (self.stretch, self.count))
+        real = torch.arange(self.stretch, device=hidden.device)[:, None] < self.filled
+        self.sums.copy_(torch.where(real[..., None], states, 0).sum(0))
+
+
+class Prompts(Pass):
+    """Prompts through all layers, and the exit's share of it; of each, what is then known at its end and, if they are
+    to be judged, how often exit and model agreed at its last positions."""
+
+    def __init__(self, exit: Exit | None, judge: bool, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        model = self.model
+        self.exit, self.judge = exit, judge and exit is not None
+        self.known = torch.zeros(self.count, 2 * model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.agreement = torch.zeros(self.count, device=model.device)
+        # Of every position but a stretch's first, the one before it.
+        self._known_rows = torch.arange(self.rows, device=model.device)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors, self.known, self.agreement, self._known_rows]
+
+    def launch(self) -> None:
+        fused, exit, layers = self.fused, self.exit, self.model.config.num_layers
+        self._known_rows[: self.count].copy_(self.roots)
+        stream = self._enter()
+        if exit is None:
+            stream = fused.run(range(layers - 1), stream, stream, self.nodes)
+            last, spec = self.model.layers[-1], self.model.config.layers[-1]
+            fused.store(last, spec, layers - 1, stream, self.nodes, None)  # all that is left of them
+            return
+        stream = fused.run(range(exit.layer), stream, stream, self.nodes)
+        known = self._take("known", 2 * self.model.config.hidden_size, self.count + self.rows)
+        known[: self.count].zero_()
+        own = FusedExit(fused, exit)
+        own.know(stream, self._stream("late"), self.nodes, known[self.count :])
+        past = Past(known, self._known_rows)
+        if self.judge:
+            self._judge(own, stream, past)
+        elif exit.block is not None:
+            own.fill(stream, past, self.nodes)
+        self.known.copy_(known[self.count :].index_select(0, self.lasts))
+
+    def _judge(self, own: FusedExit, stream: Stream, past: Past) -> None:
+        """Over the whole head, since a captured graph cannot know a request's own."""
+        hidden = self.model.config.hidden_size
+        drafted = self._take("reads", hidden)
+        own.read(stream, past, self.nodes, drafted)
+        ends = self.ends.flatten()
+        rows = ends.clamp(min=0)
+        reads = torch.cat((drafted.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows)))
+        guesses, truth = self._best(reads).view(2, *self.ends.shape)
+        agreed = (guesses == truth) & (self.ends >= 0)
+        self.agreement.copy_(agreed.sum(1) / (self.ends >= 0).sum(1).clamp(min=1))
+
+    def _best(self, reads: torch.Tensor) -> torch.Tensor:
+        vocabulary = self.model.config.vocab_size
+        keys = Scores.empty(len(reads), vocabulary, 1, "meta").keys
+        scores = Scores(self.scratch.take("scores keys", *keys.shape, dtype=keys.dtype), None, None, None)
+        chosen = self.scratch.take("prompts chosen", len(reads), 1, dtype=torch.int32)
+        head_top(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
+        top_merge(scores, chosen)
+        return chosen
