@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from bench import exactness, kernels, report, synthetic
-from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release
+from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release, warm_up
 from selfspec import Engine, weights
 from selfspec.exits import Exit
 from selfspec.text import encode
@@ -31,7 +31,7 @@ from selfspec.text import encode
 PROMPTS = Path(__file__).parent / "prompts"
 PLOT = Path(__file__).parent / "out" / "decode.svg"
 MODES = ("plain", "profile", "plans", *PEER_NAMES)
-EAGER, PLAIN = "transformers eager", "selfspec plain"
+EAGER, PLAIN, PROFILE = "transformers eager", "selfspec plain", "selfspec profile"
 DEFAULT_PLANS = ("chain:2", "tree:4,2,2,1")
 ROOM = 128  # positions that the exactness check may put before a prompt
 
@@ -257,7 +257,7 @@ def ways_of(args: argparse.Namespace, subject: Subject) -> dict[str, Way]:
     if "plain" in args.modes:
         ways[PLAIN] = ours(engine, speculative_decoding=False)
     if "profile" in args.modes and engine.profile is not None:
-        ways["selfspec profile"] = ours(engine)
+        ways[PROFILE] = ours(engine)
     for plan in args.plans if "plans" in args.modes else ():
         forced = {"speculative_decoding": "force", "plan": plan, "exit_layer": subject.exit_layer}
         ways[f"selfspec {plan}"] = ours(engine, **forced)
@@ -280,6 +280,8 @@ def measure_cell(
     longest = max(batches, key=lambda batch: batch.width)
     for name, mode in modes.items():
         with subject.memory.keeping(name, lambda: subject.engine.memory()["exits"]):
+            if name == PROFILE:
+                warm_up(subject.engine, batches, task.temperature)
             # Ours may take another plan, and so capture another graph, for every kind of prompt.
             captures = name.startswith("selfspec") and longest.device.type == "cuda"
             mode.rehearse([longest, *batches] if captures else [longest], task)

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from bench import decode, governor_report, report
 from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
-from bench.modes import Batch, Memory, Task
+from bench.modes import Batch, Memory, Task, route, warm_up
 from selfspec import Engine
 from selfspec.policy import Policy
 from selfspec.profile import DomainChoice, Profile
@@ -158,13 +158,7 @@ class Bench:
 
     def domain_of(self, name: str, prompts: list[list[int]]) -> str:
         """The one of the set's name, or that of most of its prompts; all fixed plans are this domain's."""
-        return name if name in self.profile.domains else self._route(prompts)
-
-    def _route(self, prompts: Sequence[Sequence[int]]) -> str:
-        """As the engine itself does it for prompts that come together."""
-        if not self.profile.routes:
-            return self.profile.route(None)
-        return self.profile.route(self.engine.drafters.marks(prompts))
+        return name if name in self.profile.domains else route(self.engine, prompts)
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
         """Plain decoding, every plan of the ladder, also those with cycles that the governor finds too long, and the
@@ -184,14 +178,25 @@ class Bench:
 
     def _rehearse(self, modes: list[Mode], prompts: PromptSet, batches: list[Batch]) -> None:
         """Compiles, captures and allocates whatever will be needed, and lets the governor measure costs."""
-        on_gpu, size = self.engine.model.device.type == "cuda", len(batches[0].prompts)
-        for domain in sorted({self._route(batch.prompts) for batch in batches}) if on_gpu else ():
-            self.engine.warmup(size, domain, (prompts.temperature,), self.engine.context)
+        kernels = self.engine.has_kernels
+        warm_up(self.engine, batches, prompts.temperature)
         longest = max(batches, key=lambda batch: batch.width)
         for mode in modes:
-            tokens = prompts.new_tokens if on_gpu or mode.name == GOVERNOR else min(_REHEARSED, prompts.new_tokens)
-            for batch in [longest, *batches] if on_gpu else [longest]:
+            tokens = prompts.new_tokens if kernels or mode.name == GOVERNOR else min(_REHEARSED, prompts.new_tokens)
+            for batch in [longest, *batches] if kernels and mode.name == GOVERNOR else [longest]:
                 self.call(mode, prompts, batch, tokens)
+            if kernels and "plan" in mode.options:
+                self._capture(mode, prompts, len(longest.prompts))
+
+    def _capture(self, mode: Mode, prompts: PromptSet, size: int) -> None:
+        """A fixed plan for every number of rows that a batch may shrink to."""
+        plan, domain = mode.options["plan"], mode.options["domain"]
+        exit = self.engine.drafters.exit(mode.options["exit_layer"], domain, [], [plan])
+        asked = Task(prompts.new_tokens, prompts.temperature).sampling
+        sampling = read_settings(self.engine.generation_config, None, dict(asked)).sampling
+        assert self.engine._machine is not None
+        for rows in (1 << power for power in range((size - 1).bit_length() + 1)):
+            self.engine._machine.prepare(rows, plan, exit, sampling, self.engine.context)
 
     def call(self, mode: Mode, prompts: PromptSet, batch: Batch, new_tokens: int | None = None) -> Call:
         task = Task(new_tokens or prompts.new_tokens, prompts.temperature)

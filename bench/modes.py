@@ -106,6 +106,20 @@ def ours(engine: Engine, **settings: Any) -> Way:
     return write
 
 
+def route(engine: Engine, prompts: Sequence[Sequence[int]]) -> str:
+    """The domain that the engine finds for prompts that come together."""
+    assert engine.profile is not None
+    return engine.profile.route(engine.drafters.marks(prompts) if engine.profile.routes else None)
+
+
+def warm_up(engine: Engine, batches: Sequence[Batch], temperature: float) -> None:
+    """Captures whatever the governor may choose for these batches: what it tries differs from call to call."""
+    if not engine.has_kernels or engine.profile is None:
+        return
+    for domain in sorted({route(engine, batch.prompts) for batch in batches}):
+        engine.warmup(max(len(batch.prompts) for batch in batches), domain, (temperature,), engine.context)
+
+
 def in_bursts(stamps: list[float], bursts: int) -> list[tuple[float, int]]:
     """Tokens that arrived one by one, gathered into as many bursts as there were cycles: they are parted where the
     gaps are widest."""

@@ -170,7 +170,7 @@ class DeviceSession(Session):
         """Sends a cycle off. One that follows another in flight must not have to be captured first: that would empty
         the seats, and where the rows stand is known only when the other has landed."""
         rows = self.active
-        plan, reason = self.choose_plan(rows)
+        plan, reason = self.choose_plan(rows, None if before is None else (before.plan, before.reason))
         try:
             seats = self._sit(rows, plan, before)
         except CacheFull:

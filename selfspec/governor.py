@@ -86,10 +86,9 @@ class Ledger:
 
 
 class Prospects(NamedTuple):
-    """What is known of plans in some setting."""
+    """The plans that may be chosen in some setting."""
 
-    ratios: dict[Plan, float]  # what cycles cost, in plain steps
-    options: list[tuple[Plan, Chances, float]]  # that may be chosen: the tokens each kind of text gets, and the ratio
+    options: list[tuple[Plan, Chances, float]]  # the tokens that each kind of text gets, and the cost in plain steps
     in_use: int | None  # the option that is in use
 
 
@@ -106,19 +105,26 @@ class Governor:
         self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
-        self._found = Prospects({}, [], None)
-        self._looked_up: tuple[Setting, int, Plan] | None = None  # where, when and while what was in use
+        self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
+        self._found = Prospects([], None)
+        self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
+        self._found_at: tuple[Setting, int, Plan] | None = None  # the same for prospects, and while what was in use
         self._has_news = True
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
 
-    def choose(self, watches: Sequence[Watch], context: int) -> tuple[Plan, str | None]:
-        """The plan of the next cycle of these sequences, the longest of `context` tokens; with `none`, the reason."""
-        if self.costs.wants_plain(len(watches), context):
+    def choose(
+        self, watches: Sequence[Watch], context: int, in_flight: tuple[Plan, str | None] | None = None
+    ) -> tuple[Plan, str | None]:
+        """The plan of the next cycle of these sequences, the longest of `context` tokens; with `none`, the reason.
+        `in_flight` was chosen for the cycle before, of which nothing is known yet."""
+        measuring = in_flight is not None and in_flight[1] == MEASURING
+        if not measuring and self.costs.wants_plain(len(watches), context):
             return NONE, MEASURING
+        plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         at = self._setting(watches, context)
-        prospects = self._look_up(at)
+        prospects = self._look_up(at, plan_in_use)
         if not prospects.options:
             return NONE, self._why_plain(watches)
         belief = Belief.mean([watch.belief for watch in watches])
@@ -127,7 +133,7 @@ class Governor:
         if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
             best = in_use
         speed, (plan, _, ratio) = speeds[best], prospects.options[best]
-        if self._pays(speed, at.batch) and self.ledger.allows(self.rules.loss_allowance):
+        if self._pays(speed, at.batch, plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
             return plan, None
         expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
@@ -138,47 +144,54 @@ class Governor:
     def _why_plain(watches: Sequence[Watch]) -> str:
         return "ood" if all(watch.is_strange for watch in watches) else "goodput"
 
-    def _pays(self, speedup: float, batch: int) -> bool:
+    def _pays(self, speedup: float, batch: int, in_use: Plan) -> bool:
         """Going on takes no less than plain speed; starting takes a little more, and something that was not known
         when drafting was given up."""
-        if len(self.plan):
+        if len(in_use):
             return speedup >= 1
         return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
 
     def ratio(self, plan: Plan, at: Setting) -> float:
-        """What a cycle costs in plain steps."""
-        ratios = self._look_up(at).ratios
-        if plan not in ratios:
-            ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
-        return ratios[plan]
-
-    def _look_up(self, at: Setting) -> Prospects:
-        """What plans cost and bring; found once for many cycles."""
-        now = at, self.costs.version, self.plan
+        """What a cycle costs in plain steps; found once for many cycles."""
+        now = at, self.costs.version
         if self._looked_up != now:
-            plans = self.ladder.plans(at.batch)
-            ratios = self.costs.ratios(at, plans, self.ladder.guess(at.batch))
+            plans, guess = self.ladder.plans(at.batch), self.ladder.guess(at.batch)
+            self._looked_up, self._ratios = now, self.costs.ratios(at, plans, guess)
+        if plan not in self._ratios:
+            self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
+        return self._ratios[plan]
+
+    def _look_up(self, at: Setting, in_use: Plan) -> Prospects:
+        """What plans cost and bring; found once for many cycles."""
+        now = at, self.costs.version, in_use
+        if self._found_at != now:
             longest, tokens = self.rules.cycle_limit, self.ladder.acceptance.tokens
             options = [
                 (plan, tokens(plan), ratio)
-                for plan in plans
-                if (ratio := ratios[plan]) <= longest or self._may_be_longer(plan, ratio, at)
+                for plan in self.ladder.plans(at.batch)
+                if (ratio := self.ratio(plan, at)) <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
-            in_use = next((place for place, (plan, *_) in enumerate(options) if plan == self.plan), None)
-            self._looked_up, self._found = now, Prospects(ratios, options, in_use)
+            place = next((place for place, (plan, *_) in enumerate(options) if plan == in_use), None)
+            self._found_at, self._found = now, Prospects(options, place)
         return self._found
 
-    def _may_be_longer(self, plan: Plan, ratio: float, at: Setting) -> bool:
+    def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
         """Whether a plan may be chosen although its cycles are longer than the rules allow: the one in use, if only by
         a little, so that noise does not make it come and go; and one that was tried, but too rarely to be judged."""
         is_close = ratio <= (1 + self.rules.hysteresis) * self.rules.cycle_limit
-        return (is_close and plan == self.plan) or self.costs.is_being_tried(at, plan)
+        return (is_close and plan == in_use) or self.costs.is_being_tried(at, plan)
 
     def observe(
-        self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], seconds: float | None, context: int
+        self,
+        watches: Sequence[Watch],
+        plan: Plan,
+        lasts: Sequence[int | None],
+        seconds: float | None,
+        context: int,
+        reason: str | None = None,
     ) -> None:
         """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time,
-        unless others had a part in that."""
+        unless others had a part in that. A cycle that was there to measure changes nothing of what is in use."""
         at = self._setting(watches, context)
         spent = self._spent(plan, at, seconds, context)
         if seconds is not None:
@@ -187,6 +200,8 @@ class Governor:
             for watch in watches:
                 watch.belief.fade(tokens=1)
             self.ledger.pay_back()
+            if reason == MEASURING:
+                return
             self._has_news = self._has_news and not len(self.plan)
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, at.batch
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,14 +108,14 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     """Merges the sources, later ones winning, and checks every value."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config must be a transformers GenerationConfig, not a {type(config).__name__}")
-    known = _as_dict(GenerationConfig())
+    known = _known_to_transformers()
     for name in kwargs:
         if name not in SUPPORTED and name not in known:
             raise ValueError(f"generate() does not know the argument {name!r}; it supports {', '.join(SUPPORTED)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
     # Entries of a model's file that transformers does not know, its maker's own, mean nothing to it either.
-    of_model = {name: value for name, value in _as_dict(model_config).items() if name in known}
-    for source in (of_model, _as_dict(config)):
+    of_model = {name: value for name, value in vars(model_config).items() if name in known}
+    for source in (of_model, {} if config is None else config.to_dict()):
         merged.update({name: value for name, value in source.items() if value is not None})
     merged.update(kwargs)  # here None is said on purpose: it takes back what a config says
     merged = {name: value for name, value in merged.items() if value is not None}
@@ -166,8 +167,10 @@ def _check_supported(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is not supported; generate() supports {', '.join(SUPPORTED)}")
 
 
-def _as_dict(config: GenerationConfig | None) -> dict[str, Any]:
-    return {} if config is None else config.to_dict()
+@cache
+def _known_to_transformers() -> frozenset[str]:
+    """The names of a generation config's entries."""
+    return frozenset(GenerationConfig().to_dict())
 
 
 def _is_int(value: Any) -> bool:

@@ -208,12 +208,13 @@ class Session:
         lasts = [path[-1] for path in paths]
         self._account(rows, plan, lasts, chosen, reason, time.perf_counter() - started)
 
-    def choose_plan(self, rows: list[Row]) -> tuple[Plan, str | None]:
-        """The governor's, where there is one and the rules allow any; with `none`, the reason."""
+    def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
+        """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen
+        for the cycle before, if that is not over yet."""
         plan, reason = self.policy.choose(len(rows))
         if self.governor is None or reason is not None:
             return plan, reason
-        return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows))
+        return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight)
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
         """Depth by depth: run the nodes of a depth through the draft partition, exit, rank each node's children."""
@@ -418,7 +419,7 @@ class Session:
                 self.cache.close(row.sequence)
         if self.governor is not None:
             ends = [None if row.finish_reason else last for row, last in zip(rows, lasts, strict=True)]
-            self.governor.observe([row.watch for row in rows], plan, ends, seconds if alone else None, context)
+            self.governor.observe([row.watch for row in rows], plan, ends, seconds if alone else None, context, reason)
         elif not len(plan) and alone:
             self.costs.observe(Setting.of(0, len(rows), context), plan, seconds)
         if chosen != self._plan:

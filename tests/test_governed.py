@@ -92,7 +92,7 @@ def test_no_decision_changes_a_token(
 
 def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one relies on."""
-    monkeypatch.setattr(runtime, "time", RandomClock(4))
+    monkeypatch.setattr(runtime, "time", RandomClock(5))
     rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
     (stats,) = generate(engine_of("llama", folder / "restless"), PROMPTS[:1], 120, rules=rules).stats
     plans = [change.plan for change in stats.changes]
