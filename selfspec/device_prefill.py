@@ -41,44 +41,9 @@ class Causal:
         return self._masks[window]
 
 
-class Chunk:
-    """Up to `rows` tokens of a text, seeing up to `slots` slots with themselves."""
-
-    def __init__(self, model: Decoder, cache: Cache, rows: int, slots: int, idle_page: int) -> None:
-        self.model, self.cache, self.slots = model, cache, slots
-        self._idle = idle_page
-        # Tokens, where they start and how many they are, and pages: one tensor, told at once.
-        self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
-        self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
-        self.span = self.told[rows : rows + 2]
-        self.load([0], 0, [])
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What it holds."""
-        return [self.told]
-
-    def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        """Tells which chunk comes next."""
-        told = torch.zeros(len(self.told), dtype=torch.int64)
-        rows, held = self.tokens.shape[1], pages[: self.table.shape[1]]
-        told[: len(tokens)] = torch.tensor(tokens)
-        told[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
-        told[rows + 2 + len(held) :] = self._idle
-        self.told.copy_(on_its_way(told, self.told.device), non_blocking=True)
-
-    def places(self, row: torch.Tensor | None = None) -> Causal:
-        """Where these rows stand, or all of them."""
-        row = torch.arange(self.tokens.shape[1], device=self.told.device) if row is None else row
-        positions = self.span[0] + row
-        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
-        real = row < self.span[1]
-        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
-        return Causal(positions[None], flat, self.table, self.slots)
-
-
-class Prefill(Chunk):
-    """A chunk of a prompt through all layers, and the exit's share of it."""
+class Prefill:
+    """Up to `rows` tokens of a prompt, seeing up to `slots` slots with themselves, through all layers, and the exit's
+    share of it."""
 
     def __init__(
         self,
@@ -90,19 +55,43 @@ class Prefill(Chunk):
         idle_page: int,
         judge: bool = False,
     ) -> None:
-        super().__init__(model, cache, rows, slots, idle_page)
+        self.model, self.cache, self.slots, self._idle = model, cache, slots, idle_page
         self.exit, self.judge = exit, judge and exit is not None
+        # Tokens, where they start and how many they are, and pages: one tensor, told at once.
+        self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
+        self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
+        self.span = self.told[rows : rows + 2]
+        self.load([0], 0, [])
         # What was known before the chunk, and is known after it, for the exit to recall.
         self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.agreement = torch.zeros((), device=model.device)  # of exit and model at the chunk's last positions
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self.known]
+        """What it holds."""
+        return [self.told, self.known]
+
+    def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Tells which chunk comes next."""
+        told = torch.zeros(len(self.told), dtype=torch.int64)
+        rows, held = self.tokens.shape[1], pages[: self.table.shape[1]]
+        told[: len(tokens)] = torch.tensor(tokens)
+        told[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
+        told[rows + 2 + len(held) :] = self._idle
+        self.told.copy_(on_its_way(told, self.told.device), non_blocking=True)
 
     def remember(self, known: torch.Tensor | None) -> None:
         """What was known before the chunk; nothing where a text begins."""
         self.known.zero_() if known is None else self.known[0, 0].copy_(known)
+
+    def places(self, row: torch.Tensor | None = None) -> Causal:
+        """Where these rows stand, or all of them."""
+        row = torch.arange(self.tokens.shape[1], device=self.told.device) if row is None else row
+        positions = self.span[0] + row
+        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
+        real = row < self.span[1]
+        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
+        return Causal(positions[None], flat, self.table, self.slots)
 
     def launch(self) -> None:
         model, exit, layers = self.model, self.exit, self.model.config.num_layers

@@ -340,11 +340,12 @@ def test_sampling_rules_can_be_set(rules: Rules, sampling: Sampling, expected: s
     assert reason(sampling=sampling, rules=rules) == expected
 
 
-@pytest.mark.parametrize("field", vars(Rules()))
-@pytest.mark.parametrize("value", [-1, "4", None, True, math.nan], ids=repr)
+IMPOSSIBLE = [(field, value) for field in vars(Rules()) for value in (-1, "4", None, True, math.nan)]
+IMPOSSIBLE.remove(("longest_cycle", None))  # left to the device
+
+
+@pytest.mark.parametrize(("field", "value"), IMPOSSIBLE, ids=str)
 def test_impossible_rule_is_refused_by_name(field: str, value: Any) -> None:
-    if (field, value) == ("longest_cycle", None):
-        return  # left to the device
     with pytest.raises(ValueError, match=field):
         Rules(**{field: value})
 
