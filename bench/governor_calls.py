@@ -57,6 +57,13 @@ class Call:
         """Tokens that come together share the time since those before."""
         return [(gap / new, new) for gap, news in self.steps[1:] for new in news if new]
 
+    @property
+    def not_hidden(self) -> float:
+        """The share of the time between emissions that was not a cycle's: the host's own, with kernels. Cycles are
+        taken to be of one length."""
+        between, cycles = sum(gap for gap, _ in self.steps[1:]), len(self.steps)
+        return 1 - self.cycle_s * (cycles - 1) / cycles / between if between else 0.0
+
     def pace(self, start: int, stop: float) -> float:
         """Seconds per token of the new tokens from one to another, those of the first step left out."""
         counts = [0] * len(self.tokens)
@@ -171,6 +178,7 @@ class Mode:
             "worst_call": round(min(self.ratios(plain).values()), 4),
             "ms_per_token": _milliseconds(per_token),
             "gap_ms": _milliseconds(gap),
+            "not_hidden": round(median(call.not_hidden for call in every), 4),
             "opening_ms": round(1e3 * median(call.opening_s for call in every), 3),
             "tokens_per_cycle": round(sum(call.count for call in every) / sum(call.cycles for call in every), 3),
             "same_tokens_as_plain": self.same_as(plain),

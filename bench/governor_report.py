@@ -20,7 +20,7 @@ def show(console: Console, cell: Cell) -> None:
     table = Table(title=cell_name(cell), title_justify="left")
     headings = (
         "mode", "tokens/s", "against plain", "in cycles", "worst call", "ms/token p50", "p99", "gap ms p50", "p99",
-        "tokens per cycle", "opening ms", "same as plain",
+        "not hidden", "tokens per cycle", "opening ms", "same as plain",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading == "mode")
@@ -29,8 +29,8 @@ def show(console: Console, cell: Cell) -> None:
             mode["shown"], f"{mode['tokens_per_s']:.1f}", _times(mode["against_plain"]),
             _times(mode["against_plain_in_cycles"]), _times(mode["worst_call"]),
             f"{mode['ms_per_token']['p50']:.2f}", f"{mode['ms_per_token']['p99']:.2f}",
-            f"{mode['gap_ms']['p50']:.2f}", f"{mode['gap_ms']['p99']:.2f}", f"{mode['tokens_per_cycle']:.2f}",
-            f"{mode['opening_ms']:.1f}", mode["same_tokens_as_plain"],
+            f"{mode['gap_ms']['p50']:.2f}", f"{mode['gap_ms']['p99']:.2f}", f"{mode['not_hidden']:.1%}",
+            f"{mode['tokens_per_cycle']:.2f}", f"{mode['opening_ms']:.1f}", mode["same_tokens_as_plain"],
         )  # fmt: skip
     console.print(table)
     for part, found in cell.get("around_turn", {}).items():

@@ -272,6 +272,12 @@ def test_times_in_cycles_have_a_best_plan_of_their_own() -> None:
     assert found["governor_against_best_fixed_in_cycles"] == 0.625
 
 
+def test_what_the_host_adds_between_cycles_is_what_no_cycle_hides() -> None:
+    steps = [(9.0, [1]), (0.5, [1]), (0.5, [1]), (0.25, [1])]  # the first waited for the prompt
+    assert call(1.0, steps=steps, cycle_s=4 * 0.375).not_hidden == pytest.approx(1 - 3 * 0.375 / 1.25)
+    assert call(1.0, steps=steps[:1], cycle_s=0.5).not_hidden == 0
+
+
 def test_what_happens_before_the_prefill_is_told_separately() -> None:
     governed = mode("governor", call(1.0, opening_s=0.6))
     found = compare(mode("plain", 2.0), [mode("a", 1.0)], governed, new_tokens=10)
