@@ -56,7 +56,7 @@ def _linear_kernel(
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)  # rows past the end repeat the last one and store nothing
     x_row = source
-    if gather is not None:  # fixed by the plan: no kernel writes it
+    if gather is not None:  # written before the pass began, if at all
         x_row = tl.load(gather + source)
     weight_rows = tl.minimum(column, N - 1).to(tl.int64) * weight_stride
     inside = (row < row_count)[:, None] & (column < N)[None, :]

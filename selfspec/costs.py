@@ -128,10 +128,10 @@ class Costs:
         measured.add(max(seconds, _TICK))
         self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
 
-    def is_being_tried(self, at: Setting, plan: Plan) -> bool:
-        """Whether the plan has been run here, but too few times or too long ago to be judged by what it took."""
+    def is_known(self, at: Setting, plan: Plan) -> bool:
+        """Whether the plan has been run here often enough, and not too long ago, to be judged by what it took."""
         measured = self._drafting.get(at, {}).get(plan)
-        return measured is not None and (measured.times < _KNOWN or self._is_outdated(measured))
+        return measured is not None and measured.times >= _KNOWN and not self._is_outdated(measured)
 
     def _is_outdated(self, measured: _Measured) -> bool:
         return self._cycles - measured.latest > _OUTDATED

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Nodes, Scratch, Stream, Tree, on_its_way
-from selfspec.fused_exit import FusedExit, Past
+from selfspec.fused_exit import FusedExit, Past, known_buffer
 from selfspec.kernels.best import Scores, top_merge
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_top
@@ -28,6 +28,7 @@ from selfspec.tree import Plan
 
 LONGEST = 256  # tokens of a text: beyond that PyTorch's large products are faster
 STRETCH = PAGE_SIZE
+SHORTEST = 16  # positions of a stretch, where no text is longer
 MOST_STRETCHES = 16  # in a pass
 
 Text = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages that they go to
@@ -51,9 +52,16 @@ def passes(lengths: Sequence[int]) -> Iterator[range]:
 
 
 def pass_size(lengths: Sequence[int]) -> tuple[int, int]:
-    """How many stretches, of how many positions, a pass of such texts is captured for: powers of two."""
-    count, longest = sum(map(stretches, lengths)), max(lengths)
-    return 1 << (count - 1).bit_length(), min(STRETCH, max(16, 1 << (longest - 1).bit_length()))
+    """How many stretches, of how many positions, a pass of such texts is captured for: few sizes, powers of two."""
+    count = sum(map(stretches, lengths))
+    return 1 << (count - 1).bit_length(), SHORTEST if max(lengths) <= SHORTEST else STRETCH
+
+
+def passes_up_to(texts: int) -> Iterator[list[int]]:
+    """Lengths of texts for each size of the passes that as many texts of one or two whole stretches take."""
+    most = min(2 * texts, MOST_STRETCHES)
+    for power in range((most - 1).bit_length() + 1):
+        yield [STRETCH] * (1 << power)
 
 
 class Pass:
@@ -146,7 +154,7 @@ class Pass:
 
     def _stream(self, name: str) -> Stream:
         hidden = self.model.config.hidden_size
-        squares = self.scratch.take(f"{name} squares", self.rows, tiles(hidden), dtype=torch.float32)
+        squares = self.scratch.take(f"prompts {name} squares", self.rows, tiles(hidden), dtype=torch.float32)
         return Stream(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
 
     def _take(self, name: str, width: int, rows: int = 0) -> torch.Tensor:
@@ -181,7 +189,7 @@ class Prompts(Pass):
         super().__init__(*args)  # type: ignore[arg-type]
         model = self.model
         self.exit, self.judge = exit, judge and exit is not None
-        self.known = torch.zeros(self.count, 2 * model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.known = known_buffer(model, self.count)
         self.agreement = torch.zeros(self.count, device=model.device)
         # Of every position but a stretch's first, the one before it.
         self._known_rows = torch.arange(self.rows, device=model.device)
@@ -192,15 +200,15 @@ class Prompts(Pass):
 
     def launch(self) -> None:
         fused, exit, layers = self.fused, self.exit, self.model.config.num_layers
-        self._known_rows[: self.count].copy_(self.roots)
+        self._known_rows[: self.count].copy_(self.roots)  # before any kernel that may look it up without waiting
         stream = self._enter()
-        if exit is None:
+        if exit is None or (exit.block is None and not self.judge):  # nobody will recall anything
             stream = fused.run(range(layers - 1), stream, stream, self.nodes)
             last, spec = self.model.layers[-1], self.model.config.layers[-1]
             fused.store(last, spec, layers - 1, stream, self.nodes, None)  # all that is left of them
             return
         stream = fused.run(range(exit.layer), stream, stream, self.nodes)
-        known = self._take("known", 2 * self.model.config.hidden_size, self.count + self.rows)
+        known = self._take("known", self.known.shape[1], self.count + self.rows)
         known[: self.count].zero_()
         own = FusedExit(fused, exit)
         own.know(stream, self._stream("late"), self.nodes, known[self.count :])

@@ -7,7 +7,6 @@ need the host between the model's logits and its choice (processors, penalties) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,24 +62,16 @@ class DeviceSession(Session):
         with self.machine.current():
             super()._timed(step)
 
-    @torch.inference_mode()
-    def prefill(self) -> None:
+    def _expect(self) -> None:
         """All prompts are on their way, and the rows seated, before anybody waits for how the exit agreed with them."""
-        super().prefill()
         if not self._host_chooses:
             self._sit(self.active, NONE)
-        self._judge_all()
-
-    def _judge_all(self) -> None:
         judged, self._judged = self._judged, []
-        if not judged or self._usual_agreement is None:
-            return
-        shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
-        for (first, _, places), share in zip(judged, shares, strict=True):
-            first.watch.learn_prompt(share, places, *self._usual_agreement)
-        watch = self.rows[0].watch
-        for row in self.rows[1:]:
-            watch = row.watch = deepcopy(watch) if row.copy else row.watch
+        if judged and self._usual_agreement is not None:
+            shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
+            for (row, _, places), share in zip(judged, shares, strict=True):
+                row.watch.learn_prompt(share, places, *self._usual_agreement)
+        super()._expect()
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
         """Short ones share passes of the kernels that decode, the others are alone. Which way a prompt goes follows
@@ -136,7 +127,7 @@ class DeviceSession(Session):
 
     def close(self) -> None:
         if self._flight is not None:
-            self.machine.adrift.append(self._flight.mail)
+            self.machine.mails.append(self._flight.mail)  # whoever takes it launches later
         self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
@@ -241,10 +232,10 @@ class DeviceSession(Session):
         missing = least > len(row.sequence.pages) * PAGE_SIZE
         if not missing and id(row) in self._owned:
             return
-        self._owned.add(id(row))
         self.cache.reserve(
             row.sequence, max(least, min(least + AHEAD, row.max_length + MAX_NODES)) if missing else least
         )
+        self._owned.add(id(row))
         self._pages_moved = True
 
     def _write_pages(self, seats: Seats, rows: list[Row]) -> None:

@@ -212,8 +212,9 @@ class Engine:
         longest = min(max_length, self.context)
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
         marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
+        judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
         for exit in dict.fromkeys(exit for _, _, exit, _, _ in cycles):
-            self._machine.prepare_prompts(exit, batch, marked)
+            self._machine.prepare_prompts(exit, batch, judged and exit is not None, marked)
         for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):
             self._machine.prepare(rows, plan, exit, sampling, longest, peek)
         return len(cycles)

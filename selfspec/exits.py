@@ -67,7 +67,7 @@ class HeadRows:
             return self.ids
         joined = torch.from_numpy(np.insert(self._host, np.searchsorted(self._host, new), new))
         on_gpu = self.ids.device.type == "cuda"
-        return joined.pin_memory().to(self.ids.device, non_blocking=True) if on_gpu else joined
+        return (joined.pin_memory() if on_gpu else joined).to(self.ids.device, non_blocking=on_gpu)
 
 
 @dataclass(eq=False)

@@ -199,9 +199,10 @@ class Scratch:
             count *= size
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < count:
+            larger = torch.zeros(count, dtype=dtype, device=self._device)
             if held is not None:
                 self._outgrown.append(held)
-            held = self._buffers[name, dtype] = torch.zeros(count, dtype=dtype, device=self._device)
+            held = self._buffers[name, dtype] = larger
         return held[:count].view(shape)
 
     def forget_outgrown(self) -> None:

@@ -177,9 +177,9 @@ class Governor:
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
         """Whether a plan may be chosen although its cycles are longer than the rules allow: the one in use, if only by
-        a little, so that noise does not make it come and go; and one that was tried, but too rarely to be judged."""
+        a little, so that noise does not make it come and go; and one that was run too rarely to be judged."""
         is_close = ratio <= (1 + self.rules.hysteresis) * self.rules.cycle_limit
-        return (is_close and plan == in_use) or self.costs.is_being_tried(at, plan)
+        return (is_close and plan == in_use) or not self.costs.is_known(at, plan)
 
     def observe(
         self,

@@ -40,14 +40,15 @@ class Ladder:
         return self.guesses[self._size(batch)]
 
     def plans(self, batch: int) -> list[Plan]:
-        """Smallest first. Small ones are there wherever no cycle would be too long: they pay where little else does."""
+        """Smallest first. Small ones, which pay where little else does, are there whatever they are guessed to cost:
+        only measuring can tell that even their cycles are too long. None is shorter than a plain step."""
         key = self._size(batch), batch > self.max_tree_batch
         if key not in self._plans:
             chains, guess = key[1], self.guesses[key[0]]
             plans = [self._best(kind, guess, chains) for kind in range(STRANGE - 1, len(EXPONENTS))]
-            plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
-            allowed = {plan for plan in plans if len(plan) and guess(plan.depth, len(plan)) <= self.longest_cycle}
-            self._plans[key] = sorted(allowed, key=lambda plan: (len(plan), str(plan)))
+            if self.longest_cycle >= 1:
+                plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
+            self._plans[key] = sorted({plan for plan in plans if len(plan)}, key=lambda plan: (len(plan), str(plan)))
         return self._plans[key]
 
     @property

@@ -6,8 +6,8 @@ Captures on first use and keeps; which cycle a request needs, and what its repor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing
 from selfspec.device_prefill import SMALLEST, Prefill, padded
-from selfspec.device_prompts import LONGEST, MOST_STRETCHES, STRETCH, Marking, Prompts, pass_size, passes, stretches
+from selfspec.device_prompts import LONGEST, Marking, Prompts, pass_size, passes, passes_up_to, stretches
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
 from selfspec.fused_exit import known_buffer
@@ -62,11 +62,6 @@ class Mail:
             self._event.record()
         self._clock[1] = time.perf_counter()
 
-    def await_on_device(self) -> None:
-        """What is launched from now on begins after the cycle."""
-        if self._event is not None:
-            self._event.wait()
-
     def read(self) -> list[list[int]]:
         """Waits for it."""
         if self._event is not None:
@@ -100,16 +95,17 @@ class Machine:
         self.short_prompt = LONGEST if self._on_gpu else 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._latest: torch.cuda.Stream | None = None  # that something was launched on
         self._took_memory = False
         self.mails: list[Mail] = []  # that are free
-        self.adrift: list[Mail] = []  # of cycles that were launched and that nobody waits for
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
 
     def take_memory(self) -> None:
         """Takes the cache's memory, if it has none yet, at once: when it grows, cycles have to be captured anew."""
         if self._on_gpu and not self._took_memory:
             self._took_memory = True
-            self.cache.provide(self._first_pages())
+            with self.current():
+                self.cache.provide(self._first_pages())
 
     def _first_pages(self) -> int:
         usual = USUAL_BATCH * table_pages(self.context + SPARE) + 1
@@ -136,25 +132,31 @@ class Machine:
             self.replay(key)
 
     @torch.inference_mode()
-    def prepare_prompts(self, exit: Exit | None, batch: int, mark_layer: int | None) -> None:
-        """The same for passes of up to `batch` short prompts of one or two stretches each, which are judged where there
-        is an exit, and told apart by their states after a layer or not."""
-        most = min(2 * batch, MOST_STRETCHES) if self.short_prompt else 0
+    def prepare_prompts(self, exit: Exit | None, batch: int, judge: bool, mark_layer: int | None) -> None:
+        """The same for passes of up to `batch` short prompts of one or two stretches each, judged or not, and told
+        apart by their states after a layer or not."""
+        if not self.short_prompt:
+            return
         with self.current():
             self.take_memory()
-            for lengths in ([STRETCH] * (1 << power) for power in range(most.bit_length())):
-                self.prompts(exit, lengths, judge=exit is not None)
+            for lengths in passes_up_to(batch):
+                self.prompts(exit, lengths, judge)
                 if mark_layer is not None:
                     self._marking(lengths, mark_layer)
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Launches go to the current device: within this it is the model's. What nobody waited for comes first, on
-        whatever stream it was."""
-        for mail in self.adrift:
-            mail.await_on_device()
-        self.mails += self.adrift
-        self.adrift.clear()
-        return torch.cuda.device(self.model.device) if self._on_gpu else nullcontext()
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Launches go to the current device: within this it is the model's. All work on what is shared here comes in
+        the order in which it was launched, whatever streams callers are on; some of it nobody waits for."""
+        if not self._on_gpu:
+            yield
+            return
+        with torch.cuda.device(self.model.device):
+            stream = torch.cuda.current_stream()
+            if self._latest is not None and self._latest != stream:
+                stream.wait_stream(self._latest)
+            self._latest = stream
+            yield
 
     def seats(self, rows: int) -> Seats:
         """Seats for so many rows: a power of two of them, so that few sizes are ever captured."""

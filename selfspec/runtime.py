@@ -7,7 +7,7 @@ there is no second path. Prompts and settings arrive checked; text, tokenizers a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
 
 import torch
@@ -118,13 +118,23 @@ class Session:
     def prefill(self) -> None:
         """Runs all but the last token of every prompt; copies of a prompt share its full pages."""
         self._prefill_prompts([row for index, row in enumerate(self.rows) if not row.copy or not index])
+        for first, row in self._copies():
+            row.sequence, row.known = self.cache.fork(first.sequence), first.known
+        self._expect()
+
+    def _copies(self) -> Iterator[tuple[Row, Row]]:
+        """Rows that continue the prompt of another one, after that one."""
         first = self.rows[0]
-        for index, row in enumerate(self.rows):
-            if row.copy and index:
-                row.sequence, row.known = self.cache.fork(first.sequence), first.known
-                row.watch = deepcopy(first.watch)
+        for row in self.rows[1:]:
+            if row.copy:
+                yield first, row
             else:
                 first = row
+
+    def _expect(self) -> None:
+        """All prompts are read: copies expect of their text what the first of them does."""
+        for first, row in self._copies():
+            row.watch = deepcopy(first.watch)
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
         for rows in self._prefilled_together(firsts):

