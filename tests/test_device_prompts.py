@@ -9,18 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec import Engine
-from selfspec.cache import Rows, Sequence, flat_slot
+from selfspec import Engine, device_prompts
+from selfspec.cache import CacheFull, Rows, Sequence, flat_slot
 from selfspec.device_prompts import LONGEST, MOST_STRETCHES, Marking, Prompts, pass_size, passes, stretches
 from selfspec.exits import Exit, recalled
 from selfspec.machine import Machine
 from selfspec.routing import marks_of
-from selfspec.shadow import PROMPT_END
 from tests.test_device_session import LAYER, engines, open_session
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter, where there is no GPU")
 
-COUNT, STRETCH = 4, 4  # small ones: interpreted kernels are slow
+COUNT, STRETCH, END = 4, 4, 6  # small ones: interpreted kernels are slow
 TEXTS = [[int(7 * i % 90 + 3) for i in range(length)] for length in (9, 3)]  # three stretches, and one
 
 
@@ -88,11 +87,12 @@ def of_pytorch(engine: Engine, exit: Exit, text: list[int]) -> tuple[list[torch.
         guesses = model.project(exit.read(states, previous, at, engine.cache), model.head).argmax(-1)
         own = model.project(model.read(last), model.head).argmax(-1)
         engine.cache.close(sequence)
-    return left, known, (guesses == own)[0, -PROMPT_END:].float().mean().item()
+    return left, known, (guesses == own)[0, -END:].float().mean().item()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_prompts_leave_what_pytorch_leaves_and_are_judged_alike(family: str) -> None:
+def test_prompts_leave_what_pytorch_leaves_and_are_judged_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_prompts, "PROMPT_END", END)
     engine, pytorch = engines(family)
     exit = engine.drafters.exits[LAYER]
     made = Prompts(exit, True, *small(engine))
@@ -151,3 +151,19 @@ def test_whole_requests_with_short_prompts_have_the_tokens_of_pytorch(monkeypatc
     marked = machine_of(ours).marks([[9, 40]], LAYER)
     torch.testing.assert_close(marked, marks_of(theirs.model, theirs.cache, [[9, 40]], LAYER), atol=1e-5, rtol=1e-5)
     assert ours.cache.free_pages == ours.cache.num_pages - 1  # but for the idle one
+
+
+def test_a_cache_that_is_full_fails_the_request_and_keeps_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engines("llama")
+    machine, cache = machine_of(engine), engine.cache
+    machine.idle_page()
+    monkeypatch.setattr(machine, "short_prompt", LONGEST)
+    monkeypatch.setattr(cache, "max_pages", cache.num_pages)
+    taken = cache.open()
+    cache.reserve(taken, 64 * cache.free_pages)
+    session = open_session(engine, [5, 6, 7], {"speculative_decoding": False})
+    with pytest.raises(CacheFull):
+        list(session.run())
+    assert cache.free_pages == 0 and not machine.owners
+    cache.close(taken)
+    assert cache.free_pages == cache.num_pages - 1  # but for the idle one
