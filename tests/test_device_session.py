@@ -314,14 +314,15 @@ def test_a_session_closed_with_a_cycle_in_flight_leaves_nothing_behind() -> None
     engine, _ = engines("llama")
     machine = engine._machine
     assert machine is not None
-    free, mails = engine.cache.free_pages, list(machine.mails)
+    mails = list(machine.mails)
     session = open_session(engine, [5, 6, 7, 8], {"speculative_decoding": False, "max_length": 40})
     steps = session.run()
     next(steps)
     assert isinstance(session, device_session.DeviceSession) and session._flight is not None
     steps.close()
     assert session._flight is None and not machine.owners
-    assert engine.cache.free_pages == free and set(map(id, mails)) <= set(map(id, machine.mails))
+    assert engine.cache.free_pages == engine.cache.num_pages - 1  # but for the idle one
+    assert set(map(id, mails)) <= set(map(id, machine.mails))
     again = open_session(engine, [5, 6, 7, 8], {"speculative_decoding": False, "max_length": 8})
     for _ in again.run():
         pass
