@@ -26,7 +26,7 @@ from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import Plan
 
-LONGEST = 256  # tokens of a text: beyond that PyTorch's large products are faster
+LONGEST = 256  # tokens of a text; longer ones are worth large products of PyTorch
 STRETCH = PAGE_SIZE
 SHORTEST = 16  # positions of a stretch, where no text is longer
 MOST_STRETCHES = 16  # in a pass

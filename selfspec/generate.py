@@ -127,7 +127,9 @@ def manner(completion: Completion) -> str:
         if stats.disabled_reason == "goodput":
             told += ": drafting is not expected to pay here; --speculative force --plan chain:2 tries it"
         return told
-    told = "drafting at times" if stats.plan == "none" else f"plan {short(stats.plan)}"
+    plans = {change.plan for change in stats.changes} - {"none"}
+    named = f"plan {short(stats.plan)}" if len(plans) <= 1 else f"mostly plan {short(stats.plan)}"
+    told = "drafting at times" if stats.plan == "none" else named
     return (
         f"{told} after layer {stats.exit_layer}: {stats.tokens_per_cycle:.2f} tokens per cycle, "
         f"{stats.accept_rate:.0%} of reached depths accepted{plain_part(completion)}"

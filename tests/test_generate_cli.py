@@ -277,6 +277,7 @@ BACK = Change(11, 14, "nodes:0.0,0.1,0.2,1.0", None)
 DRAFTED = completed("de" * 5, FROM_THE_START)
 SWITCHED_OFF = completed("de" * 3 + "p" * 8, FROM_THE_START, OFF, plan="none")
 CAME_BACK = completed("de" * 3 + "p" * 8 + "de" * 8, FROM_THE_START, OFF, BACK)
+TWO_PLANS = completed("de" * 5, FROM_THE_START, Change(2, 4, "chain:5", None))
 PLAIN = completed("p" * 10, Change(0, 0, "none", "goodput"), plan="none", disabled_reason="goodput")
 
 
@@ -306,6 +307,7 @@ def test_strange_text_is_told():
     ("completion", "manner"),
     [
         (DRAFTED, "plan tree:4 after layer 3: 2.00 tokens per cycle, 40% of reached depths accepted"),
+        (TWO_PLANS, "mostly plan tree:4 after layer 3: 2.00 tokens per cycle, 40% of reached depths accepted"),
         (
             SWITCHED_OFF,
             "drafting at times after layer 3: 1.27 tokens per cycle, 40% of reached depths accepted; "

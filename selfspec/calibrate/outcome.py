@@ -247,7 +247,7 @@ def _choice_table(profile: Profile) -> tuple[str, Table]:
         run, rates = planned.measured, choice.exits[choice.exit_layer]
         plan = Plan.parse(run.plan if run else planned.plan)
         shape = f"{len(plan)} nodes, depth {plan.depth}" if len(plan) else "none"
-        shape += " (lost, off)" if run and planned.plan == "none" else ""
+        shape += " (lost)" if run and planned.plan == "none" else ""
         table.add_row(
             name,
             str(choice.exit_layer),

@@ -130,7 +130,14 @@ class Calibration:
         if settings.resume and not self.resumed:
             self.display.say(f"  there is nothing to go on with in {self.work.folder}: begins anew")
         if settings.tokens is None or settings.steps is None:
-            self.display.say(f"  about {settings.minutes:g} minutes; stop it at any time and go on with --resume")
+            minutes = "a minute" if settings.minutes == 1 else f"{settings.minutes:g} minutes"
+            self.display.say(
+                f"  about {minutes}, and then a few to measure and try; stopped at any time, --resume goes on"
+            )
+            if settings.train and self.model.device.type == "cpu":
+                self.display.say(
+                    "  on a CPU that trains too little to be of use: --no-train takes exits that are there"
+                )
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens: through the chat template where there is one."""
