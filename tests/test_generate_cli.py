@@ -324,7 +324,7 @@ def test_strange_text_is_told():
             "--speculative force --plan chain:2 tries it",
         ),
     ],
-    ids=["drafted", "switched off", "came back", "plain"],
+    ids=["drafted", "two plans", "switched off", "came back", "plain"],
 )
 def test_the_statistics_of_a_run_that_was_governed(completion, manner):
     (line,) = printed(report, completion)
