@@ -315,7 +315,7 @@ def test_strange_text_is_told():
         ),
         (
             CAME_BACK,
-            "plan tree:4 after layer 3: 1.58 tokens per cycle, 40% of reached depths accepted; "
+            "mostly plan tree:4 after layer 3: 1.58 tokens per cycle, 40% of reached depths accepted; "
             "8 of 30 tokens decoded plainly (goodput)",
         ),
         (
