@@ -80,7 +80,9 @@ class Plan:
             return NONE
         kind, _, text = plan.partition(":")
         if kind == "chain" and re.fullmatch(r"\d+", text):
-            return cls.tree((1,) * min(int(text), MAX_NODES + 1))
+            if int(text) > MAX_NODES:
+                raise ValueError(f"{plan} has more than {MAX_NODES} nodes; shorten it")
+            return cls.tree((1,) * int(text))
         if kind == "tree" and re.fullmatch(r"\d+(,\d+)*", text):
             return cls.tree(tuple(int(width) for width in text.split(",")))
         if kind == "nodes" and re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
