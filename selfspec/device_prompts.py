@@ -164,8 +164,8 @@ class Pass:
 class Marking(Pass):
     """What `routing.mark` does, up to the means."""
 
-    def __init__(self, layer: int, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, *place: Any, layer: int) -> None:
+        super().__init__(*place)
         self.layer = layer
         self.sums = torch.zeros(self.count, self.model.config.hidden_size, device=self.model.device)
 
@@ -185,8 +185,8 @@ class Prompts(Pass):
     """Prompts through all layers, and the exit's share of it; of each, what is then known at its end and, if they are
     to be judged, how often exit and model agreed at its last positions."""
 
-    def __init__(self, exit: Exit | None, judge: bool, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, *place: Any, exit: Exit | None, judge: bool) -> None:
+        super().__init__(*place)
         model = self.model
         self.exit, self.judge = exit, judge and exit is not None
         self.known = known_buffer(model, self.count)

@@ -87,7 +87,7 @@ class Machine:
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self._cycles: dict[tuple, Cycle] = {}
         self._replays: dict[tuple, Launch] = {}
-        self._chunks: dict[tuple, tuple[Any, Launch]] = {}
+        self._passes: dict[tuple, tuple[Any, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
         self._on_gpu = model.device.type == "cuda"
@@ -117,7 +117,7 @@ class Machine:
         """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
-        tensors += [tensor for chunk, _ in self._chunks.values() for tensor in chunk.tensors]
+        tensors += [tensor for made, _ in self._passes.values() for tensor in made.tensors]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -219,13 +219,13 @@ class Machine:
         rows = padded(count, SMALLEST)
         slots = padded(end - count + rows, PAGE_SIZE)
         key = ("prefill", rows, slots, *_identity(exit), judge)
-        return self._chunk(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle, judge))
+        return self._pass(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle, judge))
 
     def prompts(self, exit: Exit | None, lengths: Sequence[int], judge: bool = False) -> tuple[Prompts, Launch]:
         """For short prompts of so many tokens, in one pass."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
         key = ("prompts", *size, *_identity(exit), judge)
-        return self._chunk(key, lambda idle: Prompts(exit, judge, *parts, *size, idle))
+        return self._pass(key, lambda idle: Prompts(*parts, *size, idle, exit=exit, judge=judge))
 
     @torch.inference_mode()
     def marks(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
@@ -256,17 +256,17 @@ class Machine:
 
     def _marking(self, lengths: Sequence[int], layer: int) -> tuple[Marking, Launch]:
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
-        return self._chunk(("marks", *size, layer), lambda idle: Marking(layer, *parts, *size, idle))
+        return self._pass(("marks", *size, layer), lambda idle: Marking(*parts, *size, idle, layer=layer))
 
-    def _chunk(self, key: tuple, build: Callable[[int], Any]) -> tuple[Any, Launch]:
-        """What is kept under `key`, built around the idle page and captured on first use."""
+    def _pass(self, key: tuple, build: Callable[[int], Any]) -> tuple[Any, Launch]:
+        """The pass over prompts kept under `key`, built around the idle page and captured on first use."""
         self._forget_if_moved()
-        if key not in self._chunks:
-            chunk = build(self.idle_page())
+        if key not in self._passes:
+            made = build(self.idle_page())
             if self._on_gpu:
-                chunk.launch()  # compiles what is new
-            self._chunks[key] = chunk, self._captured(chunk.launch)
-        return self._chunks[key]
+                made.launch()  # compiles what is new
+            self._passes[key] = made, self._captured(made.launch)
+        return self._passes[key]
 
     def _captured(self, launch: Launch) -> Launch:
         """All of a machine's graphs share one pool of memory, and a stream that no other machine captures on."""
@@ -302,7 +302,7 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._replays, self._chunks):
+            for known in (self._cycles, self._replays, self._passes):
                 known.clear()
 
 

@@ -54,7 +54,7 @@ def _prompts(shape: str) -> Prompts:
     model, scratch = _model(shape), Scratch(META)
     cache = Cache(model.config, META, model.dtype)
     cache.provide(64)
-    return Prompts(_exit(model), True, model, cache, scratch, 2, 64, 0)
+    return Prompts(model, cache, scratch, 2, 64, 0, exit=_exit(model), judge=True)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

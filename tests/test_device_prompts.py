@@ -95,7 +95,7 @@ def test_prompts_leave_what_pytorch_leaves_and_are_judged_alike(family: str, mon
     monkeypatch.setattr(device_prompts, "PROMPT_END", END)
     engine, pytorch = engines(family)
     exit = engine.drafters.exits[LAYER]
-    made = Prompts(exit, True, *small(engine))
+    made = Prompts(*small(engine), exit=exit, judge=True)
     sequences = run(engine, made, TEXTS)
     for number, (text, sequence) in enumerate(zip(TEXTS, sequences, strict=True)):
         left, known, agreement = of_pytorch(pytorch, exit, text)
@@ -111,9 +111,9 @@ def test_a_prompt_leaves_the_same_bits_in_any_company_and_whether_drafted_for_or
     exit, layers = engine.drafters.exits[LAYER], engine.model.config.num_layers
     found = []
     for made, texts in (
-        (Prompts(exit, True, *small(engine)), TEXTS),
-        (Prompts(exit, False, *small(engine)), [TEXTS[1], TEXTS[0]]),
-        (Prompts(None, False, *small(engine)), [TEXTS[0]]),
+        (Prompts(*small(engine), exit=exit, judge=True), TEXTS),
+        (Prompts(*small(engine), exit=exit, judge=False), [TEXTS[1], TEXTS[0]]),
+        (Prompts(*small(engine), exit=None, judge=False), [TEXTS[0]]),
     ):
         sequences = run(engine, made, texts)
         place = texts.index(TEXTS[0])
@@ -128,7 +128,7 @@ def test_a_prompt_leaves_the_same_bits_in_any_company_and_whether_drafted_for_or
 
 def test_sums_of_marks_are_those_of_routing() -> None:
     engine, _ = engines("llama")
-    made = Marking(LAYER, *small(engine))
+    made = Marking(*small(engine), layer=LAYER)
     for sequence in run(engine, made, TEXTS):
         engine.cache.close(sequence)
     sums = torch.stack([of_text.sum(0) for of_text in made.sums.split([3, 1])])

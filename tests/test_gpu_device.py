@@ -155,10 +155,10 @@ def test_warming_up_leaves_nothing_of_usual_prompts_to_capture(tmp_path: Path) -
     machine = engine._machine
     assert machine is not None
     engine.warmup(3)
-    held = set(machine._chunks)
+    held = set(machine._passes)
     ids, mask = prompts(3, 100)
     engine.generate(ids % 90 + 3, mask, max_new_tokens=8, pad_token_id=0, **GREEDY)
-    assert set(machine._chunks) == held
+    assert set(machine._passes) == held
 
 
 def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
