@@ -65,9 +65,11 @@ class DeviceSession(Session):
     def _expect(self) -> None:
         """All prompts are on their way, and the rows seated, before anybody waits for how the exit agreed with them."""
         if not self._host_chooses:
-            self._sit(self.active, NONE)
+            self._reserve(self.active, NONE)
+            self._sit(self.active)
         judged, self._judged = self._judged, []
         if judged and self._usual_agreement is not None:
+            self.choose_plan(self.active)  # looks up what plans cost, which takes longest, while the device is busy
             shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
             for (row, _, places), share in zip(judged, shares, strict=True):
                 row.watch.learn_prompt(share, places, *self._usual_agreement)
@@ -146,12 +148,11 @@ class DeviceSession(Session):
         self._land(flight)
 
     def _goes_on(self, flight: Flight) -> bool:
-        """Whether the next cycle can be launched before this one has landed: from the same seats, surely needed, and
-        not before it is known what came of a probe."""
+        """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
+        this one left them, and not before it is known what came of a probe."""
         if self.governor is not None and self.governor.is_probe(flight.plan):
             return False
-        needed = any(row.max_length - len(row.tokens) > flight.plan.depth + 1 for row in flight.rows)
-        return needed and len(self.active) == len(flight.rows) and self._sits(flight.rows)
+        return self._sits(flight.rows) and any(_outlasts(row, flight.plan) for row in self.active)
 
     def _sits(self, rows: list[Row]) -> bool:
         owner = self.machine.owners.get(self.machine.seats(len(rows)).count)
@@ -163,17 +164,18 @@ class DeviceSession(Session):
         rows = self.active
         plan, reason = self.choose_plan(rows, None if before is None else (before.plan, before.reason))
         try:
-            seats = self._sit(rows, plan, before)
+            self._reserve(rows, plan, before)
         except CacheFull:
             if before is not None:  # it may be the end of it
                 return None
             raise
+        seats = self.machine.seats(len(rows))
         key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan, reason))
         if not self.machine.is_captured(key):
             if before is not None:
                 return None
             self.machine.replay(key)
-            self._sit(rows, plan)
+        self._sit(rows, in_flight=before is not None)
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
@@ -211,22 +213,49 @@ class DeviceSession(Session):
             alone = len(rows) == len(flight.rows)
             self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone)
 
-    def _sit(self, rows: list[Row], plan: Plan, before: Flight | None = None) -> Seats:
-        """Makes sure that these rows sit on the device's seats, with pages enough for a cycle and the one before it."""
-        seats = self.machine.seats(len(rows))
+    def _reserve(self, rows: list[Row], plan: Plan, before: Flight | None = None) -> None:
+        """Takes pages enough for a cycle and the one before it."""
         more = plan.depth + len(plan) + 2 + (0 if before is None else before.plan.depth + 1)
         for row in rows:
             self._take_pages(row, row.sequence.length + more)
+
+    def _sit(self, rows: list[Row], in_flight: bool = False) -> Seats:
+        """Makes sure that these rows sit on the device's seats. With a cycle in flight they do already, and some beside
+        them may have ended: where the others stand is known to the device alone, which moves them up."""
+        seats = self.machine.seats(len(rows))
         if self._sits(rows):
             if self._pages_moved:
                 self._write_pages(seats, rows)
-            return seats
-        self.rise()
-        self.machine.vacate(seats)
-        self._write_rows(seats, rows)
+        elif in_flight:
+            self._move_up(seats, rows)
+        else:
+            self.rise()
+            self.machine.vacate(seats)
+            self._write_rows(seats, rows)
+            self._own(seats, rows)
+        return seats
+
+    def _own(self, seats: Seats, rows: list[Row]) -> None:
         self.machine.owners[seats.count] = self
         self._seated = list(rows)
-        return seats
+
+    def _move_up(self, seats: Seats, rows: list[Row]) -> None:
+        """Rows that remain move to the first seats, or to those of a smaller batch, once what is in flight is over."""
+        left, places = self.machine.seats(len(self._seated)), {id(row): place for place, row in enumerate(self._seated)}
+        who = torch.tensor([places[id(row)] for row in rows])
+        who = on_its_way(who, self.model.device).to(self.model.device, non_blocking=True)
+        before, after = self.machine.drafter(left, self.exit), self.machine.drafter(seats, self.exit)
+        known = None if before is None or before.known is None else before.known[who]
+        moving = left.leave(who)
+        self._leave_seats()
+        self.machine.vacate(seats)
+        seats.take(moving)
+        self._write_pages(seats, rows)
+        if known is not None and after is not None and after.known is not None:
+            after.known[: len(rows)].copy_(known)
+        if seats is not left:
+            self._fill_head(seats)
+        self._own(seats, rows)
 
     def _take_pages(self, row: Row, least: int) -> None:
         missing = least > len(row.sequence.pages) * PAGE_SIZE
@@ -252,9 +281,13 @@ class DeviceSession(Session):
         drafter = self.machine.drafter(seats, self.exit)
         if drafter is not None and drafter.known is not None:
             drafter.known[: len(rows)].copy_(self._last_known(rows)[:, 0])
-        if drafter is not None and drafter.head is not None and self.exit is not None:
-            assert self.exit.head_rows is not None
-            drafter.head.fill(self.exit.head_rows)
+        self._fill_head(seats)
+
+    def _fill_head(self, seats: Seats) -> None:
+        drafter = self.machine.drafter(seats, self.exit)
+        if drafter is not None and drafter.head is not None:
+            assert drafter.exit.head_rows is not None
+            drafter.head.fill(drafter.exit.head_rows)
 
     def rise(self) -> None:
         """Leaves the seats; what the exit recalls, which only the device knows, is kept for sitting down again."""
@@ -276,7 +309,8 @@ class DeviceSession(Session):
     # Where the host chooses: the same kernels, pass by pass.
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
-        seats = self._sit(rows, plan)
+        self._reserve(rows, plan)
+        seats = self._sit(rows)
         _, self._cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
         self._cycle.draft()
         return Draft(plan, self._of_rows(self._cycle.places.tokens, rows).long(), hidden=self._cycle.stream.states)
@@ -302,3 +336,9 @@ class DeviceSession(Session):
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""
         assert self._cycle is not None
         return values.unflatten(0, (-1, self._cycle.seats.count))[:, : len(rows)].transpose(0, 1)
+
+
+def _outlasts(row: Row, plan: Plan) -> bool:
+    """Whether a text will likely go on after a cycle of this plan, which brings what cycles of it usually do."""
+    usual = row.new_tokens / row.cycles if row.cycles else plan.depth + 1
+    return row.max_length - len(row.tokens) > min(usual, plan.depth + 1)

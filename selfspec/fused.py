@@ -117,6 +117,19 @@ class Seats:
         fields[10, 0] = sampling.top_k
         self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
 
+    def leave(self, places: torch.Tensor) -> list[torch.Tensor]:
+        """What the device knows of who sits in some places, and of how they draw, to be taken along."""
+        fields = self._words.view(11, -1)
+        return [self.seeds[places], fields[2:7, places], fields[7:, :1].clone()]
+
+    def take(self, moving: list[torch.Tensor]) -> None:
+        """They sit down on the first of these seats."""
+        seeds, each, settings = moving
+        fields = self._words.view(11, -1)
+        self.seeds[: len(seeds)].copy_(seeds)
+        fields[2:7, : len(seeds)].copy_(each)
+        fields[7:, :1].copy_(settings)
+
     def vacate(self, idle_page: int) -> None:
         """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
         self._words[: self._field(7)].zero_()

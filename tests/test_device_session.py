@@ -115,6 +115,19 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
     assert seats.temperature.item() == pytest.approx(0.7)
 
 
+def test_who_moves_takes_along_where_it_stands_and_how_it_draws() -> None:
+    before, after = (Seats(count, 3, torch.device("cpu")) for count in (4, 2))
+    before.seat([2**40 + 1, 2, 3], [10, 20, 30], [11, 21, 31], [0, 1, 2], Sampling(do_sample=True, temperature=0.7))
+    for seats in (after, before):  # to other seats, then up on the same ones
+        moving = before.leave(torch.tensor([2, 0]))
+        seats.vacate(0)
+        seats.take(moving)
+        taken = [getattr(seats, name)[:2].tolist() for name in ("seeds", "lengths", "pending", "copies", "active")]
+        assert taken == [[3, 2**40 + 1], [30, 10], [31, 11], [2, 0], [1, 1]]
+        assert not seats.active[2:].any() and not seats.lengths[2:].any()
+        assert seats.temperature.item() == pytest.approx(0.7)
+
+
 def test_warming_up_prepares_every_size_that_a_batch_may_shrink_to() -> None:
     ours, theirs = engines("llama")
     assert (ours.warmup(3), ours.warmup(1), theirs.warmup(3)) == (3, 1, 0)
@@ -169,6 +182,39 @@ def test_rows_that_end_leave_their_seats_and_all_pages_come_back() -> None:
     expected = theirs.generate(ids, speculative_decoding=False, **settings)
     assert torch.equal(ours.generate(ids, speculative_decoding=False, **settings), expected)
     assert ours.cache.free_pages == ours.cache.num_pages - 1  # empty seats keep a page to write to
+
+
+@pytest.mark.parametrize("plan", ["none", "chain:1"])
+def test_rows_move_up_behind_a_cycle_in_flight(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of four rows ends and the others go on, each with its own noise, before anybody has looked."""
+    ours, theirs = engines("llama")
+    moves, move_up = [], device_session.DeviceSession._move_up
+
+    def watched(session: device_session.DeviceSession, seats: Seats, rows: list[Row]) -> None:
+        moves.append((len(session._seated), len(rows), seats.count, session._flight is not None))
+        move_up(session, seats, rows)
+
+    monkeypatch.setattr(device_session.DeviceSession, "_move_up", watched)
+    settings: dict[str, Any] = SAMPLED | {"seed": [1, 2, 3, 4]}
+    free = generate(theirs, plan, 4, 7, **settings).sequences
+    ends = {int(token) for token in free[0, 5:7]} - {int(token) for token in free[1:, 5:].flatten()}
+    assert ends
+    settings["eos_token_id"] = list(ends)
+    expected = generate(theirs, plan, 4, 7, **settings).sequences
+    assert torch.equal(generate(ours, plan, 4, 7, **settings).sequences, expected)
+    assert moves == [(4, 3, 4, True)]
+
+
+@pytest.mark.parametrize(
+    "new, cycles, left, outlasts",
+    [(0, 0, 4, True), (0, 0, 3, False), (12, 8, 2, True), (12, 8, 1, False), (30, 10, 4, True), (30, 10, 3, False)],
+)
+def test_a_cycle_is_sent_ahead_where_a_text_will_likely_outlast_the_one_before(
+    new: int, cycles: int, left: int, outlasts: bool
+) -> None:
+    row = Row([1], seed=0, copy=0, max_length=1 + new + left, cycles=cycles)
+    row.tokens += [2] * new
+    assert device_session._outlasts(row, Plan.parse("chain:2")) == outlasts
 
 
 def test_a_cache_that_moves_while_a_cycle_is_in_flight_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
