@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 180  # a log has room that no terminal tells of
     engine = open_engine(args)
-    bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos)
+    bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos, args.plans)
     subject = decode.Subject(args.model, engine, [], Memory(engine.model.device), exit_layer=None)
     setup = asdict(decode.describe(args, subject)) | {"repeat": args.repeat, "seed": args.seed}
     report.describe(console, setup)
@@ -74,6 +74,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--sets", nargs="+", default=list(BUILDERS), choices=BUILDERS, metavar="SET", help=", ".join(BUILDERS))
     add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
     add("--batch", type=int, nargs="+", default=[1, 4])
+    add("--plans", type=Plan.parse, nargs="+", help="fixed plans to run beside the governor (default: all of its own)")
     add("--limit", type=int, default=8, help="prompts of each set; a larger batch takes as many as it holds")
     add("--max-new-tokens", type=int, default=128)
     add("--ignore-eos", action="store_true", help="every text goes on to the last token asked for")
@@ -122,6 +123,7 @@ class Bench:
     profile: Profile
     repeat: int = 1
     ignore_eos: bool = False
+    plans: Sequence[Plan] | None = None  # None: all that the governor chooses from
 
     def cell(self, prompts: PromptSet, size: int, count: int) -> dict[str, Any]:
         """One set in batches of one size: all modes take turns; who goes first changes with every batch."""
@@ -161,11 +163,11 @@ class Bench:
         return name if name in self.profile.domains else route(self.engine, prompts)
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
-        """Plain decoding, every plan of the ladder, also those with cycles that the governor finds too long, and the
-        governor."""
+        """Plain decoding, the fixed plans that were asked for or every plan of the ladder, also those with cycles that
+        the governor finds too long, and the governor."""
         choice = self.profile.choice(domain)
         forced = {"speculative_decoding": "force", "exit_layer": choice.exit_layer, "domain": domain}
-        plans = self._plans(choice, domain, prompts.temperature, size)
+        plans = self.plans or self._plans(choice, domain, prompts.temperature, size)
         fixed = [Mode(str(plan), shown(plan), {"plan": plan, **forced}) for plan in plans]
         return [Mode(PLAIN, PLAIN, {"speculative_decoding": False}), *fixed, Mode(GOVERNOR, GOVERNOR, {})]
 

@@ -19,6 +19,21 @@ def wait(PDL: tl.constexpr):
 
 
 @jit
+def fetch(weight, weight_rows, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Asks for the first columns of BN weight rows, given by their offsets: near when the wait is over, and read from
+    memory while there was nothing else to do."""
+    if PDL and COLUMNS > 0:
+        PARTS: tl.constexpr = 128 // BN if BN < 128 else 1  # one request for each thread
+        WIDTH: tl.constexpr = COLUMNS // PARTS
+        first = weight + weight_rows[:, None] + (tl.arange(0, PARTS) * WIDTH)[None, :]
+        size = tl.full(first.shape, WIDTH * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [first.to(tl.int64), size],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@jit
 def release(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

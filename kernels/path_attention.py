@@ -3,8 +3,9 @@
 Once a node is committed its key moves to another slot. What a node computes may not depend on that, to the bit: here
 it is a function of its position and of the keys in position order alone, whatever the tree, the batch and the pages.
 The keys below a split point that depends on the position only are committed for every node of any tree; they are
-summed in fixed ranges, for many nodes at once. The up to 127 keys from there on are summed for each node alone, found
-through its path. Knows tensors only; writing the rows' keys and values to the cache is another kernel's job.
+summed in fixed ranges, for many nodes at once, and the results merged in fixed bundles. The up to 127 keys from there
+on are summed for each node alone, found through its path. Knows tensors only; writing the rows' keys and values to the
+cache is another kernel's job.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
+_MANY_UNITS = 16  # of work that programs can share: then a bundle each keeps the device busy
 
 
 def reference(
@@ -59,6 +61,17 @@ def range_start(index: int) -> int:
     return min(index, 16) * 128 + max(min(index, 28) - 16, 0) * 512 + max(index - 28, 0) * 2048
 
 
+def bundle_of(index: int) -> int:
+    """Ranges are merged in bundles of four, long ones each alone, before the bundles are: where there are many rows one
+    program takes a whole bundle, elsewhere each range has its own."""
+    return min(index, 28) // 4 + max(index - 28, 0)
+
+
+def bundle_start(index: int) -> int:
+    """The first range of a bundle."""
+    return min(index, 7) * 4 + max(index - 7, 0)
+
+
 def split_point(position: int) -> int:
     """Where the prefix of a query ends and its tail begins; below 0 where there is no prefix.
 
@@ -85,6 +98,8 @@ def counters_size(batch: int, rows: int, kv_heads: int) -> int:
 
 _range_of = jit(range_of)
 _range_start = jit(range_start)
+_bundle_of = jit(bundle_of)
+_bundle_start = jit(bundle_start)
 _split_point = jit(split_point)
 
 
@@ -93,6 +108,15 @@ def _ranges(begin, end):
     """The ranges in which the positions from begin up to end lie: first, and one past the last."""
     low = _range_of(begin)
     return low, tl.where(end > begin, _range_of(tl.maximum(end, 1) - 1) + 1, low)
+
+
+@jit
+def _records(low, high, BUNDLED: tl.constexpr):
+    """Which results are kept of these ranges: one of each, or of each bundle that they are in."""
+    if BUNDLED:
+        return _bundle_of(low), tl.where(high > low, _bundle_of(tl.maximum(high, 1) - 1) + 1, _bundle_of(low))
+    else:
+        return low, high
 
 
 @jit
@@ -130,9 +154,11 @@ def _absorb(top, total, sums, q, k, v, visible, scale):
 
 @jit
 def _merge(top, total, sums, top2, total2, sums2, scale):
-    """One running softmax out of two; the multiply-adds are spelled out, so that no compiler chooses their rounding."""
+    """One running softmax out of two; the multiply-adds are spelled out, so that no compiler chooses their rounding.
+    One that has seen nothing leaves the other's bits as they are."""
     raised = tl.maximum(top, top2)
-    kept, kept2 = tl.exp2((top - raised) * scale), tl.exp2((top2 - raised) * scale)
+    shift = tl.where(raised == float("-inf"), 0.0, raised)
+    kept, kept2 = tl.exp2((top - shift) * scale), tl.exp2((top2 - shift) * scale)
     total = tl.math.fma(total, kept, total2 * kept2)
     sums = tl.math.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), sums2 * kept2[:, None])
     return raised, total, sums
@@ -154,12 +180,14 @@ def _prefix_program(
     DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    BUNDLED: tl.constexpr,
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums one range of the prefix for one key-value head and a tile of rows: nodes times the query heads sharing it.
+    """Sums one range of the prefix, or a bundle, for one key-value head and a tile of rows: nodes times the query heads
+    sharing it.
 
-    Which range is told by the lengths: the unit's last one first, as it is the longest.
+    Which one is told by the lengths: the unit's last one first, as it is the longest.
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     lengths, _, depths, _, batch, rows = rows_at
@@ -173,8 +201,13 @@ def _prefix_program(
     b = unit // (tiles * KV_HEADS)
     length = tl.load(lengths + b)
     begin, end, low, high = _ranges_of_tile(depths, length, first, tl.minimum(rows - first, PER_TILE), WINDOW, ROW_TILE)
+    planned = high <= ranges
+    low, high = _records(low, high, BUNDLED)
     index = high - 1 - program // units
-    if (index >= low) & (high <= ranges):
+    if (index >= low) & planned:
+        first_range = _bundle_start(index) if BUNDLED else index
+        after_last = _bundle_start(index + 1) if BUNDLED else index + 1
+        length_of_each = _range_start(first_range + 1) - _range_start(first_range)
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
         real = (row < PER_TILE * GROUP) & (node < rows)
@@ -190,13 +223,20 @@ def _prefix_program(
         total = tl.zeros((ROW_TILE, 16), tl.float32)
         sums = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
         # Split points and ranges are whole pages, so every key of every tile is committed.
-        start = tl.maximum(_range_start(index), begin // KEY_TILE * KEY_TILE)
-        stop = tl.minimum(_range_start(index + 1), end)
+        start = tl.maximum(_range_start(first_range), begin // KEY_TILE * KEY_TILE)
+        stop = tl.minimum(_range_start(after_last), end)
+        whole = (top, tl.zeros((ROW_TILE,), tl.float32), sums)  # of the ranges before the one in progress
         pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
         wait(PDL)
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
+            if BUNDLED:  # noqa: SIM102
+                if (at % length_of_each == 0) & (at > start):
+                    whole = _merge(*whole, top, tl.max(total, 1), sums, scale)
+                    top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
+                    total = tl.zeros((ROW_TILE, 16), tl.float32)
+                    sums = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
             offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
             page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # for the next turn: asked for early
             k = _load_columns(keys + offset + tile_at, column, DIM, DIM_PAD)
@@ -205,11 +245,15 @@ def _prefix_program(
             if WINDOW > 0:
                 visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
             top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible, scale)
-        release(PDL)
+        if not COUNT:
+            release(PDL)
+        seen = tl.max(total, 1)
+        if BUNDLED:
+            top, seen, sums = _merge(*whole, top, seen, sums, scale)
         record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
         tl.store(partials + record[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(stats + record * 2, top, mask=real)
-        tl.store(stats + record * 2 + 1, tl.max(total, 1), mask=real)
+        tl.store(stats + record * 2 + 1, seen, mask=real)
         if COUNT:
             tl.debug_barrier()  # all warps have stored before one thread says so
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
@@ -286,6 +330,45 @@ def _sum_tail(
 
 
 @jit
+def _kept(workspace, record, query_head, end, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The running softmax that programs of the prefix have stored of a node for its query heads up to `end`; for the
+    others one that has seen nothing."""
+    partials, stats, _, _ = workspace
+    at = record * HEADS + query_head
+    column = tl.arange(0, DIM_PAD)
+    inside = (query_head < end)[:, None] & (column < DIM)[None, :]
+    # Past the first-level cache, which may hold what an earlier launch had stored here.
+    top = tl.load(stats + at * 2, mask=query_head < end, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + at * 2 + 1, mask=query_head < end, other=0.0, cache_modifier=".cg")
+    sums = tl.load(partials + at[:, None] * DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    return top, total, sums
+
+
+@jit
+def _merge_prefix(
+    workspace, of_text, of_node, rows, low, high, query_head, end, scale,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BUNDLED: tl.constexpr,
+):  # fmt: skip
+    """What the ranges from low up to high come to for one node, bundle by bundle."""
+    first, after_last = _records(low, high, BUNDLED)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    sums = tl.zeros((16, DIM_PAD), tl.float32)
+    bundle = (top, total, sums)  # the one in progress
+    for index in tl.range(first, after_last, num_stages=4):
+        record = (of_text + index).to(tl.int64) * rows + of_node
+        kept = _kept(workspace, record, query_head, end, HEADS, DIM, DIM_PAD)
+        if BUNDLED:
+            top, total, sums = _merge(top, total, sums, *kept, scale)
+        else:
+            if (index == _bundle_start(_bundle_of(index))) & (index > first):
+                top, total, sums = _merge(top, total, sums, *bundle, scale)
+                bundle = (tl.full((16,), float("-inf"), tl.float32), tl.zeros_like(total), tl.zeros_like(sums))
+            bundle = _merge(*bundle, *kept, scale)
+    return (top, total, sums) if BUNDLED else _merge(top, total, sums, *bundle, scale)
+
+
+@jit
 def _node_program(
     program,
     q,
@@ -303,12 +386,13 @@ def _node_program(
     DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    BUNDLED: tl.constexpr,
     WAIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
     lengths, paths, depths, path_stride, batch, rows = rows_at
-    partials, stats, counters, ranges = workspace
+    _, _, counters, ranges = workspace
     head = program % KV_HEADS
     node = program // KV_HEADS % rows
     b = program // (KV_HEADS * rows)
@@ -331,27 +415,20 @@ def _node_program(
     nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
     _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
     planned = high <= ranges
+    low, high = _records(low, high, BUNDLED)
     wait(PDL)
     q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     tail_top, tail_total, tail_sums = _sum_tail(
         q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
     )
-    release(PDL)
     if WAIT:
         unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
         _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
     low, high = _ranges(begin, _split_point(position))
-    top = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    sums = tl.zeros((16, DIM_PAD), tl.float32)
-    for index in tl.range(low, tl.where(planned, high, low), num_stages=4):
-        record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
-        # Past the first-level cache, which may hold what an earlier launch had stored here.
-        top2 = tl.load(stats + record * 2, mask=row < GROUP, other=0.0, cache_modifier=".cg")
-        total2 = tl.load(stats + record * 2 + 1, mask=row < GROUP, other=0.0, cache_modifier=".cg")
-        partial = partials + record[:, None] * DIM + column[None, :]
-        sums2 = tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
-        top, total, sums = _merge(top, total, sums, top2, total2, sums2, scale)
+    top, total, sums = _merge_prefix(
+        workspace, b * ranges, node, rows, low, tl.where(planned, high, low), query_head, (head + 1) * GROUP, scale,
+        KV_HEADS * GROUP, DIM, DIM_PAD, BUNDLED,
+    )  # fmt: skip
     _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
     result = tl.where(planned, sums / total[:, None], float("nan"))
     written = out + (node * batch + b).to(tl.int64) * out_stride + in_row
@@ -392,6 +469,7 @@ def _path_attention(
     ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
+    BUNDLED: tl.constexpr,
     PREFIX: tl.constexpr,
     NODES: tl.constexpr,
     PDL: tl.constexpr,
@@ -401,6 +479,8 @@ def _path_attention(
     Lengths, page tables and trees stay as they are while a cycle attends, and are looked up before earlier launches
     have ended.
     """
+    if NODES:
+        release(PDL)  # the product that follows asks for its weights meanwhile
     program = tl.program_id(0)
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
     rows_at = (lengths, paths, depths, path_stride, batch, rows)
@@ -422,6 +502,7 @@ def _path_attention(
                 DIM_PAD,
                 ROW_TILE,
                 KEY_TILE,
+                BUNDLED,
                 NODES,
                 PDL,
             )
@@ -444,6 +525,7 @@ def _path_attention(
                 DIM_PAD,
                 ROW_TILE,
                 TAIL_STAGES,
+                BUNDLED,
                 PREFIX,
                 PDL,
             )
@@ -465,6 +547,7 @@ def path_attention(
     window: int | None,
     scale: float,
     row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
+    bundled: bool | None = None,  # whether a program takes a whole bundle of ranges; the same
     launches: int = 1,  # 2: prefix and nodes apart, nothing waits on the device; the same result
 ) -> torch.Tensor:
     """Writes the attention of every row to `out`, and returns it."""
@@ -474,13 +557,17 @@ def path_attention(
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
     if row_tile not in (16, 64) or launches not in (1, 2):
         raise ValueError(f"row_tile must be 16 or 64 and launches 1 or 2, not {row_tile} and {launches}")
-    tiles = -(-rows // (row_tile // group))
+    units = batch * kv_heads * -(-rows // (row_tile // group))
+    pdl = use_pdl(q)
+    if bundled is None:  # elsewhere too many registers would be needed
+        bundled = pdl and row_tile == 64 and units >= _MANY_UNITS and dim & (dim - 1) == 0
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
-    prefix_programs = met * batch * kv_heads * tiles
+    if bundled and met:
+        met = bundle_of(ranges - 1) + 1 if window is None else min(bundle_of(ranges - 1) + 1, window // 512 + 2)
+    prefix_programs = met * units
     node_programs = batch * rows * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    pdl = use_pdl(q)
     parts = [(True, True)] if launches == 1 and prefix_programs else [(True, False), (False, True)]
     for prefix, nodes in parts:
         programs = prefix_programs * prefix + node_programs * nodes
@@ -513,6 +600,7 @@ def path_attention(
             GROUP=group,
             DIM=dim,
             ROW_TILE=row_tile,
+            BUNDLED=bundled,
             PREFIX=prefix,
             NODES=nodes,
             PDL=pdl,

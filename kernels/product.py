@@ -93,6 +93,8 @@ class Config:
     stages: int
     warps: int
     block_m: int | None = None  # rows of x; None: by their number
+    high_stages: int | None = None  # the stages of the highest tiles, where fewer leave room for a second program
+    ahead: int = 0  # of "linear": columns of the weight that are asked for before earlier launches have ended
 
 
 def choose(kind: str, n: int, k: int) -> Config:
@@ -101,10 +103,12 @@ def choose(kind: str, n: int, k: int) -> Config:
     if kind == "heads":
         return Config(block_n=0, block_k=64, stages=4, warps=4)
     if kind == "linear":
-        return Config(block_width(n), block_k=128, stages=5 if k <= 2048 else 8, warps=4)
+        if k <= 2048:
+            return Config(block_width(n), block_k=128, stages=5, warps=4)
+        return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512)
     if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
         return Config(block_n=16 if n <= 2048 else 32, block_k=128, stages=5, warps=4)
-    return Config(block_n=64, block_k=128, stages=5, warps=4)
+    return Config(block_n=64, block_k=128, stages=5, warps=4, high_stages=3 if kind == "gated" else None)
 
 
 def row_tile(rows: int) -> int:
@@ -124,7 +128,8 @@ def launch_settings(
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
-    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
+    stages = config.high_stages if config.high_stages and block_m == MAX_ROW_TILE else config.stages
+    stages = min(stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
     pdl = use_pdl(x)
     shape = {
         "K": k,

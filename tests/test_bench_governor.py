@@ -218,6 +218,12 @@ def test_fixed_plans_may_be_too_long_for_the_governor() -> None:
     assert own == plans[1] - {"plain", "governor"}
 
 
+def test_fixed_plans_are_those_that_were_asked_for() -> None:
+    bench = governor.Bench(engine(), governor.profile_of(engine()), plans=governor.parse(["--plans", "chain:3"]).plans)
+    modes = bench.modes(PromptSet("chat", [[5, 6, 7]], new_tokens=12), 1, "code")
+    assert [mode.name for mode in modes] == ["plain", "chain:3", "governor"]
+
+
 def test_texts_end_at_the_end_token_unless_that_is_ignored() -> None:
     prompts = PromptSet("chat", [[5, 6, 7]], new_tokens=12)
     (text,) = written(prompts)

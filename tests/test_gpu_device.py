@@ -110,9 +110,10 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]], judge: bool) ->
         prompts, replay = machine.prompts(exit, list(map(len, texts)), judge)
         prompts.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
+        left = torch.cat((prompts.known, prompts.agreement[:, None].to(prompts.known.dtype)), dim=1)
         found = [
-            _in_cache(engine, s, len(t), prompts.known[i])
-            for i, (s, t) in enumerate(zip(sequences, texts, strict=True))
+            _in_cache(engine, sequence, len(text), known)
+            for sequence, text, known in zip(sequences, texts, left, strict=False)
         ]
     for sequence in sequences:
         cache.close(sequence)

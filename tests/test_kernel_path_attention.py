@@ -113,7 +113,14 @@ def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
     expected = launch.run(window, row_tile=16)
-    for options in ({"row_tile": 64}, {"launches": 2}, {"ranges": 9}):
+    for options in (
+        {"row_tile": 64},
+        {"launches": 2},
+        {"ranges": 9},
+        {"bundled": True},
+        {"bundled": True, "row_tile": 64},
+        {"bundled": True, "launches": 2},
+    ):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
