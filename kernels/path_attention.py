@@ -18,7 +18,7 @@ from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
-_MANY_UNITS = 16  # of work that programs can share: then a bundle each keeps the device busy
+_MANY_UNITS = 32  # of work that programs can share: then a bundle each keeps the device busy
 
 
 def reference(

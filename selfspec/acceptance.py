@@ -97,14 +97,6 @@ class Belief:
     def __post_init__(self) -> None:
         self.weights = list(self.home)
 
-    @classmethod
-    def mean(cls, beliefs: Sequence[Belief]) -> Belief:
-        """Of several sequences together."""
-        if len(beliefs) == 1:
-            return beliefs[0]
-        totals = map(sum, zip(*[belief.weights for belief in beliefs], strict=True))
-        return cls(tuple([total / len(beliefs) for total in totals]))
-
     @property
     def strangeness(self) -> float:
         """The chance that this is text of which almost nothing can be guessed."""

@@ -192,16 +192,26 @@ class Cycle:
             last = self.fused.run(layers, self.stream, self.late, self.everyone)
             self.fused.normalise(last.states, self.model.norm, self.reads)
             return
-        exit, known = FusedExit(self.fused, self.drafter.exit), self.drafter.known
-        exit.know(self.stream, self.late, self.everyone, known[self.seats.count :][: self.rows])
-        exit.fill(self.stream, Past(known, self._known_rows), self.everyone)
+        exit, past = FusedExit(self.fused, self.drafter.exit), Past(self.drafter.known, self._known_rows)
+        if len(self.plan):
+            exit.know(self.stream, self.late, self.everyone, self.known)
+            exit.fill(self.stream, past, self.everyone)
+        else:  # before what was known is overwritten
+            exit.fill(self.stream, past, self.everyone)
+            exit.know(self.stream, self.late, self.everyone, self.known)
+
+    @property
+    def known(self) -> torch.Tensor:
+        """What is known at every row once verified, [R, ...], for an exit to recall, first what the model's head reads.
+        Which nodes will be recalled shows later; a root alone is, so there it takes the place of what was before."""
+        if self.drafter is None or self.drafter.known is None:
+            return self.reads
+        return self.drafter.known[self.seats.count if len(self.plan) else 0 :][: self.rows]
 
     @property
     def read(self) -> torch.Tensor:
         """What the model's head reads at every row [R, hidden], once verified."""
-        if self.drafter is None or self.drafter.known is None:
-            return self.reads
-        return self.drafter.known[self.seats.count :][: self.rows, : self.model.config.hidden_size]
+        return self.known[:, : self.model.config.hidden_size]
 
     def logits(self) -> torch.Tensor:
         """The model's logits at every row [R, V], float32; for hosts that choose themselves."""
@@ -230,8 +240,8 @@ class Cycle:
             self.chosen.view(-1), self.places.tokens, self.tree.children, seats.active, seats.lengths, seats.bases,
             seats.pending, self.paths, self.report,
         )  # fmt: skip
-        known = None if self.drafter is None or self.drafter.known is None else self.drafter.known
-        if len(self.plan) or known is not None:
+        if len(self.plan):
+            known = None if self.drafter is None else self.drafter.known
             settle(cache.keys, cache.values, seats.page_table, seats.bases, self.report[:, 0], self.paths, known)
 
     def _noise(self, places: Places) -> Noise | None:

@@ -52,6 +52,7 @@ class DeviceSession(Session):
         self._owned: set[int] = set()  # rows, by id, that share no page they write to
         self._flight: Flight | None = None
         self._drawing = Drawing.of(self.sampling)
+        self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._unpeeked = 0  # plain cycles since one that peeked
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
@@ -201,17 +202,30 @@ class DeviceSession(Session):
             lasts.append(last)
             if flight.peeks and self.governor is not None:
                 self.governor.scored(row.watch, [report[-1]], shadow.OFFERED)
-            for place, token in enumerate(report[TOKENS : TOKENS + count]):
-                self._emit(row, token, origin(flight.plan, place < count - 1))
-                row.accepted += place < count - 1
-                row.rejections += place == count - 1 and bool(flight.plan.children[last])
-                if row.finish_reason is not None:
-                    lasts[-1] = flight.plan.path(last)[place]
-                    break
+            lasts[-1] = self._take(row, report[TOKENS : TOKENS + count], flight.plan, last)
         if living:
             rows = [flight.rows[index] for index in living]
             alone = len(rows) == len(flight.rows)
             self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone)
+
+    def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
+        """A row takes a cycle's tokens, accepted down to a last node; returns the node after which its text ended, or
+        that one. Where nothing can end and nobody listens they are taken at once."""
+        accepted = len(tokens) - 1
+        ends = self.on_token is not None or bool(self.stops) or len(row.tokens) + accepted + 1 >= row.max_length
+        if not ends and self._ends.isdisjoint(tokens):
+            row.tokens += tokens
+            row.origins += [origin(plan, True)] * accepted + [origin(plan, False)]
+            row.accepted += accepted
+            row.rejections += bool(plan.children[last])
+            return last
+        for place, token in enumerate(tokens):
+            self._emit(row, token, origin(plan, place < accepted))
+            row.accepted += place < accepted
+            row.rejections += place == accepted and bool(plan.children[last])
+            if row.finish_reason is not None:
+                return plan.path(last)[place]
+        return last
 
     def _reserve(self, rows: list[Row], plan: Plan, before: Flight | None = None) -> None:
         """Takes pages enough for a cycle and the one before it."""
@@ -321,9 +335,7 @@ class DeviceSession(Session):
         cycle.verify()
         for row in rows:
             row.sequence.drafted = row.sequence.verified = len(draft.plan) + 1
-        if cycle.drafter is None or cycle.drafter.known is None:
-            return self._of_rows(cycle.reads, rows)
-        return self._of_rows(cycle.drafter.known[cycle.seats.count :][: cycle.rows], rows)
+        return self._of_rows(cycle.known, rows)
 
     def _let_wait(self, rows: list[Row], draft: Draft) -> None:
         """Nothing waits: verifying has filled the exit's cache already."""

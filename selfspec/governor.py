@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from selfspec.acceptance import FAMILIAR, UNFAMILIAR, Belief, Chances
 from selfspec.costs import Costs, Setting
 from selfspec.ladder import Ladder
@@ -90,6 +92,12 @@ class Prospects(NamedTuple):
 
     options: list[tuple[Plan, Chances, float]]  # the tokens that each kind of text gets, and the cost in plain steps
     in_use: int | None  # the option that is in use
+    tokens: np.ndarray  # [kinds, options], of all options
+    ratios: np.ndarray  # [options], what they cost
+
+    @classmethod
+    def of(cls, options: list[tuple[Plan, Chances, float]], in_use: int | None) -> Prospects:
+        return cls(options, in_use, np.array([of[1] for of in options]).T, np.array([of[2] for of in options]))
 
 
 class Governor:
@@ -106,7 +114,7 @@ class Governor:
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
-        self._found = Prospects([], None)
+        self._found = Prospects.of([], None)
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, Plan] | None = None  # the same for prospects, and while what was in use
         self._has_news = True
@@ -115,10 +123,15 @@ class Governor:
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
 
     def choose(
-        self, watches: Sequence[Watch], context: int, in_flight: tuple[Plan, str | None] | None = None
+        self,
+        watches: Sequence[Watch],
+        context: int,
+        in_flight: tuple[Plan, str | None] | None = None,
+        left: Sequence[int] | None = None,
     ) -> tuple[Plan, str | None]:
         """The plan of the next cycle of these sequences, the longest of `context` tokens; with `none`, the reason.
-        `in_flight` was chosen for the cycle before, of which nothing is known yet."""
+        `in_flight` was chosen for the cycle before, of which nothing is known yet; `left` counts the tokens that each
+        sequence may still get."""
         measuring = in_flight is not None and in_flight[1] == MEASURING
         if not measuring and self.costs.wants_plain(len(watches), context):
             return NONE, MEASURING
@@ -127,8 +140,7 @@ class Governor:
         prospects = self._look_up(at, plan_in_use)
         if not prospects.options:
             return NONE, self._why_plain(watches)
-        belief = Belief.mean([watch.belief for watch in watches])
-        speeds = [belief.expects(tokens) / ratio for _, tokens, ratio in prospects.options]  # over plain decoding
+        speeds = self._speeds(prospects, [watch.belief for watch in watches], left)
         best, in_use = speeds.index(max(speeds)), prospects.in_use
         if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
             best = in_use
@@ -139,6 +151,16 @@ class Governor:
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
             return plan, None
         return NONE, self._why_plain(watches)
+
+    @staticmethod
+    def _speeds(prospects: Prospects, beliefs: Sequence[Belief], left: Sequence[int] | None) -> list[float]:
+        """Of each option, over plain decoding. A request is over when the last of its sequences is: the one that, with
+        what is guessed of it and what it has left, needs most cycles."""
+        if len(beliefs) == 1:
+            return [beliefs[0].expects(tokens) / ratio for _, tokens, ratio in prospects.options]
+        expected = np.array([belief.weights for belief in beliefs]) @ prospects.tokens  # [sequences, options]
+        plainly = np.ones(len(beliefs)) if left is None else np.array(left)
+        return (plainly.max() / (plainly[:, None] / expected).max(0) / prospects.ratios).tolist()
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
@@ -172,7 +194,7 @@ class Governor:
                 if (ratio := self.ratio(plan, at)) <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
             place = next((place for place, (plan, *_) in enumerate(options) if plan == in_use), None)
-            self._found_at, self._found = now, Prospects(options, place)
+            self._found_at, self._found = now, Prospects.of(options, place)
         return self._found
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:

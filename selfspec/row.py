@@ -37,8 +37,7 @@ class Row:
     elapsed_s: float = 0.0
     origins: list[str] = field(default_factory=list)  # of every new token: "drafted", "decoded" after that, or "plain"
     changes: list[Change] = field(default_factory=list)  # of plan, the first one included
-    accepted_by_depth: list[int] = field(default_factory=list)
-    reached_by_depth: list[int] = field(default_factory=list)  # how often a node of that depth was asked for
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # cycles by depths accepted and asked for
     watch: Watch = field(default_factory=Watch)  # what the governor knows of this text
     waiting: Waiting = field(default_factory=Waiting)  # for the exit's cache
 
@@ -52,6 +51,19 @@ class Row:
     @property
     def ood(self) -> bool:
         return self.watch.ood
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        return [sum(n for (right, _), n in self.outcomes.items() if right > depth) for depth in range(self._deepest)]
+
+    @property
+    def reached_by_depth(self) -> list[int]:
+        """How often a node of each depth was asked for."""
+        return [sum(n for (_, asked), n in self.outcomes.items() if asked > depth) for depth in range(self._deepest)]
+
+    @property
+    def _deepest(self) -> int:
+        return max((asked for _, asked in self.outcomes), default=0)
 
     def account(self, plan: Plan, last: int, chosen: Plan, reason: str | None) -> None:
         """A cycle is over that accepted the nodes of `plan` down to `last`; `chosen` is the plan it was cut from."""
@@ -67,11 +79,7 @@ class Row:
         right = self.origins[-1:] == ["drafted"]  # the text ended with a token that was drafted too
         accepted = plan.depths[last] + right
         asked = accepted + (not right and bool(plan.children[last]))
-        self.accepted_by_depth += [0] * (asked - len(self.accepted_by_depth))
-        self.reached_by_depth += [0] * (asked - len(self.reached_by_depth))
-        for depth in range(asked):
-            self.accepted_by_depth[depth] += depth < accepted
-            self.reached_by_depth[depth] += 1
+        self.outcomes[accepted, asked] += 1
 
 
 def origin(plan: Plan, drafted: bool) -> str:

@@ -172,8 +172,10 @@ class Session:
 
     @property
     def _usual_agreement(self) -> tuple[float, float] | None:
-        """What prompts are judged against; None: they are not judged."""
-        return None if self.governor is None else self.governor.usual_agreement
+        """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide."""
+        if self.governor is None or self.policy.reason(len(self.rows)) is not None:
+            return None
+        return self.governor.usual_agreement
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
         """The states of the newest positions [B, T, ...], for judging the prompts by."""
@@ -224,7 +226,8 @@ class Session:
         plan, reason = self.policy.choose(len(rows))
         if self.governor is None or reason is not None:
             return plan, reason
-        return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight)
+        left = [row.max_length - len(row.tokens) for row in rows]
+        return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight, left)
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
         """Depth by depth: run the nodes of a depth through the draft partition, exit, rank each node's children."""

@@ -115,13 +115,6 @@ def test_few_places_of_a_prompt_tell_less() -> None:
     assert few.strangeness < 0.7 * many.strangeness
 
 
-def test_a_batch_is_believed_to_be_what_its_rows_are_on_the_mean() -> None:
-    one, other = Belief(), Belief(UNFAMILIAR)
-    tokens = acceptance().tokens(Plan.parse("chain:2"))
-    expected = (one.expects(tokens) + other.expects(tokens)) / 2
-    assert Belief.mean([one, other]).expects(tokens) == pytest.approx(expected)
-
-
 def test_far_prompts_are_expected_to_be_strange_more_often() -> None:
     assert sum(UNFAMILIAR[:STRANGE]) > 4 * sum(FAMILIAR[:STRANGE])
     assert sum(FAMILIAR) == pytest.approx(1)

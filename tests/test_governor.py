@@ -250,6 +250,18 @@ def deepest(plans: list[Plan]) -> Plan:
     return max(plans, key=lambda plan: (plan.depth, len(plan)))
 
 
+@pytest.mark.parametrize(
+    ("left", "drafts"), [(None, False), ([100, 100], False), ([100, 81], False), ([100, 70], True), ([70, 100], False)]
+)
+def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: bool) -> None:
+    """One row is always guessed, the other never, and a cycle costs 1.25 plain steps: drafting pays where the first one
+    has most of the work left, so that the other will still not be the last."""
+    governor = governor_of(inf, dict.fromkeys(ladder(True).plans(2), 1.25))
+    plan, reason = governor.choose([sure(), sure(text_is_guessed=False)], 100, left=left)
+    assert (len(plan) > 0, reason) == (drafts, None if drafts else "goodput")
+    assert governor.choose([sure(), sure()], 100, left=left)[1] is None
+
+
 @pytest.mark.parametrize(("limit", "allowed"), [(1.5, True), (1.4999, False), (inf, True)])
 def test_a_cycle_may_be_as_long_as_the_limit_and_no_longer(limit: float, allowed: bool) -> None:
     best = deepest(ladder(True).plans(1))
