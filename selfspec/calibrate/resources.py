@@ -28,8 +28,9 @@ class Resources:
     def describe(self) -> str:
         place = "on the device" if self.states_on != "cpu" else "in host memory"
         return (
-            f"{self.room / 1e9:.1f} GB free: writes {self.writing_rows} rows at once, trains {self.exits_together} "
-            f"exit{'s' * (self.exits_together > 1)} together on {self.training_rows} rows a step, keeps the "
+            f"{self.room / 1e9:.1f} GB free: writes {self.writing_rows} rows at once, trains "
+            f"{f'{self.exits_together} exits together' if self.exits_together > 1 else 'one exit'} on "
+            f"{self.training_rows} rows a step, keeps the "
             f"model's states {place} (at most {self.most_tokens / 1e6:.1f} M tokens)"
         )
 

@@ -331,7 +331,7 @@ class Calibration:
                     found[domain.name, name] = measure(
                         self.model, self.exits, largest, answers, self.settings.seed, stage.advance
                     )
-            stage.note = f"{len(self.exits)} exits on {total} answers"
+            stage.note = f"{len(self.exits)} exit{'s' * (len(self.exits) > 1)} on {total} answers"
         _free(self.model)
         return found
 
