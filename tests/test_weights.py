@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -137,6 +139,28 @@ class TestLoadFolder:
         pieces = pieces_of(weights.load_folder(folder, CPU))
         assert max(sizes) <= 1024
         assert all(torch.equal(piece, whole[name]) for name, piece in pieces.items())
+
+    @pytest.mark.parametrize("allocation", [0, 7])
+    def test_running_out_of_memory_says_what_is_needed_and_holds_nothing(
+        self, folder: Path, allocation: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[weakref.ref[torch.Tensor]] = []
+        empty = torch.empty
+
+        def limited(*args: Any, **options: Any) -> torch.Tensor:
+            if len(made) == allocation:
+                raise torch.OutOfMemoryError("simulated")
+            tensor = empty(*args, **options)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", limited)
+            with pytest.raises(torch.OutOfMemoryError, match=r"weights need \d+\.\d GB.*torch.float32.*device='cpu'"):
+                weights.load_folder(folder, CPU)
+        gc.collect()
+        assert not any(reference() is not None for reference in made)
+        assert weights.load_folder(folder, CPU).nbytes > 0
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
