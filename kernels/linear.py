@@ -127,5 +127,5 @@ def linear(
         x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,
         N=n, WIDTH=width, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0,
-        AHEAD=min(config.ahead, x.shape[1]) if aligned else 0, **shape, **options,
+        AHEAD=config.ahead if aligned and config.ahead <= x.shape[1] else 0, **shape, **options,
     )  # fmt: skip

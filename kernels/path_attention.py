@@ -559,8 +559,8 @@ def path_attention(
         raise ValueError(f"row_tile must be 16 or 64 and launches 1 or 2, not {row_tile} and {launches}")
     units = batch * kv_heads * -(-rows // (row_tile // group))
     pdl = use_pdl(q)
-    if bundled is None:  # elsewhere too many registers would be needed
-        bundled = pdl and row_tile == 64 and units >= _MANY_UNITS and dim & (dim - 1) == 0
+    if bundled is None:
+        bundled = row_tile == 64 and units >= _MANY_UNITS and pdl and _fits_bundled(dim, group, window)
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
     if bundled and met:
@@ -608,6 +608,11 @@ def path_attention(
             **({"launch_pdl": True} if pdl else {}),
         )
     return out
+
+
+def _fits_bundled(dim: int, group: int, window: int | None) -> bool:
+    """Whether a program can hold a bundle beside the range in progress without spilling registers, from sm_90 on."""
+    return dim in (16, 32, 64) or (dim == 128 and 64 % group == 0 and window is None)
 
 
 def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:

@@ -199,10 +199,9 @@ class DeviceSession(Session):
             row, report = flight.rows[index], reports[index]
             count, last = report[COUNT], report[LAST]
             row.sequence.length += count
-            lasts.append(last)
             if flight.peeks and self.governor is not None:
                 self.governor.scored(row.watch, [report[-1]], shadow.OFFERED)
-            lasts[-1] = self._take(row, report[TOKENS : TOKENS + count], flight.plan, last)
+            lasts.append(self._take(row, report[TOKENS : TOKENS + count], flight.plan, last))
         if living:
             rows = [flight.rows[index] for index in living]
             alone = len(rows) == len(flight.rows)

@@ -213,6 +213,7 @@ class Engine:
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
         marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
         judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
+        judged = judged and batch <= self.rules.max_batch  # as sessions do
         for exit in dict.fromkeys(exit for _, _, exit, _, _ in cycles):
             self._machine.prepare_prompts(exit, batch, judged and exit is not None, marked)
         for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):

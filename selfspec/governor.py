@@ -162,6 +162,15 @@ class Governor:
         plainly = np.ones(len(beliefs)) if left is None else np.array(left)
         return (plainly.max() / (plainly[:, None] / expected).max(0) / prospects.ratios).tolist()
 
+    def _last_to_end(self, watches: Sequence[Watch], plan: Plan, left: Sequence[int] | None) -> int:
+        """The sequence that `_speeds` goes by."""
+        if len(watches) == 1:
+            return 0
+        tokens = self.ladder.acceptance.tokens(plan)
+        needs = [1 / watch.belief.expects(tokens) for watch in watches]
+        needs = needs if left is None else [need * count for need, count in zip(needs, left, strict=True)]
+        return needs.index(max(needs))
+
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
         return "ood" if all(watch.is_strange for watch in watches) else "goodput"
@@ -211,9 +220,11 @@ class Governor:
         seconds: float | None,
         context: int,
         reason: str | None = None,
+        left: Sequence[int] | None = None,
     ) -> None:
         """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time,
-        unless others had a part in that. A cycle that was there to measure changes nothing of what is in use."""
+        unless others had a part in that. A cycle that was there to measure changes nothing of what is in use. What it
+        cost is booked by the sequence that it was chosen for, the last to end."""
         at = self._setting(watches, context)
         spent = self._spent(plan, at, seconds, context)
         if seconds is not None:
@@ -228,10 +239,10 @@ class Governor:
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, at.batch
             return
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
+        loss = spent - emitted[self._last_to_end(watches, plan, left)]
         for watch, last, tokens in zip(watches, lasts, emitted, strict=True):
             if last is not None:
                 watch.learn(self.ladder.acceptance.chances(plan, last), tokens)
-        loss = spent - sum(emitted) / at.batch
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, at.batch

@@ -210,7 +210,7 @@ class Machine:
             cycle = self._cycles[key]
             self.vacate(cycle.seats)
             if self._on_gpu:
-                cycle.launch()  # compiles what is new; on idle seats it moves nothing
+                cycle.launch()  # compiles what is new; on idle seats it moves nothing of anybody's
             self._replays[key] = self._captured(cycle.launch)
         return self._replays[key]
 

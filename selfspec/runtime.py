@@ -172,7 +172,8 @@ class Session:
 
     @property
     def _usual_agreement(self) -> tuple[float, float] | None:
-        """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide."""
+        """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide. A
+        batch that is too large to draft in is not even if it will shrink: its texts will tell by themselves."""
         if self.governor is None or self.policy.reason(len(self.rows)) is not None:
             return None
         return self.governor.usual_agreement
@@ -432,7 +433,9 @@ class Session:
                 self.cache.close(row.sequence)
         if self.governor is not None:
             ends = [None if row.finish_reason else last for row, last in zip(rows, lasts, strict=True)]
-            self.governor.observe([row.watch for row in rows], plan, ends, seconds if alone else None, context, reason)
+            left = [0 if row.finish_reason else row.max_length - len(row.tokens) for row in rows]
+            watches, seconds_of_these = [row.watch for row in rows], seconds if alone else None
+            self.governor.observe(watches, plan, ends, seconds_of_these, context, reason, left)
         elif not len(plan) and alone:
             self.costs.observe(Setting.of(0, len(rows), context), plan, seconds)
         if chosen != self._plan:

@@ -24,6 +24,11 @@ def launches() -> Launches:
         for rows in row_counts:
             yield f"{shape} M={rows}", partial(launch, heads, kv_heads, dim, rows, window)
     yield "smollm2 in float32", partial(launch, 9, 3, 64, 1, None, torch.float32)
+    # From sm_90 on these take whole bundles of ranges, where that fits.
+    for shape, heads, kv_heads, dim in (("8b", 32, 8, 128), ("smollm2", 9, 3, 64), ("qwen", 28, 4, 128)):
+        for window in (None, 1024):
+            name = f"many rows of {shape}" + (" in a window" if window else "")
+            yield name, partial(launch, heads, kv_heads, dim, 64, window, batch=4)
 
 
 def launch(
@@ -33,22 +38,23 @@ def launch(
     rows: int,
     window: int | None,
     dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
 ) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     ranges = ranges_for(32768)
     path_attention(
-        empty(rows, heads * dim),
+        empty(batch * rows, heads * dim),
         empty(512, 64, kv_heads, dim),
         empty(512, 64, kv_heads, dim),
-        empty(1, 512, dtype=torch.int32),
-        empty(1, dtype=torch.int32),
+        empty(batch, 512, dtype=torch.int32),
+        empty(batch, dtype=torch.int32),
         empty(rows, 8, dtype=torch.int32),
         empty(rows, dtype=torch.int32),
-        empty(rows, heads * dim),
-        empty(workspace_size(1, rows, heads, dim, ranges), dtype=torch.float32),
-        empty(counters_size(1, rows, kv_heads), dtype=torch.int32),
+        empty(batch * rows, heads * dim),
+        empty(workspace_size(batch, rows, heads, dim, ranges), dtype=torch.float32),
+        empty(counters_size(batch, rows, kv_heads), dtype=torch.int32),
         ranges=ranges,
         window=window,
         scale=dim**-0.5,

@@ -262,6 +262,15 @@ def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: 
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_are_guessed_do_not_make_it_probe_for_one_that_is_not(ahead: bool) -> None:
+    texts = [drawn(0.0), *(drawn(0.9, seed) for seed in range(3))]
+    world = World(new_governor(), texts, ahead=ahead).run(200)
+    probes = [cycle for cycle, plan in enumerate(world.plans) if len(plan)]
+    assert min(after - before for before, after in pairwise(probes[-4:])) > 24
+    assert world.speed > 0.97
+
+
 @pytest.mark.parametrize(("limit", "allowed"), [(1.5, True), (1.4999, False), (inf, True)])
 def test_a_cycle_may_be_as_long_as_the_limit_and_no_longer(limit: float, allowed: bool) -> None:
     best = deepest(ladder(True).plans(1))

@@ -27,6 +27,10 @@ def test_whole_cycles_compile_and_fit(arch: int, match: str) -> None:
     check(compile_op("cycle", arch, match))
 
 
+def test_attention_of_many_rows_compiles_and_fits() -> None:
+    check(compile_op("path_attention", 90, "many rows"))
+
+
 def check(compiled: list[Compiled]) -> None:
     assert compiled
     too_large = [kernel for kernel in compiled if kernel.shared > 1024 * SHARED_LIMITS[kernel.arch]]

@@ -108,15 +108,15 @@ def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
     assert torch.equal(together.view(6, 3, -1)[tree.deepest_path(), 1], alone)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
-    text = Text.random(400, 3, 1, 16, HALF)
-    launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
+@pytest.mark.parametrize(("length", "window"), [(250, None), (250, 70), (1150, None), (1150, 700)])
+def test_row_tiles_and_launches_do_not_change_bits(length: int, window: int | None) -> None:
+    text = Text.random(length + 150, 3, 1, 16, HALF)
+    launch = drafted(text, length, Tree.random(9, 7))  # its nodes have different split points
     expected = launch.run(window, row_tile=16)
     for options in (
         {"row_tile": 64},
         {"launches": 2},
-        {"ranges": 9},
+        {"ranges": 17},
         {"bundled": True},
         {"bundled": True, "row_tile": 64},
         {"bundled": True, "launches": 2},

@@ -44,6 +44,7 @@ _CHECKPOINT_SECONDS = 30.0
 # at once.
 _MEASURED, _MEASURED_WITHOUT_GPU = (24, 128), (6, 48)
 _DISK_BYTES = 2 * 2**30
+_ROUTER_LAYER = 3
 
 
 class Calibration:
@@ -308,8 +309,8 @@ class Calibration:
 
     @property
     def router_layer(self) -> int:
-        """Prompts are told apart by what the deepest exit sees: shallow enough to cost little."""
-        return max(self.layers)
+        """Prompts are told apart by what a shallow layer sees, which costs little, though not the first one."""
+        return min(max(_ROUTER_LAYER, *self.layers), self.model.config.num_layers - 1)
 
     def _measure(self) -> dict[tuple[str, str], list[Measurement]]:
         """What every exit does on every domain's measuring prompts, by domain and temperature."""
