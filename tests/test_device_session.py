@@ -211,12 +211,14 @@ def test_rows_move_up_behind_cycles_in_flight_and_draft_what_pytorch_drafts(monk
         # Launched ahead, a cycle may have drafted for a text that had ended.
         assert one.drafts[: len(other.drafts)] == other.drafts
         assert (one.tokens, one.origins, one.outcomes) == (other.tokens, other.origins, other.outcomes)
+        torch.testing.assert_close(one.exit_keys, other.exit_keys, atol=2e-4, rtol=2e-4)
 
 
 class Followed(Row):
-    """A row whose drafted trees are noted, root first."""
+    """A row of which more is kept: its drafted trees, root first, and the keys of the exit's block."""
 
     drafts: list[list[int]]
+    exit_keys: torch.Tensor
 
 
 def followed(engine: Engine, ends: Any, cycles: int, monkeypatch: pytest.MonkeyPatch) -> list[Followed]:
@@ -255,6 +257,9 @@ def followed(engine: Engine, ends: Any, cycles: int, monkeypatch: pytest.MonkeyP
         running = session.run()
         for _ in range(cycles):
             next(running)
+        for row in rows:
+            slots = [flat_slot(row.sequence, slot) for slot in range(row.sequence.length)]
+            row.exit_keys = engine.cache.keys[engine.cache.exit_layer_index].flatten(0, 1)[slots]
         running.close()
     return rows
 
