@@ -54,7 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--domain", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
     add("--out", type=Path, help="folder of the profile (default: where profile='auto' looks)")
     add("--exits", default="", metavar="1,2,3", help="layers to train exits after (default: three shallow ones)")
-    add("--minutes", type=float, default=DEFAULT_MINUTES, help="aim for the whole run; measuring may run over (default: %(default)g)")
+    told = "aim for the whole run; measuring may run over (default: %(default)g)"
+    add("--minutes", type=float, default=DEFAULT_MINUTES, help=told)
     add("--objective", choices=OBJECTIVES, default="throughput")
     add("--no-train", action="store_true", help="measure and choose anew with exits trained before")
     add("--resume", action="store_true", help="go on with a run that was stopped")
