@@ -166,24 +166,10 @@ def _merge(top, total, sums, top2, total2, sums2, scale):
 
 @jit
 def _prefix_program(
-    program,
-    q,
-    q_stride,
-    cache,
-    rows_at,
-    workspace,
-    scale,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    BUNDLED: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    program, q, q_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    BUNDLED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sums one range of the prefix, or a bundle, for one key-value head and a tile of rows: nodes times the query heads
     sharing it.
 
@@ -300,18 +286,9 @@ def _tail_rows(at, cache, path, b, head, length, begin, position):
 
 @jit
 def _sum_tail(
-    q_tile,
-    cache,
-    row_at,
-    later,
-    start,
-    begin,
-    position,
-    scale,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    q_tile, cache, row_at, later, start, begin, position, scale, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """The running softmax of one node over the keys from its split point to itself, in position order."""
     keys, values = cache[0], cache[1]
     column = tl.arange(0, DIM_PAD)
@@ -370,26 +347,10 @@ def _merge_prefix(
 
 @jit
 def _node_program(
-    program,
-    q,
-    q_stride,
-    out,
-    out_stride,
-    cache,
-    rows_at,
-    workspace,
-    scale,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    TAIL_STAGES: tl.constexpr,
-    BUNDLED: tl.constexpr,
-    WAIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    program, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, BUNDLED: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
     lengths, paths, depths, path_stride, batch, rows = rows_at
     _, _, counters, ranges = workspace
@@ -438,43 +399,14 @@ def _node_program(
 # Few of the numbers change the code; a kernel compiled for each of their kinds would only cost time.
 @jit(do_not_specialize=["table_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
 def _path_attention(
-    q,
-    q_stride,
-    out,
-    out_stride,
-    keys,
-    values,
-    page_stride,
-    slot_stride,
-    head_stride,
-    page_table,
-    table_stride,
-    lengths,
-    paths,
-    path_stride,
-    depths,
-    batch,
-    rows,
-    partials,
-    stats,
-    counters,
-    ranges,
-    prefix_programs,
-    scale,
-    WINDOW: tl.constexpr,  # 0: none
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    TAIL_STAGES: tl.constexpr,
-    BUNDLED: tl.constexpr,
-    PREFIX: tl.constexpr,
-    NODES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
+    lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr, BUNDLED: tl.constexpr,
+    PREFIX: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The programs of the prefix, then those of the nodes; both in one launch, or each in its own.
+    With a WINDOW of 0 there is none.
 
     Lengths, page tables and trees stay as they are while a cycle attends, and are looked up before earlier launches
     have ended.
@@ -488,47 +420,15 @@ def _path_attention(
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:
             _prefix_program(
-                program,
-                q,
-                q_stride,
-                cache,
-                rows_at,
-                workspace,
-                scale,
-                WINDOW,
-                KV_HEADS,
-                GROUP,
-                DIM,
-                DIM_PAD,
-                ROW_TILE,
-                KEY_TILE,
-                BUNDLED,
-                NODES,
-                PDL,
-            )
+                program, q, q_stride, cache, rows_at, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
+                KEY_TILE, BUNDLED, NODES, PDL,
+            )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:
             _node_program(
-                program - prefix_programs,
-                q,
-                q_stride,
-                out,
-                out_stride,
-                cache,
-                rows_at,
-                workspace,
-                scale,
-                WINDOW,
-                KV_HEADS,
-                GROUP,
-                DIM,
-                DIM_PAD,
-                ROW_TILE,
-                TAIL_STAGES,
-                BUNDLED,
-                PREFIX,
-                PDL,
-            )
+                program - prefix_programs, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW,
+                KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, TAIL_STAGES, BUNDLED, PREFIX, PDL,
+            )  # fmt: skip
 
 
 def path_attention(
@@ -574,39 +474,12 @@ def path_attention(
         if programs == 0:
             continue
         _path_attention[(programs,)](
-            q,
-            q.stride(0),
-            out,
-            out.stride(0),
-            keys,
-            values,
-            *keys.stride()[:3],
-            page_table,
-            page_table.stride(0),
-            lengths,
-            paths,
-            paths.stride(0),
-            depths,
-            batch,
-            rows,
-            workspace[: records * dim],
-            workspace[records * dim :],
-            counters,
-            ranges,
-            prefix_programs if prefix else 0,
-            scale * LOG2_E,
-            WINDOW=window or 0,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            DIM=dim,
-            ROW_TILE=row_tile,
-            BUNDLED=bundled,
-            PREFIX=prefix,
-            NODES=nodes,
-            PDL=pdl,
-            **_tiles(dim, keys.element_size(), row_tile),
-            **({"launch_pdl": True} if pdl else {}),
-        )
+            q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
+            lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
+            :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, BUNDLED=bundled, PREFIX=prefix, NODES=nodes,
+            PDL=pdl, **_tiles(dim, keys.element_size(), row_tile), **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
     return out
 
 
