@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 
 from selfspec.kernels.overlap import release, wait
-from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 
 PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
-_MANY_UNITS = 32  # of work that programs can share: then a bundle each keeps the device busy
+_SMALL = 99 * 1024  # bytes of shared memory that every GPU has
+_MANY_PROGRAMS = 256  # more than that keep a device busy: it is better to let two share an SM than to look far ahead
 
 
 def reference(
@@ -111,9 +112,9 @@ def _ranges(begin, end):
 
 
 @jit
-def _records(low, high, BUNDLED: tl.constexpr):
-    """Which results are kept of these ranges: one of each, or of each bundle that they are in."""
-    if BUNDLED:
+def _records(low, high, APART: tl.constexpr):
+    """Which results are kept of these ranges: one of each or, apart, of each bundle that they are in."""
+    if APART:
         return _bundle_of(low), tl.where(high > low, _bundle_of(tl.maximum(high, 1) - 1) + 1, _bundle_of(low))
     else:
         return low, high
@@ -168,7 +169,7 @@ def _merge(top, total, sums, top2, total2, sums2, scale):
 def _prefix_program(
     program, q, q_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    BUNDLED: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+    APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums one range of the prefix, or a bundle, for one key-value head and a tile of rows: nodes times the query heads
     sharing it.
@@ -188,11 +189,11 @@ def _prefix_program(
     length = tl.load(lengths + b)
     begin, end, low, high = _ranges_of_tile(depths, length, first, tl.minimum(rows - first, PER_TILE), WINDOW, ROW_TILE)
     planned = high <= ranges
-    low, high = _records(low, high, BUNDLED)
+    low, high = _records(low, high, APART)
     index = high - 1 - program // units
     if (index >= low) & planned:
-        first_range = _bundle_start(index) if BUNDLED else index
-        after_last = _bundle_start(index + 1) if BUNDLED else index + 1
+        first_range = _bundle_start(index) if APART else index
+        after_last = _bundle_start(index + 1) if APART else index + 1
         length_of_each = _range_start(first_range + 1) - _range_start(first_range)
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
@@ -215,9 +216,11 @@ def _prefix_program(
         pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
         wait(PDL)
+        if APART:
+            release(PDL)  # not before: the nodes' launch reads what this one waited for
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
-            if BUNDLED:  # noqa: SIM102
+            if APART:  # noqa: SIM102
                 if (at % length_of_each == 0) & (at > start):
                     whole = _merge(*whole, top, tl.max(total, 1), sums, scale)
                     top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
@@ -231,16 +234,14 @@ def _prefix_program(
             if WINDOW > 0:
                 visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
             top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible, scale)
-        if not COUNT:
-            release(PDL)
         seen = tl.max(total, 1)
-        if BUNDLED:
+        if APART:
             top, seen, sums = _merge(*whole, top, seen, sums, scale)
         record = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
         tl.store(partials + record[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(stats + record * 2, top, mask=real)
         tl.store(stats + record * 2 + 1, seen, mask=real)
-        if COUNT:
+        if not APART:
             tl.debug_barrier()  # all warps have stored before one thread says so
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
     else:
@@ -324,10 +325,10 @@ def _kept(workspace, record, query_head, end, HEADS: tl.constexpr, DIM: tl.const
 @jit
 def _merge_prefix(
     workspace, of_text, of_node, rows, low, high, query_head, end, scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BUNDLED: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """What the ranges from low up to high come to for one node, bundle by bundle."""
-    first, after_last = _records(low, high, BUNDLED)
+    first, after_last = _records(low, high, APART)
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
@@ -335,23 +336,27 @@ def _merge_prefix(
     for index in tl.range(first, after_last, num_stages=4):
         record = (of_text + index).to(tl.int64) * rows + of_node
         kept = _kept(workspace, record, query_head, end, HEADS, DIM, DIM_PAD)
-        if BUNDLED:
+        if APART:
             top, total, sums = _merge(top, total, sums, *kept, scale)
         else:
             if (index == _bundle_start(_bundle_of(index))) & (index > first):
                 top, total, sums = _merge(top, total, sums, *bundle, scale)
                 bundle = (tl.full((16,), float("-inf"), tl.float32), tl.zeros_like(total), tl.zeros_like(sums))
             bundle = _merge(*bundle, *kept, scale)
-    return (top, total, sums) if BUNDLED else _merge(top, total, sums, *bundle, scale)
+    return (top, total, sums) if APART else _merge(top, total, sums, *bundle, scale)
 
 
 @jit
 def _node_program(
     program, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr,
-    TAIL_STAGES: tl.constexpr, BUNDLED: tl.constexpr, WAIT: tl.constexpr, PDL: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result."""
+    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result.
+
+    Apart from the prefix, whose launch is over when this one has waited: that had waited before it released this one,
+    so what both read is there from the start.
+    """
     lengths, paths, depths, path_stride, batch, rows = rows_at
     _, _, counters, ranges = workspace
     head = program % KV_HEADS
@@ -376,19 +381,22 @@ def _node_program(
     nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
     _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
     planned = high <= ranges
-    low, high = _records(low, high, BUNDLED)
-    wait(PDL)
+    low, high = _records(low, high, APART)
+    if not APART:
+        wait(PDL)
     q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
     tail_top, tail_total, tail_sums = _sum_tail(
         q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
     )
-    if WAIT:
+    if APART:
+        wait(PDL)
+    else:
         unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
         _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
     low, high = _ranges(begin, _split_point(position))
     top, total, sums = _merge_prefix(
         workspace, b * ranges, node, rows, low, tl.where(planned, high, low), query_head, (head + 1) * GROUP, scale,
-        KV_HEADS * GROUP, DIM, DIM_PAD, BUNDLED,
+        KV_HEADS * GROUP, DIM, DIM_PAD, APART,
     )  # fmt: skip
     _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
     result = tl.where(planned, sums / total[:, None], float("nan"))
@@ -402,15 +410,16 @@ def _path_attention(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
     lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr, BUNDLED: tl.constexpr,
-    PREFIX: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr, PREFIX: tl.constexpr,
+    NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The programs of the prefix, then those of the nodes; both in one launch, or each in its own.
+    """The programs of the prefix, then those of the nodes; both in one launch, or apart, each in its own.
     With a WINDOW of 0 there is none.
 
     Lengths, page tables and trees stay as they are while a cycle attends, and are looked up before earlier launches
     have ended.
     """
+    APART: tl.constexpr = not (PREFIX and NODES)
     if NODES:
         release(PDL)  # the product that follows asks for its weights meanwhile
     program = tl.program_id(0)
@@ -421,13 +430,13 @@ def _path_attention(
         if program < prefix_programs:
             _prefix_program(
                 program, q, q_stride, cache, rows_at, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
-                KEY_TILE, BUNDLED, NODES, PDL,
+                KEY_TILE, APART, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:
             _node_program(
                 program - prefix_programs, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW,
-                KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, TAIL_STAGES, BUNDLED, PREFIX, PDL,
+                KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, TAIL_STAGES, APART, PDL,
             )  # fmt: skip
 
 
@@ -447,38 +456,38 @@ def path_attention(
     window: int | None,
     scale: float,
     row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
-    bundled: bool | None = None,  # whether a program takes a whole bundle of ranges; the same
-    launches: int = 1,  # 2: prefix and nodes apart, nothing waits on the device; the same result
+    apart: bool | None = None,  # prefix and nodes in launches of their own, a program for each bundle; the same
 ) -> torch.Tensor:
-    """Writes the attention of every row to `out`, and returns it."""
+    """Writes the attention of every row to `out`, and returns it.
+
+    Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many are faster apart:
+    programs of the prefix can look further ahead, and those of the nodes, which need little, need not wait for them.
+    """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
-    group = q.shape[1] // (kv_heads * dim)
+    group, pdl = q.shape[1] // (kv_heads * dim), use_pdl(q)
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
-    if row_tile not in (16, 64) or launches not in (1, 2):
-        raise ValueError(f"row_tile must be 16 or 64 and launches 1 or 2, not {row_tile} and {launches}")
-    units = batch * kv_heads * -(-rows // (row_tile // group))
-    pdl = use_pdl(q)
-    if bundled is None:
-        bundled = row_tile == 64 and units >= _MANY_UNITS and pdl and _fits_bundled(dim, group, window)
+    if row_tile not in (16, 64):
+        raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
+    if apart is None:
+        apart = row_tile == 64 and pdl and _fits_bundled(dim, group, window)
+    apart = apart and ranges > 0
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
-    if bundled and met:
+    if apart:
         met = bundle_of(ranges - 1) + 1 if window is None else min(bundle_of(ranges - 1) + 1, window // 512 + 2)
-    prefix_programs = met * units
+    prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // group))
     node_programs = batch * rows * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    parts = [(True, True)] if launches == 1 and prefix_programs else [(True, False), (False, True)]
-    for prefix, nodes in parts:
-        programs = prefix_programs * prefix + node_programs * nodes
-        if programs == 0:
-            continue
-        _path_attention[(programs,)](
+    far = prefix_programs <= _MANY_PROGRAMS and shared_bytes(q) > _SMALL
+    for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
+        _path_attention[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
             lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
             :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, BUNDLED=bundled, PREFIX=prefix, NODES=nodes,
-            PDL=pdl, **_tiles(dim, keys.element_size(), row_tile), **({"launch_pdl": True} if pdl else {}),
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PREFIX=prefix, NODES=nodes, PDL=pdl,
+            **_tiles(dim, keys.element_size()), **_stages(dim, keys.element_size(), row_tile, prefix, nodes, far),
+            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
 
@@ -488,18 +497,29 @@ def _fits_bundled(dim: int, group: int, window: int | None) -> bool:
     return dim in (16, 32, 64) or (dim == 128 and 64 % group == 0 and window is None)
 
 
-def _tiles(dim: int, element_size: int, row_tile: int) -> dict[str, int]:
-    """The size of the key tiles, which is part of the result and follows from head size and dtype alone; and how loads
-    are pipelined, which is not: as far as 99 KB of shared memory allow."""
-    padded = max(16, 1 << (dim - 1).bit_length())
-    wide = padded * element_size > 256 or element_size > 2  # bytes of a key
-    return {
-        "DIM_PAD": padded,
-        "KEY_TILE": 32 if wide else 64,
-        "TAIL_STAGES": 2 if wide else 3,
-        "num_warps": 8 if wide else 4,
-        "num_stages": (3 if row_tile == 16 else 2) + (padded * element_size <= 128),
-    }
+def _tiles(dim: int, element_size: int) -> dict[str, int]:
+    """The size of the key tiles, which is part of the result, so it follows from head size and dtype alone."""
+    wide = _is_wide(dim, element_size)
+    return {"DIM_PAD": _padded(dim), "KEY_TILE": 32 if wide else 64, "num_warps": 8 if wide else 4}
+
+
+def _stages(dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, far: bool) -> dict[str, int]:
+    """How loads are pipelined, which changes no result: within 99 KB of shared memory, unless programs may look `far`.
+    With two stages a tile of 64 rows asks for its next keys only when it needs them: two programs share an SM then."""
+    wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
+    if nodes and not prefix:  # four of them to an SM
+        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2} | ({} if wide or narrow else {"maxnreg": 128})
+    ahead = row_tile == 16 or (far and not nodes)
+    return {"TAIL_STAGES": 2 if wide else 3, "num_stages": 2 + ahead + narrow}
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _is_wide(dim: int, element_size: int) -> bool:
+    """Whether keys are so long that only half as many fit."""
+    return _padded(dim) * element_size > 256 or element_size > 2
 
 
 def _check(

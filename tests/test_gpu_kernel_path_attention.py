@@ -49,12 +49,10 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
         for nodes in (3, 16, 64):
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
             expected = launch.run(window, row_tile=16)
-            cuts = [{"row_tile": tile, "bundled": bundled} for tile in (16, 64) for bundled in (False, True)]
+            cuts = [{"row_tile": tile, "apart": apart} for tile in (16, 64) for apart in (False, True)]
             for options in [*cuts, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
-        for bundled in (False, True):
-            assert torch.equal(launch.run(window, launches=2, bundled=bundled), launch.run(window))
         assert all(torch.equal(launch.run(window), expected) for _ in range(100))
 
 

@@ -113,7 +113,7 @@ def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
     expected = launch.run(window, row_tile=16)
-    for options in ({"row_tile": 64}, {"launches": 2}, {"ranges": 9}, {"bundled": True}):
+    for options in ({"row_tile": 64}, {"ranges": 9}, {"apart": True}, {"apart": True, "row_tile": 64}):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
@@ -121,8 +121,8 @@ def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
 def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None) -> None:
     """Of which there are three."""
     launch = drafted(Text.random(1300, 3, 1, 16, HALF), 1150, Tree.random(9, 7))
-    expected = launch.run(window, row_tile=16, bundled=False)
-    assert torch.equal(launch.run(window, row_tile=64, bundled=True, launches=2), expected)
+    expected = launch.run(window, row_tile=16, apart=False)
+    assert torch.equal(launch.run(window, row_tile=64, apart=True), expected)
 
 
 def test_counters_serve_one_launch_after_the_other() -> None:
@@ -197,7 +197,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
 
 def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
     launch = drafted(Text.random(200, 2, 1, 16, HALF), 160, Tree.random(4, 2))
-    for options in ({"window": 0}, {"row_tile": 32}, {"launches": 3}):
+    for options in ({"window": 0}, {"row_tile": 32}):
         with pytest.raises(ValueError, match="|".join(options)):
             launch.run(**options)
     tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
