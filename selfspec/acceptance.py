@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, prod, sqrt
 from operator import mul
+from typing import Any
+
+import numpy as np
 
 from selfspec.tree import Plan
 
@@ -82,8 +85,8 @@ def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:
     return found
 
 
-def _turned(tokens: int) -> float:
-    """The chance that a text has become another one after so many tokens."""
+def _turned(tokens: Any) -> Any:
+    """The chance that a text has become another one after so many tokens; of one number, or of many."""
     return 1 - (1 - _TURNING) ** tokens
 
 
@@ -119,6 +122,15 @@ class Belief:
         ]
         total = sum(together)
         self.weights = [value / total for value in together]
+
+    @staticmethod
+    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
+        """Each of many learns its own, as `learn` would teach it."""
+        weights, home = (np.array([getattr(of, name) for of in beliefs]) for name in ("weights", "home"))
+        turned = _turned(np.array(tokens))[:, None]
+        together = (weights + turned * (home - weights)) * np.array(chances)
+        for belief, learned in zip(beliefs, (together / together.sum(1, keepdims=True)).tolist(), strict=True):
+            belief.weights = learned
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

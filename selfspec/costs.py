@@ -104,7 +104,8 @@ class _Measured:
 class Costs:
     """What cycles of an engine cost, for every plan, exit, batch and length of text that it has met."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_seats: bool = False) -> None:
+        self.in_seats = in_seats  # cycles have seats for a power of two of rows, whether somebody sits there or not
         self.version = 0  # another one whenever ratios may have changed by something worth looking at
         self._cycles = 0  # that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
@@ -136,9 +137,13 @@ class Costs:
     def _is_outdated(self, measured: _Measured) -> bool:
         return self._cycles - measured.latest > _OUTDATED
 
+    def size(self, batch: int) -> int:
+        """The batch by which cycles of this one are known."""
+        return 1 << (batch - 1).bit_length() if self.in_seats else batch
+
     def plain(self, batch: int, context: int) -> float | None:
         """Seconds of a plain step; None where none like it was measured."""
-        measured = self._nearest_plain(batch, _length(context))
+        measured = self._nearest_plain(self.size(batch), _length(context))
         return None if measured is None else measured.seconds
 
     def _nearest_plain(self, batch: int, length: int) -> _Measured | None:
@@ -152,7 +157,7 @@ class Costs:
 
     def wants_plain(self, batch: int, context: int) -> bool:
         """Whether it is time for a plain step: none is known, or not this batch's own, or not of late."""
-        key = batch, _length(context)
+        key = self.size(batch), _length(context)
         own = self._plain.get(key)
         if own is not None and own.times >= _KNOWN:
             return self._since_plain[key] >= _OWN

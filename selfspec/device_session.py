@@ -6,7 +6,7 @@ need the host between the model's logits and its choice (processors, penalties) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,16 @@ LONGEST_CAPTURED_PROMPT = 8192
 class Flight:
     """A cycle that was launched and whose report is on its way."""
 
-    rows: list[Row]
+    seated: list[Row | None]  # by seat
     plan: Plan
     reason: str | None
     mail: Mail
     peeks: bool
+
+    @property
+    def rows(self) -> int:
+        """For how many it was launched."""
+        return sum(row is not None for row in self.seated)
 
 
 class DeviceSession(Session):
@@ -47,7 +52,7 @@ class DeviceSession(Session):
         super().__init__(*args, **kwargs)
         self.machine = machine
         machine.take_memory()
-        self._seated: list[Row] = []
+        self._seated: list[Row | None] = []  # by seat; None: nobody's, since a text ended there
         self._pages_moved = False  # the device has not been told of new pages
         self._owned: set[int] = set()  # rows, by id, that share no page they write to
         self._flight: Flight | None = None
@@ -153,11 +158,11 @@ class DeviceSession(Session):
         this one left them, and not before it is known what came of a probe."""
         if self.governor is not None and self.governor.is_probe(flight.plan):
             return False
-        return self._sits(flight.rows) and any(_outlasts(row, flight.plan) for row in self.active)
+        sits = self._seated == flight.seated and self._owns(self.machine.seats(len(self._seated)))
+        return sits and any(_outlasts(row, flight.plan) for row in self.active)
 
-    def _sits(self, rows: list[Row]) -> bool:
-        owner = self.machine.owners.get(self.machine.seats(len(rows)).count)
-        return owner is self and list(map(id, self._seated)) == list(map(id, rows))
+    def _owns(self, seats: Seats) -> bool:
+        return self.machine.owners.get(seats.count) is self
 
     def _launch(self, before: Flight | None = None) -> Flight | None:
         """Sends a cycle off. One that follows another in flight must not have to be captured first: that would empty
@@ -182,7 +187,7 @@ class DeviceSession(Session):
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
-        return Flight(rows, plan, reason, mail, cycle.peeks)
+        return Flight(list(self._seated), plan, reason, mail, cycle.peeks)
 
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
@@ -193,19 +198,18 @@ class DeviceSession(Session):
         """Reads a cycle's report: tokens are emitted, and ends of text noticed, one by one."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         self.machine.mails.append(flight.mail)
-        living = [index for index, row in enumerate(flight.rows) if row.finish_reason is None]
+        pairs = zip(flight.seated, reports, strict=False)  # there may be more seats
+        living = [(row, report) for row, report in pairs if row is not None and row.finish_reason is None]
         lasts = []
-        for index in living:
-            row, report = flight.rows[index], reports[index]
+        for row, report in living:
             count, last = report[COUNT], report[LAST]
             row.sequence.length += count
             if flight.peeks and self.governor is not None:
                 self.governor.scored(row.watch, [report[-1]], shadow.OFFERED)
             lasts.append(self._take(row, report[TOKENS : TOKENS + count], flight.plan, last))
         if living:
-            rows = [flight.rows[index] for index in living]
-            alone = len(rows) == len(flight.rows)
-            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone)
+            rows = [row for row, _ in living]
+            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone=len(rows) == flight.rows)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
         """A row takes a cycle's tokens, accepted down to a last node; returns the node after which its text ended, or
@@ -234,11 +238,13 @@ class DeviceSession(Session):
 
     def _sit(self, rows: list[Row], in_flight: bool = False) -> Seats:
         """Makes sure that these rows sit on the device's seats. With a cycle in flight they do already, and some beside
-        them may have ended: where the others stand is known to the device alone, which moves them up."""
+        them may have ended: the others stay as long as there are no fewer seats for so many. Where they stand then is
+        known to the device alone, which moves them up."""
         seats = self.machine.seats(len(rows))
-        if self._sits(rows):
+        if self._owns(seats) and [row for row in self._seated if row and row.finish_reason is None] == rows:
+            self._empty_seats(seats)
             if self._pages_moved:
-                self._write_pages(seats, rows)
+                self._write_pages(seats, self._seated)
         elif in_flight:
             self._move_up(seats, rows)
         else:
@@ -248,12 +254,19 @@ class DeviceSession(Session):
             self._own(seats, rows)
         return seats
 
+    def _empty_seats(self, seats: Seats) -> None:
+        """Of rows whose texts have ended."""
+        for place, row in enumerate(self._seated):
+            if row and row.finish_reason is not None:
+                seats.empty(place, self.machine.idle_page())
+                self._seated[place] = None
+
     def _own(self, seats: Seats, rows: list[Row]) -> None:
         self.machine.owners[seats.count] = self
         self._seated = list(rows)
 
     def _move_up(self, seats: Seats, rows: list[Row]) -> None:
-        """Rows that remain move to the first seats, or to those of a smaller batch, once what is in flight is over."""
+        """Rows that remain move to the seats of a smaller batch, once what is in flight is over."""
         left, places = self.machine.seats(len(self._seated)), {id(row): place for place, row in enumerate(self._seated)}
         who = torch.tensor([places[id(row)] for row in rows])
         who = on_its_way(who, self.model.device).to(self.model.device, non_blocking=True)
@@ -280,10 +293,11 @@ class DeviceSession(Session):
         self._owned.add(id(row))
         self._pages_moved = True
 
-    def _write_pages(self, seats: Seats, rows: list[Row]) -> None:
+    def _write_pages(self, seats: Seats, rows: Sequence[Row | None]) -> None:
         self._pages_moved = False
-        width = max(len(row.sequence.pages) for row in rows)
-        table = [row.sequence.pages + [0] * (width - len(row.sequence.pages)) for row in rows]
+        pages = [[self.machine.idle_page()] if row is None else row.sequence.pages for row in rows]
+        width = max(map(len, pages))
+        table = [of_row + of_row[:1] * (width - len(of_row)) for of_row in pages]
         ints = on_its_way(torch.tensor(table, dtype=torch.int32), seats.page_table.device)
         seats.page_table[: len(rows), :width].copy_(ints, non_blocking=True)
 
@@ -310,7 +324,8 @@ class DeviceSession(Session):
         drafter = self.machine.drafter(seats, self.exit)
         if drafter is not None and drafter.known is not None and not self._host_chooses:
             for row, known in zip(self._seated, drafter.known[: len(self._seated)].clone(), strict=True):
-                row.known = known
+                if row is not None:
+                    row.known = known
         self._seated = []
         self._leave_seats()
 
@@ -341,7 +356,7 @@ class DeviceSession(Session):
 
     def _logits(self, known: torch.Tensor) -> torch.Tensor:
         assert self._cycle is not None
-        return self._of_rows(self._cycle.logits(), self._seated)
+        return self._of_rows(self._cycle.logits(), self.active)
 
     def _of_rows(self, values: torch.Tensor, rows: list[Row]) -> torch.Tensor:
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""

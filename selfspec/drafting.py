@@ -101,7 +101,7 @@ class Drafters:
 
     def costs(self, kind: Hashable) -> Costs:
         """What cycles of this kind of session cost; other kinds do other things in theirs."""
-        return self._costs.setdefault(kind, Costs())
+        return self._costs.setdefault(kind, Costs(in_seats=self._kernels))
 
     def _governor(self, domain: str, choice: DomainChoice, policy: Policy, costs: Costs) -> Governor | None:
         """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""

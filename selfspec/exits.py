@@ -79,6 +79,7 @@ class Exit:
     norm: torch.Tensor | None = None  # [hidden]; None: the model's final norm
     block: ExitBlock | None = None
     head_rows: torch.Tensor | None = None  # [K] token ids of the trimmed head, ascending; None: all rows
+    guests: int = 0  # how many of them are there for a request's sake
 
     def __post_init__(self) -> None:
         check_exit_layer(self.layer, self.model.config.num_layers)
@@ -97,7 +98,8 @@ class Exit:
         if head_rows is None:
             return self
         rows = HeadRows(head_rows) if isinstance(head_rows, torch.Tensor) else head_rows
-        return replace(self, head_rows=rows.joined_by(prompts))
+        joined = rows.joined_by(prompts)
+        return replace(self, head_rows=joined, guests=len(joined) - len(rows))
 
     @property
     def vocabulary(self) -> int:

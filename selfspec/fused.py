@@ -130,6 +130,11 @@ class Seats:
         fields[2:7, : len(seeds)].copy_(each)
         fields[7:, :1].copy_(settings)
 
+    def empty(self, place: int, idle_page: int) -> None:
+        """One of them is nobody's any more."""
+        self._words.view(11, -1)[2:7, place].zero_()
+        self.page_table[place].fill_(idle_page)
+
     def vacate(self, idle_page: int) -> None:
         """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
         self._words[: self._field(7)].zero_()

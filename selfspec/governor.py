@@ -60,6 +60,13 @@ class Watch:
         self.belief.learn(chances, tokens)
         self._notice()
 
+    @staticmethod
+    def learn_together(watches: Sequence[Watch], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
+        """Each of many learns its own."""
+        Belief.learn_together([watch.belief for watch in watches], chances, tokens)
+        for watch in watches:
+            watch._notice()
+
     @property
     def is_strange(self) -> bool:
         """It was surely strange, and still is more likely so than not."""
@@ -167,9 +174,8 @@ class Governor:
         if len(watches) == 1:
             return 0
         tokens = self.ladder.acceptance.tokens(plan)
-        needs = [1 / watch.belief.expects(tokens) for watch in watches]
-        needs = needs if left is None else [need * count for need, count in zip(needs, left, strict=True)]
-        return needs.index(max(needs))
+        expected = np.array([watch.belief.weights for watch in watches]) @ tokens
+        return int(np.argmax((1 if left is None else np.array(left)) / expected))
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
@@ -240,12 +246,17 @@ class Governor:
             return
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
         loss = spent - emitted[self._last_to_end(watches, plan, left)]
-        for watch, last, tokens in zip(watches, lasts, emitted, strict=True):
-            if last is not None:
-                watch.learn(self.ladder.acceptance.chances(plan, last), tokens)
+        self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, at.batch
+
+    def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
+        """From where sequences stopped in their trees; from those whose text ended, nothing."""
+        stopped = [(index, last) for index, last in enumerate(lasts) if last is not None]
+        if stopped:
+            chances = [self.ladder.acceptance.chances(plan, last) for _, last in stopped]
+            Watch.learn_together([watches[i] for i, _ in stopped], chances, [emitted[i] for i, _ in stopped])
 
     def _spent(self, plan: Plan, at: Setting, seconds: float | None, context: int) -> float:
         """What this cycle really took, in plain steps; of a mishap only so much is the plan's fault."""
@@ -270,4 +281,4 @@ class Governor:
             watch.learn(self.ladder.acceptance.score(rank, offered))
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
-        return Setting.of(self.ladder.exit_layer, len(watches), context)
+        return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)

@@ -25,7 +25,8 @@ from selfspec.routing import MARKED, marks_of
 from selfspec.sampling import Sampling
 from selfspec.tree import MAX_NODES, Plan
 
-HEAD_ROOM = 4096  # drafted tokens beyond a domain's that a captured cycle has room for, in these steps
+HEAD_STEP = 4096  # drafted tokens that captured cycles have room for, in these steps: domains share them
+GUESTS = 1024  # of which so many at least are for a request's own tokens
 CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobody says how much it needs
 LARGEST_SHARE = 0.9  # the same where somebody does
 USUAL_BATCH = 16
@@ -184,7 +185,7 @@ class Machine:
     def _head(self, seats: Seats, exit: Exit) -> DraftHead | None:
         if exit.head_rows is None:
             return None
-        capacity = min(-(-len(exit.head_rows) // HEAD_ROOM) * HEAD_ROOM, self.model.config.vocab_size)
+        capacity = min(head_capacity(len(exit.head_rows), exit.guests), self.model.config.vocab_size)
         key = (seats.count, capacity)
         if key not in self._heads:
             self._heads[key] = DraftHead.empty(capacity, self.model.device)
@@ -304,6 +305,13 @@ class Machine:
             self.scratch.forget_outgrown()
             for known in (self._cycles, self._replays, self._passes):
                 known.clear()
+
+
+def head_capacity(rows: int, guests: int) -> int:
+    """How many rows of the head cycles are captured for that draft from `rows` of them: as many for most requests of a
+    domain, whatever their own tokens."""
+    wanted = rows - guests + max(guests, GUESTS)
+    return -(-wanted // HEAD_STEP) * HEAD_STEP
 
 
 def _identity(exit: Exit | None) -> tuple[int | None, int | None]:

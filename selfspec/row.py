@@ -16,7 +16,7 @@ from selfspec.shadow import Waiting
 from selfspec.tree import Plan
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One sequence being generated."""
 

@@ -437,7 +437,7 @@ class Session:
             watches, seconds_of_these = [row.watch for row in rows], seconds if alone else None
             self.governor.observe(watches, plan, ends, seconds_of_these, context, reason, left)
         elif not len(plan) and alone:
-            self.costs.observe(Setting.of(0, len(rows), context), plan, seconds)
+            self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)
         if chosen != self._plan:
             self.metrics.change(reason)
             self._plan = chosen

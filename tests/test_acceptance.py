@@ -80,6 +80,17 @@ def test_what_is_learned_after_some_tokens_is_learned_from_a_faded_belief(tokens
     assert at_once.weights == pytest.approx(in_steps.weights)
 
 
+def test_many_beliefs_learn_what_each_would_alone() -> None:
+    alone, together = ([Belief(home) for home in (FAMILIAR, UNFAMILIAR, FAMILIAR)] for _ in range(2))
+    chances = [acceptance().score(rank, offered=2) for rank in (0, 1, 5)]
+    for _ in range(3):
+        for belief, chance, tokens in zip(alone, chances, (1, 4, 2), strict=True):
+            belief.learn(chance, tokens)
+        Belief.learn_together(together, chances, (1, 4, 2))
+    for one, other in zip(alone, together, strict=True):
+        assert other.weights == pytest.approx(one.weights)
+
+
 def test_a_belief_fades_with_the_text_it_came_from() -> None:
     belief = Belief()
     for _ in range(10):

@@ -116,6 +116,18 @@ def test_a_batch_is_like_those_up_to_twice_or_half_as_large(batch: int, carried:
     assert (known.ratio(Setting.of(3, batch, 100), CHAIN, guess) == pytest.approx(1.7)) == carried
 
 
+def test_batches_with_as_many_seats_are_one() -> None:
+    known, eight = Costs(in_seats=True), Setting.of(3, 8, 100)
+    assert list(map(known.size, (1, 2, 3, 5, 8, 9, 16))) == [1, 2, 4, 8, 8, 16, 16]
+    for _ in range(3):
+        assert known.wants_plain(6, 100)
+        known.observe(eight, NONE, 0.010)
+    assert not known.wants_plain(5, 100) and known.plain(7, 100) == pytest.approx(0.010)
+    for _ in range(16):
+        known.observe(eight, CHAIN, 0.014)
+    assert not known.wants_plain(7, 100), "it is this batch's own, not one like it"
+
+
 def test_long_texts_are_measured_for_themselves() -> None:
     known = costs((NONE, 0.010))
     assert known.plain(1, 1024) is not None

@@ -21,6 +21,7 @@ from selfspec.exits import Exit
 from selfspec.fused import Seats
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
+from selfspec.machine import head_capacity
 from selfspec.policy import Policy
 from selfspec.routing import marks_of
 from selfspec.row import Row
@@ -113,6 +114,9 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
     for count in (1, 2, 3, 16):  # one compiled kernel for all: Triton asks whether addresses are multiples of 16
         fields = [field for field in vars(Seats(count, 3, torch.device("cpu"))).values() if torch.is_tensor(field)]
         assert len(fields) == 12 and not any(field.data_ptr() % 16 for field in fields)
+    seats.empty(0, idle_page=1)
+    assert (seats.active.tolist(), seats.lengths.tolist(), seats.seeds[1].item()) == ([0, 1, 0, 0], [0, 20, 0, 0], 7)
+    assert seats.page_table.tolist() == [[1, 1, 1], *[[0, 0, 0]] * 3]
     seats.vacate(2)
     assert not seats.active.any() and not seats.lengths.any() and (seats.page_table == 2).all()
     assert seats.temperature.item() == pytest.approx(0.7)
@@ -188,9 +192,12 @@ def test_rows_that_end_leave_their_seats_and_all_pages_come_back() -> None:
     assert ours.cache.free_pages == ours.cache.num_pages - 1  # empty seats keep a page to write to
 
 
-def test_rows_move_up_behind_cycles_in_flight_and_draft_what_pytorch_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two rows ends, and the other goes on alone before anybody has looked. Tokens do not depend on what an exit
-    recalls, but drafts do; plain cycles are among them."""
+@pytest.mark.parametrize("count, moved", [(2, [(2, 1)]), (4, [])])
+def test_rows_go_on_behind_cycles_in_flight_and_draft_what_pytorch_drafts(
+    count: int, moved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two rows ends, and the other moves up before anybody has looked; of four, the others stay where they are.
+    Tokens do not depend on what an exit recalls, but drafts do; plain cycles are among them."""
     plans = [Plan.parse(plan) for plan in ("chain:1", "none", "chain:1", "none", "chain:1")]
     monkeypatch.setattr(Session, "choose_plan", lambda self, *_: (plans[min(self.turn, len(plans) - 1)], None))
     monkeypatch.setattr(Session, "turn", 0, raising=False)
@@ -202,11 +209,11 @@ def test_rows_move_up_behind_cycles_in_flight_and_draft_what_pytorch_drafts(monk
         lambda self, seats, rows: (moves.append((len(self._seated), seats.count)), move_up(self, seats, rows)),
     )
     ours, theirs = engines("llama")
-    free = followed(theirs, (), len(plans), monkeypatch)
+    free = followed(theirs, count, (), len(plans), monkeypatch)
     ends = [own_token(free, row=0)]
-    expected, found = (followed(engine, ends, len(plans), monkeypatch) for engine in (theirs, ours))
-    assert [row.finish_reason for row in expected] == ["stop", None]
-    assert moves == [(2, 1)]
+    expected, found = (followed(engine, count, ends, len(plans), monkeypatch) for engine in (theirs, ours))
+    assert [row.finish_reason for row in expected] == ["stop", *[None] * (count - 1)]
+    assert moves == moved
     for one, other in zip(found, expected, strict=True):
         # Launched ahead, a cycle may have drafted for a text that had ended.
         assert one.drafts[: len(other.drafts)] == other.drafts
@@ -221,18 +228,18 @@ class Followed(Row):
     exit_keys: torch.Tensor
 
 
-def followed(engine: Engine, ends: Any, cycles: int, monkeypatch: pytest.MonkeyPatch) -> list[Followed]:
-    """Two rows after some cycles."""
+def followed(engine: Engine, count: int, ends: Any, cycles: int, monkeypatch: pytest.MonkeyPatch) -> list[Followed]:
+    """Some rows after some cycles."""
     sampling = Sampling(do_sample=True, temperature=0.8, eos_token_ids=tuple(ends))
-    rows = [Followed(prompt, seed=i + 1, copy=0, max_length=45) for i, prompt in enumerate(prompts(2).tolist())]
+    rows = [Followed(prompt, seed=i + 1, copy=0, max_length=45) for i, prompt in enumerate(prompts(count).tolist())]
     for row in rows:
         row.drafts = []
     policy = Policy(Rules(), sampling, mode="force", plan=Plan.parse("chain:2"))
     exit = engine.drafters.exits[LAYER]
     session = engine.open(rows, sampling, policy, exit)
     if engine._machine is not None:  # what has to be captured first is not sent ahead
-        for count, plan in product((2, 1), ("none", "chain:1")):
-            engine._machine.prepare(count, Plan.parse(plan), exit, sampling, 45)
+        for seats, plan in product((count, 1), ("none", "chain:1")):
+            engine._machine.prepare(seats, Plan.parse(plan), exit, sampling, 45)
     of_pytorch, of_kernels = Session.draft, Cycle.draft
 
     def drafting(self: Session, rows: list[Row], plan: Plan) -> Draft:
@@ -439,3 +446,9 @@ def test_a_session_closed_with_a_cycle_in_flight_leaves_nothing_behind() -> None
     for _ in again.run():
         pass
     assert again.rows[0].tokens[:5] == session.rows[0].tokens[:5]
+
+
+def test_a_requests_own_tokens_do_not_make_cycles_be_captured_anew() -> None:
+    assert [head_capacity(4000 + own, own) for own in (0, 1, 1024)] == [8192] * 3
+    assert [head_capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
+    assert head_capacity(3000 + 1097, 1097) == 8192

@@ -622,7 +622,7 @@ def test_a_prompts_own_tokens_are_offered_too() -> None:
     exit = trained_once("llama").exit
     offering = exit.offering(torch.tensor([5, 9, 11]), [[4, 9, 4], [100, 5]])
     assert offering.head_rows is not None
-    assert offering.head_rows.tolist() == [4, 5, 9, 11, 100]
+    assert offering.head_rows.tolist() == [4, 5, 9, 11, 100] and offering.guests == 2
     assert offering.block is exit.block and offering.norm is exit.norm
 
 
