@@ -147,9 +147,9 @@ class Governor:
         prospects = self._look_up(at, plan_in_use)
         if not prospects.options:
             return NONE, self._why_plain(watches)
-        speeds = self._speeds(prospects, [watch.belief for watch in watches], left)
+        speeds = _speeds(_expected(watches, prospects.tokens), prospects.ratios, left).tolist()
         best, in_use = speeds.index(max(speeds)), prospects.in_use
-        if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
+        if in_use is not None and speeds[best] <= (1 + self.rules.better_by) * speeds[in_use]:
             best = in_use
         speed, (plan, _, ratio) = speeds[best], prospects.options[best]
         if self._pays(speed, at.batch, plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
@@ -158,24 +158,6 @@ class Governor:
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
             return plan, None
         return NONE, self._why_plain(watches)
-
-    @staticmethod
-    def _speeds(prospects: Prospects, beliefs: Sequence[Belief], left: Sequence[int] | None) -> list[float]:
-        """Of each option, over plain decoding. A request is over when the last of its sequences is: the one that, with
-        what is guessed of it and what it has left, needs most cycles."""
-        if len(beliefs) == 1:
-            return [beliefs[0].expects(tokens) / ratio for _, tokens, ratio in prospects.options]
-        expected = np.array([belief.weights for belief in beliefs]) @ prospects.tokens  # [sequences, options]
-        plainly = np.ones(len(beliefs)) if left is None else np.array(left)
-        return (plainly.max() / (plainly[:, None] / expected).max(0) / prospects.ratios).tolist()
-
-    def _last_to_end(self, watches: Sequence[Watch], plan: Plan, left: Sequence[int] | None) -> int:
-        """The sequence that `_speeds` goes by."""
-        if len(watches) == 1:
-            return 0
-        tokens = self.ladder.acceptance.tokens(plan)
-        expected = np.array([watch.belief.weights for watch in watches]) @ tokens
-        return int(np.argmax((1 if left is None else np.array(left)) / expected))
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
@@ -230,7 +212,7 @@ class Governor:
     ) -> None:
         """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time,
         unless others had a part in that. A cycle that was there to measure changes nothing of what is in use. What it
-        cost is booked by the sequence that it was chosen for, the last to end."""
+        cost is booked by what it was chosen by."""
         at = self._setting(watches, context)
         spent = self._spent(plan, at, seconds, context)
         if seconds is not None:
@@ -245,11 +227,20 @@ class Governor:
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, at.batch
             return
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
-        loss = spent - emitted[self._last_to_end(watches, plan, left)]
+        loss = spent - self._counted(watches, plan, emitted, self.ratio(plan, at), left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, at.batch
+
+    def _counted(
+        self, watches: Sequence[Watch], plan: Plan, emitted: Sequence[int], ratio: float, left: Sequence[int] | None
+    ) -> float:
+        """The tokens of a cycle that its plan is judged by: of all sequences or, as in `_speeds`, the last to end."""
+        expected = _expected(watches, np.array(self.ladder.acceptance.tokens(plan))[:, None])
+        last, pace = _last_to_end(expected, left)
+        mean = sum(emitted) / len(emitted)
+        return mean if pace[0] >= ratio else min(mean, emitted[last[0]])
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
         """From where sequences stopped in their trees; from those whose text ended, nothing."""
@@ -282,3 +273,23 @@ class Governor:
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)
+
+
+def _expected(watches: Sequence[Watch], tokens: np.ndarray) -> np.ndarray:
+    """The tokens [sequences, options] that sequences expect, of what options bring for each kind of text."""
+    return np.array([watch.belief.weights for watch in watches]) @ tokens
+
+
+def _speeds(expected: np.ndarray, ratios: np.ndarray, left: Sequence[int] | None) -> np.ndarray:
+    """Of each option, over plain decoding: of all sequences together, if none of them loses by it. A request is over
+    when its last sequence is, so an option with which that would be slower is judged by that one."""
+    speeds, of_last = expected.mean(0) / ratios, _last_to_end(expected, left)[1] / ratios
+    return np.where(of_last < 1, np.minimum(speeds, of_last), speeds)
+
+
+def _last_to_end(expected: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """With each option, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
+    request then takes than plainly."""
+    plainly = np.ones(len(expected)) if left is None else np.maximum(left, 1)
+    needs = plainly[:, None] / expected
+    return needs.argmax(0), plainly.max() / needs.max(0)
