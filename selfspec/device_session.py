@@ -20,7 +20,7 @@ from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
-from selfspec.row import Row, origin
+from selfspec.row import Row, Turn
 from selfspec.runtime import Session, is_governed
 from selfspec.tree import MAX_NODES, NONE, Plan
 
@@ -195,37 +195,36 @@ class DeviceSession(Session):
         return wanted and self._unpeeked + 1 >= self._scoring // PEEKS
 
     def _land(self, flight: Flight) -> None:
-        """Reads a cycle's report: tokens are emitted, and ends of text noticed, one by one."""
+        """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
+        Those of texts that have ended meanwhile are dropped."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         self.machine.mails.append(flight.mail)
-        pairs = zip(flight.seated, reports, strict=False)  # there may be more seats
-        living = [(row, report) for row, report in pairs if row is not None and row.finish_reason is None]
-        lasts = []
-        for row, report in living:
+        plan, ends, governor = flight.plan, self._ends, self.governor if flight.peeks else None
+        one_by_one = self.on_token is not None or bool(self.stops)
+        rows, lasts = [], []
+        for row, report in zip(flight.seated, reports, strict=False):  # there may be more seats
+            if row is None or row.finish_reason is not None:
+                continue
             count, last = report[COUNT], report[LAST]
+            tokens = report[TOKENS : TOKENS + count]
             row.sequence.length += count
-            if flight.peeks and self.governor is not None:
-                self.governor.scored(row.watch, [report[-1]], shadow.OFFERED)
-            lasts.append(self._take(row, report[TOKENS : TOKENS + count], flight.plan, last))
-        if living:
-            rows = [row for row, _ in living]
-            self._account(rows, flight.plan, lasts, flight.plan, flight.reason, seconds, alone=len(rows) == flight.rows)
+            if governor is not None:
+                governor.scored(row.watch, [report[-1]], shadow.OFFERED)
+            if one_by_one or len(row.tokens) + count >= row.max_length or not ends.isdisjoint(tokens):
+                last = self._take(row, tokens, plan, last)
+            else:
+                row.tokens += tokens
+            rows.append(row)
+            lasts.append(last)
+        if rows:
+            turn, alone = Turn.of(plan, plan, flight.reason), len(rows) == flight.rows
+            self._account(rows, turn, lasts, seconds, alone)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
-        """A row takes a cycle's tokens, accepted down to a last node; returns the node after which its text ended, or
-        that one. Where nothing can end and nobody listens they are taken at once."""
-        accepted = len(tokens) - 1
-        ends = self.on_token is not None or bool(self.stops) or len(row.tokens) + accepted + 1 >= row.max_length
-        if not ends and self._ends.isdisjoint(tokens):
-            row.tokens += tokens
-            row.origins += [origin(plan, True)] * accepted + [origin(plan, False)]
-            row.accepted += accepted
-            row.rejections += bool(plan.children[last])
-            return last
+        """A row takes a cycle's tokens one by one, accepted down to a last node; returns the node after which its text
+        ended, or that one."""
         for place, token in enumerate(tokens):
-            self._emit(row, token, origin(plan, place < accepted))
-            row.accepted += place < accepted
-            row.rejections += place == accepted and bool(plan.children[last])
+            self._emit(row, token, drafted=place < len(tokens) - 1)
             if row.finish_reason is not None:
                 return plan.path(last)[place]
         return last

@@ -21,7 +21,7 @@ from selfspec.governor import MEASURING, Governor
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy
-from selfspec.row import Row, origin
+from selfspec.row import Row, Turn
 from selfspec.sampling import (
     CHILDREN,
     TARGET,
@@ -219,7 +219,7 @@ class Session:
             raise
         self.commit(rows, draft, known, paths)
         lasts = [path[-1] for path in paths]
-        self._account(rows, plan, lasts, chosen, reason, time.perf_counter() - started)
+        self._account(rows, Turn.of(plan, chosen, reason), lasts, time.perf_counter() - started)
 
     def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
         """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen
@@ -351,14 +351,10 @@ class Session:
             for index, node, token in zip(walking, nodes, chosen, strict=True):
                 row = rows[index]
                 child = next((c for c in plan.children[node] if drafted[index][c] == token), None)
-                self._emit(row, token, origin(plan, child is not None))
-                if child is None and plan.children[node]:
-                    row.rejections += 1
-                if child is not None:
-                    row.accepted += 1
-                    if row.finish_reason is None:
-                        paths[index].append(child)
-                        still_walking.append(index)
+                self._emit(row, token, child is not None)
+                if child is not None and row.finish_reason is None:
+                    paths[index].append(child)
+                    still_walking.append(index)
             walking = still_walking
         return paths
 
@@ -393,9 +389,8 @@ class Session:
                 chosen[at] = reject_or_accept(p, guess, drawn, offered, key.at(at))
         return chosen.tolist()
 
-    def _emit(self, row: Row, token: int, origin: str) -> None:
+    def _emit(self, row: Row, token: int, drafted: bool) -> None:
         row.tokens.append(token)
-        row.origins.append(origin)
         if self.on_token is not None:
             self.on_token(row, token)
         stopped = bool(self.stops) and self._stopped(row)
@@ -403,6 +398,8 @@ class Session:
             row.finish_reason = "stop"
         elif len(row.tokens) >= row.max_length:
             row.finish_reason = "length"
+        if drafted and row.finish_reason is not None:
+            row.cut = row.cycles
 
     def _stopped(self, row: Row) -> bool:
         prefix = torch.tensor([row.tokens], device=self.model.device)
@@ -414,34 +411,30 @@ class Session:
             values = processor(prefix, values)
         return values
 
-    def _account(
-        self,
-        rows: list[Row],
-        plan: Plan,
-        lasts: list[int],
-        chosen: Plan,
-        reason: str | None,
-        seconds: float,
-        alone: bool = True,
-    ) -> None:
+    def _account(self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, alone: bool = True) -> None:
         """A cycle is over: tells everybody who keeps count. If others were in it too, its time is not these rows'."""
-        context = max(len(row.tokens) for row in rows)
-        for row, last in zip(rows, lasts, strict=True):
-            row.account(plan, last, chosen, reason)
+        plan, depths = turn.plan, turn.plan.depths
+        context, left = 0, []  # the length of the longest text, and how many tokens each may still get
+        ends: list[int | None] = list(lasts)  # None where a text has ended
+        for place, row in enumerate(rows):
+            row.turns.append(turn)
+            row.lasts.append(lasts[place])
+            length = len(row.tokens)
+            context = length if length > context else context
+            left.append(row.max_length - length)
             if row.finish_reason is not None:
+                ends[place], left[place] = None, 0
                 row.waiting.clear()
                 self.cache.close(row.sequence)
         if self.governor is not None:
-            ends = [None if row.finish_reason else last for row, last in zip(rows, lasts, strict=True)]
-            left = [0 if row.finish_reason else row.max_length - len(row.tokens) for row in rows]
             watches, seconds_of_these = [row.watch for row in rows], seconds if alone else None
-            self.governor.observe(watches, plan, ends, seconds_of_these, context, reason, left)
+            self.governor.observe(watches, plan, ends, seconds_of_these, context, turn.reason, left)
         elif not len(plan) and alone:
             self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)
-        if chosen != self._plan:
-            self.metrics.change(reason)
-            self._plan = chosen
-        emitted = [plan.depths[last] + 1 for last in lasts]
+        if turn.chosen != self._plan:
+            self.metrics.change(turn.reason)
+            self._plan = turn.chosen
+        emitted = [depths[last] + 1 for last in lasts]
         self.metrics.cycle(plan, seconds, emitted, self.costs.plain(len(rows), context))
 
     def _run_draft_partition(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -285,7 +285,7 @@ def own_token(rows: list[Followed], row: int) -> int:
 def test_a_cycle_is_sent_ahead_where_a_text_will_likely_outlast_the_one_before(
     new: int, cycles: int, left: int, outlasts: bool
 ) -> None:
-    row = Row([1], seed=0, copy=0, max_length=1 + new + left, cycles=cycles)
+    row = Row([1], seed=0, copy=0, max_length=1 + new + left, lasts=[0] * cycles)
     row.tokens += [2] * new
     assert device_session._outlasts(row, Plan.parse("chain:2")) == outlasts
 
