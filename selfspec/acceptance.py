@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp, prod, sqrt
+from math import exp, log, prod, sqrt
 from operator import mul
 from typing import Any
 
@@ -83,6 +83,14 @@ def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:
         found.append(missed_before - missed)
         missed_before = missed
     return found
+
+
+def hotter(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
+    """Shares [depth][rank] at a temperature so many times as far above that of `hot` as that is above `cool`'s: each
+    step makes texts harder to guess by as much."""
+    missed = [1 - min(_SUREST_MISS, max(1 - _SUREST_MISS, shares[0][0])) for shares in (cool, hot)]
+    exponent = min(1.0, log(missed[1]) / log(missed[0])) ** steps
+    return [_of_kind(of_depth, exponent) for of_depth in hot]
 
 
 def _turned(tokens: Any) -> Any:

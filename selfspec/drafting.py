@@ -43,7 +43,7 @@ class Drafters:
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str, HeadRows | None] = {}  # by domain
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
-        self._ladders: dict[tuple[str, str, int, float], Ladder] = {}  # by domain, temperature, and the rules on plans
+        self._ladders: dict[tuple[str, float, int, float], Ladder] = {}  # by domain, temperature and rules
         self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
 
     @property
@@ -122,11 +122,10 @@ class Drafters:
 
     def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
         """The plans thought of for a domain and temperature."""
-        temperature = choice.nearest(choice.ranks, policy.temperature)
-        rules = policy.rules
+        rules, temperature = policy.rules, round(policy.temperature, 1)
         key = domain, temperature, rules.max_tree_batch, rules.cycle_limit
         if key not in self._ladders:
-            acceptance = Acceptance(choice.ranks[temperature])
+            acceptance = Acceptance(choice.ranks_at(temperature))
             guesses = {size: self._guess(choice, name, size) for name, size in BATCHES.items()}
             widest = choice.head_rows or self.model.config.vocab_size
             limits = rules.max_tree_batch, widest, rules.cycle_limit

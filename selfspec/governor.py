@@ -149,7 +149,7 @@ class Governor:
             return NONE, self._why_plain(watches)
         speeds = _speeds(_expected(watches, prospects.tokens), prospects.ratios, left).tolist()
         best, in_use = speeds.index(max(speeds)), prospects.in_use
-        if in_use is not None and speeds[best] <= (1 + self.rules.better_by) * speeds[in_use]:
+        if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
             best = in_use
         speed, (plan, _, ratio) = speeds[best], prospects.options[best]
         if self._pays(speed, at.batch, plan_in_use) and self.ledger.allows(self.rules.loss_allowance):

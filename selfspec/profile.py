@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from selfspec.acceptance import hotter
 from selfspec.exits import RECALLED, Exit, ExitBlock, check_exit_layer
 from selfspec.home import profiles_dir, shipped_dir
 from selfspec.model import Decoder, Layer, layer_parts
@@ -177,6 +178,16 @@ class DomainChoice(Entry):
         """The one of some temperatures' names that is nearest to a temperature."""
         names = [name for name in TEMPERATURES if name in known]
         return min(names, key=lambda name: abs(TEMPERATURES[name] - temperature))
+
+    def ranks_at(self, temperature: float) -> list[list[float]]:
+        """How often the model's own token had which rank, by depth: at the nearest temperature or, where it is hotter
+        than any that was measured, as the two hottest let one expect."""
+        measured = sorted((name for name, of in self.ranks.items() if any(of[:1])), key=lambda name: TEMPERATURES[name])
+        if len(measured) > 1 and temperature > TEMPERATURES[measured[-1]]:
+            cool, hot = (TEMPERATURES[name] for name in measured[-2:])
+            steps = (temperature - hot) / (hot - cool)
+            return hotter(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
+        return self.ranks[self.nearest(self.ranks, temperature)]
 
     def plans_at(self, temperature: float, forced: bool = False) -> dict[int, Plan]:
         """The plans for a temperature (0: greedy), by the largest batch each is for. Whoever forces speculation gets

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief
+from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, hotter
 from selfspec.tree import NONE, Plan
 from tests.strategies import SETTINGS, plans
 
@@ -78,6 +78,16 @@ def test_what_is_learned_after_some_tokens_is_learned_from_a_faded_belief(tokens
         in_steps.fade(tokens)
         in_steps.learn(acceptance().score(rank, offered=8))
     assert at_once.weights == pytest.approx(in_steps.weights)
+
+
+def test_what_is_hotter_than_anything_measured_is_guessed_worse_by_as_much() -> None:
+    cool, hot = [[0.75, 0.1], [0.7]], [[0.5, 0.2], [0.4]]
+    assert hotter(cool, hot, steps=0) == [pytest.approx(shares) for shares in hot]
+    (first, second), (deeper,) = hotter(cool, hot, steps=1)
+    assert first == pytest.approx(1 - 0.5**0.5), "a miss was as likely as its root, and is again"
+    assert first + second == pytest.approx(1 - 0.3**0.5) and deeper == pytest.approx(1 - 0.6**0.5)
+    assert hotter(hot, cool, steps=2) == [pytest.approx(shares) for shares in cool], "heat never helps"
+    assert hotter([[1.0]], [[0.0]], steps=1)[0][0] < 0.01, "whatever was measured"
 
 
 def test_many_beliefs_learn_what_each_would_alone() -> None:

@@ -163,12 +163,12 @@ def test_costs_count_where_the_same_operations_run(folder: Path, kernels: bool) 
     assert (governor.ladder.guess(1)(1, 1) == 7.0) == (not kernels)
 
 
-@pytest.mark.parametrize(("temperature", "top1"), [(0.0, 0.6), (0.4, 0.6), (0.9, 0.5), (1.4, 0.5)])
+@pytest.mark.parametrize(("temperature", "top1"), [(0.0, 0.6), (0.4, 0.6), (0.9, 0.5), (1.0, 0.5), (1.4, 0.462)])
 def test_what_is_expected_follows_the_temperature(folder: Path, temperature: float, top1: float) -> None:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 20} if temperature else {}
     governor = session_of(engine_of("llama", folder / "warm"), **sampling).governor
     assert governor is not None
-    assert governor.ladder.acceptance.chance(4, 0, 0) == pytest.approx(top1)
+    assert governor.ladder.acceptance.chance(4, 0, 0) == pytest.approx(top1, abs=1e-4)
 
 
 def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:

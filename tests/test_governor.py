@@ -251,15 +251,26 @@ def deepest(plans: list[Plan]) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("left", "drafts"), [(None, False), ([100, 100], False), ([100, 81], False), ([100, 70], True), ([70, 100], False)]
+    ("left", "drafts"), [(None, False), ([100, 100], False), ([100, 85], False), ([100, 70], True), ([70, 100], False)]
 )
 def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: bool) -> None:
     """One row is always guessed, the other never, and a cycle costs 1.25 plain steps: drafting pays where the first one
-    has most of the work left, so that the other will still not be the last."""
+    has most of the work left, so that the other will still not be the last. What all gain by is judged by all."""
     governor = governor_of(inf, dict.fromkeys(ladder(True).plans(2), 1.25))
     plan, reason = governor.choose([sure(), sure(text_is_guessed=False)], 100, left=left)
     assert (len(plan) > 0, reason) == (drafts, None if drafts else "goodput")
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
+
+
+def test_rows_that_gain_less_do_not_hold_back_the_others() -> None:
+    """A deep plan is best for one row, a short one for the other, which gains by the deep one too."""
+    plans = sorted(ladder(True).plans(1), key=lambda plan: plan.depth)
+    short, deep = plans[0], plans[-1]
+    governor = governor_of(inf, dict.fromkeys(plans, 9.0) | {short: 1.05, deep: 1.6})
+    usual = Watch()
+    usual.belief.weights = [0.0] * 3 + [1.0] + [0.0] * 2
+    assert governor.choose([usual], 100)[0] == short
+    assert governor.choose([sure(), usual], 100, left=[50, 50])[0] == deep
 
 
 @pytest.mark.parametrize("ahead", [False, True])

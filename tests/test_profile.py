@@ -469,3 +469,14 @@ def test_what_is_shipped_is_valid() -> None:
     for path in shipped_dir().glob("profiles/*/profile.json"):
         profile = Profile.load(path.parent)
         assert set(profile.trained_layers()) >= {choice.exit_layer for choice in profile.domains.values()}
+
+
+def test_ranks_hotter_than_any_measured_are_expected_from_the_two_hottest() -> None:
+    def choice(ranks: dict[str, list[list[float]]]) -> DomainChoice:
+        return DomainChoice.model_validate(plans(ranks=ranks)["domains"]["text"])
+
+    known = choice({"0": [[0.9]], "0.7": [[0.75]], "1": [[0.5]]})
+    assert (known.ranks_at(0.6), known.ranks_at(1.0)) == ([[0.75]], [[0.5]])
+    assert known.ranks_at(1.3)[0][0] == pytest.approx(1 - 0.5**0.5)
+    assert known.ranks_at(1.15)[0][0] > known.ranks_at(1.3)[0][0] > known.ranks_at(1.5)[0][0] > 0
+    assert choice({"0": [[0.9]], "1": [[]]}).ranks_at(1.4) == [[]], "nothing to tell by"
