@@ -460,8 +460,10 @@ def path_attention(
 ) -> torch.Tensor:
     """Writes the attention of every row to `out`, and returns it.
 
-    Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many are faster apart:
-    programs of the prefix can look further ahead, and those of the nodes, which need little, need not wait for them.
+    Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many rows of long keys are
+    faster apart: programs of the prefix can look further ahead, and those of the nodes, which need little, need not
+    stand and wait. For short keys one launch more costs more than that; in other cases a program that holds a bundle
+    beside the range in progress would spill registers.
     """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
@@ -470,7 +472,7 @@ def path_attention(
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if apart is None:
-        apart = row_tile == 64 and pdl and _fits_bundled(dim, group, window)
+        apart = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
     apart = apart and ranges > 0
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
@@ -490,11 +492,6 @@ def path_attention(
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
-
-
-def _fits_bundled(dim: int, group: int, window: int | None) -> bool:
-    """Whether a program can hold a bundle beside the range in progress without spilling registers, from sm_90 on."""
-    return dim in (16, 32, 64) or (dim == 128 and 64 % group == 0 and window is None)
 
 
 def _tiles(dim: int, element_size: int) -> dict[str, int]:

@@ -155,9 +155,7 @@ class DeviceSession(Session):
 
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
-        this one left them, and not before it is known what came of a probe."""
-        if self.governor is not None and self.governor.is_probe(flight.plan):
-            return False
+        this one left them."""
         sits = self._seated == flight.seated and self._owns(self.machine.seats(len(self._seated)))
         return sits and any(_outlasts(row, flight.plan) for row in self.active)
 

@@ -20,7 +20,7 @@ from selfspec.ladder import Ladder
 from selfspec.policy import Rules
 from selfspec.tree import NONE, Plan
 
-MEASURING = "measuring"  # why the first cycles of a kind are plain: something to compare with is needed
+MEASURING = "measuring"  # why the first cycles of a kind, and some later ones, are plain: to compare with
 _FIRST_PROBE = 8  # tokens after stepping aside; twice as many after every probe that changes nothing
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _MISHAP = 1.5  # times its usual cost
@@ -140,7 +140,8 @@ class Governor:
         `in_flight` was chosen for the cycle before, of which nothing is known yet; `left` counts the tokens that each
         sequence may still get."""
         measuring = in_flight is not None and in_flight[1] == MEASURING
-        if not measuring and self.costs.wants_plain(len(watches), context):
+        probing = in_flight is not None and self._is_probe(in_flight[0])  # what comes of it is not known yet
+        if probing or (not measuring and self.costs.wants_plain(len(watches), context)):
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         at = self._setting(watches, context)
@@ -254,14 +255,14 @@ class Governor:
         usual, plain = self.ratio(plan, at), self.costs.plain(at.batch, context)
         return usual if plain is None or seconds is None else min(seconds / plain, _MISHAP * usual)
 
-    def is_probe(self, plan: Plan) -> bool:
+    def _is_probe(self, plan: Plan) -> bool:
         """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
         return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
 
     def _patience_after(self, plan: Plan, paid: bool) -> int:
         """A probe that paid is followed up at once; one that did not makes more patient."""
         first = min(_FIRST_PROBE, self.rules.probe_interval)
-        if not self.is_probe(plan):
+        if not self._is_probe(plan):
             return first
         return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
 

@@ -80,8 +80,7 @@ class World:
 
     def cycle(self) -> None:
         plan, reason = flying = self.chosen or self.governor.choose(self.watches, 100)
-        goes_on = self.ahead and not self.governor.is_probe(plan)
-        self.chosen = self.governor.choose(self.watches, 100, flying) if goes_on else None
+        self.chosen = self.governor.choose(self.watches, 100, flying) if self.ahead else None
         assert (plan == NONE) == (reason is not None)
         self.starts.append(self.lengths[0])
         if len(plan):
@@ -365,6 +364,22 @@ def test_measuring_a_plain_step_changes_nothing_of_what_is_in_use() -> None:
     later = [place for place in measured if place > 10]
     assert later, "a plain step is measured again now and then"
     assert all(len(world.plans[place - 1]) and len(world.plans[place + 1]) for place in later)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_behind_a_probe_in_flight_a_plain_step_is_measured(right: bool) -> None:
+    """Nobody waits for the probe; what comes of it is known one cycle later, and counts then."""
+    world = World(new_governor(), [drawn(0.0)], shadows=False).run(100)
+    governor, watches = world.governor, world.watches
+    while not len(world.plans[-1]):
+        world.cycle()
+    while not len(probe := governor.choose(watches, 100)[0]):
+        governor.observe(watches, NONE, [0], 1.0, 100, "goodput")
+    assert governor.choose(watches, 100, (probe, None)) == (NONE, MEASURING)
+    watches[0].belief.weights = [0.0] * 5 + [1.0] if right else watches[0].belief.weights
+    governor.observe(watches, probe, [len(probe) if right else 0], on_gpu(probe), 100)
+    after = governor.choose(watches, 100, (NONE, MEASURING))
+    assert (len(after[0]) > 0, after[1]) == (right, None if right else "ood")
 
 
 def test_what_is_in_flight_is_what_is_in_use() -> None:
