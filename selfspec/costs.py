@@ -88,6 +88,7 @@ class _Measured:
         self.times = 0
         self.seconds = 0.0
         self.latest = 0  # the cycle of its newest measurement
+        self.is_warm = False  # it ran before
 
     def add(self, seconds: float) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
@@ -105,7 +106,8 @@ class Costs:
     """What cycles of an engine cost, for every plan, exit, batch and length of text that it has met."""
 
     def __init__(self, in_seats: bool = False) -> None:
-        self.in_seats = in_seats  # cycles have seats for a power of two of rows, whether somebody sits there or not
+        # Cycles are graphs with seats for a power of two of rows, whether somebody sits there or not.
+        self.in_seats = in_seats
         self.version = 0  # another one whenever ratios may have changed by something worth looking at
         self._cycles = 0  # that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
@@ -126,6 +128,9 @@ class Costs:
                 measured.times = 0
         self._cycles += 1
         measured.latest = self._cycles
+        if self.in_seats and not measured.is_warm:
+            measured.is_warm = True  # a graph's first launch is slower than all others, and would be its last
+            return
         measured.add(max(seconds, _TICK))
         self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
 
@@ -193,6 +198,7 @@ class Costs:
             if measured.times > 1
             else min(measured.seconds / plain.seconds, _FIRST_TIME * guess(plan.depth, len(plan)))
             for plan, measured in here.items()
+            if measured.times
         }
 
     def _near(self, at: Setting) -> list[Setting]:
