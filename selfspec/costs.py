@@ -88,7 +88,6 @@ class _Measured:
         self.times = 0
         self.seconds = 0.0
         self.latest = 0  # the cycle of its newest measurement
-        self.is_warm = False  # it ran before
 
     def add(self, seconds: float) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
@@ -128,9 +127,6 @@ class Costs:
                 measured.times = 0
         self._cycles += 1
         measured.latest = self._cycles
-        if self.in_seats and not measured.is_warm:
-            measured.is_warm = True  # a graph's first launch is slower than all others, and would be its last
-            return
         measured.add(max(seconds, _TICK))
         self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
 
@@ -198,7 +194,6 @@ class Costs:
             if measured.times > 1
             else min(measured.seconds / plain.seconds, _FIRST_TIME * guess(plan.depth, len(plan)))
             for plan, measured in here.items()
-            if measured.times
         }
 
     def _near(self, at: Setting) -> list[Setting]:

@@ -38,6 +38,7 @@ class Flight:
     reason: str | None
     mail: Mail
     peeks: bool
+    is_new: bool  # the first of its kind
 
     @property
     def rows(self) -> int:
@@ -185,7 +186,7 @@ class DeviceSession(Session):
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
-        return Flight(list(self._seated), plan, reason, mail, cycle.peeks)
+        return Flight(list(self._seated), plan, reason, mail, cycle.peeks, self.machine.is_new(key))
 
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
@@ -215,8 +216,8 @@ class DeviceSession(Session):
             rows.append(row)
             lasts.append(last)
         if rows:
-            turn, alone = Turn.of(plan, plan, flight.reason), len(rows) == flight.rows
-            self._account(rows, turn, lasts, seconds, alone)
+            usual = len(rows) == flight.rows and not flight.is_new
+            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, usual)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
         """A row takes a cycle's tokens one by one, accepted down to a last node; returns the node after which its text
@@ -276,8 +277,7 @@ class DeviceSession(Session):
         self._write_pages(seats, rows)
         if known is not None and after is not None and after.known is not None:
             after.known[: len(rows)].copy_(known)
-        if seats is not left:
-            self._fill_head(seats)
+        self._fill_head(seats)
         self._own(seats, rows)
 
     def _take_pages(self, row: Row, least: int) -> None:

@@ -123,7 +123,7 @@ class Governor:
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
         self._found = Prospects.of([], None)
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
-        self._found_at: tuple[Setting, int, Plan] | None = None  # the same for prospects, and while what was in use
+        self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
         self._has_news = True
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
@@ -145,7 +145,7 @@ class Governor:
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         at = self._setting(watches, context)
-        prospects = self._look_up(at, plan_in_use)
+        prospects = self._look_up(at, len(watches), plan_in_use)
         if not prospects.options:
             return NONE, self._why_plain(watches)
         speeds = _speeds(_expected(watches, prospects.tokens), prospects.ratios, left).tolist()
@@ -153,7 +153,7 @@ class Governor:
         if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
             best = in_use
         speed, (plan, _, ratio) = speeds[best], prospects.options[best]
-        if self._pays(speed, at.batch, plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
+        if self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
             return plan, None
         expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
@@ -181,14 +181,14 @@ class Governor:
             self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
         return self._ratios[plan]
 
-    def _look_up(self, at: Setting, in_use: Plan) -> Prospects:
+    def _look_up(self, at: Setting, batch: int, in_use: Plan) -> Prospects:
         """What plans cost and bring; found once for many cycles."""
-        now = at, self.costs.version, in_use
+        now = at, batch, self.costs.version, in_use
         if self._found_at != now:
             longest, tokens = self.rules.cycle_limit, self.ladder.acceptance.tokens
             options = [
                 (plan, tokens(plan), ratio)
-                for plan in self.ladder.plans(at.batch)
+                for plan in self.ladder.plans(batch)
                 if (ratio := self.ratio(plan, at)) <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
             place = next((place for place, (plan, *_) in enumerate(options) if plan == in_use), None)
@@ -225,14 +225,14 @@ class Governor:
             if reason == MEASURING:
                 return
             self._has_news = self._has_news and not len(self.plan)
-            self.plan, self._quiet, self._batch = NONE, self._quiet + 1, at.batch
+            self.plan, self._quiet, self._batch = NONE, self._quiet + 1, len(watches)
             return
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
         loss = spent - self._counted(watches, plan, emitted, self.ratio(plan, at), left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
-        self.plan, self._quiet, self._batch = plan, 0, at.batch
+        self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
     def _counted(
         self, watches: Sequence[Watch], plan: Plan, emitted: Sequence[int], ratio: float, left: Sequence[int] | None
@@ -240,7 +240,8 @@ class Governor:
         """The tokens of a cycle that its plan is judged by: of all sequences or, as in `_speeds`, the last to end."""
         expected = _expected(watches, np.array(self.ladder.acceptance.tokens(plan))[:, None])
         last, pace = _last_to_end(expected, left)
-        mean = sum(emitted) / len(emitted)
+        went_on = [tokens for tokens, row_left in zip(emitted, left or emitted, strict=True) if row_left]
+        mean = sum(went_on) / len(went_on) if went_on else 1.0
         return mean if pace[0] >= ratio else min(mean, emitted[last[0]])
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
@@ -282,8 +283,8 @@ def _expected(watches: Sequence[Watch], tokens: np.ndarray) -> np.ndarray:
 
 
 def _speeds(expected: np.ndarray, ratios: np.ndarray, left: Sequence[int] | None) -> np.ndarray:
-    """Of each option, over plain decoding: of all sequences together, if none of them loses by it. A request is over
-    when its last sequence is, so an option with which that would be slower is judged by that one."""
+    """Of each option, over plain decoding: of all sequences together, unless the one that ends last loses by it. A
+    request is over when that one is, so such an option is judged by it."""
     speeds, of_last = expected.mean(0) / ratios, _last_to_end(expected, left)[1] / ratios
     return np.where(of_last < 1, np.minimum(speeds, of_last), speeds)
 

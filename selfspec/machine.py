@@ -88,6 +88,7 @@ class Machine:
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self._cycles: dict[tuple, Cycle] = {}
         self._replays: dict[tuple, Launch] = {}
+        self._replayed: set[tuple] = set()
         self._passes: dict[tuple, tuple[Any, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
@@ -288,6 +289,12 @@ class Machine:
     def is_captured(self, key: tuple) -> bool:
         return key in self._replays
 
+    def is_new(self, key: tuple) -> bool:
+        """Whether a cycle is launched for the first time, which takes longer than ever again."""
+        new = key not in self._replayed
+        self._replayed.add(key)
+        return new
+
     def vacate(self, seats: Seats) -> None:
         """Nobody sits here any more; who did keeps what the device knows of its rows."""
         owner = self.owners.pop(seats.count, None)
@@ -303,7 +310,7 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._replays, self._passes):
+            for known in (self._cycles, self._replays, self._replayed, self._passes):
                 known.clear()
 
 

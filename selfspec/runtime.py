@@ -411,8 +411,8 @@ class Session:
             values = processor(prefix, values)
         return values
 
-    def _account(self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, alone: bool = True) -> None:
-        """A cycle is over: tells everybody who keeps count. If others were in it too, its time is not these rows'."""
+    def _account(self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True) -> None:
+        """A cycle is over: tells everybody who keeps count; of its time only if that is the usual one of such cycles."""
         plan, depths = turn.plan, turn.plan.depths
         context, left = 0, []  # the length of the longest text, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
@@ -427,9 +427,9 @@ class Session:
                 row.waiting.clear()
                 self.cache.close(row.sequence)
         if self.governor is not None:
-            watches, seconds_of_these = [row.watch for row in rows], seconds if alone else None
-            self.governor.observe(watches, plan, ends, seconds_of_these, context, turn.reason, left)
-        elif not len(plan) and alone:
+            watches, usual_seconds = [row.watch for row in rows], seconds if usual else None
+            self.governor.observe(watches, plan, ends, usual_seconds, context, turn.reason, left)
+        elif not len(plan) and usual:
             self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)
         if turn.chosen != self._plan:
             self.metrics.change(turn.reason)

@@ -261,6 +261,23 @@ def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: 
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
 
 
+def test_rows_that_have_ended_are_no_loss() -> None:
+    """How far their last drafts would have been right is not known."""
+    governor = governor_of(inf, dict.fromkeys(ladder(True).plans(2), 1.25))
+    plan = deepest(ladder(True).plans(2))
+    watches = [sure(), sure()]
+    governor.observe(watches, plan, [None, len(plan)], 1.25, 100, left=[0, 50])
+    assert governor.ledger.owed == pytest.approx(1.25 - (plan.depths[len(plan)] + 1))
+
+
+@pytest.mark.parametrize(("rows", "trees"), [(3, True), (4, False)])
+def test_trees_are_for_as_many_rows_as_the_rules_say_whatever_the_seats(rows: int, trees: bool) -> None:
+    wide = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=3)
+    governor = Governor(wide, Costs(in_seats=True), Rules(max_tree_batch=3))
+    plans = [plan for plan, *_ in governor._look_up(governor._setting([Watch()] * rows, 100), rows, NONE).options]
+    assert any(not plan.is_chain for plan in plans) == trees
+
+
 def test_rows_that_gain_less_do_not_hold_back_the_others() -> None:
     """A deep plan is best for one row, a short one for the other, which gains by the deep one too."""
     plans = sorted(ladder(True).plans(1), key=lambda plan: plan.depth)
@@ -378,6 +395,8 @@ def test_behind_a_probe_in_flight_a_plain_step_is_measured(right: bool) -> None:
     assert governor.choose(watches, 100, (probe, None)) == (NONE, MEASURING)
     watches[0].belief.weights = [0.0] * 5 + [1.0] if right else watches[0].belief.weights
     governor.observe(watches, probe, [len(probe) if right else 0], on_gpu(probe), 100)
+    governor.observe(watches, NONE, [0], 1.0, 100, MEASURING)
+    assert (governor.plan, governor._quiet) == (probe, 0), "the step behind it gives nothing up"
     after = governor.choose(watches, 100, (NONE, MEASURING))
     assert (len(after[0]) > 0, after[1]) == (right, None if right else "ood")
 
