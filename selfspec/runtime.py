@@ -412,7 +412,7 @@ class Session:
         return values
 
     def _account(self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True) -> None:
-        """A cycle is over: tells everybody who keeps count; of its time only if that is the usual one of such cycles."""
+        """A cycle is over: tells everybody who keeps count; of its time only if such cycles usually take it."""
         plan, depths = turn.plan, turn.plan.depths
         context, left = 0, []  # the length of the longest text, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
