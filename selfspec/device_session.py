@@ -38,7 +38,7 @@ class Flight:
     reason: str | None
     mail: Mail
     peeks: bool
-    is_new: bool  # the first of its kind
+    is_new: bool = False  # the first of its kind
 
     @property
     def rows(self) -> int:

@@ -456,3 +456,19 @@ def test_a_requests_own_tokens_do_not_make_cycles_be_captured_anew() -> None:
     assert [head_capacity(4000 + own, own) for own in (0, 1, 1024)] == [8192] * 3
     assert [head_capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
     assert head_capacity(3000 + 1097, 1097) == 8192
+
+
+def test_a_cycle_launched_for_the_first_time_is_not_timed() -> None:
+    ours, _ = engines("llama")
+    timed: list[list[bool]] = []
+    account = Session._account
+
+    def noting(self: Session, rows: Any, turn: Any, lasts: Any, seconds: float, usual: bool = True) -> None:
+        timed[-1].append(usual)
+        account(self, rows, turn, lasts, seconds, usual)
+
+    with mock.patch.object(Session, "_account", noting):
+        for _ in range(2):
+            timed.append([])
+            generate(ours, "tree:1,2", 1, 6)
+    assert [flags.count(False) for flags in timed] == [1, 0] and timed[0][0] is False
