@@ -26,7 +26,7 @@ from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task, route, warm_up
 from selfspec import Engine
-from selfspec.policy import Policy
+from selfspec.policy import Policy, Rules
 from selfspec.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
 from selfspec.runtime import Session
@@ -75,6 +75,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
     add("--batch", type=int, nargs="+", default=[1, 4])
     add("--plans", type=Plan.parse, nargs="+", help="fixed plans to run beside the governor (default: all of its own)")
+    add("--longest-cycle", type=float, help="plain steps that the governor's cycles may take (default: the rules')")
     add("--limit", type=int, default=8, help="prompts of each set; a larger batch takes as many as it holds")
     add("--max-new-tokens", type=int, default=128)
     add("--ignore-eos", action="store_true", help="every text goes on to the last token asked for")
@@ -87,8 +88,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def open_engine(args: argparse.Namespace) -> Engine:
     return Engine.from_pretrained(
-        args.model, args.device, args.dtype, args.profile, max_length=args.max_length, max_batch=max(16, *args.batch),
-        kernels=False if args.no_kernels else None,
+        args.model, args.device, args.dtype, args.profile, Rules(longest_cycle=args.longest_cycle),
+        max_length=args.max_length, max_batch=max(16, *args.batch), kernels=False if args.no_kernels else None,
     )  # fmt: skip
 
 

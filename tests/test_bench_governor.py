@@ -465,3 +465,10 @@ def test_what_cells_come_to_is_the_worst_of_them() -> None:
     cells[1]["modes"].append({"same_tokens_as_plain": "3/4"})
     assert not governor_report.summary(cells)["all_tokens_same"]
     assert governor_report.summary([])["hostile_least_against_plain"] is None
+
+
+@pytest.mark.parametrize(("arguments", "longest"), [([], None), (["--longest-cycle", "1.85"], 1.85)])
+def test_cycles_may_be_as_long_as_asked_for(arguments: list[str], longest: float | None) -> None:
+    with mock.patch.object(governor.Engine, "from_pretrained") as opened:
+        governor.open_engine(governor.parse(arguments))
+    assert opened.call_args.args[4] == Rules(longest_cycle=longest)
