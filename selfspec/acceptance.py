@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, prod, sqrt
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -112,9 +111,6 @@ class Belief:
     def strangeness(self) -> float:
         """The chance that this is text of which almost nothing can be guessed."""
         return sum(self.weights[:STRANGE])
-
-    def expects(self, values: Chances) -> float:
-        return sum(map(mul, self.weights, values))
 
     def fade(self, tokens: int) -> None:
         """Some tokens have gone by: the text may have become another one."""

@@ -97,14 +97,9 @@ class Ledger:
 class Prospects(NamedTuple):
     """The plans that may be chosen in some setting."""
 
-    options: list[tuple[Plan, Chances, float]]  # the tokens that each kind of text gets, and the cost in plain steps
-    in_use: int | None  # the option that is in use
-    tokens: np.ndarray  # [kinds, options], of all options
-    ratios: np.ndarray  # [options], what they cost
-
-    @classmethod
-    def of(cls, options: list[tuple[Plan, Chances, float]], in_use: int | None) -> Prospects:
-        return cls(options, in_use, np.array([of[1] for of in options]).T, np.array([of[2] for of in options]))
+    plans: list[Plan]
+    tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
+    ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
 
 class Governor:
@@ -121,7 +116,7 @@ class Governor:
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
-        self._found = Prospects.of([], None)
+        self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
         self._has_news = True
@@ -146,13 +141,14 @@ class Governor:
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use)
-        if not prospects.options:
+        if not prospects.plans:
             return NONE, self._why_plain(watches)
         speeds = _speeds(_expected(watches, prospects.tokens), prospects.ratios, left).tolist()
-        best, in_use = speeds.index(max(speeds)), prospects.in_use
-        if in_use is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use]:
-            best = in_use
-        speed, (plan, _, ratio) = speeds[best], prospects.options[best]
+        best = speeds.index(max(speeds))
+        if plan_in_use in prospects.plans:
+            in_use = prospects.plans.index(plan_in_use)
+            best = in_use if speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use] else best
+        plan, speed, ratio = prospects.plans[best], speeds[best], float(prospects.ratios[best])
         if self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
             return plan, None
         expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
@@ -186,13 +182,14 @@ class Governor:
         now = at, batch, self.costs.version, in_use
         if self._found_at != now:
             longest, tokens = self.rules.cycle_limit, self.ladder.acceptance.tokens
-            options = [
-                (plan, tokens(plan), ratio)
-                for plan in self.ladder.plans(batch)
-                if (ratio := self.ratio(plan, at)) <= longest or self._may_be_longer(plan, ratio, at, in_use)
+            found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
+            plans = [
+                plan
+                for plan, ratio in found.items()
+                if ratio <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
-            place = next((place for place, (plan, *_) in enumerate(options) if plan == in_use), None)
-            self._found_at, self._found = now, Prospects.of(options, place)
+            brought, ratios = np.array([tokens(plan) for plan in plans]), np.array([found[plan] for plan in plans])
+            self._found_at, self._found = now, Prospects(plans, brought.T, ratios)
         return self._found
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:

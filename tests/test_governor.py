@@ -274,7 +274,7 @@ def test_rows_that_have_ended_are_no_loss() -> None:
 def test_trees_are_for_as_many_rows_as_the_rules_say_whatever_the_seats(rows: int, trees: bool) -> None:
     wide = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=3)
     governor = Governor(wide, Costs(in_seats=True), Rules(max_tree_batch=3))
-    plans = [plan for plan, *_ in governor._look_up(governor._setting([Watch()] * rows, 100), rows, NONE).options]
+    plans = governor._look_up(governor._setting([Watch()] * rows, 100), rows, NONE).plans
     assert any(not plan.is_chain for plan in plans) == trees
 
 
