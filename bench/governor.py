@@ -3,7 +3,9 @@
 For every set of prompts and batch size all modes take turns on each batch, after a warm-up. Times are those of prefill
 and cycles together; what a call does before its prefill (finding the domain) has a column of its own. The best fixed
 plan is the one with the least total time over the set. A batch loses where even its own best plan is under 0.97x plain;
-strange text is noticed early if it is flagged before 32 tokens. Numbers go to a file after every set.
+strange text is noticed early if it is flagged before 32 tokens. Sets of given texts are recited: where there are
+kernels inside of captured cycles, by a second engine around the same model, and otherwise by a processor on the host.
+Numbers go to a file after every set.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from bench import decode, governor_report, report
 from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task, route, warm_up
+from bench.recital import Stage
 from selfspec import Engine
 from selfspec.policy import Policy, Rules
 from selfspec.profile import DomainChoice, Profile
@@ -44,15 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 180  # a log has room that no terminal tells of
     engine = open_engine(args)
-    bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos, args.plans)
+    limit = max(args.limit, *args.batch)
+    bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos, args.plans, limit)
     subject = decode.Subject(args.model, engine, [], Memory(engine.model.device), exit_layer=None)
     setup = asdict(decode.describe(args, subject)) | {"repeat": args.repeat, "seed": args.seed}
     report.describe(console, setup)
     cells: list[dict[str, Any]] = []
-    source = Source(engine, args.prompts, max(args.limit, *args.batch), args.max_new_tokens, args.seed)
+    source = Source(engine, args.prompts, limit, args.max_new_tokens, args.seed)
     for prompts in sets_of(source, args.sets, console):
+        of_set = bench.for_set(prompts)
         for size in args.batch:
-            cells.append(bench.cell(prompts, size, max(args.limit, size)))
+            cells.append(of_set.cell(prompts, size, max(args.limit, size)))
             governor_report.show(console, cells[-1])
             write(args.out / "governor.json", {"setup": setup, "cells": cells})
     summary = governor_report.summary(cells)
@@ -125,6 +130,19 @@ class Bench:
     repeat: int = 1
     ignore_eos: bool = False
     plans: Sequence[Plan] | None = None  # None: all that the governor chooses from
+    limit: int = 8  # prompts that a set has at most
+    recites: bool = False  # the engine itself does, and needs no processor for it
+
+    def for_set(self, prompts: PromptSet) -> Bench:
+        """This one or, for texts to be recited on the device, one whose engine has learned them."""
+        if prompts.recital is None or not self.engine.has_kernels:
+            return self
+        self._stage.learn(prompts.prompts, prompts.recital)
+        return replace(self, engine=self._stage.engine, recites=True)
+
+    @cached_property
+    def _stage(self) -> Stage:
+        return Stage(self.engine, self.limit)
 
     def cell(self, prompts: PromptSet, size: int, count: int) -> dict[str, Any]:
         """One set in batches of one size: all modes take turns; who goes first changes with every batch."""
@@ -155,7 +173,7 @@ class Bench:
         }
 
     def batches(self, prompts: list[list[int]], size: int) -> list[Batch]:
-        """The last one is filled up with the first prompts."""
+        """The last one is filled up with the first prompts. A prompt's seed is its number."""
         groups = [[i % len(prompts) for i in range(at, at + size)] for at in range(0, len(prompts), size)]
         return [Batch([prompts[i] for i in group], group, self.engine.model.device) for group in groups]
 
@@ -203,7 +221,11 @@ class Bench:
 
     def call(self, mode: Mode, prompts: PromptSet, batch: Batch, new_tokens: int | None = None) -> Call:
         task = Task(new_tokens or prompts.new_tokens, prompts.temperature)
-        return follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine._metrics.seconds)
+        call = follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine._metrics.seconds)
+        rows = zip(batch.prompts, call.tokens, strict=True)
+        if prompts.recital is not None and not all(prompts.recital.is_written(*row) for row in rows):
+            raise RuntimeError(f"{mode.name} wrote other texts than those that {prompts.name} recites")
+        return call
 
     def _open(self, mode: Mode, prompts: PromptSet, batch: Batch, task: Task) -> Session:
         """What `generate` would run to its end."""
@@ -211,7 +233,7 @@ class Bench:
         request, _ = split_options(mode.options)
         kwargs = {"max_new_tokens": task.max_new_tokens, **task.sampling, **ends}
         settings = read_settings(self.engine.generation_config, None, kwargs)
-        processors = [] if prompts.recital is None else [prompts.recital]
+        processors = [] if prompts.recital is None or self.recites else [prompts.recital]
         members = [list(prompt) for prompt in batch.prompts]
         return self.engine._session(members, batch.width, settings, batch.seeds, processors, None, request)
 

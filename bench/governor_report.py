@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-DETECTION = ("medical", "multilingual", "random")  # sets whose losing prompts are to be found out
+DETECTION = ("medical", "multilingual", "random", "noise")  # sets whose losing prompts are to be found out
 DETAILS = ("governor_changes",)  # of a cell, for the file alone
 _EVIDENCE = 30  # losing prompts; fewer tell little
 

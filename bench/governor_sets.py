@@ -1,23 +1,22 @@
 """The sets of prompts that `bench.governor` decodes: text that calibration saw the like of, and text meant to hurt.
 
-Three of the sets write given texts: a logits processor forces every token, so that what is written surely changes its
-kind at a known place. Forced tokens are chosen on the host, outside of captured cycles, for all modes alike; each of
-these sets has a twin that only asks for such a text and decodes freely. What is measured of a set is not known here.
+Four of the sets recite given texts (see `bench.recital`). In three of them what is written surely changes its kind at a
+known place; each of these has a twin that only asks for such a text and decodes freely. In the fourth it is noise, in
+which drafts surely lose. What is measured of a set is not known here.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, cycle, islice, product
 from pathlib import Path
 
-import torch
-
 from bench.modes import Batch, Task, ours
+from bench.recital import Recital
 from selfspec import Engine
 from selfspec.calibrate.prompts import Prompt, shipped_domains
 from selfspec.text import encode
@@ -73,27 +72,6 @@ _TASKS = (
 
 class Missing(LookupError):
     """A set that cannot be made, and why."""
-
-
-class Recital:
-    """A logits processor under which texts go on as written; behind their ends the model is free.
-
-    It looks at the prefix alone: each prompt has a text of its own.
-    """
-
-    def __init__(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> None:
-        self.texts = {tuple(prompt): list(text) for prompt, text in zip(prompts, texts, strict=True)}
-        self._lengths = sorted({len(prompt) for prompt in self.texts}, reverse=True)
-
-    def __call__(self, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        tokens = tuple(prefix[0].tolist())
-        prompt = next(tokens[:length] for length in self._lengths if tokens[:length] in self.texts)
-        text, place = self.texts[prompt], len(tokens) - len(prompt)
-        if place >= len(text):
-            return logits
-        forced = torch.full_like(logits, -torch.inf)
-        forced[0, text[place]] = 0.0
-        return forced
 
 
 @dataclass(frozen=True)
@@ -164,6 +142,12 @@ class Source:
             raise Missing("the model answers nothing to the code prompts")
         return [first(self.new_tokens, cycle(chain(*spoken[i:], *spoken[:i]))) for i in range(len(spoken))]
 
+    def at_random(self, draw: random.Random, length: int) -> list[list[int]]:
+        """As many random texts as a set has prompts, of so many tokens, none of them special."""
+        special = set(self.engine.tokenizer.all_special_ids)
+        usual = [token for token in range(self.engine.model.config.vocab_size) if token not in special]
+        return [draw.choices(usual, k=length) for _ in range(self.limit)]
+
     def foreign(self, number: int, count: int) -> list[int]:
         return self._recited(_FOREIGN[number % len(_FOREIGN)], count)
 
@@ -185,11 +169,14 @@ def of_prompts(source: Source, name: str) -> PromptSet:
 
 def at_random(source: Source, name: str) -> PromptSet:
     """Prompts of random tokens."""
-    draw, engine = random.Random(source.seed), source.engine
-    special = set(engine.tokenizer.all_special_ids)
-    usual = [token for token in range(engine.model.config.vocab_size) if token not in special]
-    prompts = [draw.choices(usual, k=_RANDOM_PROMPT) for _ in range(source.limit)]
-    return PromptSet(name, prompts, source.new_tokens)
+    return PromptSet(name, source.at_random(random.Random(source.seed), _RANDOM_PROMPT), source.new_tokens)
+
+
+def noise(source: Source, name: str) -> PromptSet:
+    """The same prompts; their texts go on at random, too."""
+    prompts = at_random(source, name).prompts
+    texts = source.at_random(random.Random(f"{name} {source.seed}"), source.new_tokens)
+    return PromptSet(name, prompts, source.new_tokens, recital=Recital(prompts, texts))
 
 
 def hot(source: Source, name: str) -> PromptSet:
@@ -238,6 +225,7 @@ def asked(request: str) -> Callable[[Source, str], PromptSet]:
 BUILDERS: dict[str, Callable[[Source, str], PromptSet]] = {
     **dict.fromkeys((*IN_DOMAIN, *FROM_FILES), of_prompts),
     "random": at_random,
+    "noise": noise,
     "hot": hot,
     "switch": switch,
     "repeat": repeat,

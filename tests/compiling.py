@@ -78,7 +78,7 @@ def compiling(arch: int) -> Iterator[list[Any]]:
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
         stack.enter_context(mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only))
         for name, module in list(sys.modules.items()):
-            if name.startswith("selfspec.kernels.") and hasattr(module, "use_pdl"):
+            if name.startswith(("selfspec.kernels.", "bench.")) and hasattr(module, "use_pdl"):
                 stack.enter_context(mock.patch.object(module, "use_pdl", lambda _: arch >= 90))
             if name.startswith("selfspec.kernels.") and hasattr(module, "shared_bytes"):
                 stack.enter_context(

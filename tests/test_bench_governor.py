@@ -17,7 +17,8 @@ import torch
 
 from bench import governor, governor_report
 from bench.governor_calls import Call, Mode, around, compare, detection, drafts_at, follow, returns, tokens_until_back
-from bench.governor_sets import AWAY, HOT, IN_DOMAIN, Missing, PromptSet, Recital, Source
+from bench.governor_sets import AWAY, HOT, IN_DOMAIN, Missing, PromptSet, Source
+from bench.recital import Recital
 from selfspec import Engine, Rules
 from selfspec.governor import Change
 from tests.calibrated import chat_tokenizer, quieten
@@ -64,6 +65,18 @@ def test_a_recited_text_is_written_to_its_end_and_then_the_model_is_free(plan: s
     for text, given, whole in zip(found, texts, joined, strict=True):
         (free,) = written(PromptSet("free", [whole], new_tokens=6 - len(given)))
         assert text[len(given) :] == free
+
+
+def test_a_mode_that_writes_other_texts_than_the_recited_ones_is_not_measured() -> None:
+    prompts, texts = [[5, 6, 7], [8, 9]], [[20, 21, 22], [30, 31]]
+    recited = PromptSet("recited", prompts, new_tokens=2, recital=Recital(prompts, texts))
+    bench = governor.Bench(engine(), governor.profile_of(engine()))
+    (batch,) = bench.batches(prompts, 2)
+    plain, *_ = bench.modes(recited, 2, "code")
+    assert bench.call(plain, recited, batch).tokens == [[20, 21], [30, 31]]
+    deaf = replace(bench, recites=True)  # its engine does not, whatever it says
+    with pytest.raises(RuntimeError, match="plain wrote other texts"):
+        deaf.call(plain, recited, batch)
 
 
 def test_texts_turn_from_what_the_model_writes_to_another_language() -> None:
@@ -124,6 +137,15 @@ def test_random_prompts_are_the_same_for_a_seed_and_never_special() -> None:
     first, again, other = (source(limit=40, seed=seed).build("random").prompts for seed in (1, 1, 2))
     assert first == again != other and len(first) == 40
     assert {0, 1, 2}.isdisjoint(token for prompt in first for token in prompt)
+
+
+def test_noise_goes_on_where_random_prompts_end_each_in_its_own_way() -> None:
+    first, again, other = (source(limit=3, new_tokens=20, seed=seed).build("noise") for seed in (1, 1, 2))
+    assert first.prompts == source(limit=3, seed=1).build("random").prompts and first.turn is None
+    texts, same, others = (list(noise.recital.texts.values()) for noise in (first, again, other) if noise.recital)
+    assert texts == same != others and len({tuple(text) for text in texts}) == 3
+    assert {0, 1, 2}.isdisjoint(token for text in texts for token in text)
+    assert written(first) == texts and first.is_hostile
 
 
 def test_hot_prompts_are_of_every_kind(tmp_path: Path) -> None:
@@ -456,10 +478,11 @@ def test_what_cells_come_to_is_the_worst_of_them() -> None:
 
     cells = [cell("code", False, 1, 0.9, 0.1), cell("chat", False, 4, 0.8, 0.1)]
     cells += [cell("random", True, 1, 0.7, None), cell("hot", True, 1, 0.6, 0.5)]
+    cells += [cell("noise", True, 1, 0.7, None), cell("noise", True, 4, 0.7, None)]
     found = governor_report.summary(cells)
     assert found["in_domain_least_against_best_fixed"] == 0.8 and found["in_domain_most_gap_p99_against_plain"] == 1.8
     assert found["hostile_least_against_plain"] == 0.6 and found["hostile_worst_whole_call"] == 0.5
-    assert found["detected"] == {"rows": 4, "flagged": 2, "losing": 3, "losing_flagged_early": 1}
+    assert found["detected"] == {"rows": 8, "flagged": 4, "losing": 6, "losing_flagged_early": 2}  # one row at a time
     assert found["in_domain_flagged"]["rows"] == 4
     assert found["all_tokens_same"]
     cells[1]["modes"].append({"same_tokens_as_plain": "3/4"})

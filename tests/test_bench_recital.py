@@ -1,0 +1,205 @@
+"""Texts recited on the device: the kernel against its reference, and cycles that write what the host would have forced.
+
+Without a GPU the kernels run in Triton's interpreter; with one, cycles are captured.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import governor
+from bench.governor_calls import Call
+from bench.governor_sets import PromptSet
+from bench.modes import warm_up
+from bench.recital import FREE, Recital, Stage, recite, recite_reference
+from selfspec import Engine, Rules
+from selfspec.device_cycle import Cycle
+from selfspec.device_session import DeviceSession
+from selfspec.governor import Governor
+from selfspec.tree import NONE
+from tests.calibrated import chat_tokenizer
+from tests.compiling import compile_op
+from tests.profiles import choice_of, profile_of
+from tests.scripted import endless, silence
+from tests.test_kernel_compile import check
+from tests.tiny import tiny_model
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="in the interpreter, where there is no GPU")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]),
+]
+LAYER = 1
+END = 2  # a token
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+FOREIGN = [90, 20, 70]
+NEW_TOKENS = 6
+RULES = Rules(shadow_tokens=4, longest_cycle=inf)  # every plain cycle is scored
+RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
+
+
+# The kernel
+
+
+@settings(deadline=None, max_examples=40)
+@given(nodes=st.integers(1, 65), sequences=st.integers(1, 5), seed=st.integers(0, 2**20))
+def test_what_the_script_says_is_chosen(nodes: int, sequences: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    script = torch.randint(FREE, 3, (6, 40), generator=generator, dtype=torch.int32).to(DEVICE)
+    seeds = torch.randint(0, 6, (sequences,), generator=generator).to(DEVICE)
+    following = torch.randint(0, 40, (nodes * sequences,), generator=generator, dtype=torch.int32).to(DEVICE)
+    chosen = torch.arange(100, 100 + nodes * sequences, dtype=torch.int32, device=DEVICE)
+    expected = recite_reference(chosen, following, seeds, script)
+    recite(chosen, following, seeds, script)
+    assert torch.equal(chosen, expected)
+
+
+def test_who_is_not_in_the_script_chooses_freely() -> None:
+    store = torch.full((5, 4), 9, dtype=torch.int32, device=DEVICE)  # the script, and what lies around it
+    seeds = torch.tensor([0, 2, -1, 3], device=DEVICE)
+    following = torch.tensor([3, 3, 3, 3, 4, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    chosen = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    recite(chosen, following, seeds, store[1:3])
+    assert chosen.tolist() == [9, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_choices_of_other_sequences_are_refused() -> None:
+    ints = torch.zeros(6, dtype=torch.int32)
+    with pytest.raises(ValueError, match="not those of 4 sequences"):
+        recite(ints, ints, torch.zeros(4, dtype=torch.int64), ints.view(2, 3))
+    with pytest.raises(ValueError, match="contiguous"):
+        recite(ints, ints, torch.zeros(3, dtype=torch.int64), ints.view(2, 3).T)
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_the_kernel_compiles_and_fits(arch: int) -> None:
+    check(compile_op("recital", arch))
+
+
+# Cycles
+
+
+@cache
+def engine(device: str, kernels: bool = True) -> Engine:
+    """A model whose exit is always right, so that all goes well until other texts are recited."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hf = tiny_model("llama", dtype=dtype, num_hidden_layers=2, head_dim=16, max_position_embeddings=64)
+    model = Engine.from_model(endless(silence(hf, LAYER)).to(device)).model
+    profile = profile_of(model, {"code": choice_of(LAYER, "chain:1", ranks=RANKS)})
+    return Engine(model, chat_tokenizer(), None, profile, RULES, max_batch=4, kernels=kernels)
+
+
+def bench_of(device: str, kernels: bool = True) -> governor.Bench:
+    plans = governor.parse(["--plans", "chain:2"]).plans
+    return governor.Bench(engine(device, kernels), governor.profile_of(engine(device, kernels)), plans=plans, limit=3)
+
+
+def on_host(device: str) -> governor.Bench:
+    """Where the host recites: in the interpreter without kernels, which would take long."""
+    return bench_of(device, kernels=device == "cuda")
+
+
+def call(bench: governor.Bench, name: str, prompts: PromptSet, size: int) -> Call:
+    """One mode on the first so many prompts, after the bench's own preparations."""
+    (batch,) = batches = bench.batches(prompts.prompts[:size], size)
+    mode = next(mode for mode in bench.modes(prompts, size, "code") if mode.name == name)
+    if bench.engine.has_kernels:
+        warm_up(bench.engine, batches, prompts.temperature)
+        if "plan" in mode.options:
+            bench._capture(mode, prompts, size)
+    return bench.call(mode, prompts, batch)
+
+
+@cache
+def recited(device: str) -> PromptSet:
+    """One text ends, the others turn from what the model writes, at once or later, and leave the last tokens to it."""
+    free, bench = PromptSet("free", PROMPTS, NEW_TOKENS), on_host(device)
+    own = call(bench, "plain", free, 3).tokens
+    assert END not in own[0] and own[1][3] != FOREIGN[0] and own[2][0] != FOREIGN[0]
+    texts = [[own[0][0], END], [*own[1][:3], FOREIGN[0]], FOREIGN]
+    return PromptSet("recited", PROMPTS, NEW_TOKENS, recital=Recital(PROMPTS, texts))
+
+
+def recited_texts(device: str) -> list[list[int]]:
+    recital = recited(device).recital
+    assert recital is not None
+    return [recital.texts[tuple(prompt)] for prompt in PROMPTS]
+
+
+@cache
+def forced(device: str) -> list[list[int]]:
+    """What the host's processor makes of it."""
+    with mock.patch.object(on_host(device).engine.generation_config, "eos_token_id", END):
+        return call(on_host(device), "plain", recited(device), 3).tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "moves"), [("plain", [2]), ("chain:2", [2, 1])], ids=["plain", "chain"])
+def test_texts_are_written_to_their_ends_as_the_host_would_have(
+    device: str, name: str, moves: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows on four seats; when one has ended, the others move up to two, then to one, with cycles in flight."""
+    moved: list[int] = []
+    move_up = DeviceSession._move_up
+    monkeypatch.setattr(
+        DeviceSession, "_move_up", lambda self, seats, rows: (moved.append(seats.count), move_up(self, seats, rows))
+    )
+    expected, bench = forced(device), bench_of(device).for_set(recited(device))
+    monkeypatch.setattr(Recital, "__call__", None)  # nobody asks the host
+    monkeypatch.setattr(bench.engine.generation_config, "eos_token_id", END)
+    found = call(bench, name, recited(device), 3)
+    texts = recited_texts(device)
+    assert [tokens[: len(text)] for tokens, text in zip(found.tokens, texts, strict=True)] == texts
+    assert [len(tokens) for tokens in found.tokens] == [2, NEW_TOKENS, NEW_TOKENS]
+    assert found.tokens == expected
+    assert moved == moves
+    assert (found.cycles < found.count) == (name != "plain")  # what is recited may have been drafted
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_governor_hears_how_recited_tokens_were_ranked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit would have drafted what the model writes, not what is recited."""
+    ranks: list[int] = []
+    monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
+    monkeypatch.setattr(Governor, "scored", lambda self, watch, found, offered: ranks.extend(found))
+    prompts = PromptSet("recited", PROMPTS[2:], 5, recital=Recital(PROMPTS[2:], [FOREIGN]))
+    found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
+    assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 5
+    assert [rank == 0 for rank in ranks] == [False] * 3 + [True] * 2
+
+
+# The second engine
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_what_is_recited_where_there_are_kernels_is_left_to_the_second_engine(device: str) -> None:
+    bench, without = bench_of(device), bench_of(device, kernels=False)
+    given, free = recited(device), PromptSet("free", PROMPTS, NEW_TOKENS)
+    assert bench.for_set(free) is bench and without.for_set(given) is without
+    reciting = bench.for_set(given)
+    assert reciting.engine is not bench.engine and reciting.engine is bench.for_set(given).engine
+    for name in ("model", "profile", "rules", "context", "max_batch", "generation_config"):
+        assert getattr(reciting.engine, name) == getattr(bench.engine, name), name
+    made = [of.engine._machine and of.engine._machine.new_cycle for of in (bench, reciting)]
+    assert made[0] is Cycle and made[1] is not Cycle
+
+
+def test_a_new_script_takes_the_place_of_the_one_before() -> None:
+    stage, prompts = Stage(engine(DEVICE), 3), [[5, 6], [7, 8, 9]]
+    address = stage.script.data_ptr()
+    stage.learn(prompts, Recital(prompts, [[10, 11], list(range(12, 92))]))
+    assert stage.script[0].tolist() == [FREE, FREE, 10, 11] + [FREE] * 60
+    assert stage.script[1].tolist() == [FREE] * 3 + list(range(12, 73))  # as much as the context has room for
+    stage.learn(prompts[:1], Recital(prompts, [[13], [14]]))
+    assert stage.script[0].tolist() == [FREE, FREE, 13] + [FREE] * 61
+    assert (stage.script[1:] == FREE).all() and stage.script.data_ptr() == address
+    with pytest.raises(ValueError, match="4 texts do not fit a script of 3"):
+        stage.learn(prompts * 2, Recital(prompts, [[13], [14]]))
