@@ -38,7 +38,7 @@ class Flight:
     reason: str | None
     mail: Mail
     peeks: bool
-    is_new: bool = False  # the first of its kind
+    is_usual: bool = True  # it took as long as such cycles usually do
 
     @property
     def rows(self) -> int:
@@ -63,6 +63,7 @@ class DeviceSession(Session):
         self._unpeeked = 0  # plain cycles since one that peeked
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
+        self._shares: Mail | None = None  # all of these, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
 
     def _timed(self, step: Callable[[], None]) -> None:
@@ -70,17 +71,28 @@ class DeviceSession(Session):
             super()._timed(step)
 
     def _expect(self) -> None:
-        """All prompts are on their way, and the rows seated, before anybody waits for how the exit agreed with them."""
+        """All prompts are on their way, and the rows seated. How the exit agreed with the prompts comes with the first
+        cycle's tokens; only where a prompt lies far from what calibration saw is it waited for."""
         if not self._host_chooses:
             self._reserve(self.active, NONE)
             self._sit(self.active)
-        judged, self._judged = self._judged, []
-        if judged and self._usual_agreement is not None:
-            self.choose_plan(self.active)  # looks up what plans cost, which takes longest, while the device is busy
-            shares = torch.stack([agreement for _, agreement, _ in judged]).tolist()
-            for (row, _, places), share in zip(judged, shares, strict=True):
-                row.watch.learn_prompt(share, places, *self._usual_agreement)
         super()._expect()
+        if self._judged:
+            shares = torch.stack([agreement for _, agreement, _ in self._judged])
+            self._shares = self.machine.mail(shares)
+            self._shares.send(shares)
+            if self._host_chooses or any(row.watch.is_unfamiliar for row in self.active):
+                self.choose_plan(self.active)  # looks up what plans cost, which takes longest, while the device is busy
+                self._learn_prompts()
+
+    def _learn_prompts(self) -> None:
+        """What the exit's agreement with the prompts tells; waits for it."""
+        judged, mail, self._judged, self._shares = self._judged, self._shares, [], None
+        if mail is not None and self._usual_agreement is not None:
+            for (row, _, places), share in zip(judged, mail.read(), strict=True):
+                row.watch.learn_prompt(share, places, *self._usual_agreement)
+            self.machine.mails.append(mail)
+            super()._expect()
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
         """Short ones share passes of the kernels that decode, the others are alone. Which way a prompt goes follows
@@ -186,7 +198,9 @@ class DeviceSession(Session):
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
-        return Flight(list(self._seated), plan, reason, mail, cycle.peeks, self.machine.is_new(key))
+        # The first of its kind takes longer, and with nothing before it the host's own part is not hidden.
+        is_usual = not self.machine.is_new(key) and before is not None
+        return Flight(list(self._seated), plan, reason, mail, cycle.peeks, is_usual)
 
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
@@ -197,6 +211,7 @@ class DeviceSession(Session):
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
         Those of texts that have ended meanwhile are dropped."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
+        self._learn_prompts()
         self.machine.mails.append(flight.mail)
         plan, ends, governor = flight.plan, self._ends, self.governor if flight.peeks else None
         one_by_one = self.on_token is not None or bool(self.stops)
@@ -216,7 +231,7 @@ class DeviceSession(Session):
             rows.append(row)
             lasts.append(last)
         if rows:
-            usual = len(rows) == flight.rows and not flight.is_new
+            usual = len(rows) == flight.rows and flight.is_usual
             self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, usual)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:

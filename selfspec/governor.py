@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the 
 _MISHAP = 1.5  # times its usual cost
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
+_LONG = 1 << 20  # tokens that a text may still get where nobody says how many
+_BAD_LUCK = 0.45  # deviations by which the unluckiest of a batch is behind, for each doubling of its rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Watch:
             watch._notice()
 
     @property
+    def is_unfamiliar(self) -> bool:
+        """Its prompt lies far from every domain that calibration saw."""
+        return self.belief.home == UNFAMILIAR
+
+    @property
     def is_strange(self) -> bool:
         """It was surely strange, and still is more likely so than not."""
         return self.ood and self.belief.strangeness > 0.5
@@ -99,6 +107,7 @@ class Prospects(NamedTuple):
 
     plans: list[Plan]
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
+    squares: np.ndarray  # [kinds, plans]: the mean squares of that
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
 
@@ -116,7 +125,7 @@ class Governor:
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
-        self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
+        self._found = Prospects([], np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0))
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
         self._has_news = True
@@ -143,7 +152,7 @@ class Governor:
         prospects = self._look_up(at, len(watches), plan_in_use)
         if not prospects.plans:
             return NONE, self._why_plain(watches)
-        speeds = _speeds(_expected(watches, prospects.tokens), prospects.ratios, left).tolist()
+        speeds = _speeds(Outlook.of(watches, prospects.tokens, prospects.squares), prospects.ratios, left).tolist()
         best = speeds.index(max(speeds))
         if plan_in_use in prospects.plans:
             in_use = prospects.plans.index(plan_in_use)
@@ -181,15 +190,16 @@ class Governor:
         """What plans cost and bring; found once for many cycles."""
         now = at, batch, self.costs.version, in_use
         if self._found_at != now:
-            longest, tokens = self.rules.cycle_limit, self.ladder.acceptance.tokens
+            longest, acceptance = self.rules.cycle_limit, self.ladder.acceptance
             found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
             plans = [
                 plan
                 for plan, ratio in found.items()
                 if ratio <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
-            brought, ratios = np.array([tokens(plan) for plan in plans]), np.array([found[plan] for plan in plans])
-            self._found_at, self._found = now, Prospects(plans, brought.T, ratios)
+            tokens, squares = ([of(plan) for plan in plans] for of in (acceptance.tokens, acceptance.squares))
+            ratios = np.array([found[plan] for plan in plans])
+            self._found_at, self._found = now, Prospects(plans, np.array(tokens).T, np.array(squares).T, ratios)
         return self._found
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
@@ -235,8 +245,9 @@ class Governor:
         self, watches: Sequence[Watch], plan: Plan, emitted: Sequence[int], ratio: float, left: Sequence[int] | None
     ) -> float:
         """The tokens of a cycle that its plan is judged by: of all sequences or, as in `_speeds`, the last to end."""
-        expected = _expected(watches, np.array(self.ladder.acceptance.tokens(plan))[:, None])
-        last, pace = _last_to_end(expected, left)
+        acceptance = self.ladder.acceptance
+        tokens, squares = (np.array(of)[:, None] for of in (acceptance.tokens(plan), acceptance.squares(plan)))
+        last, pace = _last_to_end(Outlook.of(watches, tokens, squares), left)
         went_on = [tokens for tokens, row_left in zip(emitted, left or emitted, strict=True) if row_left]
         mean = sum(went_on) / len(went_on) if went_on else 1.0
         return mean if pace[0] >= ratio else min(mean, emitted[last[0]])
@@ -274,21 +285,32 @@ class Governor:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)
 
 
-def _expected(watches: Sequence[Watch], tokens: np.ndarray) -> np.ndarray:
-    """The tokens [sequences, options] that sequences expect, of what options bring for each kind of text."""
-    return np.array([watch.belief.weights for watch in watches]) @ tokens
+class Outlook(NamedTuple):
+    """What sequences expect of plans, [sequences, plans]."""
+
+    tokens: np.ndarray  # of a cycle
+    spread: np.ndarray  # how far single cycles are from that
+
+    @classmethod
+    def of(cls, watches: Sequence[Watch], tokens: np.ndarray, squares: np.ndarray) -> Outlook:
+        """From what plans bring for each kind of text, and the squares of that."""
+        weights = np.array([watch.belief.weights for watch in watches])
+        expected = weights @ tokens
+        return cls(expected, np.sqrt(np.maximum(weights @ squares - expected**2, 0.0)))
 
 
-def _speeds(expected: np.ndarray, ratios: np.ndarray, left: Sequence[int] | None) -> np.ndarray:
-    """Of each option, over plain decoding: of all sequences together, unless the one that ends last loses by it. A
-    request is over when that one is, so such an option is judged by it."""
-    speeds, of_last = expected.mean(0) / ratios, _last_to_end(expected, left)[1] / ratios
+def _speeds(outlook: Outlook, ratios: np.ndarray, left: Sequence[int] | None) -> np.ndarray:
+    """Of each plan, over plain decoding: of all sequences together, unless the one that ends last loses by it. A
+    request is over when that one is, so such a plan is judged by it."""
+    speeds, of_last = outlook.tokens.mean(0) / ratios, _last_to_end(outlook, left)[1] / ratios
     return np.where(of_last < 1, np.minimum(speeds, of_last), speeds)
 
 
-def _last_to_end(expected: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """With each option, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
-    request then takes than plainly."""
-    plainly = np.ones(len(expected)) if left is None else np.maximum(left, 1)
-    needs = plainly[:, None] / expected
+def _last_to_end(outlook: Outlook, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """With each plan, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
+    request then takes than plainly. One of many has bad luck."""
+    rows = len(outlook.tokens)
+    plainly = np.full(rows, _LONG) if left is None else np.maximum(left, 1)
+    cycles = plainly[:, None] / outlook.tokens
+    needs = cycles + _BAD_LUCK * log2(rows) * np.sqrt(cycles) * outlook.spread / outlook.tokens
     return needs.argmax(0), plainly.max() / needs.max(0)

@@ -55,6 +55,16 @@ def test_something_always_happens(plan: Plan) -> None:
     assert [sum(of_kind) for of_kind in zip(*scores, strict=True)] == pytest.approx([1] * len(EXPONENTS), abs=1e-4)
 
 
+@settings(SETTINGS, max_examples=50)
+@given(plan=plans(max_nodes=12))
+def test_means_and_squares_are_those_of_all_ends(plan: Plan) -> None:
+    ends = [acceptance().chances(plan, last) for last in range(len(plan) + 1)]
+    for power, found in ((1, acceptance().tokens(plan)), (2, acceptance().squares(plan))):
+        for kind in range(len(EXPONENTS)):
+            moment = sum(of_end[kind] * (plan.depths[last] + 1) ** power for last, of_end in enumerate(ends))
+            assert found[kind] == pytest.approx(moment, abs=1e-3)
+
+
 def test_without_shares_nothing_can_be_expected() -> None:
     for shares in ([], [[]], [[0.0]]):
         with pytest.raises(ValueError, match="no shares by depth and rank"):

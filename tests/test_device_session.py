@@ -21,7 +21,7 @@ from selfspec.exits import Exit
 from selfspec.fused import Seats
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
-from selfspec.machine import head_capacity
+from selfspec.machine import Machine, head_capacity
 from selfspec.policy import Policy
 from selfspec.routing import marks_of
 from selfspec.row import Row
@@ -416,6 +416,7 @@ def test_a_prompt_is_judged_as_pytorch_judges_it(length: int, monkeypatch: pytes
         with mock.patch.dict(engine.drafters.exits, {LAYER: Exit(exit.model, LAYER, exit.norm, exit.block)}):
             session = governed(engine, [prompt], 2, {})
             session.prefill()
+            session.cycle()
             session.close()
     assert len(shares) == 2
     assert shares[0] == pytest.approx(shares[1])
@@ -458,7 +459,42 @@ def test_a_requests_own_tokens_do_not_make_cycles_be_captured_anew() -> None:
     assert head_capacity(3000 + 1097, 1097) == 8192
 
 
-def test_a_cycle_launched_for_the_first_time_is_not_timed() -> None:
+@pytest.mark.parametrize("far", [False, True])
+def test_only_a_prompt_unlike_any_other_is_judged_before_the_first_cycle(far: bool) -> None:
+    engine, _ = engines("llama")
+    session = governed(engine, [random_rows(20, seed=1).tolist()], 9, {})
+    (row,) = session.rows
+    row.watch = Watch.of_prompt(far)
+    before, seen = list(row.watch.belief.weights), []
+    session.prefill()
+    assert (row.watch.belief.weights != before) == far
+    launch = device_session.DeviceSession._launch
+
+    def noting(self: Any, *args: Any) -> Any:
+        seen.append(row.watch.belief.weights != before)
+        return launch(self, *args)
+
+    with mock.patch.object(device_session.DeviceSession, "_launch", noting):
+        for _ in range(2):
+            session.cycle()
+    session.close()
+    assert seen == ([True] * 3 if far else [False, False, True]), "known once the first cycle has landed"
+
+
+def test_all_rows_of_one_prompt_learn_how_it_was_judged() -> None:
+    engine, _ = engines("llama")
+    session = governed(engine, [random_rows(20, seed=1).tolist()] * 2, 9, {"do_sample": True})
+    session.rows[1].copy = 1
+    session.prefill()
+    with mock.patch.object(Governor, "observe"):
+        session.cycle()
+    session.close()
+    first, second = (row.watch.belief for row in session.rows)
+    assert first.weights == second.weights != list(first.home)
+
+
+def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> None:
+    """The one takes longer than ever again, the other shows the host's part too."""
     ours, _ = engines("llama")
     timed: list[list[bool]] = []
     account = Session._account
@@ -468,7 +504,16 @@ def test_a_cycle_launched_for_the_first_time_is_not_timed() -> None:
         account(self, rows, turn, lasts, seconds, usual)
 
     with mock.patch.object(Session, "_account", noting):
-        for _ in range(2):
+        for kind_is_new in (False, True):
             timed.append([])
-            generate(ours, "tree:1,2", 1, 6)
-    assert [flags.count(False) for flags in timed] == [1, 0] and timed[0][0] is False
+            with mock.patch.object(Machine, "is_new", lambda *_, new=kind_is_new: new):
+                generate(ours, "tree:1,2", 1, 6)
+    assert timed[0] == [False] + [True] * (len(timed[0]) - 1) and len(timed[0]) > 1
+    assert not any(timed[1])
+
+
+def test_a_kind_of_cycle_is_new_once() -> None:
+    engine, _ = engines("llama")
+    machine = engine._machine
+    assert machine is not None
+    assert [machine.is_new(("a kind",)) for _ in range(2)] == [True, False]

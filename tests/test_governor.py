@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from math import inf
+from operator import mul
 from random import Random
 from statistics import mean
 
@@ -601,3 +602,20 @@ def test_choosing_changes_nothing(seed: int, top1: float) -> None:
         first, second = (world.governor.choose(world.watches, 100) for _ in range(2))
         assert first == second
         world.cycle()
+
+
+@pytest.mark.parametrize(("rows", "left", "drafts"), [(1, 64, True), (16, 64, False), (16, 100_000, True)])
+def test_what_gains_little_does_not_pay_for_the_unluckiest_of_many(rows: int, left: int, drafts: bool) -> None:
+    """Chance makes one of many sequences fall behind, the less the longer they are."""
+    costs, gain = Costs(), 1.08
+    governor, watches = new_governor(costs=costs), [Watch() for _ in range(rows)]
+    at, acceptance = governor._setting(watches, 100), governor.ladder.acceptance
+    for _ in range(4):
+        costs.observe(at, NONE, 1.0)
+    for plan in governor.ladder.plans(rows):
+        expected = sum(map(mul, watches[0].belief.weights, acceptance.tokens(plan)))
+        for _ in range(4):
+            costs.observe(at, plan, expected / gain)
+    costs.observe(at, NONE, 1.0)
+    plan, reason = governor.choose(watches, 100, left=[left] * rows)
+    assert (len(plan) > 0) == drafts and reason == (None if drafts else "goodput")
