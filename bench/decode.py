@@ -26,6 +26,7 @@ from bench import exactness, kernels, report, synthetic
 from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release, warm_up
 from selfspec import Engine, weights
 from selfspec.exits import Exit
+from selfspec.room import bound_memory, memory_bound
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -52,6 +53,7 @@ class Setup:
     ceiling_tokens_per_s: float
     exits: str
     synthetic: dict[str, Any] | None
+    memory_gb: float | None = None  # of GPU memory that the process may allocate at most; None: all
 
 
 @dataclass
@@ -73,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 165  # a log has room that no terminal tells of
+    if args.memory_gb is not None:
+        bound(args.memory_gb, weights.pick_device(args.device))
     runs = []
     for name in args.shape or args.model:
         subject = open_shape(args, name) if args.shape else open_model(args, name)
@@ -94,6 +98,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shape", nargs="+", default=[], choices=synthetic.SHAPES, help="in place of models: synthetic weights")
     add("--device", default="auto")
     add("--dtype", default="auto")
+    add("--memory-gb", type=float, help="allocate at most so many 10^9 bytes of GPU memory, weights and all")
     add("--modes", nargs="*", default=MODES, choices=MODES, help="default: all; for a shape, ours only")
     add("--batch", type=int, nargs="+", default=[1])
     add("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy")
@@ -115,6 +120,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.plans = args.plans if args.plans is not None else exactness.PLANS if args.exactness else DEFAULT_PLANS
     return args
+
+
+def bound(gigabytes: float, device: torch.device) -> None:
+    """Keeps to so much GPU memory; before anything is loaded."""
+    try:
+        bound_memory(gigabytes, device)
+    except ValueError as error:
+        raise SystemExit(f"--memory-gb: {error}") from error
 
 
 def open_model(args: argparse.Namespace, name: str) -> Subject:
@@ -176,6 +189,7 @@ def read_prompts(folder: Path, limit: int) -> list[str]:
 
 def describe(args: argparse.Namespace, subject: Subject) -> Setup:
     engine, device = subject.engine, subject.engine.model.device
+    allowed = memory_bound(device)
     bandwidth = kernels.read_bandwidth() if device.type == "cuda" else read_bandwidth()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     trained = engine.profile.trained_layers() if engine.profile else []
@@ -192,6 +206,7 @@ def describe(args: argparse.Namespace, subject: Subject) -> Setup:
         ceiling_tokens_per_s=round(bandwidth / bytes_per_token(engine), 1),
         exits=f"exits trained after layers {trained}" if trained else "exits untrained",
         synthetic=subject.synthetic,
+        memory_gb=None if allowed is None else round(allowed / 1e9, 2),
     )
 
 

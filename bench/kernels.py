@@ -18,9 +18,11 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.ops import Case
+from selfspec.room import device_room
 
 OPS = ("linear", "path_attention", "head")
 _IN_A_GRAPH, _REPLAYS = 10, 7
+_READERS = 2**15  # parts of a long read
 
 
 class Timer:
@@ -53,8 +55,9 @@ class Timer:
 
 def read_bandwidth() -> float:
     """Bytes per second of a long read, the ceiling of everything below."""
-    data = torch.randn(2**30, device="cuda", dtype=torch.float32).view(2**15, -1)
-    out = torch.empty(2**15, device="cuda")
+    count = read_count(device_room(torch.device("cuda", torch.cuda.current_device())))
+    data = torch.randn(count, device="cuda", dtype=torch.float32).view(_READERS, -1)
+    out = torch.empty(_READERS, device="cuda")
     for _ in range(3):
         torch.sum(data, dim=1, out=out)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -64,6 +67,11 @@ def read_bandwidth() -> float:
     end.record()
     end.synchronize()
     return 5 * data.numel() * 4 / (start.elapsed_time(end) / 1e3)
+
+
+def read_count(room: int) -> int:
+    """How many numbers of 4 bytes are read: 4 GiB of them or, where half of the room is less, fewer; a power of two."""
+    return min(2**30, max(_READERS, 1 << max(0, (room // 8).bit_length() - 1)))
 
 
 def measure(case: Case, timer: Timer, bandwidth: float) -> dict:

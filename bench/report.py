@@ -16,10 +16,11 @@ HEADINGS = (
 
 def describe(console: Console, setup: dict[str, Any]) -> None:
     kernels = "kernels" if setup["kernels"] else "PyTorch operations"
+    bound = "" if setup["memory_gb"] is None else f", bound to {setup['memory_gb']:g} GB of GPU memory"
     console.print(
         f"{setup['model']}, {setup['dtype']} on {setup['device']} ({kernels}, {setup['threads']} threads), "
         f"torch {setup['torch']}, transformers {setup['transformers']}, {setup['max_new_tokens']} new tokens, "
-        f"{setup['exits']}",
+        f"{setup['exits']}{bound}",
         soft_wrap=True,
     )
     synthetic = setup["synthetic"]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from selfspec import Engine
 from selfspec.cache import Cache, Rows
@@ -23,7 +24,7 @@ from selfspec.config import ModelConfig
 from selfspec.exits import Exit
 from selfspec.model import Decoder, model_parts
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 131072,
@@ -31,6 +32,11 @@ SHAPES = {
     "llama-1.5b": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 4, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 32768,
+    },
+    "qwen-1.5b": {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True,
     },
     "smollm2-135m": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -43,35 +49,37 @@ SHAPES = {
 def config_of(shape: str) -> ModelConfig:
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r} is not known: there are {', '.join(SHAPES)}")
-    return ModelConfig.from_hf(LlamaConfig(**SHAPES[shape]))  # type: ignore[arg-type]
+    return ModelConfig.from_hf(AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape]}))
 
 
 @torch.no_grad()
 def synthetic(
     shape: str, device: str, dtype: torch.dtype, exit_layer: int | None = None, damping: float = 1.0, seed: int = 0
 ) -> Decoder:
-    """A model of this shape; what its layers from `exit_layer` on add is multiplied by `damping`."""
+    """A model of this shape; what its layers from `exit_layer` on add is multiplied by `damping`. Every weight is drawn
+    where and as it stays, so that no more memory is taken than the model has."""
     config = config_of(shape)
     generator = torch.Generator(device=device).manual_seed(seed)
     tensors = {}
     for name, parts in model_parts(config).items():
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1:]
-        if not columns:
-            tensors[name] = torch.ones(rows, device=device, dtype=dtype)
+        weight = tensors[name] = torch.empty(rows, *columns, device=device, dtype=dtype)
+        if name.endswith("norm"):
+            weight.fill_(1)
             continue
-        weight = torch.empty(rows, *columns, device=device, dtype=dtype)
-        weight.normal_(0, _std(name, columns[0]), generator=generator)
+        weight.normal_(0, _std(name, columns), generator=generator)
         if exit_layer is not None and name.endswith((".out", ".down")) and int(name.split(".")[1]) >= exit_layer:
             weight *= damping
-        tensors[name] = weight
     return Decoder(config, tensors)
 
 
-def _std(name: str, inputs: int) -> float:
+def _std(name: str, columns: tuple[int, ...]) -> float:
     """States of about unit size after the first layers, logits spread as widely as those of a model sure of itself."""
     if name == "embedding":
         return 1.0
-    return 8.0 * inputs**-0.5 if name == "head" else inputs**-0.5
+    if not columns:
+        return 0.3  # a bias
+    return (8.0 if name == "head" else 1.0) * columns[0] ** -0.5
 
 
 RARE = 1 / 64  # the head's rows of tokens that are never written, beside others

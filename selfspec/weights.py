@@ -126,13 +126,17 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
     total = sum(_numel(part) for parts in groups.values() for part in parts) * dtype.itemsize
+    no_room = (
+        f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use a "
+        "smaller model, or device='cpu'"
+    )
     tensors = {}
     # A caller's inference mode would make tensors that no exit can be trained on.
     with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
         task = progress.add_task("Loading weights", total=total)
         opened: dict[Path, Any] = {}
         for name, parts in groups.items():
-            fused = _empty_fused(parts, device, dtype, total)
+            fused = _empty_fused(parts, device, dtype, no_room)
             for part, target in zip(parts, _slices(fused, parts), strict=True):
                 file = checkpoint.tensors[part.name].file
                 if file not in opened:
@@ -144,14 +148,12 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
     return Decoder(checkpoint.config, tensors)
 
 
-def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, total: int) -> torch.Tensor:
+def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, no_room: str) -> torch.Tensor:
+    """`no_room` is what to say where there is no memory for it."""
     try:
         return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use "
-            "a smaller model, or device='cpu'"
-        ) from error
+        raise torch.OutOfMemoryError(no_room) from error
 
 
 def _chunks(source: Any, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
@@ -244,7 +246,12 @@ def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) 
     if shared is not None:
         return shared
     first = parameters[0]
-    fused = torch.empty(_fused_shape(parts), device=first.device, dtype=first.dtype)
+    needed = sum(_numel(part) for part in parts) * first.dtype.itemsize
+    no_room = (
+        f"fusing {parts[0].name} with those beside it needs {needed / 1e6:.1f} MB for a moment, more than is free on "
+        f"{first.device}; free memory there, or move the model to the CPU. It is still usable"
+    )
+    fused = _empty_fused(parts, first.device, first.dtype, no_room)
     for parameter, target in zip(parameters, _slices(fused, parts), strict=True):
         target.copy_(parameter.data)
         parameter.data = target

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import decode, exactness, report, synthetic
+from bench import decode, exactness, kernels, report, synthetic
 from bench.modes import Batch, Clock, Memory, Mode, Task, Written, in_bursts, per_token, percentile, until_end
 from selfspec import Engine
+from selfspec.model import model_parts
 from tests.scripted import endless
 from tests.tiny import tiny_model
 
@@ -226,6 +232,68 @@ def test_a_model_kept_to_some_tokens_writes_no_others(tiny_shape: str) -> None:
     assert Engine(model).generate(prompts, max_new_tokens=24)[:, 6:].max() < 10
 
 
+def test_the_shapes_have_the_sizes_they_are_named_after() -> None:
+    sizes = {}
+    for shape in synthetic.SHAPES:
+        parts = [part for of_field in model_parts(synthetic.config_of(shape)).values() for part in of_field]
+        sizes[shape] = sum(math.prod(part.shape) for part in parts)
+    billions = {"llama-8b": 8.03, "llama-1.5b": 1.68, "qwen-1.5b": 1.54, "smollm2-135m": 0.135}
+    assert sizes == pytest.approx({shape: size * 1e9 for shape, size in billions.items()}, rel=0.01)
+    qwen = synthetic.config_of("qwen-1.5b")
+    assert (qwen.model_type, qwen.qkv_bias, qwen.out_bias, qwen.tied_head) == ("qwen2", True, False, True)
+
+
+class Allocations(TorchDispatchMode):
+    """Adds up, by dtype, how many numbers new storages hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Counter[torch.dtype] = Counter()
+        self._held: list[torch.Tensor] = []  # so that no storage takes the place of another
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.data_ptr() not in {held.data_ptr() for held in self._held}:
+            self._held.append(out)
+            self.numbers[out.dtype] += out.numel()
+        return out
+
+
+def test_a_synthetic_model_is_drawn_where_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "tiny", {**TINY, "model_type": "qwen2"})
+    with Allocations() as allocations:
+        model = synthetic.synthetic("tiny", "cpu", torch.bfloat16, exit_layer=2, damping=0.5)
+    assert allocations.numbers.pop(torch.bfloat16) == model.nbytes // 2
+    assert allocations.numbers.total() < 100  # the config's few
+    bias = model.layers[0].qkv_bias
+    assert bias is not None and 0.2 < bias.float().std() < 0.4 and (model.layers[0].attention_norm == 1).all()
+
+
+def test_a_bound_on_memory_without_a_gpu_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "open_shape", lambda *_: pytest.fail("something was loaded"))
+    with pytest.raises(SystemExit, match=r"--memory-gb: a bound of 24 GB .* CUDA device, and this runs on cpu"):
+        decode.main("--memory-gb 24 --shape llama-8b --device cpu".split())
+
+
+def test_a_bound_on_memory_stands_in_the_setup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    engine = Engine.from_model(tiny_model("llama", dtype=torch.float32))
+    subject = decode.Subject("tiny", engine, [[3]], Memory(CPU), exit_layer=2)
+    monkeypatch.setattr(decode, "read_bandwidth", lambda: 1e9)
+    args = decode.parse(["--memory-gb", "24"])
+    for allowed, told in ((24 * 10**9 - 1, ", bound to 24 GB of GPU memory"), (None, "")):
+        monkeypatch.setattr(decode, "memory_bound", lambda _, allowed=allowed: allowed)
+        setup = asdict(decode.describe(args, subject))
+        assert setup["memory_gb"] == (allowed and 24.0)
+        report.describe(Console(), setup)
+        assert capsys.readouterr().out.endswith(f"exits untrained{told}\n")
+
+
+@pytest.mark.parametrize(("room", "count"), [(0, 2**15), (10**9, 2**26), (4 * 10**9, 2**28), (10**11, 2**30)])
+def test_a_long_read_takes_at_most_half_of_the_room(room: int, count: int) -> None:
+    assert kernels.read_count(room) == count
+    assert count == 2**15 or 4 * count <= room / 2
+
+
 def test_a_shape_is_measured_and_said_to_be_synthetic(
     tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +307,7 @@ def test_a_shape_is_measured_and_said_to_be_synthetic(
     result = json.loads(out.splitlines()[-1])["runs"][0]
     assert "SYNTHETIC" in out and "50.0% top-1" in out
     assert result["setup"]["synthetic"]["top1"] == 0.5
+    assert result["setup"]["memory_gb"] is None
     assert result["setup"]["synthetic"]["draft_rows"] == TINY["vocab_size"] // 4
     assert [(cell["batch"], cell["temperature"]) for cell in result["cells"]] == [(1, 0), (1, 0.7), (2, 0), (2, 0.7)]
     for cell in result["cells"]:

@@ -483,6 +483,27 @@ class TestAdopt:
             model = tiny_model("llama", torch.float32)
         self.assert_refused(model, "inference_mode")
 
+    def test_a_live_model_that_cannot_be_fused_says_so_and_stays_usable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model("llama", torch.float32)
+        ids = torch.tensor([[5, 6, 7]])
+        expected, empty, made = model(ids).logits, torch.empty, []
+
+        def limited(*args: Any, **options: Any) -> torch.Tensor:
+            if options["device"] == CPU:
+                made.append(args)
+                if len(made) == 4:
+                    raise torch.OutOfMemoryError("simulated")
+            return empty(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", limited)
+            with pytest.raises(
+                torch.OutOfMemoryError, match=r"fusing model\.layers\.1\.mlp.*needs 0\.0 MB.*free on cpu"
+            ):
+                weights.adopt(model)
+        assert torch.equal(model(ids).logits, expected)
+        assert weights.adopt(model).nbytes > 0
+
 
 class TestPickDevice:
     def test_auto_and_cpu(self) -> None:

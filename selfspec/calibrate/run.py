@@ -35,7 +35,9 @@ from selfspec.exits import Exit
 from selfspec.home import profiles_dir
 from selfspec.policy import BATCHES, TEMPERATURES
 from selfspec.profile import ModelIdentity, Profile
+from selfspec.room import bound_memory
 from selfspec.text import encode
+from selfspec.weights import pick_device
 
 Costs = dict[tuple[int, int], StepCost]  # by exit layer and batch
 
@@ -82,7 +84,8 @@ class Calibration:
     def _open(self) -> None:
         """Loads the model, plans for the memory there is, and says what will be done."""
         settings = self.settings
-        _cap_memory(settings.memory_gb)
+        if settings.memory_gb is not None:
+            bound_memory(settings.memory_gb, pick_device(settings.device))
         self.engine = Engine.from_pretrained(settings.model, settings.device, settings.dtype, profile=None)
         self.model = self.engine.model
         if self.engine.tokenizer is None:
@@ -391,12 +394,6 @@ def _training_note(trainer: Trainer) -> str:
 def _name_of(identity: ModelIdentity) -> str:
     mark = sum(identity.fingerprint[: len(identity.fingerprint) // 2 + 1])
     return f"{identity.model_type}-{identity.num_layers}x{identity.hidden_size}-{abs(mark):.4g}"
-
-
-def _cap_memory(gigabytes: float | None) -> None:
-    if gigabytes is not None and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
 
 
 def _check_disk(out: Path) -> None:

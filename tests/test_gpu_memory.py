@@ -1,0 +1,190 @@
+"""Memory on a GPU: what a trained exit costs, what a bound leaves, and running out while loading and while decoding.
+
+Running out while a cycle is captured is in `test_gpu_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.modes import Clock, release
+from bench.synthetic import synthetic
+from selfspec import Engine, Profile
+from selfspec.cache import CacheFull
+from selfspec.model import Decoder
+from selfspec.room import bound_memory, device_room, memory_bound
+from tests.profiles import choice_of, profile_of, random_exit
+from tests.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXIT_LAYER = 2
+MIB = 2**20
+# 127 MB in bfloat16. What is fused of an MLP, 32 MiB, finds no place in what is left of torch's segments of 20 MiB.
+WIDE = {
+    "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16,
+    "vocab_size": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _all_memory_afterwards() -> Iterator[None]:
+    yield
+    allow_everything()
+    release()
+
+
+def allow_more(nbytes: int) -> None:
+    """From now on this process may hold so much more of the GPU's memory than it does."""
+    release()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + nbytes) / total))
+
+
+def allow_everything() -> None:
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def generate(engine: Engine, batch: int, length: int, count: int, **settings: Any) -> Any:
+    """`count` greedy tokens after random prompts."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, engine.model.config.vocab_size, (batch, length), generator=generator)
+    return engine.generate(
+        ids.to(engine.model.device), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+        return_dict_in_generate=True, **settings,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small() -> Decoder:
+    """The shape of the demo model; the exit after layer 2 is often right."""
+    release()  # lest it lie in a part of what an earlier test has left, and the rest stay held
+    return synthetic("smollm2-135m", "cuda", torch.bfloat16, EXIT_LAYER, damping=0.2)
+
+
+@pytest.fixture(scope="module")
+def trained(small: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A profile of an exit that looks trained, over a part of the head."""
+    plans = {"1": "tree:4,2,2,1", "2-4": "chain:4", "5-16": "none"}
+    profile = profile_of(small, {"all": choice_of(EXIT_LAYER, plans)})
+    folder = tmp_path_factory.mktemp("profile")
+    return profile.save(folder, [random_exit(small, EXIT_LAYER)], {"all": torch.arange(8192)})
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that an engine held on the device, its weights included, and what it generated."""
+
+    peak: int
+    after: int  # when all was generated
+    told: dict[str, int]  # by the engine itself
+    tokens: torch.Tensor
+    drafted: int
+
+
+def held_by(model: Decoder, profile: Profile | None, batch: int, length: int) -> Held:
+    """An engine's memory from when it is built until it has generated, everything loaded and captured on the way."""
+    release()
+    others = torch.cuda.memory_allocated() - model.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    engine = Engine(model, profile=profile, kernels=True, max_length=512, max_batch=batch)
+    out = generate(engine, batch, length, 48, speculative_decoding=None if profile else False)
+    peak, after = torch.cuda.max_memory_allocated() - others, torch.cuda.memory_allocated() - others
+    drafted = sum(stats.drafted for stats in out.stats)
+    return Held(peak, after, engine.memory(), out.sequences.cpu(), drafted)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 150), (4, 60)], ids=["one row, a tree", "four rows, chains"])
+def test_a_trained_exit_costs_its_weights_its_cache_and_one_per_cent(
+    small: Decoder, trained: Profile, batch: int, length: int
+) -> None:
+    """Prompts fill a pass of four stretches in both. The cache has its layer for an exit without one too, so what is
+    allowed for it is a margin."""
+    exit_weights = trained.exit(small, EXIT_LAYER).nbytes
+    off, on = held_by(small, None, batch, length), held_by(small, trained, batch, length)
+    assert torch.equal(on.tokens, off.tokens)
+    assert on.drafted > 0 == off.drafted
+    assert on.told["weights"] == off.told["weights"] and on.told["cache"] == off.told["cache"]
+    exit_cache = on.told["cache"] // (small.config.num_layers + 1)
+    assert on.peak - off.peak <= exit_weights + exit_cache + 0.01 * off.peak
+    for held in (off, on):
+        assert held.after == pytest.approx(sum(held.told.values()), rel=0.01)
+
+
+def test_a_bound_holds_and_what_it_leaves_can_be_had() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    release()
+    bound = torch.cuda.memory_reserved() + 512 * MIB
+    bound_memory(bound / 1e9, device)
+    assert memory_bound(device) == pytest.approx(bound, rel=0.01)
+    room = device_room(device)
+    assert 400 * MIB < room == pytest.approx(bound - torch.cuda.memory_allocated(), rel=0.01)
+    torch.empty(400 * MIB, dtype=torch.uint8, device=device)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(room + 64 * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_model("llama", torch.bfloat16, **WIDE).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder, device="cuda", dtype="bfloat16", profile=None, kernels=False)
+
+
+def test_weights_that_do_not_fit_say_so_and_can_be_loaded_once_they_do(folder: Path) -> None:
+    allow_more(24 * MIB)  # for the first few of them
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError, match=r"weights need 0\.1 GB in torch\.bfloat16.*cuda:0.*device='cpu'"):
+        load(folder)
+    release()
+    assert torch.cuda.memory_allocated() == before
+    allow_everything()
+    assert generate(load(folder), 1, 8, 4, speculative_decoding=False).sequences.shape == (1, 12)
+
+
+def test_a_live_model_without_room_to_be_fused_says_so_and_can_be_taken_once_there_is(folder: Path) -> None:
+    hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    hf = hf.cuda()
+    allow_more(MIB)
+    with pytest.raises(torch.OutOfMemoryError, match=r"fusing model\.layers\.0\..* MB for a moment.*cuda:0.*usable"):
+        Engine.from_model(hf, kernels=False)
+    allow_everything()
+    engine, expected = Engine.from_model(hf, kernels=False), load(folder)
+    for ours, theirs in zip(engine.model.layers, expected.model.layers, strict=True):
+        assert torch.equal(ours.qkv, theirs.qkv) and torch.equal(ours.gate_up, theirs.gate_up)
+    assert generate(engine, 1, 8, 4, speculative_decoding=False).sequences.shape == (1, 12)
+
+
+@pytest.mark.parametrize("plan", ["none", "chain:4"])
+def test_a_cache_that_cannot_grow_fails_the_request_and_not_the_engine(small: Decoder, plan: str) -> None:
+    drafting = {"speculative_decoding": "force", "plan": plan, "exit_layer": EXIT_LAYER}
+    settings: dict[str, Any] = {"speculative_decoding": False} if plan == "none" else drafting
+    allow_more(96 * MIB)  # a quarter of it is for the cache: 16 pages or a few more, where the long text needs 29
+    engine = Engine(small, kernels=True, max_length=1792)
+    expected = generate(engine, 1, 100, 64, **settings).sequences
+    assert engine.cache.nbytes < 48 * MIB  # without a bound it would be 700
+    allow_more(4 * MIB)
+    held, clock = engine.memory(), Clock()
+    with pytest.raises(CacheFull, match="no memory to grow the KV cache"):
+        generate(engine, 1, 100, 1692, streamer=clock, **settings)
+    assert len(clock.arrivals) > 64, "it was in the middle of the text"
+    assert engine.cache.free_pages == engine.cache.num_pages - 1  # but for the page of idle seats
+    assert engine.memory() == held
+    assert torch.equal(generate(engine, 1, 100, 64, **settings).sequences, expected)
+    allow_everything()
+    whole = generate(engine, 1, 100, 1692, **settings).sequences
+    assert whole.shape == (1, 1792) and torch.equal(whole[:, :164], expected)
