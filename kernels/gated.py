@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.norm import Norm
-from selfspec.kernels.overlap import release, wait
+from selfspec.kernels.overlap import fetch, release, wait
 from selfspec.kernels.product import (
     Config,
     check_product,
@@ -63,7 +63,7 @@ def _gated_kernel(
     x_stride, weight_stride, out_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N counts outputs. Gate and up rows alternate in the tile, so both values of an output meet in one thread."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -72,12 +72,16 @@ def _gated_kernel(
     turn = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     weight_rows = (tl.minimum(first + turn // 2, N - 1) + (turn % 2) * N).to(tl.int64) * weight_stride
+    fetch(weight, weight_rows, BN, AHEAD, PDL)
     wait(PDL)
+    if EARLY:
+        release(PDL)
     both = product(
         x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
-    release(PDL)
+    if not EARLY:
+        release(PDL)
     gate, up = tl.split(tl.reshape(both, (BM, BN // 2, 2)))
     if bias is not None:
         gate += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
@@ -112,9 +116,9 @@ def gated_linear(
     check_rows("out", out, x, n)
     config = config or choose("gated", 2 * n, x.shape[1])
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(x, norm, config)
+    shape, options = launch_settings(x, weight, norm, config)
     _gated_kernel[(-(-x.shape[0] // shape["BM"]), -(-n // (config.block_n // 2)))](
         x, weight, out, bias, squares, x.shape[0],
         x.stride(0), weight.stride(0), out.stride(0), squares_stride,
-        N=n, ACTIVATION=activation, **shape, **options,
+        N=n, ACTIVATION=activation, EARLY=config.early, **shape, **options,
     )  # fmt: skip

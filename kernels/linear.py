@@ -50,7 +50,7 @@ def _linear_kernel(
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -64,13 +64,16 @@ def _linear_kernel(
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
     fetch(weight, weight_rows, BN, AHEAD, PDL)
     wait(PDL)
+    if EARLY:
+        release(PDL)
     if residual is not None:  # asked for early, needed late; each program reads only what it will overwrite itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     result = product(
         x, weight, squares, row < row_count, x_row * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
-    release(PDL)
+    if not EARLY:
+        release(PDL)
     if bias is not None:
         result += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
@@ -120,12 +123,11 @@ def linear(
         if config.block_n % width:
             raise ValueError(f"tiles of {config.block_n} columns cannot sum squares over {width}")
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(taken, norm, config)
-    aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+    shape, options = launch_settings(taken, weight, norm, config)
     _linear_kernel[(-(-rows // shape["BM"]), -(-n // config.block_n))](
         x, gather, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
         x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,
         N=n, WIDTH=width, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0,
-        AHEAD=config.ahead if aligned and config.ahead <= x.shape[1] else 0, **shape, **options,
+        EARLY=config.early, **shape, **options,
     )  # fmt: skip

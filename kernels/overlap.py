@@ -3,8 +3,9 @@ have ended, and waits for them itself.
 
 Before `wait` a kernel may read weights, what a plan fixes, and what is written only where a cycle ends (lengths,
 pages): the root's `enter`, where a cycle begins, waits before it releases anybody. The kernel after one may start once
-all its programs have called `release`. Where that kernel has much to look up before it waits, early is best. Otherwise
-late: programs that start next to others still at work crowd onto the SMs that have room left.
+all its programs have called `release`. Where that kernel has much to look up before it waits, or all programs of both
+have room side by side and it can ask for its weights meanwhile, early is best. Otherwise late: programs that start next
+to others still at work crowd onto the SMs that have room left.
 """
 
 from __future__ import annotations

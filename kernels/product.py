@@ -94,7 +94,8 @@ class Config:
     warps: int
     block_m: int | None = None  # rows of x; None: by their number
     high_stages: int | None = None  # the stages of the highest tiles, where fewer leave room for a second program
-    ahead: int = 0  # of "linear": columns of the weight that are asked for before earlier launches have ended
+    ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
+    early: bool = False  # the next launch is let in as soon as those have, to ask for its own
 
 
 def choose(kind: str, n: int, k: int) -> Config:
@@ -104,11 +105,16 @@ def choose(kind: str, n: int, k: int) -> Config:
         return Config(block_n=0, block_k=64, stages=4, warps=4)
     if kind == "linear":
         if k <= 2048:
-            return Config(block_width(n), block_k=128, stages=5, warps=4)
+            return Config(block_width(n), block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True)
         return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512)
     if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
-        return Config(block_n=16 if n <= 2048 else 32, block_k=128, stages=5, warps=4)
+        return Config(16 if n <= 2048 else 32, block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True)
     return Config(block_n=64, block_k=128, stages=5, warps=4, high_stages=3 if kind == "gated" else None)
+
+
+def _most_of(k: int) -> int:
+    """As many of k columns as can be asked for in equal parts, each of them aligned."""
+    return k // 512 * 512
 
 
 def row_tile(rows: int) -> int:
@@ -117,7 +123,7 @@ def row_tile(rows: int) -> int:
 
 
 def launch_settings(
-    x: torch.Tensor, norm: Norm | None, config: Config, block_n: int | None = None
+    x: torch.Tensor, weight: torch.Tensor, norm: Norm | None, config: Config, block_n: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants all kernels share, and the options of the launch."""
     k, size = x.shape[1], x.element_size()
@@ -131,6 +137,7 @@ def launch_settings(
     stages = config.high_stages if config.high_stages and block_m == MAX_ROW_TILE else config.stages
     stages = min(stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
     pdl = use_pdl(x)
+    aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
     shape = {
         "K": k,
         "T": tiles(k),
@@ -140,6 +147,7 @@ def launch_settings(
         "BM": block_m,
         "BN": block_n,
         "BK": block_k,
+        "AHEAD": config.ahead if aligned and config.ahead <= k else 0,
         "PDL": pdl,
     }
     options: dict[str, Any] = {

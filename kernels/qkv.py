@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from selfspec.kernels.norm import Norm, power_of_two, scale_reference, sum_rows
-from selfspec.kernels.overlap import release, wait
+from selfspec.kernels.overlap import fetch, release, wait
 from selfspec.kernels.product import (
     Config,
     check_product,
@@ -77,7 +77,7 @@ def _qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SKIP: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head, or a part of it, whose pairs (d, d + HALF) alternate in the tile and so meet in one thread. The first
     SKIP heads have no programs."""
@@ -92,6 +92,7 @@ def _qkv_kernel(
     dimension = tl.minimum(base + turn // 2, HALF - 1) + (turn % 2) * HALF
     weight_rows = (head * (2 * HALF) + dimension).to(tl.int64) * weight_stride
     release(PDL)  # attention has much to look up
+    fetch(weight, weight_rows, BN, AHEAD, PDL)
     wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)
@@ -164,7 +165,7 @@ def qkv_linear(
     half = head_dim // 2
     pairs = power_of_two(half) if whole else min(config.block_n // 2, half & -half)  # whole heads, or parts alike
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(x, norm, config, block_n=2 * pairs)
+    shape, options = launch_settings(x, weight, norm, config, block_n=2 * pairs)
     skip = q_heads if q_out is None else 0
     target = keys if q_out is None else q_out  # with nothing to store there, any tensor will do
     programs = (q_heads + 2 * kv_heads - skip) * -(-half // pairs)

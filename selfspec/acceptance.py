@@ -110,10 +110,18 @@ class Belief:
     """Which kind of text a sequence is: a weight for each kind."""
 
     home: Chances = FAMILIAR  # what is believed of a text that has just become another one
-    weights: list[float] = field(init=False)
+    _weights: list[float] = field(init=False)
+    _faded: int = field(default=0, init=False)  # tokens that have gone by since the weights were looked at
 
     def __post_init__(self) -> None:
-        self.weights = list(self.home)
+        self._weights = list(self.home)
+
+    @property
+    def weights(self) -> list[float]:
+        if self._faded:
+            turned, self._faded = _turned(self._faded), 0
+            self._weights = [own + turned * (home - own) for own, home in zip(self._weights, self.home, strict=True)]
+        return self._weights
 
     @property
     def strangeness(self) -> float:
@@ -122,8 +130,7 @@ class Belief:
 
     def fade(self, tokens: int) -> None:
         """Some tokens have gone by: the text may have become another one."""
-        turned = _turned(tokens)
-        self.weights = [weight + turned * (home - weight) for weight, home in zip(self.weights, self.home, strict=True)]
+        self._faded += tokens
 
     def learn(self, chances: Chances, tokens: int = 0) -> None:
         """Something happened that had this chance with each kind, after some tokens had gone by."""
@@ -133,7 +140,7 @@ class Belief:
             for weight, home, chance in zip(self.weights, self.home, chances, strict=True)
         ]
         total = sum(together)
-        self.weights = [value / total for value in together]
+        self._weights = [value / total for value in together]
 
     @staticmethod
     def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
@@ -142,7 +149,7 @@ class Belief:
         turned = _turned(np.array(tokens))[:, None]
         together = (weights + turned * (home - weights)) * np.array(chances)
         for belief, learned in zip(beliefs, (together / together.sum(1, keepdims=True)).tolist(), strict=True):
-            belief.weights = learned
+            belief._weights = learned
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

@@ -100,7 +100,7 @@ class Cycle:
         self.tree = Tree(plan, batch, device)
         self.rows = batch * (len(plan) + 1)
         self.stream = Stream.empty(self.rows, self.model)  # states of all rows after the draft partition
-        self.late = Stream.empty(self.rows, self.model) if drafter is not None else self.stream
+        self.late = self.stream if drafter is None else FusedExit(fused, drafter.exit).own(self.rows)
         config = self.model.config
         self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
         self.everyone = self._nodes(range(len(plan) + 1))
@@ -118,15 +118,8 @@ class Cycle:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What only this cycle holds."""
-        own = [
-            self.reads,
-            self.chosen,
-            self.paths,
-            self.report,
-            *vars(self.stream).values(),
-            *vars(self.places).values(),
-        ]
-        return own if self.late is self.stream else [*own, *vars(self.late).values()]
+        own = [self.reads, self.chosen, self.paths, self.report]
+        return own + [*vars(self.stream).values(), *vars(self.places).values()]
 
     def launch(self) -> None:
         self.draft()

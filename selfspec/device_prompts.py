@@ -211,7 +211,7 @@ class Prompts(Pass):
         known = self._take("known", self.known.shape[1], self.count + self.rows)
         known[: self.count].zero_()
         own = FusedExit(fused, exit)
-        own.know(stream, self._stream("late"), self.nodes, known[self.count :])
+        own.know(stream, own.own(self.rows), self.nodes, known[self.count :])
         past = Past(known, self._known_rows)
         if self.judge:
             self._judge(own, stream, past)

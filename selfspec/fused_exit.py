@@ -52,7 +52,7 @@ class FusedExit:
         assert exit.norm is not None
         if exit.block is not None:
             assert past is not None
-            block, own = exit.block, self._own(len(states))
+            block, own = exit.block, self.own(len(states))
             entered = self._recall(block, stream, past)
             spec, cache_layer = self.fused.model.config.layers[exit.layer], self.fused.cache.exit_layer_index
             self.fused.layer(block.layer, spec, cache_layer, entered, own, nodes, None)
@@ -62,7 +62,7 @@ class FusedExit:
 
     def _recall(self, block: ExitBlock, stream: Stream, past: Past) -> Stream:
         """The block's input: the states after layer N, and what was known one position earlier."""
-        own = self._own(len(stream.states))
+        own = self.own(len(stream.states))
         if block.recall is None:
             return self._for_block(block, stream, own)
         columns = block.recall[:, : past.known.shape[1]]
@@ -76,8 +76,8 @@ class FusedExit:
         own.scaled.copy_(scaled_reference(stream.states, block.layer.attention_norm, config.norm_offset))
         return replace(stream, scaled=own.scaled)
 
-    def _own(self, rows: int) -> Stream:
-        """The exit block's stream."""
+    def own(self, rows: int) -> Stream:
+        """The exit block's stream. Between its passes it may serve others: nothing in it is kept."""
         model = self.fused.model
         squares = self.fused.scratch.take("squares", rows, tiles(model.config.hidden_size), dtype=torch.float32)
         return Stream(self._scratch("entered", rows), squares, self._scratch("scaled", rows))

@@ -148,6 +148,8 @@ class Governor:
         if probing or (not measuring and self.costs.wants_plain(len(watches), context)):
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
+        if not len(plan_in_use) and self._has_nothing_to_decide(len(watches)):
+            return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use)
         if not prospects.plans:
@@ -164,6 +166,10 @@ class Governor:
         if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
             return plan, None
         return NONE, self._why_plain(watches)
+
+    def _has_nothing_to_decide(self, batch: int) -> bool:
+        """While nothing is drafted: nothing was learned since that was decided, and it is not time for a probe."""
+        return not self._has_news and batch == self._batch and self._quiet < self._patience
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:

@@ -200,7 +200,7 @@ class Machine:
         self._forget_if_moved()
         drafter = self.drafter(seats, exit)
         capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
-        reach = max(SHORTEST_REACH, 1 << (longest + SPARE - 1).bit_length())  # few sizes: each is captured
+        reach = min(max(SHORTEST_REACH, _reach(longest)), _reach(self.context))
         key = (seats.count, reach, plan, *_identity(exit), capacity, drawing, peek)
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
@@ -313,6 +313,11 @@ class Machine:
             self.scratch.forget_outgrown()
             for known in (self._cycles, self._replays, self._replayed, self._passes):
                 known.clear()
+
+
+def _reach(longest: int) -> int:
+    """Positions that attention is planned for where texts get so long; few sizes, since each is captured."""
+    return 1 << (longest + SPARE - 1).bit_length()
 
 
 def head_capacity(rows: int, guests: int) -> int:

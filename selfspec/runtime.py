@@ -172,11 +172,12 @@ class Session:
 
     @property
     def _usual_agreement(self) -> tuple[float, float] | None:
-        """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide. A
-        batch that is too large to draft in is not even if it will shrink: its texts will tell by themselves."""
-        if self.governor is None or self.policy.reason(len(self.rows)) is not None:
+        """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide.
+        Those of large batches are not: what so many texts show in their first cycles comes cheaper."""
+        governor, rows = self.governor, len(self.rows)
+        if governor is None or self.policy.reason(rows) is not None or rows > governor.rules.max_tree_batch:
             return None
-        return self.governor.usual_agreement
+        return governor.usual_agreement
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
         """The states of the newest positions [B, T, ...], for judging the prompts by."""

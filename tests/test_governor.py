@@ -242,7 +242,7 @@ def governor_of(limit: float, ratios: dict[Plan, float], times: int = 4) -> Gove
 
 def sure(text_is_guessed: bool = True) -> Watch:
     watch = Watch()
-    watch.belief.weights = [0.0] * 5 + [1.0] if text_is_guessed else [1.0] + [0.0] * 5
+    watch.belief._weights = [0.0] * 5 + [1.0] if text_is_guessed else [1.0] + [0.0] * 5
     return watch
 
 
@@ -285,7 +285,7 @@ def test_rows_that_gain_less_do_not_hold_back_the_others() -> None:
     short, deep = plans[0], plans[-1]
     governor = governor_of(inf, dict.fromkeys(plans, 9.0) | {short: 1.05, deep: 1.6})
     usual = Watch()
-    usual.belief.weights = [0.0] * 3 + [1.0] + [0.0] * 2
+    usual.belief._weights = [0.0] * 3 + [1.0] + [0.0] * 2
     assert governor.choose([usual], 100)[0] == short
     assert governor.choose([sure(), usual], 100, left=[50, 50])[0] == deep
 
@@ -394,7 +394,7 @@ def test_behind_a_probe_in_flight_a_plain_step_is_measured(right: bool) -> None:
     while not len(probe := governor.choose(watches, 100)[0]):
         governor.observe(watches, NONE, [0], 1.0, 100, "goodput")
     assert governor.choose(watches, 100, (probe, None)) == (NONE, MEASURING)
-    watches[0].belief.weights = [0.0] * 5 + [1.0] if right else watches[0].belief.weights
+    watches[0].belief._weights = [0.0] * 5 + [1.0] if right else watches[0].belief._weights
     governor.observe(watches, probe, [len(probe) if right else 0], on_gpu(probe), 100)
     governor.observe(watches, NONE, [0], 1.0, 100, MEASURING)
     assert (governor.plan, governor._quiet) == (probe, 0), "the step behind it gives nothing up"
