@@ -27,6 +27,7 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 PEEKS = 4  # tokens of a shadow's length that are scored
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
+HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
 
 
 @dataclass
@@ -61,6 +62,7 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._unpeeked = 0  # plain cycles since one that peeked
+        self._hurried = 0  # cycles since the governor saw one
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
         self._shares: Mail | None = None  # all of these, on their way to the host
@@ -179,7 +181,7 @@ class DeviceSession(Session):
         """Sends a cycle off. One that follows another in flight must not have to be captured first: that would empty
         the seats, and where the rows stand is known only when the other has landed."""
         rows = self.active
-        plan, reason = self.choose_plan(rows, None if before is None else (before.plan, before.reason))
+        plan, reason = self._next_plan(rows, before)
         try:
             self._reserve(rows, plan, before)
         except CacheFull:
@@ -202,6 +204,18 @@ class DeviceSession(Session):
         is_usual = not self.machine.is_new(key) and before is not None
         return Flight(list(self._seated), plan, reason, mail, cycle.peeks, is_usual)
 
+    def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
+        """In a hurry the one in flight again, if it is still for as many."""
+        if before is None:
+            return self.choose_plan(rows)
+        if self._hurried and self._is_steady(before.plan) and before.rows == len(rows):
+            return before.plan, before.reason
+        return self.choose_plan(rows, (before.plan, before.reason))
+
+    def _is_steady(self, plan: Plan) -> bool:
+        """Whether this is what the governor has settled on, so that one cycle of it more tells little."""
+        return self.governor is not None and len(plan) > 0 and plan == self.governor.plan
+
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
         wanted = not len(plan) and self._scoring > 0 and is_governed(reason)
@@ -209,7 +223,10 @@ class DeviceSession(Session):
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
-        Those of texts that have ended meanwhile are dropped."""
+        Those of texts that have ended meanwhile are dropped. If the report was there before, the device waits for the
+        host, which then leaves the governor out of it for a few cycles."""
+        hurry = flight.mail.is_there and self._is_steady(flight.plan) and self._hurried < HURRIED
+        self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
         self._learn_prompts()
         self.machine.mails.append(flight.mail)
@@ -232,7 +249,7 @@ class DeviceSession(Session):
             lasts.append(last)
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
-            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, usual)
+            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, usual, hurry)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
         """A row takes a cycle's tokens one by one, accepted down to a last node; returns the node after which its text

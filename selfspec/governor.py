@@ -112,7 +112,7 @@ class Prospects(NamedTuple):
 
 
 class Governor:
-    """Chooses the plans of one session. Choosing changes nothing: only what it is told to have happened does."""
+    """Chooses the plans of one session. What it chooses follows only from what it is told to have happened."""
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class Governor:
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
         self._has_news = True
+        self._decisive: Watch | None = None  # the sequence that the plan in use is judged by; None: all of them
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
@@ -154,12 +155,14 @@ class Governor:
         prospects = self._look_up(at, len(watches), plan_in_use)
         if not prospects.plans:
             return NONE, self._why_plain(watches)
-        speeds = _speeds(Outlook.of(watches, prospects.tokens, prospects.squares), prospects.ratios, left).tolist()
+        speeds, lasts = _speeds(watches, prospects, left)
         best = speeds.index(max(speeds))
         if plan_in_use in prospects.plans:
             in_use = prospects.plans.index(plan_in_use)
             best = in_use if speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use] else best
         plan, speed, ratio = prospects.plans[best], speeds[best], float(prospects.ratios[best])
+        last = lasts[best]
+        self._decisive = None if last is None else watches[last]
         if self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
             return plan, None
         expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
@@ -241,22 +244,19 @@ class Governor:
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, len(watches)
             return
         emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
-        loss = spent - self._counted(watches, plan, emitted, self.ratio(plan, at), left)
+        loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
-    def _counted(
-        self, watches: Sequence[Watch], plan: Plan, emitted: Sequence[int], ratio: float, left: Sequence[int] | None
-    ) -> float:
-        """The tokens of a cycle that its plan is judged by: of all sequences or, as in `_speeds`, the last to end."""
-        acceptance = self.ladder.acceptance
-        tokens, squares = (np.array(of)[:, None] for of in (acceptance.tokens(plan), acceptance.squares(plan)))
-        last, pace = _last_to_end(Outlook.of(watches, tokens, squares), left)
+    def _counted(self, watches: Sequence[Watch], emitted: Sequence[int], left: Sequence[int] | None) -> float:
+        """The tokens of a cycle that its plan is judged by: of all sequences that go on or, as in `_speeds`, of the
+        one that will be last."""
         went_on = [tokens for tokens, row_left in zip(emitted, left or emitted, strict=True) if row_left]
         mean = sum(went_on) / len(went_on) if went_on else 1.0
-        return mean if pace[0] >= ratio else min(mean, emitted[last[0]])
+        own = next((tokens for watch, tokens in zip(watches, emitted, strict=True) if watch is self._decisive), mean)
+        return min(mean, own)
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
         """From where sequences stopped in their trees; from those whose text ended, nothing."""
@@ -291,32 +291,30 @@ class Governor:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)
 
 
-class Outlook(NamedTuple):
-    """What sequences expect of plans, [sequences, plans]."""
-
-    tokens: np.ndarray  # of a cycle
-    spread: np.ndarray  # how far single cycles are from that
-
-    @classmethod
-    def of(cls, watches: Sequence[Watch], tokens: np.ndarray, squares: np.ndarray) -> Outlook:
-        """From what plans bring for each kind of text, and the squares of that."""
-        weights = np.array([watch.belief.weights for watch in watches])
-        expected = weights @ tokens
-        return cls(expected, np.sqrt(np.maximum(weights @ squares - expected**2, 0.0)))
-
-
-def _speeds(outlook: Outlook, ratios: np.ndarray, left: Sequence[int] | None) -> np.ndarray:
+def _speeds(
+    watches: Sequence[Watch], prospects: Prospects, left: Sequence[int] | None
+) -> tuple[list[float], list[int | None]]:
     """Of each plan, over plain decoding: of all sequences together, unless the one that ends last loses by it. A
-    request is over when that one is, so such a plan is judged by it."""
-    speeds, of_last = outlook.tokens.mean(0) / ratios, _last_to_end(outlook, left)[1] / ratios
-    return np.where(of_last < 1, np.minimum(speeds, of_last), speeds)
+    request is over when that one is, so such a plan is judged by it; also tells which one that is."""
+    weights = np.array([watch.belief.weights for watch in watches])
+    tokens = weights @ prospects.tokens
+    speeds = tokens.mean(0) / prospects.ratios
+    if len(watches) == 1:
+        return speeds.tolist(), [None] * len(prospects.plans)
+    spread = np.sqrt(np.maximum(weights @ prospects.squares - tokens * tokens, 0.0))
+    last, pace = _last_to_end(tokens, spread, left)
+    of_last = pace / prospects.ratios
+    judged = np.where(of_last < 1, np.minimum(speeds, of_last), speeds).tolist()
+    decisive = [int(row) if speed < 1 else None for row, speed in zip(last, of_last, strict=True)]
+    return judged, decisive
 
 
-def _last_to_end(outlook: Outlook, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+def _last_to_end(tokens: np.ndarray, spread: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
     """With each plan, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
-    request then takes than plainly. One of many has bad luck."""
-    rows = len(outlook.tokens)
+    request then takes than plainly; from the tokens [sequences, plans] that a cycle brings each, and how far single
+    cycles are from that. One of many has bad luck."""
+    rows = len(tokens)
     plainly = np.full(rows, _LONG) if left is None else np.maximum(left, 1)
-    cycles = plainly[:, None] / outlook.tokens
-    needs = cycles + _BAD_LUCK * log2(rows) * np.sqrt(cycles) * outlook.spread / outlook.tokens
+    cycles = plainly[:, None] / tokens
+    needs = cycles + _BAD_LUCK * log2(rows) * np.sqrt(cycles) * spread / tokens
     return needs.argmax(0), plainly.max() / needs.max(0)

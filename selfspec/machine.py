@@ -63,6 +63,11 @@ class Mail:
             self._event.record()
         self._clock[1] = time.perf_counter()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether a device has sent it already, so that nobody would have to wait."""
+        return self._event is not None and self._event.query()
+
     def read(self) -> list[Any]:
         """Waits for it."""
         if self._event is not None:

@@ -412,8 +412,11 @@ class Session:
             values = processor(prefix, values)
         return values
 
-    def _account(self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True) -> None:
-        """A cycle is over: tells everybody who keeps count; of its time only if such cycles usually take it."""
+    def _account(
+        self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True, hurry: bool = False
+    ) -> None:
+        """A cycle is over: tells everybody who keeps count; of its time only if such cycles usually take it, and in a
+        hurry not the governor."""
         plan, depths = turn.plan, turn.plan.depths
         context, left = 0, []  # the length of the longest text, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
@@ -429,7 +432,8 @@ class Session:
                 self.cache.close(row.sequence)
         if self.governor is not None:
             watches, usual_seconds = [row.watch for row in rows], seconds if usual else None
-            self.governor.observe(watches, plan, ends, usual_seconds, context, turn.reason, left)
+            if not hurry:
+                self.governor.observe(watches, plan, ends, usual_seconds, context, turn.reason, left)
         elif not len(plan) and usual:
             self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)
         if turn.chosen != self._plan:

@@ -135,7 +135,7 @@ class OfDevice(DeviceSession):
         reports = [[cycle.plan.depths[cycle.rows[i][0]] + 1, cycle.rows[i][0], *cycle.tokens(i)] for i in places]
         self.done += 1
         reports.append([0, 0, 0])  # a seat that nobody sits on
-        mail: Any = SimpleNamespace(read=lambda: reports, seconds=1e-3)
+        mail: Any = SimpleNamespace(is_there=False, read=lambda: reports, seconds=1e-3)
         return Flight(rows, cycle.plan, cycle.reason, mail, peeks=False)
 
 
