@@ -24,7 +24,7 @@ from selfspec.row import Row, Turn
 from selfspec.runtime import Session, is_governed
 from selfspec.tree import MAX_NODES, NONE, Plan
 
-PEEKS = 4  # tokens of a shadow's length that are scored
+PEEKS = 4  # tokens of a shadow's length that are scored at most
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
@@ -217,9 +217,11 @@ class DeviceSession(Session):
         return self.governor is not None and len(plan) > 0 and plan == self.governor.plan
 
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
-        """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length."""
-        wanted = not len(plan) and self._scoring > 0 and is_governed(reason)
-        return wanted and self._unpeeked + 1 >= self._scoring // PEEKS
+        """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length, and fewer
+        where the governor has little hope."""
+        if len(plan) or not self._scoring or not is_governed(reason) or self.governor is None:
+            return False
+        return self._unpeeked + 1 >= self._scoring // PEEKS * self.governor.rarity
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
