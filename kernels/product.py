@@ -95,7 +95,7 @@ class Config:
     block_m: int | None = None  # rows of x; None: by their number
     high_stages: int | None = None  # the stages of the highest tiles, where fewer leave room for a second program
     ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
-    early: bool = False  # the next launch is let in as soon as those have, to ask for its own
+    early: bool = False  # not of qkv: the next launch is let in as soon as those have, to ask for its own
 
 
 def choose(kind: str, n: int, k: int) -> Config:

@@ -156,14 +156,18 @@ class Costs:
         known = [size for size in like if self._plain[size, length].times >= _KNOWN]
         return self._plain[min(known, key=lambda size: abs(log(size / batch))), length] if known else None
 
-    def wants_plain(self, batch: int, context: int) -> bool:
-        """Whether it is time for a plain step: none is known, or not this batch's own, or not of late."""
+    def wants_plain(self, batch: int, context: int, in_flight: int = 0) -> bool:
+        """Whether it is time for a plain step: none is known, or not this batch's own, or not of late; so many that
+        will be known soon are in flight."""
         key = self.size(batch), _length(context)
-        own = self._plain.get(key)
-        if own is not None and own.times >= _KNOWN:
-            return self._since_plain[key] >= _OWN
-        begun = own is not None and own.times > 0 and self._since_plain[key] == 0
-        return begun or self._nearest_plain(*key) is None or self._since_plain[key] >= _BORROWED
+        own, since = self._plain.get(key), self._since_plain[key]
+        times = 0 if own is None else own.times
+        if times >= _KNOWN:
+            return since >= _OWN and not in_flight
+        if times + in_flight >= _KNOWN:
+            return False
+        begun = times > 0 and since == 0
+        return begun or self._nearest_plain(*key) is None or since >= _BORROWED
 
     def ratio(self, at: Setting, plan: Plan, guess: Guess) -> float:
         """What a cycle costs in plain steps."""

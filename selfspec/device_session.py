@@ -18,6 +18,7 @@ from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prompts import passes
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
+from selfspec.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
@@ -62,6 +63,7 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._unpeeked = 0  # plain cycles since one that peeked
+        self._is_behind = False  # the device had finished before the host was done with the cycle before
         self._hurried = 0  # cycles since the governor saw one
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
@@ -167,6 +169,7 @@ class DeviceSession(Session):
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
         self._land(flight)
+        self._is_behind = self._flight is not None and self._flight.mail.is_there
 
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
@@ -200,8 +203,10 @@ class DeviceSession(Session):
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
-        # The first of its kind takes longer, and with nothing before it the host's own part is not hidden.
-        is_usual = not self.machine.is_new(key) and before is not None
+        # The first of its kind takes longer, one that peeks does more, and of a request's first one the host's launch
+        # is a part; where nothing is known yet that is better than nothing.
+        alone = before is None and reason != MEASURING
+        is_usual = not (self.machine.is_new(key) or cycle.peeks or alone)
         return Flight(list(self._seated), plan, reason, mail, cycle.peeks, is_usual)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
@@ -219,15 +224,15 @@ class DeviceSession(Session):
     def _peeks(self, plan: Plan, reason: str | None) -> bool:
         """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length, and fewer
         where the governor has little hope."""
-        if len(plan) or not self._scoring or not is_governed(reason) or self.governor is None:
+        if len(plan) or not self._scoring or not is_governed(reason) or reason == MEASURING or self.governor is None:
             return False
         return self._unpeeked + 1 >= self._scoring // PEEKS * self.governor.rarity
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
-        Those of texts that have ended meanwhile are dropped. If the report was there before, the device waits for the
-        host, which then leaves the governor out of it for a few cycles."""
-        hurry = flight.mail.is_there and self._is_steady(flight.plan) and self._hurried < HURRIED
+        Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, that
+        is left to a few cycles, and the governor learns only from them."""
+        hurry = self._is_behind and self._is_steady(flight.plan) and self._hurried < HURRIED
         self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
         self._learn_prompts()

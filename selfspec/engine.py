@@ -213,9 +213,12 @@ class Engine:
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
         marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
         judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
-        judged = judged and batch <= self.rules.max_batch  # as sessions do
+        most_judged = min(batch, self.rules.max_tree_batch) if judged else 0  # as sessions do
         for exit in dict.fromkeys(exit for _, _, exit, _, _ in cycles):
-            self._machine.prepare_prompts(exit, batch, judged and exit is not None, marked)
+            if exit is not None and most_judged:
+                self._machine.prepare_prompts(exit, most_judged, True, marked)
+            if exit is None or batch > most_judged:
+                self._machine.prepare_prompts(exit, batch, False, marked)
         for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):
             self._machine.prepare(rows, plan, exit, sampling, longest, peek)
         return len(cycles)

@@ -112,7 +112,8 @@ class Prospects(NamedTuple):
 
 
 class Governor:
-    """Chooses the plans of one session. What it chooses follows only from what it is told to have happened."""
+    """Chooses the plans of one session. What it chooses follows only from what it is told to have happened; of a choice
+    it remembers only by which sequence it was made."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Governor:
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
         self._has_news = True
-        self._decisive: Watch | None = None  # the sequence that the plan in use is judged by; None: all of them
+        self._decisive: Watch | None = None  # the sequence that the newest plan was chosen by; None: all of them
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
@@ -146,7 +147,7 @@ class Governor:
         sequence may still get."""
         measuring = in_flight is not None and in_flight[1] == MEASURING
         probing = in_flight is not None and self._is_probe(in_flight[0])  # what comes of it is not known yet
-        if probing or (not measuring and self.costs.wants_plain(len(watches), context)):
+        if probing or self.costs.wants_plain(len(watches), context, int(measuring)):
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         if not len(plan_in_use) and self._has_nothing_to_decide(len(watches)):
@@ -161,12 +162,12 @@ class Governor:
             in_use = prospects.plans.index(plan_in_use)
             best = in_use if speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use] else best
         plan, speed, ratio = prospects.plans[best], speeds[best], float(prospects.ratios[best])
-        last = lasts[best]
-        self._decisive = None if last is None else watches[last]
-        if self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance):
-            return plan, None
         expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
-        if self._quiet >= self._patience and self.ledger.allows(self.rules.probe_allowance - expected_loss):
+        pays = self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance)
+        is_time = self._quiet >= self._patience
+        if pays or (is_time and self.ledger.allows(self.rules.probe_allowance - expected_loss)):
+            last = lasts[best]
+            self._decisive = None if last is None else watches[last]
             return plan, None
         return NONE, self._why_plain(watches)
 
@@ -229,7 +230,7 @@ class Governor:
     ) -> None:
         """A cycle of these sequences is over: where each stopped in its tree (None: its text ended), and its time,
         unless others had a part in that. A cycle that was there to measure changes nothing of what is in use. What it
-        cost is booked by what it was chosen by."""
+        cost is booked by what plans are chosen by."""
         at = self._setting(watches, context)
         spent = self._spent(plan, at, seconds, context)
         if seconds is not None:
@@ -243,20 +244,33 @@ class Governor:
             self._has_news = self._has_news and not len(self.plan)
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, len(watches)
             return
-        emitted = [1 if last is None else plan.depths[last] + 1 for last in lasts]
+        emitted = _emitted(plan, lasts)
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
+    def overlook(
+        self,
+        watches: Sequence[Watch],
+        plan: Plan,
+        lasts: Sequence[int | None],
+        context: int,
+        left: Sequence[int] | None = None,
+    ) -> None:
+        """A cycle with the plan in use is over, and there is no time to learn from it: only what it cost is booked."""
+        self.ledger.spend(
+            self.ratio(plan, self._setting(watches, context)) - self._counted(watches, _emitted(plan, lasts), left)
+        )
+
     def _counted(self, watches: Sequence[Watch], emitted: Sequence[int], left: Sequence[int] | None) -> float:
         """The tokens of a cycle that its plan is judged by: of all sequences that go on or, as in `_speeds`, of the
         one that will be last."""
-        went_on = [tokens for tokens, row_left in zip(emitted, left or emitted, strict=True) if row_left]
-        mean = sum(went_on) / len(went_on) if went_on else 1.0
-        own = next((tokens for watch, tokens in zip(watches, emitted, strict=True) if watch is self._decisive), mean)
-        return min(mean, own)
+        rows = zip(watches, emitted, left or emitted, strict=True)
+        went_on = [(watch, tokens) for watch, tokens, row_left in rows if row_left]
+        mean = sum(tokens for _, tokens in went_on) / len(went_on) if went_on else 1.0
+        return min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
         """From where sequences stopped in their trees; from those whose text ended, nothing."""
@@ -295,6 +309,11 @@ class Governor:
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)
+
+
+def _emitted(plan: Plan, lasts: Sequence[int | None]) -> list[int]:
+    """Tokens of each sequence; of one whose text ended, that it got any is all that counts."""
+    return [1 if last is None else plan.depths[last] + 1 for last in lasts]
 
 
 def _speeds(

@@ -31,7 +31,7 @@ CACHE_SHARE = 0.25  # of the free memory that the cache takes at once where nobo
 LARGEST_SHARE = 0.9  # the same where somebody does
 USUAL_BATCH = 16
 SPARE = 3 * (MAX_NODES + 1)  # positions past its end that a text may be drafted to before that is noticed
-SHORTEST_REACH = 2048  # positions that attention is planned for at least
+SHORTEST_REACH = 2048  # the length of texts that attention is planned for at least
 
 
 class Occupant(Protocol):
@@ -45,7 +45,7 @@ class Mail:
 
     def __init__(self, like: torch.Tensor) -> None:
         on_gpu = like.device.type == "cuda"
-        self.shape = like.shape
+        self.like = like.shape, like.dtype
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
         # Timers on the device: nobody waits for them who does not wait for the report.
         self._began, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
@@ -205,7 +205,7 @@ class Machine:
         self._forget_if_moved()
         drafter = self.drafter(seats, exit)
         capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
-        reach = min(max(SHORTEST_REACH, _reach(longest)), _reach(self.context))
+        reach = min(max(SHORTEST_REACH, _rounded(longest)), _rounded(self.context)) + SPARE
         key = (seats.count, reach, plan, *_identity(exit), capacity, drawing, peek)
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
@@ -285,8 +285,8 @@ class Machine:
         return captured(launch, self._pool, self._stream)
 
     def mail(self, report: torch.Tensor) -> Mail:
-        """Something to send a report of this shape with; who has read it puts it back to `mails`."""
-        fits = next((mail for mail in self.mails if mail.shape == report.shape), None)
+        """Something to send what looks like this with; who has read it puts it back to `mails`."""
+        fits = next((mail for mail in self.mails if mail.like == (report.shape, report.dtype)), None)
         if fits is None:
             return Mail(report)
         self.mails.remove(fits)
@@ -320,9 +320,9 @@ class Machine:
                 known.clear()
 
 
-def _reach(longest: int) -> int:
-    """Positions that attention is planned for where texts get so long; few sizes, since each is captured."""
-    return 1 << (longest + SPARE - 1).bit_length()
+def _rounded(longest: int) -> int:
+    """The length that attention is planned for where texts get so long; few of them, since each is captured."""
+    return 1 << (longest - 1).bit_length()
 
 
 def head_capacity(rows: int, guests: int) -> int:

@@ -26,7 +26,7 @@ class Rules:
     """Thresholds past which speculation is switched off or narrowed."""
 
     max_batch: int = 16  # active rows above this: off
-    max_tree_batch: int = 4  # active rows above this: chains only
+    max_tree_batch: int = 4  # active rows above this: chains only; of a request: prompts are not judged
     max_temperature: float = 1.5
     max_top_k: int = 200
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one

@@ -173,7 +173,7 @@ class Session:
     @property
     def _usual_agreement(self) -> tuple[float, float] | None:
         """What prompts are judged against; None: they are not judged, for want of anything to judge by or to decide.
-        Those of large batches are not: what so many texts show in their first cycles comes cheaper."""
+        Those of batches too large for trees are not: what so many texts show in their first cycles comes cheaper."""
         governor, rows = self.governor, len(self.rows)
         if governor is None or self.policy.reason(rows) is not None or rows > governor.rules.max_tree_batch:
             return None
@@ -416,7 +416,7 @@ class Session:
         self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True, hurry: bool = False
     ) -> None:
         """A cycle is over: tells everybody who keeps count; of its time only if such cycles usually take it, and in a
-        hurry not the governor."""
+        hurry the governor only what it cost."""
         plan, depths = turn.plan, turn.plan.depths
         context, left = 0, []  # the length of the longest text, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
@@ -432,7 +432,9 @@ class Session:
                 self.cache.close(row.sequence)
         if self.governor is not None:
             watches, usual_seconds = [row.watch for row in rows], seconds if usual else None
-            if not hurry:
+            if hurry:
+                self.governor.overlook(watches, plan, ends, context, left)
+            else:
                 self.governor.observe(watches, plan, ends, usual_seconds, context, turn.reason, left)
         elif not len(plan) and usual:
             self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)

@@ -21,7 +21,7 @@ from selfspec.exits import Exit
 from selfspec.fused import Seats
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
-from selfspec.machine import Machine, Mail, head_capacity
+from selfspec.machine import head_capacity
 from selfspec.policy import Policy
 from selfspec.routing import marks_of
 from selfspec.row import Row
@@ -493,56 +493,12 @@ def test_all_rows_of_one_prompt_learn_how_it_was_judged() -> None:
     assert first.weights == second.weights != list(first.home)
 
 
-def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> None:
-    """The one takes longer than ever again, the other shows the host's part too."""
-    ours, _ = engines("llama")
-    timed: list[list[bool]] = []
-    account = Session._account
-
-    def noting(self: Session, rows: Any, turn: Any, lasts: Any, seconds: float, usual: bool, hurry: bool) -> None:
-        timed[-1].append(usual)
-        account(self, rows, turn, lasts, seconds, usual, hurry)
-
-    with mock.patch.object(Session, "_account", noting):
-        for kind_is_new in (False, True):
-            timed.append([])
-            with mock.patch.object(Machine, "is_new", lambda *_, new=kind_is_new: new):
-                generate(ours, "tree:1,2", 1, 6)
-    assert timed[0] == [False] + [True] * (len(timed[0]) - 1) and len(timed[0]) > 1
-    assert not any(timed[1])
-
-
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
-    behind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once that has settled on a plan."""
-    plan, told = Plan.parse("chain:2"), []
-
-    def observe(self: Governor, *_: Any, **__: Any) -> None:
-        self.plan = plan
-        told.append("observed")
-
-    def choose(self: Governor, *_: Any, **__: Any) -> tuple[Plan, None]:
-        told.append("asked")
-        return plan, None
-
-    def land(self: Any, flight: Any, landing: Any = device_session.DeviceSession._land) -> None:
-        landing(self, flight)
-        told.append("landed")
-
-    monkeypatch.setattr(Governor, "observe", observe)
-    monkeypatch.setattr(Governor, "choose", choose)
-    monkeypatch.setattr(Mail, "is_there", behind)
-    monkeypatch.setattr(device_session.DeviceSession, "_land", land)
-    session = governed(engines("llama")[0], [random_rows(9, seed=3).tolist()], 40, {})
+@pytest.mark.parametrize(("rows", "judged"), [(4, True), (5, False)])
+def test_prompts_of_batches_too_large_for_trees_are_not_judged(rows: int, judged: bool) -> None:
+    session = governed(engines("llama")[0], [random_rows(20, seed=1).tolist()] * rows, 4, {})
     session.prefill()
-    for _ in range(9):
-        session.cycle()
+    assert (session._shares is not None) == judged
     session.close()
-    cycles = " ".join(told).split("landed")[:-1]
-    assert ["observed" in cycle for cycle in cycles] == [not behind or number % 4 == 0 for number in range(9)]
-    assert ["asked" in cycle for cycle in cycles] == [not behind or number % 4 == 1 for number in [1, *range(1, 9)]]
 
 
 def test_a_kind_of_cycle_is_new_once() -> None:

@@ -263,13 +263,32 @@ def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: 
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
 
 
-def test_rows_that_have_ended_are_no_loss() -> None:
-    """How far their last drafts would have been right is not known."""
+@pytest.mark.parametrize("decides", [None, 0])
+def test_rows_that_have_ended_are_no_loss(decides: int | None) -> None:
+    """How far their last drafts would have been right is not known, even if the plan was chosen by one of them."""
     governor = governor_of(inf, dict.fromkeys(ladder(True).plans(2), 1.25))
     plan = deepest(ladder(True).plans(2))
     watches = [sure(), sure()]
+    governor._decisive = None if decides is None else watches[decides]
     governor.observe(watches, plan, [None, len(plan)], 1.25, 100, left=[0, 50])
     assert governor.ledger.owed == pytest.approx(1.25 - (plan.depths[len(plan)] + 1))
+
+
+@pytest.mark.parametrize(("decides", "tokens"), [(None, 2.0), (0, 1.0), (1, 2.0)])
+def test_a_cycle_is_booked_by_the_row_that_its_plan_was_chosen_by(decides: int | None, tokens: float) -> None:
+    """Unless all do worse; also if there is no time to learn from it."""
+    plan = Plan.parse("chain:2")
+    for overlooked in (False, True):
+        governor = governor_of(inf, {plan: 1.25})
+        watches = [sure(), sure()]
+        governor._decisive = None if decides is None else watches[decides]
+        known = [list(watch.belief.weights) for watch in watches]
+        if overlooked:
+            governor.overlook(watches, plan, [0, 2], 100, left=[50, 50])
+            assert [watch.belief.weights for watch in watches] == known
+        else:
+            governor.observe(watches, plan, [0, 2], 1.25, 100, left=[50, 50])
+        assert governor.ledger.owed == pytest.approx(1.25 - tokens)
 
 
 @pytest.mark.parametrize(("rows", "trees"), [(3, True), (4, False)])

@@ -1,0 +1,167 @@
+"""Which cycles a device's session times, sends ahead and shows to its governor; with a machine that runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.acceptance import Acceptance
+from selfspec.costs import Costs, guessed_cost
+from selfspec.device_session import HURRIED, DeviceSession
+from selfspec.governor import MEASURING, Governor
+from selfspec.ladder import Ladder
+from selfspec.policy import Policy, Rules
+from selfspec.row import Row
+from selfspec.sampling import Sampling
+from selfspec.tree import NONE, Plan
+
+CHAIN = Plan.parse("chain:2")
+
+
+class Mail:
+    """Tells that all drafts of a cycle were right."""
+
+    is_there = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.seconds = plan, 1e-3 * (1 + 0.1 * plan.depth)
+
+    def start(self) -> None: ...
+
+    def send(self, report: Any) -> None: ...
+
+    def read(self) -> list[list[int]]:
+        deepest = max(range(len(self.plan) + 1), key=lambda node: self.plan.depths[node])
+        count = self.plan.depths[deepest] + 1
+        return [[count, deepest, *[7] * count, 0]]
+
+
+class Machine:
+    """Knows which cycles were captured and launched, and launches none."""
+
+    def __init__(self) -> None:
+        self.captured: set[Any] = set()
+        self.launched: set[Any] = set()
+        self.mails: list[Any] = []
+        self.owners: dict[int, Any] = {}
+        self.current = nullcontext
+        self.newest = NONE
+
+    def take_memory(self) -> None: ...
+
+    def seats(self, rows: int) -> Any:
+        return SimpleNamespace(count=rows)
+
+    def cycle(self, seats: Any, plan: Plan, *_: Any) -> tuple[Any, Any]:
+        self.newest, peeks = plan, bool(_[-1])
+        return (plan, peeks), SimpleNamespace(report=None, peeks=peeks)
+
+    def is_captured(self, key: Any) -> bool:
+        return key in self.captured
+
+    def is_new(self, key: Any) -> bool:
+        new = key not in self.launched
+        self.launched.add(key)
+        return new
+
+    def replay(self, key: Any) -> Callable[[], None]:
+        self.captured.add(key)
+        return lambda: None
+
+    def mail(self, report: Any) -> Mail:
+        return Mail(self.newest)
+
+
+class Paced(DeviceSession):
+    """A session of one row on such a machine; notes of each cycle whether it was timed."""
+
+    def __init__(self, machine: Machine, costs: Costs, new_tokens: int = 120) -> None:
+        sampling, rules = Sampling(do_sample=False), Rules()
+        ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30, on_gpu=True)}, 1, max_tree_batch=4)
+        row = Row([1] * 10, seed=0, copy=0, max_length=10 + new_tokens)
+        row.sequence = SimpleNamespace(length=9, pages=[])  # type: ignore[assignment]
+        parts: Any = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(close=lambda sequence: None)
+        governor = Governor(ladder, costs, rules)
+        policy = Policy(rules, sampling)
+        super().__init__(*parts, [row], sampling, policy, governor=governor, costs=costs, machine=machine)
+        self.timed: list[bool] = []
+
+    def _reserve(self, *_: Any) -> None: ...
+
+    def _sit(self, rows: list[Row], in_flight: bool = False) -> Any:
+        self._own(self.machine.seats(len(rows)), rows)
+
+    def _account(self, rows: Any, turn: Any, lasts: Any, seconds: float, usual: bool = True, *rest: Any) -> None:
+        self.timed.append(usual)
+        super()._account(rows, turn, lasts, seconds, usual, *rest)
+
+
+def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> None:
+    """The one takes longer than ever again, of the other the host's launch is a part."""
+    machine, costs = Machine(), Costs(in_seats=True)
+    first, second = Paced(machine, costs), Paced(machine, costs)
+    for session in (first, second):
+        for _ in range(20):
+            session.cycle()
+    plans = [turn.plan for turn in first.rows[0].turns]
+    drafts_from = next(place for place, plan in enumerate(plans) if len(plan))
+    assert {place for place, timed in enumerate(first.timed) if not timed} == {0, drafts_from}
+    assert second.timed == [False] + [True] * 19
+
+
+def test_cycles_that_peek_are_not_timed_and_those_that_measure_do_not_peek(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, "goodput"))
+    session = Paced(Machine(), Costs(in_seats=True))
+    peeked = []
+    for _ in range(20):
+        session.cycle()
+        peeked.append(session._flight is not None and session._flight.peeks)
+    late = range(8, 19)  # both kinds are known then
+    assert [not session.timed[place + 1] for place in late] == [peeked[place] for place in late]
+    assert any(peeked) and not all(peeked)
+    monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, MEASURING))
+    assert not any(session._launch().peeks for _ in range(20))  # type: ignore[union-attr]
+
+
+def test_an_engine_that_has_captured_nothing_drafts_in_the_end() -> None:
+    """What is not captured cannot be sent ahead; plain steps that measure are, or they would never be timed."""
+    session = Paced(Machine(), Costs(in_seats=True))
+    while session.active:
+        session.cycle()
+    turns = session.rows[0].turns
+    measuring = [turn for turn in turns if turn.reason == MEASURING]
+    assert len(measuring) < 8
+    assert all(len(turn.plan) for turn in turns[len(measuring) :])
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
+    behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once that has settled on a plan; what cycles cost is booked all the same."""
+    told: list[str] = []
+
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan = CHAIN
+        told.append("observed")
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: told.append("overlooked"))
+    monkeypatch.setattr(Governor, "choose", lambda *_: told.append("asked") or (CHAIN, None))
+    monkeypatch.setattr(Mail, "is_there", behind)
+    session = Paced(Machine(), Costs(in_seats=True))
+    seen = []
+    for _ in range(10):
+        told.clear()
+        session.cycle()
+        seen.append(sorted(set(told)))
+    if not behind:
+        assert seen == [["asked", "observed"]] * 10
+        return
+    hurried = [["asked", "overlooked"], *[["overlooked"]] * (HURRIED - 1), ["observed"]]
+    assert seen == [["asked", "observed"], *hurried, *hurried, ["asked", "overlooked"]]
