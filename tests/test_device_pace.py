@@ -57,8 +57,10 @@ class Machine:
     def seats(self, rows: int) -> Any:
         return SimpleNamespace(count=rows)
 
-    def cycle(self, seats: Any, plan: Plan, *_: Any) -> tuple[Any, Any]:
-        self.newest, peeks = plan, bool(_[-1])
+    def cycle(
+        self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int, peeks: bool = False
+    ) -> tuple[Any, Any]:
+        self.newest = plan
         return (plan, peeks), SimpleNamespace(report=None, peeks=peeks)
 
     def is_captured(self, key: Any) -> bool:
