@@ -139,6 +139,14 @@ def sum_rows(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
+def row_factor(values, K: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """rsqrt(mean square + eps) of a row [BLOCKS, WIDTH] in float32, as [1, 1]; in the same tree whoever asks."""
+    squares = sum_rows(values * values, BLOCKS, WIDTH)
+    total = sum_rows(tl.reshape(squares, (1, BLOCKS)), 1, BLOCKS)
+    return tl.rsqrt(total / K + EPS)[:, None]
+
+
+@jit
 def next_scale(weight, column, inside, OFFSET: tl.constexpr, SHRINK: tl.constexpr):
     """What the stored values of some columns are multiplied with to be `scaled`, in float32."""
     return (OFFSET + tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)) * SHRINK
@@ -162,9 +170,7 @@ def _normalise_kernel(
         next_scales = next_scale(next_weight, columns, inside, NEXT_OFFSET, SHRINK)
     wait(PDL)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    partial = sum_rows(values * values, BLOCKS, WIDTH)
-    mean = tl.sum(partial) / K
-    values = values * tl.rsqrt(mean + EPS)
+    values = values * row_factor(values, K, BLOCKS, WIDTH, EPS)
     if weight is not None:
         values = values * scale
     if residual is not None:

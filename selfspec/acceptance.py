@@ -7,6 +7,7 @@ drafts, so every sequence has a belief about it. What follows for the next plan 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,6 +41,7 @@ class Acceptance:
         self.tokens = lru_cache(maxsize=256)(self._tokens)
         self.squares = lru_cache(maxsize=256)(self._squares)
         self.chances = lru_cache(maxsize=4096)(self._chances)
+        self.score = lru_cache(maxsize=256)(self._score)
 
     def chance(self, kind: int, depth: int, rank: int) -> float:
         """That the token after a node of this depth, right so far, has this rank in the draft there."""
@@ -73,12 +75,19 @@ class Acceptance:
             found.append(max(_LEAST, prod(self.chance(kind, *step) for step in steps) * missed))
         return tuple(found)
 
-    def score(self, rank: int, offered: int) -> Chances:
+    def _score(self, rank: int, offered: int) -> Chances:
         """How likely it was that a first draft token among `offered` had this rank; one beyond them is a miss."""
         kinds = range(len(EXPONENTS))
         if rank < offered:
             return tuple(max(_LEAST, self.chance(kind, 0, rank)) for kind in kinds)
         return tuple(max(_LEAST, 1 - sum(self.chance(kind, 0, r) for r in range(offered))) for kind in kinds)
+
+    def scores(self, ranks: Sequence[int], offered: int) -> Chances:
+        """How likely several of them were, next to the kind with which they were likeliest."""
+        logs = [0.0] * len(EXPONENTS)
+        for rank, times in Counter(ranks).items():
+            logs = [sum_ + times * log(chance) for sum_, chance in zip(logs, self.score(rank, offered), strict=True)]
+        return tuple(max(_LEAST, exp(of_kind - max(logs))) for of_kind in logs)
 
 
 def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:

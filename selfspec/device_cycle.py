@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
-from selfspec.fused_exit import FusedExit, Past
+from selfspec.fused_exit import Drafter, FusedExit, Past
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.best import MOST, Scores, top_merge
 from selfspec.kernels.choose import Cuts, Workspace, choose_scored
@@ -21,7 +20,6 @@ from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_logits, head_top
 from selfspec.kernels.settle import settle
 from selfspec.sampling import TARGET, Sampling
-from selfspec.shadow import OFFERED
 from selfspec.tree import Plan
 
 
@@ -51,47 +49,17 @@ class Drawing:
             self.top_k or None,
         )
 
-
-@dataclass(frozen=True)
-class DraftHead:
-    """The rows of the head that drafts look at, in a buffer with room for a request's own tokens."""
-
-    tokens: torch.Tensor  # [capacity] int32
-    count: torch.Tensor  # [1] int32: how many of them are there
-
-    @classmethod
-    def empty(cls, capacity: int, device: torch.device) -> DraftHead:
-        """Full of the first token, which is as good as any for cycles that are run once before they are captured."""
-        ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
-        ints[:1].fill_(capacity)
-        return cls(ints[1:], ints[:1])
-
-    def fill(self, tokens: torch.Tensor) -> None:
-        self.tokens[: len(tokens)].copy_(tokens)
-        self.count.fill_(len(tokens))
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """An exit as cycles use it."""
-
-    exit: Exit
-    head: DraftHead | None  # None: all rows
-    known: torch.Tensor | None  # [B * 65, 2 * hidden]: what each seat recalls, then what is known at every node
+    def noise(self, seats: Seats, places: Places) -> Noise | None:
+        """That of the tokens after rows that stand at these places."""
+        keys = seats.seeds, seats.copies, places.following, seats.temperature
+        return Noise(*keys, TARGET) if self.sampled else None
 
 
 class Cycle:
-    """One cycle of all seats with one plan. One that peeks drafts nothing, but reports in its last column which rank
-    the token it found would have had."""
+    """One cycle of all seats with one plan. One that drafts nothing leaves what its exit does not see waiting."""
 
     def __init__(
-        self,
-        fused: FusedDecoder,
-        seats: Seats,
-        plan: Plan,
-        drafter: Drafter | None,
-        drawing: Drawing,
-        peek: bool = False,
+        self, fused: FusedDecoder, seats: Seats, plan: Plan, drafter: Drafter | None, drawing: Drawing
     ) -> None:
         self.fused, self.seats, self.plan, self.drafter, self.drawing = fused, seats, plan, drafter, drawing
         self.model, self.scratch = fused.model, fused.scratch
@@ -105,14 +73,10 @@ class Cycle:
         self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
         self.everyone = self._nodes(range(len(plan) + 1))
         self._levels = [_Level(self.tree, level) for level in plan.levels]
-        self.peeks = peek and drafter is not None and not len(plan)
-        if self.peeks:
-            self._levels[0].width = OFFERED
-        self._ranked_roots: torch.Tensor | None = None  # [B, width] what would have been drafted
         self.reads = self._empty(self.rows, config.hidden_size)
         self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
-        self.report = torch.zeros(batch, TOKENS + plan.depth + 1 + self.peeks, dtype=torch.int32, device=device)
+        self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
         self._known_rows = self.tree.parent_rows(range(len(plan) + 1))
 
     @property
@@ -126,9 +90,6 @@ class Cycle:
         self.verify()
         self.choose()
         self.accept()
-        if self.peeks and self._ranked_roots is not None:
-            found = self._ranked_roots == self.chosen[: self.seats.count]
-            self.report[:, -1] = torch.where(found.any(1), found.int().argmax(1), OFFERED)
 
     def draft(self) -> None:
         """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
@@ -140,7 +101,6 @@ class Cycle:
             self.fused.run(range(self.split), stream, stream, nodes)
             if self.drafter is not None and level.width:
                 ranked = self._leave(self.drafter, level, stream, nodes)
-                self._ranked_roots = ranked if self.peeks else None
 
     def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | None) -> None:
         fused, seats = self.fused, self.seats
@@ -160,38 +120,26 @@ class Cycle:
         past = Past(self.reads, level.parent_rows)  # what the exit read at the parents
         if level.parent_rows is None and drafter.known is not None:
             past = Past(drafter.known[: self.seats.count], None)
-        FusedExit(self.fused, drafter.exit).read(stream, past, nodes, self.reads[start:stop])
-        return self._ranked(drafter, level, self.reads[start:stop], nodes)
-
-    def _ranked(self, drafter: Drafter, level: _Level, reads: torch.Tensor, nodes: Nodes) -> torch.Tensor:
-        head, rows = drafter.head, len(reads)
-        tokens = None if head is None else head.tokens
-        columns = self.model.config.vocab_size if tokens is None else len(tokens)
-        scores = self._scores(rows, columns, level.width)
-        noise = self._noise(nodes.places)
-        head_top(
-            reads, self.model.head, scores, rows=tokens, gather=tokens is not None,
-            count=None if head is None else head.count, softcap=self.model.config.logit_softcap, noise=noise,
-        )  # fmt: skip
-        ranked = self.scratch.take("ranked", rows, level.width, dtype=torch.int32)
-        top_merge(scores, ranked, rows=tokens)
-        return ranked
+        exit, reads = FusedExit(self.fused, drafter.exit), self.reads[start:stop]
+        exit.read(stream.states, past, nodes, reads)
+        return exit.rank(drafter.head, reads, level.width, self.drawing.noise(self.seats, nodes.places))
 
     def verify(self) -> None:
         """The saved states of all rows through the rest of the model; what its head reads is then in `read`. The exit's
-        keys and values of all rows are written anew, from what is now known before each of them."""
-        if self.drafter is None or self.drafter.known is None:
+        keys and values of a tree's rows are written anew, from what is now known before each of them; those of a plain
+        step wait."""
+        drafter = self.drafter
+        waiting = None if drafter is None or len(self.plan) else drafter.waiting
+        if drafter is None or drafter.known is None:
             layers = range(self.split, self.model.config.num_layers)
             last = self.fused.run(layers, self.stream, self.late, self.everyone)
-            self.fused.normalise(last.states, self.model.norm, self.reads)
+            hidden = None if waiting is None else self.stream.states
+            self.fused.know(last, self.reads, hidden=hidden, waiting=waiting)
             return
-        exit, past = FusedExit(self.fused, self.drafter.exit), Past(self.drafter.known, self._known_rows)
+        exit = FusedExit(self.fused, drafter.exit)
+        exit.know(self.stream, self.late, self.everyone, self.known, waiting)
         if len(self.plan):
-            exit.know(self.stream, self.late, self.everyone, self.known)
-            exit.fill(self.stream, past, self.everyone)
-        else:  # before what was known is overwritten
-            exit.fill(self.stream, past, self.everyone)
-            exit.know(self.stream, self.late, self.everyone, self.known)
+            exit.fill(self.stream.states, Past(drafter.known, self._known_rows), self.everyone)
 
     @property
     def known(self) -> torch.Tensor:
@@ -215,14 +163,14 @@ class Cycle:
     def choose(self) -> None:
         """The target's own next token at every row."""
         vocabulary, cap = self.model.config.vocab_size, self.model.config.logit_softcap
-        noise, cuts = self._noise(self.places), self.drawing.cuts(self.seats)
+        noise, cuts = self.drawing.noise(self.seats, self.places), self.drawing.cuts(self.seats)
         if cuts is None:
-            scores = self._scores(self.rows, vocabulary, 1)
+            scores = self.scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
             head_top(self.read, self.model.head, scores, softcap=cap, noise=noise)
             top_merge(scores, self.chosen)
             return
         assert noise is not None
-        work = self._workspace(Workspace.empty(self.rows, vocabulary, "meta", cuts.most or MOST))
+        work = self.scratch.take_like(Workspace.empty(self.rows, vocabulary, "meta", cuts.most or MOST))
         head_top(self.read, self.model.head, work.scores, softcap=cap, noise=noise, noisy=False)
         choose_scored(vocabulary, self.chosen.view(-1), work, noise=noise, cuts=cuts)
 
@@ -237,30 +185,9 @@ class Cycle:
             known = None if self.drafter is None else self.drafter.known
             settle(cache.keys, cache.values, seats.page_table, seats.bases, self.report[:, 0], self.paths, known)
 
-    def _noise(self, places: Places) -> Noise | None:
-        seats = self.seats
-        return (
-            None
-            if not self.drawing.sampled
-            else Noise(seats.seeds, seats.copies, places.following, seats.temperature, TARGET)
-        )
-
     def _nodes(self, nodes: range) -> Nodes:
         at = slice(nodes.start, nodes.stop)
         return Nodes(self.places.rows(*self.tree.rows(nodes)), self.tree.paths[at], self.tree.depths[at])
-
-    def _scores(self, rows: int, columns: int, width: int) -> Scores:
-        return self._like(Scores.empty(rows, columns, width, "meta"))
-
-    def _workspace(self, sizes: Workspace) -> Workspace:
-        return Workspace(self._like(sizes.scores), *(self._take_like(t, n) for n, t in list(vars(sizes).items())[1:]))
-
-    def _like(self, sizes: Scores) -> Scores:
-        """The same in scratch memory."""
-        return Scores(**{name: None if t is None else self._take_like(t, name) for name, t in vars(sizes).items()})
-
-    def _take_like(self, like: torch.Tensor, name: str) -> torch.Tensor:
-        return self.scratch.take(f"scores {name}", *like.shape, dtype=like.dtype)
 
     def _empty(self, rows: int, width: int) -> torch.Tensor:
         return torch.zeros(rows, width, dtype=self.model.dtype, device=self.model.device)

@@ -216,14 +216,14 @@ class Prompts(Pass):
         if self.judge:
             self._judge(own, stream, past)
         elif exit.block is not None:
-            own.fill(stream, past, self.nodes)
+            own.fill(stream.states, past, self.nodes)
         self.known.copy_(known[self.count :].index_select(0, self.lasts))
 
     def _judge(self, own: FusedExit, stream: Stream, past: Past) -> None:
         """Over the whole head, since a captured graph cannot know a request's own."""
         hidden = self.model.config.hidden_size
         drafted = self._take("reads", hidden)
-        own.read(stream, past, self.nodes, drafted)
+        own.read(stream.states, past, self.nodes, drafted)
         ends = self.ends.flatten()
         rows = ends.clamp(min=0)
         reads = torch.cat((drafted.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows)))

@@ -20,15 +20,25 @@ from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
+from selfspec.kernels.know import AT_ONCE
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
 from selfspec.runtime import Session, is_governed
 from selfspec.tree import MAX_NODES, NONE, Plan
 
-PEEKS = 4  # tokens of a shadow's length that are scored at most
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
+
+
+@dataclass
+class Scores:
+    """What the exit would have drafted, on its way."""
+
+    rows: list[Row | None]  # by seat
+    ends: list[int]  # how many tokens each of them has where the scored ones end
+    count: int  # of those
+    mail: Mail
 
 
 @dataclass
@@ -39,8 +49,8 @@ class Flight:
     plan: Plan
     reason: str | None
     mail: Mail
-    peeks: bool
     is_usual: bool = True  # it took as long as such cycles usually do
+    scores: Scores | None = None  # of the plain cycles before it
 
     @property
     def rows(self) -> int:
@@ -62,7 +72,7 @@ class DeviceSession(Session):
         self._drawing = Drawing.of(self.sampling)
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
-        self._unpeeked = 0  # plain cycles since one that peeked
+        self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._is_behind = False  # the device had finished before the host was done with the cycle before
         self._hurried = 0  # cycles since the governor saw one
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
@@ -152,7 +162,8 @@ class DeviceSession(Session):
 
     def close(self) -> None:
         if self._flight is not None:
-            self.machine.mails.append(self._flight.mail)  # whoever takes it launches later
+            scores = self._flight.scores
+            self.machine.mails += [self._flight.mail, *([scores.mail] if scores else [])]  # who takes them sends later
         self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
@@ -192,22 +203,54 @@ class DeviceSession(Session):
                 return None
             raise
         seats = self.machine.seats(len(rows))
-        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest, self._peeks(plan, reason))
+        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
         if not self.machine.is_captured(key):
             if before is not None:
                 return None
             self.machine.replay(key)
         self._sit(rows, in_flight=before is not None)
+        scores = self._keep_up(seats, plan, reason, before)
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
-        self._unpeeked = 0 if cycle.peeks or len(plan) else self._unpeeked + 1
-        # The first of its kind takes longer, one that peeks does more, and of a request's first one the host's launch
-        # is a part; where nothing is known yet that is better than nothing.
+        self._waiting += self.exit is not None and not len(plan)
+        # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
+        # known yet that is better than nothing.
         alone = before is None and reason != MEASURING
-        is_usual = not (self.machine.is_new(key) or cycle.peeks or alone)
-        return Flight(list(self._seated), plan, reason, mail, cycle.peeks, is_usual)
+        is_usual = not (self.machine.is_new(key) or alone)
+        return Flight(list(self._seated), plan, reason, mail, is_usual, scores)
+
+    def _keep_up(self, seats: Seats, plan: Plan, reason: str | None, before: Flight | None) -> Scores | None:
+        """The exit sees what it has missed when there is much of it, and is scored by it; or before it drafts."""
+        is_much = self._waiting >= min(self._at_once, AT_ONCE)
+        if not self._waiting or not (is_much or len(plan)):
+            return None
+        count = self._waiting
+        report = self._catch_up(seats, scores=is_much and self._scoring > 0 and is_governed(reason))
+        if not report.numel():
+            return None
+        mail = self.machine.mail(report)
+        mail.send(report)
+        more = 0 if before is None else 1  # one that is plain, or nothing would be waiting
+        ends = [0 if row is None else len(row.tokens) + more for row in self._seated]
+        return Scores(list(self._seated), ends, count, mail)
+
+    def _catch_up(self, seats: Seats, scores: bool = False) -> torch.Tensor:
+        assert self.exit is not None
+        self._waiting = 0
+        return self.machine.catch_up(seats, self.exit, self._drawing, self._longest, scores)
+
+    def _learn_scores(self, scores: Scores) -> None:
+        """Which ranks the tokens that were decoded plainly would have had among drafts."""
+        ranked = scores.mail.read()
+        self.machine.mails.append(scores.mail)
+        seats = len(ranked) // AT_ONCE
+        for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
+            if row is not None and row.finish_reason is None and self.governor is not None:
+                drafts = zip(row.tokens[end - scores.count : end], ranked[place::seats], strict=False)
+                ranks = [offered.index(token) if token in offered else shadow.OFFERED for token, offered in drafts]
+                self.governor.scored(row.watch, ranks, shadow.OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
         """In a hurry the one in flight again, if it is still for as many."""
@@ -221,13 +264,6 @@ class DeviceSession(Session):
         """Whether this is what the governor has settled on, so that one cycle of it more tells little."""
         return self.governor is not None and len(plan) > 0 and plan == self.governor.plan
 
-    def _peeks(self, plan: Plan, reason: str | None) -> bool:
-        """Whether a plain cycle should tell what the exit would have drafted: a few in every shadow's length, and fewer
-        where the governor has little hope."""
-        if len(plan) or not self._scoring or not is_governed(reason) or reason == MEASURING or self.governor is None:
-            return False
-        return self._unpeeked + 1 >= self._scoring // PEEKS * self.governor.rarity
-
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
         Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, that
@@ -237,7 +273,9 @@ class DeviceSession(Session):
         reports, seconds = flight.mail.read(), flight.mail.seconds
         self._learn_prompts()
         self.machine.mails.append(flight.mail)
-        plan, ends, governor = flight.plan, self._ends, self.governor if flight.peeks else None
+        if flight.scores is not None:
+            self._learn_scores(flight.scores)
+        plan, ends = flight.plan, self._ends
         one_by_one = self.on_token is not None or bool(self.stops)
         rows, lasts = [], []
         for row, report in zip(flight.seated, reports, strict=False):  # there may be more seats
@@ -246,8 +284,6 @@ class DeviceSession(Session):
             count, last = report[COUNT], report[LAST]
             tokens = report[TOKENS : TOKENS + count]
             row.sequence.length += count
-            if governor is not None:
-                governor.scored(row.watch, [report[-1]], shadow.OFFERED)
             if one_by_one or len(row.tokens) + count >= row.max_length or not ends.isdisjoint(tokens):
                 last = self._take(row, tokens, plan, last)
             else:
@@ -305,6 +341,7 @@ class DeviceSession(Session):
     def _move_up(self, seats: Seats, rows: list[Row]) -> None:
         """Rows that remain move to the seats of a smaller batch, once what is in flight is over."""
         left, places = self.machine.seats(len(self._seated)), {id(row): place for place, row in enumerate(self._seated)}
+        self._leave_nothing_waiting(left)
         who = torch.tensor([places[id(row)] for row in rows])
         who = on_its_way(who, self.model.device).to(self.model.device, non_blocking=True)
         before, after = self.machine.drafter(left, self.exit), self.machine.drafter(seats, self.exit)
@@ -357,6 +394,7 @@ class DeviceSession(Session):
         if not self._seated:
             return
         seats = self.machine.seats(len(self._seated))
+        self._leave_nothing_waiting(seats)
         drafter = self.machine.drafter(seats, self.exit)
         if drafter is not None and drafter.known is not None and not self._host_chooses:
             for row, known in zip(self._seated, drafter.known[: len(self._seated)].clone(), strict=True):
@@ -364,6 +402,12 @@ class DeviceSession(Session):
                     row.known = known
         self._seated = []
         self._leave_seats()
+
+    def _leave_nothing_waiting(self, seats: Seats) -> None:
+        """Before rows go elsewhere; the pages of those that have ended may be others' by now."""
+        if self._waiting:
+            self._empty_seats(seats)
+            self._catch_up(seats)
 
     def _leave_seats(self) -> None:
         owners = self.machine.owners
@@ -383,12 +427,14 @@ class DeviceSession(Session):
         cycle = self._cycle
         assert cycle is not None
         cycle.verify()
+        if self.exit is not None and not len(draft.plan):
+            self._catch_up(cycle.seats)
         for row in rows:
             row.sequence.drafted = row.sequence.verified = len(draft.plan) + 1
         return self._of_rows(cycle.known, rows)
 
     def _let_wait(self, rows: list[Row], draft: Draft) -> None:
-        """Nothing waits: verifying has filled the exit's cache already."""
+        """Nothing waits: verifying has filled the exit's cache already. Others may sit where these rows did next."""
 
     def _logits(self, known: torch.Tensor) -> torch.Tensor:
         assert self._cycle is not None

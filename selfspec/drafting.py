@@ -160,17 +160,16 @@ class Drafters:
             raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
         return exit
 
-    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit, bool]]:
-        """Which cycles requests of these domains may run, with which exits, and whether they peek."""
+    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
+        """Which cycles requests of these domains may run, with which exits."""
         for name in domains if policy.reason(batch) is None else ():
             assert self.profile is not None
             choice = self.profile.choice(name)
             if self._knows_ranks(choice, policy):
                 plans = self.ladder(name, choice, policy).plans(batch)
-                for peek in (False, True):
-                    yield NONE, self.exit(choice.exit_layer, name, [], []), peek
+                yield NONE, self.exit(choice.exit_layer, name, [], [])
             else:
                 policy.plans = self.plans(choice, policy)
                 plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
             for plan in plans:
-                yield plan, self.exit(choice.exit_layer, name, [], [plan]), False
+                yield plan, self.exit(choice.exit_layer, name, [], [plan])

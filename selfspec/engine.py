@@ -214,28 +214,28 @@ class Engine:
         marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
         judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
         most_judged = min(batch, self.rules.max_tree_batch) if judged else 0  # as sessions do
-        for exit in dict.fromkeys(exit for _, _, exit, _, _ in cycles):
+        for exit in dict.fromkeys(exit for _, _, exit, _ in cycles):
             if exit is not None and most_judged:
                 self._machine.prepare_prompts(exit, most_judged, True, marked)
             if exit is None or batch > most_judged:
                 self._machine.prepare_prompts(exit, batch, False, marked)
-        for rows, plan, exit, sampling, peek in track(cycles, description="capturing cycles", transient=True):
-            self._machine.prepare(rows, plan, exit, sampling, longest, peek)
+        for cycle in track(cycles, description="capturing cycles", transient=True):
+            self._machine.prepare(*cycle, longest)
         return len(cycles)
 
     def _expected_cycles(
         self, batch: int, domain: str | None, temperatures: Sequence[float]
-    ) -> Iterator[tuple[int, Plan, Exit | None, Sampling, bool]]:
+    ) -> Iterator[tuple[int, Plan, Exit | None, Sampling]]:
         """Plain decoding, and the profile's plans for the domain or all of them."""
         domains = [] if self.profile is None else [domain] if domain is not None else list(self.profile.domains)
         sizes = [1 << power for power in range((batch - 1).bit_length(), -1, -1)]  # rows end at different times
         for temperature, rows in product(temperatures, sizes):
             asked = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
             sampling = read_settings(self.generation_config, None, asked).sampling
-            yield rows, NONE, None, sampling, False
+            yield rows, NONE, None, sampling
             policy = Policy(self.rules, sampling)
-            for plan, exit, peek in self.drafters.expected(min(rows, batch), domains, policy):
-                yield rows, plan, exit, sampling, peek
+            for plan, exit in self.drafters.expected(min(rows, batch), domains, policy):
+                yield rows, plan, exit, sampling
 
     @property
     def has_kernels(self) -> bool:

@@ -19,6 +19,7 @@ from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.config import LayerConfig
 from selfspec.kernels.enter import Places
 from selfspec.kernels.gated import gated_linear
+from selfspec.kernels.know import know
 from selfspec.kernels.linear import linear
 from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
 from selfspec.kernels.path_attention import counters_size, path_attention, ranges_for, workspace_size
@@ -86,17 +87,18 @@ class Stream:
 
 
 class Seats:
-    """The device's side of up to B sequences: lengths, pages, pending tokens, and what their noise is made of."""
+    """The device's side of up to B sequences: lengths, pages, pending tokens, how many positions wait for an exit, and
+    what their noise is made of."""
 
     def __init__(self, count: int, pages: int, device: torch.device) -> None:
         self.count = count
         self.page_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
         # All the rest is one tensor, so that whoever sits down writes it at once.
-        self._words = torch.zeros(self._field(11), dtype=torch.int32, device=device)
+        self._words = torch.zeros(self._field(12), dtype=torch.int32, device=device)
         self.seeds = self._words[: 2 * count].view(torch.int64)
-        each = (self._words[self._field(index) :][:count] for index in range(2, 7))
-        self.lengths, self.pending, self.copies, self.active, self.bases = each
-        one = [self._words[self._field(index) :][:1] for index in range(7, 11)]
+        each = (self._words[self._field(index) :][:count] for index in range(2, 8))
+        self.lengths, self.pending, self.copies, self.active, self.bases, self.waiting = each
+        one = [self._words[self._field(index) :][:1] for index in range(8, 12)]
         self.temperature, self.top_p, self.min_p = (word.view(torch.float32) for word in one[:3])
         self.top_k = one[3]
         self.temperature.fill_(1)  # whatever runs before anybody sits here
@@ -111,33 +113,33 @@ class Seats:
         """Sequences take the first seats; the others are nobody's."""
         words, count = np.zeros(len(self._words), dtype=np.int32), len(seeds)
         words[: 2 * self.count].view(np.int64)[:count] = seeds
-        fields = words.reshape(11, -1)
+        fields = words.reshape(12, -1)
         fields[2:6, :count] = [lengths, pending, copies, [1] * count]
-        fields[7:10, :1].view(np.float32)[:, 0] = [sampling.temperature, sampling.top_p, sampling.min_p]
-        fields[10, 0] = sampling.top_k
+        fields[8:11, :1].view(np.float32)[:, 0] = [sampling.temperature, sampling.top_p, sampling.min_p]
+        fields[11, 0] = sampling.top_k
         self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
 
     def leave(self, places: torch.Tensor) -> list[torch.Tensor]:
         """What the device knows of who sits in some places, and of how they draw, to be taken along."""
-        fields = self._words.view(11, -1)
-        return [self.seeds[places], fields[2:7, places], fields[7:, :1].clone()]
+        fields = self._words.view(12, -1)
+        return [self.seeds[places], fields[2:8, places], fields[8:, :1].clone()]
 
     def take(self, moving: list[torch.Tensor]) -> None:
         """They sit down on the first of these seats."""
         seeds, each, settings = moving
-        fields = self._words.view(11, -1)
+        fields = self._words.view(12, -1)
         self.seeds[: len(seeds)].copy_(seeds)
-        fields[2:7, : len(seeds)].copy_(each)
-        fields[7:, :1].copy_(settings)
+        fields[2:8, : len(seeds)].copy_(each)
+        fields[8:, :1].copy_(settings)
 
     def empty(self, place: int, idle_page: int) -> None:
         """One of them is nobody's any more."""
-        self._words.view(11, -1)[2:7, place].zero_()
+        self._words.view(12, -1)[2:8, place].zero_()
         self.page_table[place].fill_(idle_page)
 
     def vacate(self, idle_page: int) -> None:
         """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
-        self._words[: self._field(7)].zero_()
+        self._words[: self._field(8)].zero_()
         self.page_table.fill_(idle_page)
 
     @property
@@ -222,6 +224,12 @@ class Scratch:
                 self._outgrown.append(held)
             held = self._buffers[name, dtype] = larger
         return held[:count].view(shape)
+
+    def take_like(self, sizes: Any, name: str = "") -> Any:
+        """The same as a tensor, or as something made of tensors, of which only the sizes count."""
+        if sizes is None or isinstance(sizes, torch.Tensor):
+            return None if sizes is None else self.take(f"scores {name}", *sizes.shape, dtype=sizes.dtype)
+        return type(sizes)(**{part: self.take_like(of, part) for part, of in vars(sizes).items()})
 
     def forget_outgrown(self) -> None:
         """When nothing captured is left."""
@@ -314,6 +322,11 @@ class FusedDecoder:
             normalise(states, None, torch.finfo(states.dtype).eps, 0.0, out)
         else:
             normalise(states, weight, config.norm_eps, config.norm_offset, out)
+
+    def know(self, last: Stream, known: torch.Tensor, middle: Stream | None = None, **waiting: Any) -> None:
+        """What is known where all layers have left `last`, and those up to the middle one `middle`."""
+        config, of_middle = self.model.config, None if middle is None else middle.states
+        know(last.states, self.model.norm, config.norm_eps, config.norm_offset, known, of_middle, **waiting)
 
     def _attend(
         self, q: torch.Tensor, cache_layer: int, spec: LayerConfig, nodes: Nodes, attended: torch.Tensor

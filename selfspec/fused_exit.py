@@ -1,17 +1,50 @@
-"""An exit's own passes, as kernels: what is known at the rows of a pass, its block's keys and values, and what its head
-reads. Which rows these are, and what is drafted from them, is decided elsewhere."""
+"""An exit's own passes, as kernels: what is known at the rows of a pass, its block's keys and values, what its head
+reads, and what it drafts. Which rows these are is decided elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Nodes, Stream
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.draw import Noise
+from selfspec.kernels.head import head_top
+from selfspec.kernels.know import Waiting
 from selfspec.kernels.linear import linear
-from selfspec.kernels.norm import scaled_reference, tiles
+from selfspec.kernels.norm import scaled_reference, squares_reference, tiles
 from selfspec.model import Decoder
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The rows of the head that drafts look at, in a buffer with room for a request's own tokens."""
+
+    tokens: torch.Tensor  # [capacity] int32
+    count: torch.Tensor  # [1] int32: how many of them are there
+
+    @classmethod
+    def empty(cls, capacity: int, device: torch.device) -> DraftHead:
+        """Full of the first token, which is as good as any for cycles that are run once before they are captured."""
+        ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+        ints[:1].fill_(capacity)
+        return cls(ints[1:], ints[:1])
+
+    def fill(self, tokens: torch.Tensor) -> None:
+        self.tokens[: len(tokens)].copy_(tokens)
+        self.count.fill_(len(tokens))
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """An exit as passes over seats use it."""
+
+    exit: Exit
+    head: DraftHead | None  # None: all rows
+    known: torch.Tensor | None  # [B * 66, 2 * hidden]: what each seat recalls, then what is known at every node
+    waiting: Waiting  # what it has not seen while nothing was drafted
 
 
 @dataclass(frozen=True)
@@ -28,59 +61,73 @@ class FusedExit:
     def __init__(self, fused: FusedDecoder, exit: Exit) -> None:
         self.fused, self.exit = fused, exit
 
-    def know(self, stream: Stream, late: Stream, nodes: Nodes, known: torch.Tensor) -> None:
-        """The states after layer N through the rest of the model, in `late`: what is then known at every row goes to
-        `known` [R, 2 * hidden], first what the model's head reads."""
-        fused, model, hidden = self.fused, self.fused.model, self.fused.model.config.hidden_size
-        middle, layers = self.exit.recalled_layer, model.config.num_layers
-        states = fused.run(range(self.exit.layer, middle), stream, late, nodes)
-        fused.normalise(states.states, None, known[:, hidden:])
-        last = fused.run(range(middle, layers), states, late, nodes)
-        fused.normalise(last.states, model.norm, known[:, :hidden])
+    def know(
+        self, stream: Stream, late: Stream, nodes: Nodes, known: torch.Tensor, waiting: Waiting | None = None
+    ) -> None:
+        """The states after layer N through the rest of the model, in `late` up to the middle: what is then known at
+        every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left waiting."""
+        fused, layers = self.fused, self.fused.model.config.num_layers
+        middle = fused.run(range(self.exit.layer, self.exit.recalled_layer), stream, late, nodes)
+        last = fused.run(range(self.exit.recalled_layer, layers), middle, self._stream("late", len(known)), nodes)
+        fused.know(last, known, middle, hidden=None if waiting is None else stream.states, waiting=waiting)
 
-    def fill(self, stream: Stream, past: Past, nodes: Nodes) -> None:
-        """The block's keys and values of all rows, from what was known before each of them."""
+    def fill(self, states: torch.Tensor, past: Past, nodes: Nodes) -> None:
+        """The block's keys and values of all rows, from the states after layer N and what was known before each."""
         block = self.exit.block
         assert block is not None
-        entered = self._recall(block, stream, past)
+        entered = self._recall(block, states, past)
         spec, cache_layer = self.fused.model.config.layers[self.exit.layer], self.fused.cache.exit_layer_index
         self.fused.store(block.layer, spec, cache_layer, entered, nodes, None)
 
-    def read(self, stream: Stream, past: Past | None, nodes: Nodes, reads: torch.Tensor) -> None:
+    def read(self, states: torch.Tensor, past: Past | None, nodes: Nodes, reads: torch.Tensor) -> None:
         """What the exit's head reads at the rows, to `reads` [R, hidden]; the block's keys and values are filled."""
-        exit, states = self.exit, stream.states
+        exit = self.exit
         assert exit.norm is not None
         if exit.block is not None:
             assert past is not None
             block, own = exit.block, self.own(len(states))
-            entered = self._recall(block, stream, past)
+            entered = self._recall(block, states, past)
             spec, cache_layer = self.fused.model.config.layers[exit.layer], self.fused.cache.exit_layer_index
             self.fused.layer(block.layer, spec, cache_layer, entered, own, nodes, None)
             states = self._scratch("left", len(states))
             linear(own.states, block.affine_weight, states, bias=block.affine_bias, residual=own.states)
         self.fused.normalise(states, exit.norm, reads)
 
-    def _recall(self, block: ExitBlock, stream: Stream, past: Past) -> Stream:
-        """The block's input: the states after layer N, and what was known one position earlier."""
-        own = self.own(len(stream.states))
-        if block.recall is None:
-            return self._for_block(block, stream, own)
-        columns = block.recall[:, : past.known.shape[1]]
-        next_norm = self.fused.next_norm(block.layer.attention_norm, own)
-        linear(past.known, columns, own.states, residual=stream.states, next_norm=next_norm, gather=past.gather)
-        return own
+    def rank(self, head: DraftHead | None, reads: torch.Tensor, width: int, noise: Noise | None) -> torch.Tensor:
+        """The best draft tokens [R, width] after rows of which the head reads these; kept until others are ranked."""
+        model, scratch = self.fused.model, self.fused.scratch
+        tokens = None if head is None else head.tokens
+        columns = model.config.vocab_size if tokens is None else len(tokens)
+        scores = scratch.take_like(Scores.empty(len(reads), columns, width, "meta"))
+        head_top(
+            reads, model.head, scores, rows=tokens, gather=tokens is not None,
+            count=None if head is None else head.count, softcap=model.config.logit_softcap, noise=noise,
+        )  # fmt: skip
+        ranked = scratch.take("ranked", len(reads), width, dtype=torch.int32)
+        top_merge(scores, ranked, rows=tokens)
+        return ranked
 
-    def _for_block(self, block: ExitBlock, stream: Stream, own: Stream) -> Stream:
-        """The stream as it is, which layer N reads too, scaled for the block's norm."""
-        config = self.fused.model.config
-        own.scaled.copy_(scaled_reference(stream.states, block.layer.attention_norm, config.norm_offset))
-        return replace(stream, scaled=own.scaled)
+    def _recall(self, block: ExitBlock, states: torch.Tensor, past: Past) -> Stream:
+        """The block's input: the states after layer N, and what was known one position earlier."""
+        own, norm = self.own(len(states)), block.layer.attention_norm
+        if block.recall is None:
+            own.states.copy_(states)
+            own.squares.copy_(squares_reference(states))
+            own.scaled.copy_(scaled_reference(states, norm, self.fused.model.config.norm_offset))
+            return own
+        columns = block.recall[:, : past.known.shape[1]]
+        next_norm = self.fused.next_norm(norm, own)
+        linear(past.known, columns, own.states, residual=states, next_norm=next_norm, gather=past.gather)
+        return own
 
     def own(self, rows: int) -> Stream:
         """The exit block's stream. Between its passes it may serve others: nothing in it is kept."""
-        model = self.fused.model
-        squares = self.fused.scratch.take("squares", rows, tiles(model.config.hidden_size), dtype=torch.float32)
-        return Stream(self._scratch("entered", rows), squares, self._scratch("scaled", rows))
+        return self._stream("own", rows)
+
+    def _stream(self, name: str, rows: int) -> Stream:
+        width = tiles(self.fused.model.config.hidden_size)
+        squares = self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
+        return Stream(self._scratch(f"{name} states", rows), squares, self._scratch(f"{name} scaled", rows))
 
     def _scratch(self, name: str, rows: int) -> torch.Tensor:
         model = self.fused.model

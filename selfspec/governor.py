@@ -295,17 +295,10 @@ class Governor:
             return first
         return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
 
-    @property
-    def rarity(self) -> int:
-        """How many times rarer than at first the exit should be looked at while nothing is drafted, where each look has
-        its price: the longer nothing comes of it, as with probes."""
-        return max(1, self._patience // _FIRST_PROBE)
-
     def scored(self, watch: Watch, ranks: Sequence[int], offered: int) -> None:
         """While nothing was drafted, first draft tokens among `offered` would have had these ranks."""
         self._has_news = True
-        for rank in ranks:
-            watch.learn(self.ladder.acceptance.score(rank, offered))
+        watch.learn(self.ladder.acceptance.scores(ranks, offered))
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)

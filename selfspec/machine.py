@@ -13,12 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing
+from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prefill import SMALLEST, Prefill, padded
 from selfspec.device_prompts import LONGEST, Marking, Prompts, pass_size, passes, passes_up_to, stretches
+from selfspec.device_shadow import Shadow
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
-from selfspec.fused_exit import known_buffer
+from selfspec.fused_exit import Drafter, DraftHead, known_buffer
+from selfspec.kernels.know import Waiting
 from selfspec.model import Decoder
 from selfspec.room import device_room
 from selfspec.routing import MARKED, marks_of
@@ -90,9 +92,11 @@ class Machine:
         self.scratch = Scratch(model.device)
         self._seats: dict[int, Seats] = {}
         self._known: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self.new_cycle: Callable[..., Cycle] = Cycle  # a benchmark may put in its own before the first
         self._cycles: dict[tuple, Cycle] = {}
+        self._shadows: dict[tuple, Shadow] = {}
         self._replays: dict[tuple, Launch] = {}
         self._replayed: set[tuple] = set()
         self._passes: dict[tuple, tuple[Any, Launch]] = {}
@@ -124,20 +128,25 @@ class Machine:
     def nbytes(self) -> int:
         """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
+        tensors += [tensor for shadow in self._shadows.values() for tensor in shadow.tensors]
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
+        tensors += [tensor for waiting in self._waiting.values() for tensor in (waiting.hidden, waiting.previous)]
         tensors += [tensor for made, _ in self._passes.values() for tensor in made.tensors]
         tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.inference_mode()
-    def prepare(
-        self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int, peek: bool = False
-    ) -> None:
-        """Compiles and captures the cycle that requests of this kind will replay."""
+    def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
+        """Compiles and captures the cycle that requests of this kind will replay; with a plain one, what catches up on
+        many of it."""
         with self.current():
             self.take_memory()
-            key, _ = self.cycle(self.seats(rows), plan, exit, Drawing.of(sampling), longest, peek)
+            seats, drawing = self.seats(rows), Drawing.of(sampling)
+            key, _ = self.cycle(seats, plan, exit, drawing, longest)
             self.replay(key)
+            if exit is not None and not len(plan):
+                for scores in (False, True):
+                    self.catch_up(seats, exit, drawing, longest, scores)
 
     @torch.inference_mode()
     def prepare_prompts(self, exit: Exit | None, batch: int, judge: bool, mark_layer: int | None) -> None:
@@ -182,12 +191,14 @@ class Machine:
     def drafter(self, seats: Seats, exit: Exit | None) -> Drafter | None:
         if exit is None:
             return None
-        known = None
+        known, count = None, seats.count
         if exit.block is not None:
-            if seats.count not in self._known:
-                self._known[seats.count] = known_buffer(self.model, (MAX_NODES + 2) * seats.count)
-            known = self._known[seats.count]
-        return Drafter(exit, self._head(seats, exit), known)
+            if count not in self._known:
+                self._known[count] = known_buffer(self.model, (MAX_NODES + 2) * count)
+            known = self._known[count]
+        if count not in self._waiting:
+            self._waiting[count] = Waiting.empty(seats.waiting, self.model.config.hidden_size, self.model.dtype)
+        return Drafter(exit, self._head(seats, exit), known, self._waiting[count])
 
     def _head(self, seats: Seats, exit: Exit) -> DraftHead | None:
         if exit.head_rows is None:
@@ -198,19 +209,35 @@ class Machine:
             self._heads[key] = DraftHead.empty(capacity, self.model.device)
         return self._heads[key]
 
-    def cycle(
-        self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int, peek: bool = False
-    ) -> tuple[tuple, Cycle]:
+    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[tuple, Cycle]:
         """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
         self._forget_if_moved()
-        drafter = self.drafter(seats, exit)
-        capacity = None if drafter is None or drafter.head is None else len(drafter.head.tokens)
-        reach = min(max(SHORTEST_REACH, _rounded(longest)), _rounded(self.context)) + SPARE
-        key = (seats.count, reach, plan, *_identity(exit), capacity, drawing, peek)
+        drafter, reach = self.drafter(seats, exit), self._reach(longest)
+        key = (seats.count, reach, plan, *_kind(drafter), drawing)
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
-            self._cycles[key] = self.new_cycle(fused, seats, plan, drafter, drawing, peek)
+            self._cycles[key] = self.new_cycle(fused, seats, plan, drafter, drawing)
         return key, self._cycles[key]
+
+    def catch_up(self, seats: Seats, exit: Exit, drawing: Drawing, longest: int, scores: bool) -> torch.Tensor:
+        """Launches the pass over what waits at these seats, and captures it when that is done for the first time;
+        returns its report."""
+        self._forget_if_moved()
+        drafter, reach = self.drafter(seats, exit), self._reach(longest)
+        key = ("shadow", seats.count, reach, *_kind(drafter), drawing, scores)
+        if key in self._replays:
+            self._replays[key]()
+        else:
+            assert drafter is not None
+            place = self.model, self.cache, self.scratch, seats, reach
+            shadow = self._shadows[key] = Shadow(*place, drafter, drawing, self.idle_page(), scores)
+            shadow.launch()
+            self._replays[key] = self._captured(shadow.launch)
+        return self._shadows[key].report
+
+    def _reach(self, longest: int) -> int:
+        """How long texts may get as far as attention is concerned, if they are to have up to `longest` tokens."""
+        return min(max(SHORTEST_REACH, _rounded(longest)), _rounded(self.context)) + SPARE
 
     def replay(self, key: tuple) -> Launch:
         """The cycle kept under `key` as something to replay; captured on first use, from idle seats."""
@@ -316,7 +343,7 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._replays, self._replayed, self._passes):
+            for known in (self._cycles, self._shadows, self._replays, self._replayed, self._passes):
                 known.clear()
 
 
@@ -335,3 +362,10 @@ def head_capacity(rows: int, guests: int) -> int:
 def _identity(exit: Exit | None) -> tuple[int | None, int | None]:
     """What tells exits apart, whatever part of the head they draft from."""
     return (None, None) if exit is None else (exit.layer, None if exit.block is None else id(exit.block))
+
+
+def _kind(drafter: Drafter | None) -> tuple[int | None, ...]:
+    """The same of what is captured for drafters: also by how many rows of the head there is room for."""
+    if drafter is None:
+        return (*_identity(None), None)
+    return (*_identity(drafter.exit), None if drafter.head is None else len(drafter.head.tokens))

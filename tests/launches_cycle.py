@@ -8,11 +8,13 @@ import torch
 
 from bench.synthetic import config_of
 from selfspec.cache import Cache
-from selfspec.device_cycle import Cycle, Drafter, DraftHead, Drawing
+from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prompts import Prompts
+from selfspec.device_shadow import Shadow
 from selfspec.exits import Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Scratch, Seats
-from selfspec.fused_exit import known_buffer
+from selfspec.fused_exit import Drafter, DraftHead, known_buffer
+from selfspec.kernels.know import Waiting
 from selfspec.model import Decoder, model_parts
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
@@ -36,18 +38,30 @@ def _exit(model: Decoder) -> Exit:
     return Exit(model, 2, model.norm, ExitBlock(model.layers[2], weight, weight[0], recall))
 
 
-def _cycle(shape: str, batch: int, plan: str, sampling: Sampling, trained: bool = False) -> Cycle:
+def _seats(shape: str, batch: int) -> tuple[Decoder, Cache, Seats]:
     model = _model(shape)
     cache = Cache(model.config, META, model.dtype)
     cache.provide(64)
-    seats = Seats(batch, 64, META)
+    return model, cache, Seats(batch, 64, META)
+
+
+def _drafter(model: Decoder, seats: Seats, trained: bool) -> Drafter:
+    head = DraftHead.empty(16384, META) if trained else None
+    exit = _exit(model) if trained else Exit(model, 2)
+    known = known_buffer(model, 66 * seats.count) if trained else None
+    return Drafter(exit, head, known, Waiting.empty(seats.waiting, model.config.hidden_size, model.dtype))
+
+
+def _cycle(shape: str, batch: int, plan: str, sampling: Sampling, exit: str = "raw") -> Cycle:
+    model, cache, seats = _seats(shape, batch)
     fused = FusedDecoder(model, cache, Scratch(META), seats, 2048)
-    drafter = None
-    if plan != "none":
-        head = DraftHead.empty(16384, META) if trained else None
-        exit = _exit(model) if trained else Exit(model, 2)
-        drafter = Drafter(exit, head, known_buffer(model, 65 * seats.count) if trained else None)
+    drafter = None if exit == "none" else _drafter(model, seats, exit == "trained")
     return Cycle(fused, seats, Plan.parse(plan), drafter, Drawing.of(sampling))
+
+
+def _shadow(shape: str, batch: int) -> Shadow:
+    model, cache, seats = _seats(shape, batch)
+    return Shadow(model, cache, Scratch(META), seats, 2048, _drafter(model, seats, True), Drawing(), 0, scores=True)
 
 
 def _prompts(shape: str) -> Prompts:
@@ -59,7 +73,9 @@ def _prompts(shape: str) -> Prompts:
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     sampled = Sampling(do_sample=True, temperature=0.7, top_k=50)
-    yield "plain, one row", _cycle("smollm2-135m", 1, "none", Sampling()).launch
-    yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, trained=True).launch
+    yield "plain, one row", _cycle("smollm2-135m", 1, "none", Sampling(), "none").launch
+    yield "plain, with an exit that waits", _cycle("smollm2-135m", 1, "none", Sampling(), "trained").launch
+    yield "what an exit has missed", _shadow("smollm2-135m", 2).launch
+    yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, "trained").launch
     yield "prompts that are judged", _prompts("smollm2-135m").launch
     yield "8b, a chain without a block", _cycle("llama-8b", 1, "chain:2", Sampling(do_sample=True)).launch

@@ -55,6 +55,15 @@ def test_something_always_happens(plan: Plan) -> None:
     assert [sum(of_kind) for of_kind in zip(*scores, strict=True)] == pytest.approx([1] * len(EXPONENTS), abs=1e-4)
 
 
+def test_many_scores_teach_together_what_they_teach_one_by_one() -> None:
+    ranks, together, one_by_one = [0, 3, 0, 8, 1, 8, 0, 0], Belief(), Belief()
+    together.learn(acceptance().scores(ranks, offered=8))
+    for rank in ranks:
+        one_by_one.learn(acceptance().score(rank, offered=8))
+    assert together.weights == pytest.approx(one_by_one.weights, abs=1e-6)
+    assert min(acceptance().scores([8] * 10_000, offered=8)) > 0
+
+
 @settings(SETTINGS, max_examples=50)
 @given(plan=plans(max_nodes=12))
 def test_means_and_squares_are_those_of_all_ends(plan: Plan) -> None:

@@ -42,7 +42,7 @@ END = 2  # a token
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FOREIGN = [90, 20, 70]
 NEW_TOKENS = 6
-RULES = Rules(shadow_tokens=4, longest_cycle=inf)  # every plain cycle is scored
+RULES = Rules(shadow_tokens=4, longest_cycle=inf)
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
 
 
@@ -173,7 +173,7 @@ def test_the_governor_hears_how_recited_tokens_were_ranked(device: str, monkeypa
     prompts = PromptSet("recited", PROMPTS[2:], 5, recital=Recital(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 5
-    assert [rank == 0 for rank in ranks] == [False] * 3 + [True] * 2
+    assert [rank == 0 for rank in ranks] == [False] * 3 + [True]
 
 
 # The second engine

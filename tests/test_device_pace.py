@@ -38,7 +38,7 @@ class Mail:
     def read(self) -> list[list[int]]:
         deepest = max(range(len(self.plan) + 1), key=lambda node: self.plan.depths[node])
         count = self.plan.depths[deepest] + 1
-        return [[count, deepest, *[7] * count, 0]]
+        return [[count, deepest, *[7] * count]]
 
 
 class Machine:
@@ -57,11 +57,9 @@ class Machine:
     def seats(self, rows: int) -> Any:
         return SimpleNamespace(count=rows)
 
-    def cycle(
-        self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int, peeks: bool = False
-    ) -> tuple[Any, Any]:
+    def cycle(self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int) -> tuple[Any, Any]:
         self.newest = plan
-        return (plan, peeks), SimpleNamespace(report=None, peeks=peeks)
+        return plan, SimpleNamespace(report=None)
 
     def is_captured(self, key: Any) -> bool:
         return key in self.captured
@@ -114,20 +112,6 @@ def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> Non
     drafts_from = next(place for place, plan in enumerate(plans) if len(plan))
     assert {place for place, timed in enumerate(first.timed) if not timed} == {0, drafts_from}
     assert second.timed == [False] + [True] * 19
-
-
-def test_cycles_that_peek_are_not_timed_and_those_that_measure_do_not_peek(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, "goodput"))
-    session = Paced(Machine(), Costs(in_seats=True))
-    peeked = []
-    for _ in range(20):
-        session.cycle()
-        peeked.append(session._flight is not None and session._flight.peeks)
-    late = range(8, 19)  # both kinds are known then
-    assert [not session.timed[place + 1] for place in late] == [peeked[place] for place in late]
-    assert any(peeked) and not all(peeked)
-    monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, MEASURING))
-    assert not any(session._launch().peeks for _ in range(20))  # type: ignore[union-attr]
 
 
 def test_an_engine_that_has_captured_nothing_drafts_in_the_end() -> None:

@@ -59,7 +59,6 @@ class World:
     texts: list[Text]
     clock: Clock = on_gpu
     shadows: bool = True
-    peeks: bool = False  # single tokens are scored now and then, as on a GPU, instead of all of them some at a time
     ahead: bool = False  # the next plan is chosen before a cycle is over
     watches: list[Watch] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)  # of each cycle
@@ -94,7 +93,7 @@ class World:
         for row, (text, length) in enumerate(zip(self.texts, self.lengths, strict=True)):
             self.waiting[row] += [] if len(plan) else [text(length)]
             self.lengths[row] += emitted[row]
-        if len(self.waiting[0]) >= (4 * self.governor.rarity if self.peeks else 16):
+        if len(self.waiting[0]) >= 16:
             self._score()
         self.plans.append(plan)
         self.reasons.append(reason)
@@ -104,7 +103,7 @@ class World:
     def _score(self) -> None:
         for watch, ranks in zip(self.watches, self.waiting, strict=True):
             if self.shadows:
-                self.governor.scored(watch, ranks[-1:] if self.peeks else ranks, OFFERED)
+                self.governor.scored(watch, ranks, OFFERED)
             ranks.clear()
 
     @staticmethod
@@ -550,22 +549,15 @@ def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> No
     assert 17 in pauses
 
 
-def test_the_longer_nothing_is_drafted_the_fewer_looks_are_taken() -> None:
-    world = World(new_governor(), [drawn(0.0)], peeks=True)
-    assert [world.run(place).governor.rarity for place in (8, 30, 200)] == [1, 2, 4]
-
-
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(
-    ("scoring", "within"), [("shadows", 64), ("peeks", 64), ("none", 100)], ids=["shadows", "peeks", "probes_alone"]
-)
-def test_it_is_back_soon_when_the_text_turns(seed: int, scoring: str, within: int) -> None:
-    """A single probe in 32 tokens can miss; shadows look at every token, peeks at one in 4 to 16."""
+@pytest.mark.parametrize(("shadows", "within"), [(True, 64), (False, 100)], ids=["shadows", "probes_alone"])
+def test_it_is_back_soon_when_the_text_turns(seed: int, shadows: bool, within: int) -> None:
+    """A single probe in 32 tokens can miss; shadows look at every token."""
 
     def text(place: int) -> int:
         return drawn(0.02 if place < 100 else 0.8, seed)(place)
 
-    world = World(new_governor(), [text], shadows=scoring != "none", peeks=scoring == "peeks").run(100)
+    world = World(new_governor(), [text], shadows=shadows).run(100)
     assert sum(map(len, world.plans[-20:])) <= 8, "off, but for a probe"
     world.run(100 + within)
     assert all(map(len, world.plans[-2:])), "drafting again"

@@ -136,7 +136,7 @@ class OfDevice(DeviceSession):
         self.done += 1
         reports.append([0, 0, 0])  # a seat that nobody sits on
         mail: Any = SimpleNamespace(is_there=False, read=lambda: reports, seconds=1e-3)
-        return Flight(rows, cycle.plan, cycle.reason, mail, peeks=False)
+        return Flight(rows, cycle.plan, cycle.reason, mail)
 
 
 class Observer:

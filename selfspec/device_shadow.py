@@ -1,0 +1,77 @@
+"""An exit in the shadow, on the device: `shadow` for seats, as kernels.
+
+While nothing is drafted, plain cycles leave waiting what the exit did not see. One pass over all of it fills the exit's
+cache and, if asked to, tells what would have been drafted. When that is done, and what it means, is
+`device_session`'s business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.device_cycle import Drawing
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
+from selfspec.fused_exit import Drafter, FusedExit, Past
+from selfspec.kernels.enter import Places, enter
+from selfspec.kernels.know import AT_ONCE
+from selfspec.model import Decoder
+from selfspec.shadow import OFFERED
+from selfspec.tree import Plan
+
+
+class Shadow:
+    """A pass over what waits at all seats, after which nothing does. What is there of a text is a chain that begins
+    where the exit's cache ends; places where nothing waits write to a page that is nobody's."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        scratch: Scratch,
+        seats: Seats,
+        reach: int,
+        drafter: Drafter,
+        drawing: Drawing,
+        idle_page: int,
+        scores: bool,
+    ) -> None:
+        self.model, self.seats, self.drafter, self.drawing = model, seats, drafter, drawing
+        self.scores, self._idle = scores, idle_page * PAGE_SIZE
+        self.count, self.page_table = seats.count, seats.page_table
+        self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
+        self.fused = FusedDecoder(model, cache, scratch, self, reach)
+        chain = Tree(Plan.tree((1,) * (AT_ONCE - 1)), seats.count, model.device)
+        rows, config = AT_ONCE * seats.count, model.config
+        places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, model.device)
+        self.nodes = Nodes(places, chain.paths, chain.depths)
+        # The best draft tokens after each place, if they are asked for.
+        self.report = torch.zeros(rows, OFFERED if scores else 0, dtype=torch.int32, device=model.device)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.lengths, self.report, *vars(self.nodes.places).values()]
+
+    def launch(self) -> None:
+        drafter, waiting = self.drafter, self.drafter.waiting
+        exit, past = FusedExit(self.fused, drafter.exit), Past(waiting.previous, None)
+        torch.sub(self.seats.lengths, waiting.counts, out=self.lengths)
+        self._enter(exit)
+        if self.scores:
+            reads = self.fused.scratch.take("reads", *waiting.hidden.shape, dtype=self.model.dtype)
+            exit.read(waiting.hidden, past, self.nodes, reads)
+            noise = self.drawing.noise(self.seats, self.nodes.places)
+            self.report.copy_(exit.rank(drafter.head, reads, OFFERED, noise))
+        elif drafter.exit.block is not None:
+            exit.fill(waiting.hidden, past, self.nodes)
+        waiting.counts.zero_()
+
+    def _enter(self, exit: FusedExit) -> None:
+        """Only to find where the rows stand; their states are known."""
+        fused, seats, model = self.fused, self.seats, self.model
+        nobodys = exit.own(AT_ONCE * seats.count)
+        enter(
+            self.nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys),
+            model.embedding, model._embedding_scale, self.lengths, self.page_table, self.nodes.depths, fused.inv_freq,
+            fused.rope_scaling, 0, pending=seats.pending, counts=self.drafter.waiting.counts, idle=self._idle,
+        )  # fmt: skip
