@@ -1,8 +1,8 @@
 """Calls of an engine, followed step by step, and what the calls of one mode come to beside those of others.
 
-A call's seconds are those its session spent in prefill and cycles, `Stats.elapsed_s`. Gaps between emissions and times
-per token are taken on the host, where whoever waits for the tokens would, and leave the prompt out. Which modes there
-are and in which order they run is `bench.governor`'s business.
+A call's seconds go from the start of its prefill to its last token, with the little that is noted after every step.
+Gaps between emissions and times per token are taken on the host, where whoever waits for the tokens would, and leave
+the prompt out. Which modes there are and in which order they run is `bench.governor`'s business.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import mean, median, median_high
 from typing import Any
 
@@ -31,7 +32,7 @@ class Call:
     """One batch, decoded."""
 
     tokens: list[list[int]]  # new ones, by row
-    seconds: float  # prefill and cycles
+    seconds: float  # from the start of its prefill
     opening_s: float  # before them: reading the request, finding its domain
     cycle_s: float  # in cycles by the engine's own timers, which are the device's where it has kernels
     cycles: int  # added up over rows
@@ -87,20 +88,21 @@ def follow(
     before_s, started = cycle_seconds(), clock()
     session = open_session()
     opening_s, rows = clock() - started, session.rows
-    steps: list[tuple[float, list[int]]] = []
-    counts, flagged = [0] * len(rows), [None if not row.ood else 0 for row in rows]
-    last = clock()
-    for _ in session.run():
-        gap = clock() - last
-        steps.append((gap, [row.new_tokens - count for row, count in zip(rows, counts, strict=True)]))
-        counts = [row.new_tokens for row in rows]
-        flagged = [
-            row.new_tokens if row.ood and before is None else before for row, before in zip(rows, flagged, strict=True)
-        ]
-        last = clock()  # what is done here is not the session's
+    stamps, counts = [clock()], [[len(row.prompt) for row in rows]]  # after every step, tokens of each row
+    flagged = [0 if row.ood else None for row in rows]
+    for _ in session.run():  # as little as can be is done here: the device may be waiting
+        stamps.append(clock())
+        counts.append([len(row.tokens) for row in rows])
+        for place, row in enumerate(rows):
+            if row.ood and flagged[place] is None:
+                flagged[place] = row.new_tokens
+    steps = [
+        (after - before, [new - old for new, old in zip(news, olds, strict=True)])
+        for (before, after), (olds, news) in zip(pairwise(stamps), pairwise(counts), strict=True)
+    ]
     return Call(
         tokens=[row.tokens[len(row.prompt) :] for row in rows],
-        seconds=max(row.elapsed_s for row in rows),
+        seconds=stamps[-1] - stamps[0],
         opening_s=opening_s,
         cycle_s=cycle_seconds() - before_s,
         cycles=sum(row.cycles for row in rows),

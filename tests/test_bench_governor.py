@@ -175,8 +175,7 @@ class FakeSession:
     def __init__(self, now: list[float], steps: Sequence[tuple[float, Sequence[int], int | None]]) -> None:
         self.now, self.steps = now, steps
         self.rows: list[Any] = [
-            SimpleNamespace(new_tokens=0, ood=False, tokens=[1], prompt=[1], elapsed_s=0.0, cycles=0, changes=[])
-            for _ in steps[0][1]
+            SimpleNamespace(new_tokens=0, ood=False, tokens=[1], prompt=[1], cycles=0, changes=[]) for _ in steps[0][1]
         ]
 
     def run(self) -> Iterator[None]:
@@ -186,7 +185,6 @@ class FakeSession:
                 row.new_tokens += new
                 row.tokens += [9] * new
                 row.cycles += bool(new)
-                row.elapsed_s = self.now[0] if new else row.elapsed_s
                 row.ood = row.ood or flagged == index
             yield
 
@@ -200,7 +198,7 @@ def test_a_call_notes_gaps_and_times_per_token_but_for_the_first_which_waits_for
         return session
 
     call = follow(opened, lambda: 10 * now[0], lambda: now[0])
-    assert call.opening_s == 0.5 and call.cycle_s == pytest.approx(155.0) and call.seconds == 15.5
+    assert call.opening_s == 0.5 and call.cycle_s == pytest.approx(155.0) and call.seconds == 15.0
     assert call.gaps == [(2.0, 1), (2.0, 1), (3.0, 1), (1.0, 1)]
     assert call.token_times == [(0.5, 4), (2.0, 1), (1.0, 3), (1.0, 1)]
     assert call.count == 11 and call.cycles == 6
