@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from types import SimpleNamespace
 
 import torch
 
+
+def interpret_without_delay() -> None:
+    """Triton's interpreter replaces its language, and puts it back, at every call of every function of a kernel, which
+    takes about half of its time; replaced once and for all, it does the same."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_LangPatchScope"):  # as it is since 3.6
+        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        interpret_without_delay()
