@@ -36,15 +36,16 @@ from tests.tiny import FAMILIES, tiny_model
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter, where there is no GPU")
 
 LAYER = 1
+CONTEXT, LONG_CONTEXT = 256, 600  # the shorter one where texts are short: fewer programs are interpreted
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4, "pad_token_id": 0}
 
 
 @cache
-def engines(family: str) -> tuple[Engine, Engine]:
+def engines(family: str, context: int = CONTEXT) -> tuple[Engine, Engine]:
     """One model behind kernels and behind PyTorch, with an exit that has everything an exit can have."""
     model = endless(
-        tiny_model(family, dtype=torch.float32, num_hidden_layers=2, head_dim=16, max_position_embeddings=600)
+        tiny_model(family, dtype=torch.float32, num_hidden_layers=2, head_dim=16, max_position_embeddings=context)
     )
     pair = Engine.from_model(model, kernels=True), Engine.from_model(model)
     trained = random_exit(pair[0].model, LAYER)
@@ -72,7 +73,7 @@ def test_prompts_of_any_length_leave_what_pytorch_leaves(family: str, drafting: 
     for length in (2, 33, 34, 200, 520):
         prompt = torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         found = []
-        for engine in engines(family):
+        for engine in engines(family, LONG_CONTEXT):
             session = open_session(engine, prompt, {**settings, "exit_layer": LAYER, "max_length": 512 + 16})
             session.prefill()
             row = session.rows[0]
@@ -86,7 +87,7 @@ def test_prompts_of_any_length_leave_what_pytorch_leaves(family: str, drafting: 
 
 
 def test_marks_are_those_of_routing_and_leave_the_cache_as_it_was() -> None:
-    engine, _ = engines("llama")
+    engine, _ = engines("llama", LONG_CONTEXT)
     machine = engine._machine
     assert machine is not None
     generator = torch.Generator().manual_seed(2)
