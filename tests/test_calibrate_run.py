@@ -38,9 +38,11 @@ from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quiet
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
+pytestmark = pytest.mark.xdist_group("calibration")  # one calibration serves most tests
+
 ROWS, LENGTH = 8, 128  # of a chunk of text
 AMOUNTS = ["--tokens", str(3 * ROWS * LENGTH), "--steps", "80", "--exits", "1,2"]
-SHORT_TRIALS = (Setting("0", "1", 2, 16), Setting("0.7", "1", 1, 16), Setting("0", "2-4", 4, 16))
+SHORT_TRIALS = (Setting("0", "1", 2, 4), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 1))
 
 
 class Outcome(NamedTuple):
