@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that are not there: within `compiling`, a launch compiles its kernel instead of running it.
 
 The tensors may lie on any device ("meta" costs no memory). It needs a process in which Triton does not interpret, so
-tests call it as a command: `python -m tests.compiling linear 90` compiles what `tests/launches_linear.py` launches and
-prints one line of JSON for each kernel.
+tests ask one that runs this file: `echo '["linear", 90, ""]' | python -m tests.compiling` compiles what
+`tests/launches_linear.py` launches and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -109,14 +111,22 @@ def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
 
 
 def compile_op(op: str, arch: int, match: str = "") -> list[Compiled]:
-    """Runs this file as a command, in a process that does not interpret; `match`: a part of the launches' names."""
+    """Asks the compiling process; `match`: a part of the launches' names."""
+    process = _compiling_process()
+    print(json.dumps([op, arch, match]), file=process.stdin, flush=True)
+    answer = json.loads(process.stdout.readline() or "{}")
+    if "compiled" not in answer:
+        _compiling_process.cache_clear()  # it may have died
+        raise RuntimeError(f"compiling {op} for sm_{arch} failed:\n{answer.get('error', '')}")
+    return [Compiled(**compiled) for compiled in answer["compiled"]]
+
+
+@cache
+def _compiling_process() -> Any:
+    """One for all tests that this process runs, and as long as it lives."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.compiling", op, str(arch), match], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"compiling {op} for sm_{arch} failed:\n{done.stderr[-4000:]}")
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    command, pipe = [sys.executable, "-m", "tests.compiling"], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -135,13 +145,19 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main() -> None:
-    op, arch, match = sys.argv[1], int(sys.argv[2]), "".join(sys.argv[3:])
-    module = importlib.import_module(f"tests.launches_{op}")
+def answer(op: str, arch: int, match: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    chosen = ((name, launch) for name, launch in module.launches() if match in name)
-    for compiled in compile_launches(chosen, arch):
-        print(json.dumps(asdict(compiled)), flush=True)
+    try:
+        module = importlib.import_module(f"tests.launches_{op}")
+        chosen = ((name, launch) for name, launch in module.launches() if match in name)
+        return {"compiled": [asdict(compiled) for compiled in compile_launches(chosen, arch)]}
+    except Exception:
+        return {"error": traceback.format_exc()[-4000:]}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(answer(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

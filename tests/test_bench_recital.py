@@ -79,6 +79,7 @@ def test_choices_of_other_sequences_are_refused() -> None:
         recite(ints, ints, torch.zeros(3, dtype=torch.int64), ints.view(2, 3).T)
 
 
+@pytest.mark.xdist_group("compiling")
 @pytest.mark.parametrize("arch", [86, 90])
 def test_the_kernel_compiles_and_fits(arch: int) -> None:
     check(compile_op("recital", arch))

@@ -8,7 +8,10 @@ import pytest
 
 from tests.compiling import Compiled, compile_op
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.xdist_group("compiling"),
+]
 
 # Each has a file tests/launches_<op>.py with `launches()`: pairs of a name and a call of a launcher.
 OPS = ["linear", "path_attention", "head", "choose"]
