@@ -15,12 +15,12 @@ def interpret_without_delay() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if hasattr(interpreter, "_LangPatchScope"):  # as it is since 3.6
+    if hasattr(interpreter, "_LangPatchScope"):  # other versions may do it in another way
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    if importlib.util.find_spec("triton") is not None:
+    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
         interpret_without_delay()
