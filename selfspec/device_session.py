@@ -16,6 +16,7 @@ from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prompts import passes
+from selfspec.device_shadow import OFFERED
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.governor import MEASURING
@@ -49,7 +50,8 @@ class Flight:
     plan: Plan
     reason: str | None
     mail: Mail
-    is_usual: bool = True  # it took as long as such cycles usually do
+    is_usual: bool = True  # it takes as long as such cycles usually do
+    is_ahead: bool = False  # it was launched while the one before was on its way
     scores: Scores | None = None  # of the plain cycles before it
 
     @property
@@ -69,6 +71,7 @@ class DeviceSession(Session):
         self._pages_moved = False  # the device has not been told of new pages
         self._owned: set[int] = set()  # rows, by id, that share no page they write to
         self._flight: Flight | None = None
+        self._landed: Mail | None = None  # of the newest cycle that was read: the next one's time is taken from there
         self._drawing = Drawing.of(self.sampling)
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
@@ -161,9 +164,11 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
+        mails = [self._landed]
         if self._flight is not None:
-            scores = self._flight.scores
-            self.machine.mails += [self._flight.mail, *([scores.mail] if scores else [])]  # who takes them sends later
+            mails += [self._flight.mail, self._flight.scores.mail if self._flight.scores else None]
+        self.machine.mails += [mail for mail in mails if mail is not None]  # who takes them sends later
+        self._landed = None
         self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
@@ -186,7 +191,7 @@ class DeviceSession(Session):
         """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
         this one left them."""
         sits = self._seated == flight.seated and self._owns(self.machine.seats(len(self._seated)))
-        return sits and any(_outlasts(row, flight.plan) for row in self.active)
+        return sits and any(row.max_length - len(row.tokens) > row.usual_tokens(flight.plan) for row in self.active)
 
     def _owns(self, seats: Seats) -> bool:
         return self.machine.owners.get(seats.count) is self
@@ -209,17 +214,19 @@ class DeviceSession(Session):
                 return None
             self.machine.replay(key)
         self._sit(rows, in_flight=before is not None)
+        waiting = self._waiting
         scores = self._keep_up(seats, plan, reason, before)
+        caught_up = self._waiting < waiting
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._waiting += self.exit is not None and not len(plan)
-        # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
-        # known yet that is better than nothing.
+        # The first of its kind takes longer, and so does one that others go before; of a request's first one the host's
+        # launch is a part. Where nothing is known yet that is better than nothing.
         alone = before is None and reason != MEASURING
-        is_usual = not (self.machine.is_new(key) or alone)
-        return Flight(list(self._seated), plan, reason, mail, is_usual, scores)
+        is_usual = not (self.machine.is_new(key) or alone or caught_up)
+        return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, scores)
 
     def _keep_up(self, seats: Seats, plan: Plan, reason: str | None, before: Flight | None) -> Scores | None:
         """The exit sees what it has missed when there is much of it, and is scored by it; or before it drafts."""
@@ -242,15 +249,14 @@ class DeviceSession(Session):
         return self.machine.catch_up(seats, self.exit, self._drawing, self._longest, scores)
 
     def _learn_scores(self, scores: Scores) -> None:
-        """Which ranks the tokens that were decoded plainly would have had among drafts."""
-        ranked = scores.mail.read()
+        """Which of the tokens that were decoded plainly would have been the best draft: of rank 0, others missed."""
+        drafted = scores.mail.read()
         self.machine.mails.append(scores.mail)
-        seats = len(ranked) // AT_ONCE
+        seats = len(drafted) // AT_ONCE
         for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
             if row is not None and row.finish_reason is None and self.governor is not None:
-                drafts = zip(row.tokens[end - scores.count : end], ranked[place::seats], strict=False)
-                ranks = [offered.index(token) if token in offered else shadow.OFFERED for token, offered in drafts]
-                self.governor.scored(row.watch, ranks, shadow.OFFERED)
+                drafts = zip(row.tokens[end - scores.count : end], drafted[place::seats], strict=False)
+                self.governor.scored(row.watch, [int(token != draft) for token, (draft,) in drafts], OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
         """In a hurry the one in flight again, if it is still for as many."""
@@ -261,8 +267,9 @@ class DeviceSession(Session):
         return self.choose_plan(rows, (before.plan, before.reason))
 
     def _is_steady(self, plan: Plan) -> bool:
-        """Whether this is what the governor has settled on, so that one cycle of it more tells little."""
-        return self.governor is not None and len(plan) > 0 and plan == self.governor.plan
+        """Whether this is what the governor has settled on and won by, so that one cycle of it more tells little."""
+        governor = self.governor
+        return governor is not None and len(plan) > 0 and plan == governor.plan and governor.is_well_ahead
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
@@ -271,8 +278,10 @@ class DeviceSession(Session):
         hurry = self._is_behind and self._is_steady(flight.plan) and self._hurried < HURRIED
         self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
+        passed = flight.mail.after(self._landed) if flight.is_ahead and self._landed else seconds
         self._learn_prompts()
-        self.machine.mails.append(flight.mail)
+        self.machine.mails += [self._landed] if self._landed else []
+        self._landed = flight.mail
         if flight.scores is not None:
             self._learn_scores(flight.scores)
         plan, ends = flight.plan, self._ends
@@ -292,7 +301,7 @@ class DeviceSession(Session):
             lasts.append(last)
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
-            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, usual, hurry)
+            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
         """A row takes a cycle's tokens one by one, accepted down to a last node; returns the node after which its text
@@ -444,9 +453,3 @@ class DeviceSession(Session):
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""
         assert self._cycle is not None
         return values.unflatten(0, (-1, self._cycle.seats.count))[:, : len(rows)].transpose(0, 1)
-
-
-def _outlasts(row: Row, plan: Plan) -> bool:
-    """Whether a text will likely go on after a cycle of this plan, which brings what cycles of it usually do."""
-    usual = row.new_tokens / row.cycles if row.cycles else plan.depth + 1
-    return row.max_length - len(row.tokens) > min(usual, plan.depth + 1)

@@ -16,8 +16,9 @@ from selfspec.fused_exit import Drafter, FusedExit, Past
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.know import AT_ONCE
 from selfspec.model import Decoder
-from selfspec.shadow import OFFERED
 from selfspec.tree import Plan
+
+OFFERED = 1  # best draft tokens that are looked at: more would take scores of all tokens, for every place
 
 
 class Shadow:
@@ -45,7 +46,7 @@ class Shadow:
         rows, config = AT_ONCE * seats.count, model.config
         places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, model.device)
         self.nodes = Nodes(places, chain.paths, chain.depths)
-        # The best draft tokens after each place, if they are asked for.
+        # The best draft token after each place, if it is asked for.
         self.report = torch.zeros(rows, OFFERED if scores else 0, dtype=torch.int32, device=model.device)
 
     @property

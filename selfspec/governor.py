@@ -28,6 +28,7 @@ _MISHAP = 1.5  # times its usual cost
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
+_MOST_TOKENS = 16  # of a cycle: no plan is that deep
 _BAD_LUCK = 0.45  # deviations by which the unluckiest of a batch is behind, for each doubling of its rows
 
 
@@ -128,7 +129,7 @@ class Governor:
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
         self._found = Prospects([], np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0))
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
-        self._found_at: tuple[Setting, int, int, Plan] | None = None  # prospects: also with what in use
+        self._found_at: tuple[Setting, int, int, Plan, int] | None = None  # prospects: also with what in use, for what
         self._has_news = True
         self._decisive: Watch | None = None  # the sequence that the newest plan was chosen by; None: all of them
         self._batch = 0  # of the last cycle
@@ -153,23 +154,34 @@ class Governor:
         if not len(plan_in_use) and self._has_nothing_to_decide(len(watches)):
             return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
-        prospects = self._look_up(at, len(watches), plan_in_use)
+        prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
         if not prospects.plans:
             return NONE, self._why_plain(watches)
         speeds, lasts = _speeds(watches, prospects, left)
+        chosen = self._best(prospects, speeds, len(watches), plan_in_use)
+        if chosen is None and self._quiet >= self._patience:
+            chosen = self._probe(prospects, speeds)
+        if chosen is None:
+            return NONE, self._why_plain(watches)
+        last = lasts[chosen]
+        self._decisive = None if last is None else watches[last]
+        return prospects.plans[chosen], None
+
+    def _best(self, prospects: Prospects, speeds: list[float], batch: int, in_use: Plan) -> int | None:
+        """The plan that is expected to be fastest, unless that in use is hardly slower; None if it does not pay."""
         best = speeds.index(max(speeds))
-        if plan_in_use in prospects.plans:
-            in_use = prospects.plans.index(plan_in_use)
-            best = in_use if speeds[best] <= (1 + self.rules.hysteresis) * speeds[in_use] else best
-        plan, speed, ratio = prospects.plans[best], speeds[best], float(prospects.ratios[best])
-        expected_loss = min(1.0, max(0.0, ratio * (1 - speed)))  # no plan is given up for good
-        pays = self._pays(speed, len(watches), plan_in_use) and self.ledger.allows(self.rules.loss_allowance)
-        is_time = self._quiet >= self._patience
-        if pays or (is_time and self.ledger.allows(self.rules.probe_allowance - expected_loss)):
-            last = lasts[best]
-            self._decisive = None if last is None else watches[last]
-            return plan, None
-        return NONE, self._why_plain(watches)
+        if in_use in prospects.plans:
+            place = prospects.plans.index(in_use)
+            best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
+        pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
+        return best if pays else None
+
+    def _probe(self, prospects: Prospects, speeds: list[float]) -> int | None:
+        """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed."""
+        losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
+        cheapest = losses.index(min(losses))
+        expected_loss = min(1.0, max(0.0, losses[cheapest]))  # no plan is given up for good
+        return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, and it is not time for a probe."""
@@ -196,9 +208,15 @@ class Governor:
             self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
         return self._ratios[plan]
 
-    def _look_up(self, at: Setting, batch: int, in_use: Plan) -> Prospects:
-        """What plans cost and bring; found once for many cycles."""
-        now = at, batch, self.costs.version, in_use
+    @property
+    def is_well_ahead(self) -> bool:
+        """Whether drafting has won so much that a few cycles may be lost before anybody looks."""
+        return self.ledger.owed <= -_MOST_CREDIT / 2
+
+    def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
+        """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles."""
+        most = min(most, _MOST_TOKENS)
+        now = at, batch, self.costs.version, in_use, most
         if self._found_at != now:
             longest, acceptance = self.rules.cycle_limit, self.ladder.acceptance
             found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
@@ -207,7 +225,8 @@ class Governor:
                 for plan, ratio in found.items()
                 if ratio <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
-            tokens, squares = ([of(plan) for plan in plans] for of in (acceptance.tokens, acceptance.squares))
+            wanted = [plan.truncated(most - 1) for plan in plans]
+            tokens, squares = ([of(plan) for plan in wanted] for of in (acceptance.tokens, acceptance.squares))
             ratios = np.array([found[plan] for plan in plans])
             self._found_at, self._found = now, Prospects(plans, np.array(tokens).T, np.array(squares).T, ratios)
         return self._found

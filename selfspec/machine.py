@@ -83,6 +83,12 @@ class Mail:
             return self._clock[1] - self._clock[0]
         return self._began.elapsed_time(self._event) / 1e3
 
+    def after(self, before: Mail) -> float:
+        """Seconds from another one's report to this, where both were read."""
+        if before._event is None or self._event is None:
+            return self._clock[1] - before._clock[1]
+        return before._event.elapsed_time(self._event) / 1e3
+
 
 class Machine:
     """Everything on the device that outlives a request."""

@@ -70,6 +70,10 @@ class Row:
     def cycles(self) -> int:
         return len(self.lasts)
 
+    def usual_tokens(self, plan: Plan) -> float:
+        """That a cycle of this plan will likely bring: what cycles of this text did so far."""
+        return min(self.new_tokens / self.cycles, plan.depth + 1) if self.cycles else plan.depth + 1
+
     @property
     def drafted(self) -> int:
         return sum(len(plan) * times for plan, times in self.plans.items())

@@ -220,7 +220,8 @@ class Session:
             raise
         self.commit(rows, draft, known, paths)
         lasts = [path[-1] for path in paths]
-        self._account(rows, Turn.of(plan, chosen, reason), lasts, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
 
     def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
         """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen
@@ -228,7 +229,9 @@ class Session:
         plan, reason = self.policy.choose(len(rows))
         if self.governor is None or reason is not None:
             return plan, reason
-        left = [row.max_length - len(row.tokens) for row in rows]
+        flying = Plan() if in_flight is None else in_flight[0]
+        coming = [0 if in_flight is None else round(row.usual_tokens(flying)) for row in rows]
+        left = [max(1, row.max_length - len(row.tokens) - more) for row, more in zip(rows, coming, strict=True)]
         return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight, left)
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:
@@ -413,10 +416,16 @@ class Session:
         return values
 
     def _account(
-        self, rows: list[Row], turn: Turn, lasts: list[int], seconds: float, usual: bool = True, hurry: bool = False
+        self,
+        rows: list[Row],
+        turn: Turn,
+        lasts: list[int],
+        seconds: float,
+        passed: float | None,
+        hurry: bool = False,
     ) -> None:
-        """A cycle is over: tells everybody who keeps count; of its time only if such cycles usually take it, and in a
-        hurry the governor only what it cost."""
+        """A cycle that took some seconds is over: tells everybody who keeps count. Plans are judged by the time that
+        passed until it was, if such cycles usually take it; in a hurry the governor learns only what it cost."""
         plan, depths = turn.plan, turn.plan.depths
         context, left = 0, []  # the length of the longest text, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
@@ -431,13 +440,13 @@ class Session:
                 row.waiting.clear()
                 self.cache.close(row.sequence)
         if self.governor is not None:
-            watches, usual_seconds = [row.watch for row in rows], seconds if usual else None
+            watches = [row.watch for row in rows]
             if hurry:
                 self.governor.overlook(watches, plan, ends, context, left)
             else:
-                self.governor.observe(watches, plan, ends, usual_seconds, context, turn.reason, left)
-        elif not len(plan) and usual:
-            self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, seconds)
+                self.governor.observe(watches, plan, ends, passed, context, turn.reason, left)
+        elif not len(plan) and passed is not None:
+            self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, passed)
         if turn.chosen != self._plan:
             self.metrics.change(turn.reason)
             self._plan = turn.chosen

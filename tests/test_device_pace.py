@@ -31,6 +31,9 @@ class Mail:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.seconds = plan, 1e-3 * (1 + 0.1 * plan.depth)
 
+    def after(self, before: Mail) -> float:
+        return self.seconds
+
     def start(self) -> None: ...
 
     def send(self, report: Any) -> None: ...
@@ -96,9 +99,11 @@ class Paced(DeviceSession):
     def _sit(self, rows: list[Row], in_flight: bool = False) -> Any:
         self._own(self.machine.seats(len(rows)), rows)
 
-    def _account(self, rows: Any, turn: Any, lasts: Any, seconds: float, usual: bool = True, *rest: Any) -> None:
-        self.timed.append(usual)
-        super()._account(rows, turn, lasts, seconds, usual, *rest)
+    def _account(
+        self, rows: Any, turn: Any, lasts: Any, seconds: float, passed: float | None, hurry: bool = False
+    ) -> None:
+        self.timed.append(passed is not None)
+        super()._account(rows, turn, lasts, seconds, passed, hurry)
 
 
 def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> None:
@@ -114,6 +119,24 @@ def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> Non
     assert second.timed == [False] + [True] * 19
 
 
+def test_plans_are_judged_by_the_time_that_passes_and_not_by_that_of_the_device_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host may take longer than the device; of a cycle that nothing went before, only its own time is known."""
+    monkeypatch.setattr(Mail, "after", lambda self, before: 7.0)
+    session, machine = Paced(Machine(), Costs(in_seats=True)), Machine()
+    machine.captured, machine.launched = {NONE}, {NONE}
+    session.machine = machine  # type: ignore[assignment]
+    told: list[float | None] = []
+    monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, "goodput"))
+    monkeypatch.setattr(Governor, "observe", lambda self, watches, plan, ends, passed, *_: told.append(passed))
+    for _ in range(4):
+        session.cycle()
+    assert told == [None, 7.0, 7.0, 7.0]
+    session.close()
+    assert len(machine.mails) == len(set(map(id, machine.mails))) >= 2
+
+
 def test_an_engine_that_has_captured_nothing_drafts_in_the_end() -> None:
     """What is not captured cannot be sent ahead; plain steps that measure are, or they would never be timed."""
     session = Paced(Machine(), Costs(in_seats=True))
@@ -125,11 +148,11 @@ def test_an_engine_that_has_captured_nothing_drafts_in_the_end() -> None:
     assert all(len(turn.plan) for turn in turns[len(measuring) :])
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(("behind", "won"), [(False, True), (True, False), (True, True)])
 def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
-    behind: bool, monkeypatch: pytest.MonkeyPatch
+    behind: bool, won: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once that has settled on a plan; what cycles cost is booked all the same."""
+    """Once that has settled on a plan and won by it; what cycles cost is booked all the same."""
     told: list[str] = []
 
     def observe(self: Governor, *_: Any) -> None:
@@ -141,12 +164,14 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     monkeypatch.setattr(Governor, "choose", lambda *_: told.append("asked") or (CHAIN, None))
     monkeypatch.setattr(Mail, "is_there", behind)
     session = Paced(Machine(), Costs(in_seats=True))
+    assert session.governor is not None
+    session.governor.ledger.owed = -5.0 if won else 0.0
     seen = []
     for _ in range(10):
         told.clear()
         session.cycle()
         seen.append(sorted(set(told)))
-    if not behind:
+    if not (behind and won):
         assert seen == [["asked", "observed"]] * 10
         return
     hurried = [["asked", "overlooked"], *[["overlooked"]] * (HURRIED - 1), ["observed"]]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from selfspec.acceptance import Acceptance
 from selfspec.costs import Costs, guessed_cost
-from selfspec.governor import MEASURING, Governor, Ledger, Watch
+from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
 from selfspec.ladder import Ladder
 from selfspec.policy import Rules
 from selfspec.shadow import OFFERED
@@ -294,8 +294,32 @@ def test_a_cycle_is_booked_by_the_row_that_its_plan_was_chosen_by(decides: int |
 def test_trees_are_for_as_many_rows_as_the_rules_say_whatever_the_seats(rows: int, trees: bool) -> None:
     wide = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=3)
     governor = Governor(wide, Costs(in_seats=True), Rules(max_tree_batch=3))
-    plans = governor._look_up(governor._setting([Watch()] * rows, 100), rows, NONE).plans
+    plans = governor._look_up(governor._setting([Watch()] * rows, 100), rows, NONE, most=9).plans
     assert any(not plan.is_chain for plan in plans) == trees
+
+
+def test_a_text_that_is_about_to_end_gets_no_deeper_plan_than_it_can_use() -> None:
+    """Of two plans the deep one is faster, but not for the last tokens; for the very last one nothing is."""
+    plans = sorted(ladder(True).plans(1), key=lambda plan: plan.depth)
+    short, deep = plans[0], plans[-1]
+    governor = governor_of(inf, dict.fromkeys(plans, 9.0) | {short: 1.05, deep: 1.3})
+    chosen = {left: governor.choose([sure()], 100, left=[left])[0] for left in (1, 2, 50)}
+    assert short.depth == 1 and deep.depth > 1
+    assert chosen == {1: NONE, 2: short, 50: deep}
+
+
+def test_it_is_tried_with_what_loses_least() -> None:
+    """Where nothing pays; the best plan of all for its cost may be a long one."""
+    plans = sorted(ladder(True).plans(1), key=lambda plan: plan.depth)
+    short, deep = plans[0], plans[-1]
+    governor = governor_of(inf, dict.fromkeys(plans, 9.0) | {short: 1.24, deep: 1.9})
+    doubtful = Watch()
+    doubtful.belief._weights = [0.8, 0.0, 0.0, 0.0, 0.0, 0.2]
+    prospects = governor._look_up(governor._setting([doubtful], 100), 1, NONE, most=50)
+    speeds = dict(zip(prospects.plans, _speeds([doubtful], prospects, None)[0], strict=True))
+    assert speeds[short] < speeds[deep] < 1
+    governor._quiet = governor._patience
+    assert governor.choose([doubtful], 100)[0] == short
 
 
 def test_rows_that_gain_less_do_not_hold_back_the_others() -> None:

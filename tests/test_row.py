@@ -135,7 +135,7 @@ class OfDevice(DeviceSession):
         reports = [[cycle.plan.depths[cycle.rows[i][0]] + 1, cycle.rows[i][0], *cycle.tokens(i)] for i in places]
         self.done += 1
         reports.append([0, 0, 0])  # a seat that nobody sits on
-        mail: Any = SimpleNamespace(is_there=False, read=lambda: reports, seconds=1e-3)
+        mail: Any = SimpleNamespace(is_there=False, read=lambda: reports, seconds=1e-3, after=lambda before: 1e-3)
         return Flight(rows, cycle.plan, cycle.reason, mail)
 
 
@@ -321,3 +321,16 @@ def test_a_row_that_has_not_begun_tells_of_nothing() -> None:
     assert (row.cycles, row.drafted, row.accepted, row.rejections, row.disabled_reason) == (0, 0, 0, 0, None)
     assert (row.origins, row.changes, row.accepted_by_depth, row.reached_by_depth) == ([], [], [], [])
     assert not row.plans and not row.outcomes and NONE not in row.plans
+
+
+@pytest.mark.parametrize(
+    ("new", "cycles", "usual"),
+    [(0, 0, 3), (12, 8, 1.5), (30, 10, 3), (50, 10, 3)],
+    ids=["nothing yet", "few", "all", "more"],
+)
+def test_a_cycle_usually_brings_what_those_before_brought_and_no_more_than_it_can(
+    new: int, cycles: int, usual: float
+) -> None:
+    row = Row([1], seed=0, copy=0, max_length=100, lasts=[0] * cycles)
+    row.tokens += [2] * new
+    assert row.usual_tokens(Plan.parse("chain:2")) == usual
