@@ -96,6 +96,7 @@ class Config:
     high_stages: int | None = None  # the stages of the highest tiles, where fewer leave room for a second program
     ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
     early: bool = False  # not of qkv: the next launch is let in as soon as those have, to ask for its own
+    low: bool = False  # tiles stay low: where programs leave SMs free, more of them are faster than higher ones
 
 
 def choose(kind: str, n: int, k: int) -> Config:
@@ -105,10 +106,11 @@ def choose(kind: str, n: int, k: int) -> Config:
         return Config(block_n=0, block_k=64, stages=4, warps=4)
     if kind == "linear":
         if k <= 2048:
-            return Config(block_width(n), block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True)
+            return Config(block_width(n), block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
         return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512)
     if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
-        return Config(16 if n <= 2048 else 32, block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True)
+        width = 16 if n <= 2048 else 32
+        return Config(width, block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
     return Config(block_n=64, block_k=128, stages=5, warps=4, high_stages=3 if kind == "gated" else None)
 
 
@@ -117,9 +119,9 @@ def _most_of(k: int) -> int:
     return k // 512 * 512
 
 
-def row_tile(rows: int) -> int:
-    """The height of a tile; dot products along K do not depend on it."""
-    return 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
+def row_tile(rows: int, low: bool = False) -> int:
+    """The height of a tile; dot products along K do not depend on it. Low ones stay so up to four of them."""
+    return 16 if rows <= (64 if low else 16) else 32 if rows <= 32 else MAX_ROW_TILE
 
 
 def launch_settings(
@@ -130,7 +132,7 @@ def launch_settings(
     block_n = block_n or config.block_n
     # A wide and high tile does not fit the registers.
     highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
-    block_m = config.block_m or min(row_tile(x.shape[0]), highest)
+    block_m = config.block_m or min(row_tile(x.shape[0], config.low), highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
