@@ -120,8 +120,8 @@ def _most_of(k: int) -> int:
 
 
 def row_tile(rows: int, low: bool = False) -> int:
-    """The height of a tile; dot products along K do not depend on it. Low ones stay so up to four of them."""
-    return 16 if rows <= (64 if low else 16) else 32 if rows <= 32 else MAX_ROW_TILE
+    """The height of a tile; dot products along K do not depend on it. Of 32 rows low ones are two."""
+    return 16 if rows <= (32 if low else 16) else 32 if rows <= 32 else MAX_ROW_TILE
 
 
 def launch_settings(

@@ -76,6 +76,7 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
+        self._unscored = 0  # shadows' lengths that the exit has seen since it was scored
         self._is_behind = False  # the device had finished before the host was done with the cycle before
         self._hurried = 0  # cycles since the governor saw one
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
@@ -234,7 +235,7 @@ class DeviceSession(Session):
         if not self._waiting or not (is_much or len(plan)):
             return None
         count = self._waiting
-        report = self._catch_up(seats, scores=is_much and self._scoring > 0 and is_governed(reason))
+        report = self._catch_up(seats, scores=is_much and is_governed(reason) and self._is_time_to_score())
         if not report.numel():
             return None
         mail = self.machine.mail(report)
@@ -242,6 +243,15 @@ class DeviceSession(Session):
         more = 0 if before is None else 1  # one that is plain, or nothing would be waiting
         ends = [0 if row is None else len(row.tokens) + more for row in self._seated]
         return Scores(list(self._seated), ends, count, mail)
+
+    def _is_time_to_score(self) -> bool:
+        """Of many rows less than all tokens tell enough."""
+        if self.governor is None or not self._scoring:
+            return False
+        self._unscored += 1
+        is_time = self._unscored > (len(self.active) > self.governor.rules.max_tree_batch)
+        self._unscored = 0 if is_time else self._unscored
+        return is_time
 
     def _catch_up(self, seats: Seats, scores: bool = False) -> torch.Tensor:
         assert self.exit is not None

@@ -111,6 +111,10 @@ class Prospects(NamedTuple):
     squares: np.ndarray  # [kinds, plans]: the mean squares of that
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
+    def first(self) -> Prospects:
+        """Only the smallest plan."""
+        return Prospects(self.plans[:1], self.tokens[:, :1], self.squares[:, :1], self.ratios[:1])
+
 
 class Governor:
     """Chooses the plans of one session. What it chooses follows only from what it is told to have happened; of a choice
@@ -131,6 +135,9 @@ class Governor:
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan, int] | None = None  # prospects: also with what in use, for what
         self._has_news = True
+        self._is_blind = (
+            True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
+        )
         self._decisive: Watch | None = None  # the sequence that the newest plan was chosen by; None: all of them
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
@@ -157,6 +164,8 @@ class Governor:
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
         if not prospects.plans:
             return NONE, self._why_plain(watches)
+        if self._is_blind and len(watches) > self.rules.max_tree_batch:
+            prospects = prospects.first()
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
         if chosen is None and self._quiet >= self._patience:
@@ -263,6 +272,7 @@ class Governor:
             self._has_news = self._has_news and not len(self.plan)
             self.plan, self._quiet, self._batch = NONE, self._quiet + 1, len(watches)
             return
+        self._is_blind = False
         emitted = _emitted(plan, lasts)
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)

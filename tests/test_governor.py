@@ -308,6 +308,21 @@ def test_a_text_that_is_about_to_end_gets_no_deeper_plan_than_it_can_use() -> No
     assert chosen == {1: NONE, 2: short, 50: deep}
 
 
+@pytest.mark.parametrize(("rows", "is_small"), [(4, False), (5, True)])
+def test_a_batch_too_large_for_trees_begins_with_the_smallest_plan(rows: int, is_small: bool) -> None:
+    """What comes of it tells much of so many rows; then the best one is chosen."""
+    chains = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=4)
+    governor = Governor(chains, Costs(), Rules(longest_cycle=inf))
+    governor.costs.observe(governor._setting([Watch()] * rows, 100), NONE, 1.0)
+    for _ in range(3):
+        governor.costs.observe(governor._setting([Watch()] * rows, 100), NONE, 1.0)
+    watches = [sure() for _ in range(rows)]
+    first = governor.choose(watches, 100)[0]
+    assert (first == chains.plans(rows)[0]) == is_small
+    governor.observe(watches, first, [0] * rows, None, 100)
+    assert governor.choose(watches, 100)[0] != chains.plans(rows)[0]
+
+
 def test_it_is_tried_with_what_loses_least() -> None:
     """Where nothing pays; the best plan of all for its cost may be a long one."""
     plans = sorted(ladder(True).plans(1), key=lambda plan: plan.depth)
