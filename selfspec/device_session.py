@@ -109,7 +109,7 @@ class DeviceSession(Session):
         if mail is not None and self._usual_agreement is not None:
             for (row, _, places), share in zip(judged, mail.read(), strict=True):
                 row.watch.learn_prompt(share, places, *self._usual_agreement)
-            self.machine.mails.append(mail)
+            self.machine.take_back(mail)
             super()._expect()
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
@@ -165,10 +165,9 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
-        mails = [self._landed]
+        self.machine.take_back(self._landed)
         if self._flight is not None:
-            mails += [self._flight.mail, self._flight.scores.mail if self._flight.scores else None]
-        self.machine.mails += [mail for mail in mails if mail is not None]  # who takes them sends later
+            self.machine.take_back(self._flight.mail, self._flight.scores.mail if self._flight.scores else None)
         self._landed = None
         self._leave_seats()
         self._seated, self._flight = [], None
@@ -261,7 +260,7 @@ class DeviceSession(Session):
     def _learn_scores(self, scores: Scores) -> None:
         """Which of the tokens that were decoded plainly would have been the best draft: of rank 0, others missed."""
         drafted = scores.mail.read()
-        self.machine.mails.append(scores.mail)
+        self.machine.take_back(scores.mail)
         seats = len(drafted) // AT_ONCE
         for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
             if row is not None and row.finish_reason is None and self.governor is not None:
@@ -290,7 +289,7 @@ class DeviceSession(Session):
         reports, seconds = flight.mail.read(), flight.mail.seconds
         passed = flight.mail.after(self._landed) if flight.is_ahead and self._landed else seconds
         self._learn_prompts()
-        self.machine.mails += [self._landed] if self._landed else []
+        self.machine.take_back(self._landed)
         self._landed = flight.mail
         if flight.scores is not None:
             self._learn_scores(flight.scores)

@@ -115,7 +115,7 @@ class Machine:
         self._stream: torch.cuda.Stream | None = None
         self._latest: torch.cuda.Stream | None = None  # that something was launched on
         self._took_memory = False
-        self.mails: list[Mail] = []  # that are free
+        self._mails: dict[tuple, list[Mail]] = {}  # that are free, by what they can carry
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
 
     def take_memory(self) -> None:
@@ -318,12 +318,15 @@ class Machine:
         return captured(launch, self._pool, self._stream)
 
     def mail(self, report: torch.Tensor) -> Mail:
-        """Something to send what looks like this with; who has read it puts it back to `mails`."""
-        fits = next((mail for mail in self.mails if mail.like == (report.shape, report.dtype)), None)
-        if fits is None:
-            return Mail(report)
-        self.mails.remove(fits)
-        return fits
+        """Something to send what looks like this with; who has read it gives it back."""
+        free = self._mails.get((report.shape, report.dtype))
+        return free.pop() if free else Mail(report)
+
+    def take_back(self, *mails: Mail | None) -> None:
+        """Those that are still on their way may be among them: whoever takes them sends later."""
+        for mail in mails:
+            if mail is not None:
+                self._mails.setdefault(mail.like, []).append(mail)
 
     def is_captured(self, key: tuple) -> bool:
         return key in self._replays

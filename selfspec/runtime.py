@@ -37,6 +37,7 @@ from selfspec.sampling import (
 from selfspec.tree import Plan
 
 AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
+ENDING = 32  # tokens before their end at which it matters to texts what a cycle in flight will bring
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (prefix [1, t], logits [1, V]) -> logits [1, V]
@@ -229,9 +230,9 @@ class Session:
         plan, reason = self.policy.choose(len(rows))
         if self.governor is None or reason is not None:
             return plan, reason
-        flying = Plan() if in_flight is None else in_flight[0]
-        coming = [0 if in_flight is None else round(row.usual_tokens(flying)) for row in rows]
-        left = [max(1, row.max_length - len(row.tokens) - more) for row, more in zip(rows, coming, strict=True)]
+        left = [row.max_length - len(row.tokens) for row in rows]
+        if in_flight is not None and max(left) < ENDING:
+            left = [max(1, n - round(row.usual_tokens(in_flight[0]))) for n, row in zip(left, rows, strict=True)]
         return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight, left)
 
     def draft(self, rows: list[Row], plan: Plan) -> Draft:

@@ -79,6 +79,9 @@ class Machine:
     def mail(self, report: Any) -> Mail:
         return Mail(self.newest)
 
+    def take_back(self, *mails: Mail | None) -> None:
+        self.mails += [mail for mail in mails if mail is not None]
+
 
 class Paced(DeviceSession):
     """A session of one row on such a machine; notes of each cycle whether it was timed."""

@@ -114,7 +114,9 @@ class OfDevice(DeviceSession):
     """A session whose device reports what a script tells; each cycle is launched before the last one has landed."""
 
     def __init__(self, script: list[Scripted], lengths: list[int], listens: bool) -> None:
-        machine: Any = SimpleNamespace(take_memory=lambda: None, current=nullcontext, mails=[], owners={})
+        machine: Any = SimpleNamespace(
+            take_memory=lambda: None, current=nullcontext, take_back=lambda *mails: None, owners={}
+        )
         model: Any = SimpleNamespace(device=torch.device("cpu"))
         sampling = Sampling(eos_token_ids=tuple(range(END, VOCABULARY)))
         policy: Any = Policy(Rules(), sampling)
