@@ -25,7 +25,7 @@ class Places:
     tokens: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32
     following: torch.Tensor  # [R] int32: the position of the token drawn there
-    slots: torch.Tensor  # [R] int64: page * page size + offset
+    slots: torch.Tensor  # [R] int64: page * page size + offset; -1 where nothing is stored
     cos: torch.Tensor  # [ropes, R, D / 2]
     sin: torch.Tensor  # [ropes, R, D / 2]
 
@@ -69,7 +69,7 @@ def enter_reference(
 def _enter(
     pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
     tokens, positions, following, slots, cos, sin, hidden_out,
-    next_weight, squares, scaled, counts, idle, sequences, first, page_table_stride, width, cos_rope_stride,
+    next_weight, squares, scaled, counts, sequences, first, page_table_stride, width, cos_rope_stride,
     squares_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
@@ -102,7 +102,7 @@ def _enter(
     page = tl.load(page_table + sequence * page_table_stride + slot // PAGE).to(tl.int64)
     lies = page * PAGE + slot % PAGE
     if counts is not None:
-        lies = tl.where(place < tl.load(counts + sequence), lies, idle + place)
+        lies = tl.where(place < tl.load(counts + sequence), lies, -1)
     tl.store(slots + row, lies)
     position = length + tl.load(depths + place)
     tl.store(positions + row, position)
@@ -144,8 +144,8 @@ def enter(
     ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens, or any others
     parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
     ranks: torch.Tensor | None = None,  # [M] int32
-    counts: torch.Tensor | None = None,  # [B] int32: only so many of each sequence's nodes are there
-    idle: int = 0,  # the slot from which on the others write
+    counts: torch.Tensor
+    | None = None,  # [B] int32: only so many of each sequence's nodes are there; others have no slot
 ) -> None:
     """Tokens, places, hidden states and what their norm reads for all rows of a level."""
     rows, hidden = hidden_out.shape
@@ -167,7 +167,7 @@ def enter(
         ranks if ranks is not None else nothing,
         embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
         level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out,
-        *next_tensors(next_norm), counts, idle, sequences, first, page_table.stride(0),
+        *next_tensors(next_norm), counts, sequences, first, page_table.stride(0),
         ranked.shape[1] if ranked is not None else 1, level.cos.stride(0),
         next_norm.squares.stride(0), HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles),
         BLOCK=block_width(hidden),

@@ -6,6 +6,7 @@ need the host between the model's logits and its choice (processors, penalties) 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ class Flight:
     reason: str | None
     mail: Mail
     is_usual: bool = True  # it takes as long as such cycles usually do
-    is_ahead: bool = False  # it was launched while the one before was on its way
+    follows: bool = False  # it was launched while the one before was on its way, and nothing between them
+    pause: float = 0.0  # seconds before that, in which nobody asked for a cycle
     scores: Scores | None = None  # of the plain cycles before it
 
     @property
@@ -78,6 +80,8 @@ class DeviceSession(Session):
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._unscored = 0  # shadows' lengths that the exit has seen since it was scored
         self._is_behind = False  # the device had finished before the host was done with the cycle before
+        self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
+        self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
@@ -181,11 +185,13 @@ class DeviceSession(Session):
             super().cycle()
             self.rise()
             return
+        self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
         flight = self._flight = self._flight or self._launch()
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
         self._land(flight)
         self._is_behind = self._flight is not None and self._flight.mail.is_there
+        self._left_at = time.perf_counter()
 
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
@@ -214,26 +220,30 @@ class DeviceSession(Session):
                 return None
             self.machine.replay(key)
         self._sit(rows, in_flight=before is not None)
-        waiting = self._waiting
-        scores = self._keep_up(seats, plan, reason, before)
-        caught_up = self._waiting < waiting
+        catches_up = self._has_to_catch_up(plan)
+        scores = self._keep_up(seats, reason, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
         self._waiting += self.exit is not None and not len(plan)
-        # The first of its kind takes longer, and so does one that others go before; of a request's first one the host's
-        # launch is a part. Where nothing is known yet that is better than nothing.
-        alone = before is None and reason != MEASURING
-        is_usual = not (self.machine.is_new(key) or alone or caught_up)
-        return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, scores)
+        # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
+        # known yet that is better than nothing.
+        unknown = reason == MEASURING and self.costs.plain(len(rows), self._longest) is None
+        is_usual = not self.machine.is_new(key) and (before is not None or unknown)
+        follows = before is not None and not catches_up
+        return Flight(list(self._seated), plan, reason, mail, is_usual, follows, self._pause, scores)
 
-    def _keep_up(self, seats: Seats, plan: Plan, reason: str | None, before: Flight | None) -> Scores | None:
-        """The exit sees what it has missed when there is much of it, and is scored by it; or before it drafts."""
-        is_much = self._waiting >= min(self._at_once, AT_ONCE)
-        if not self._waiting or not (is_much or len(plan)):
-            return None
-        count = self._waiting
+    @property
+    def _is_much_waiting(self) -> bool:
+        return self._waiting >= min(self._at_once, AT_ONCE)
+
+    def _has_to_catch_up(self, plan: Plan) -> bool:
+        return self._is_much_waiting or (self._waiting > 0 and len(plan) > 0)
+
+    def _keep_up(self, seats: Seats, reason: str | None, before: Flight | None) -> Scores | None:
+        """The exit sees what it has missed; where that is much, it is scored by it."""
+        count, is_much = self._waiting, self._is_much_waiting
         report = self._catch_up(seats, scores=is_much and is_governed(reason) and self._is_time_to_score())
         if not report.numel():
             return None
@@ -264,7 +274,7 @@ class DeviceSession(Session):
         seats = len(drafted) // AT_ONCE
         for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
             if row is not None and row.finish_reason is None and self.governor is not None:
-                drafts = zip(row.tokens[end - scores.count : end], drafted[place::seats], strict=False)
+                drafts = zip(row.tokens[end - scores.count : end], drafted[place::seats][: scores.count], strict=True)
                 self.governor.scored(row.watch, [int(token != draft) for token, (draft,) in drafts], OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
@@ -287,10 +297,11 @@ class DeviceSession(Session):
         hurry = self._is_behind and self._is_steady(flight.plan) and self._hurried < HURRIED
         self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
-        passed = flight.mail.after(self._landed) if flight.is_ahead and self._landed else seconds
+        landed, self._landed = self._landed, flight.mail
+        # What others did, or whoever reads the tokens, is no cycle's fault.
+        passed = max(seconds, flight.mail.after(landed) - flight.pause) if flight.follows and landed else seconds
         self._learn_prompts()
-        self.machine.take_back(self._landed)
-        self._landed = flight.mail
+        self.machine.take_back(landed)
         if flight.scores is not None:
             self._learn_scores(flight.scores)
         plan, ends = flight.plan, self._ends
@@ -446,6 +457,7 @@ class DeviceSession(Session):
         assert cycle is not None
         cycle.verify()
         if self.exit is not None and not len(draft.plan):
+            cycle.seats.lengths.add_(1)  # as if accepted: what waits is the newest position
             self._catch_up(cycle.seats)
         for row in rows:
             row.sequence.drafted = row.sequence.verified = len(draft.plan) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.cache import Cache
 from selfspec.device_cycle import Drawing
 from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
 from selfspec.fused_exit import Drafter, FusedExit, Past
@@ -23,7 +23,7 @@ OFFERED = 1  # best draft tokens that are looked at: more would take scores of a
 
 class Shadow:
     """A pass over what waits at all seats, after which nothing does. What is there of a text is a chain that begins
-    where the exit's cache ends; places where nothing waits write to a page that is nobody's."""
+    where the exit's cache ends; places where nothing waits store nothing."""
 
     def __init__(
         self,
@@ -34,11 +34,10 @@ class Shadow:
         reach: int,
         drafter: Drafter,
         drawing: Drawing,
-        idle_page: int,
         scores: bool,
     ) -> None:
         self.model, self.seats, self.drafter, self.drawing = model, seats, drafter, drawing
-        self.scores, self._idle = scores, idle_page * PAGE_SIZE
+        self.scores = scores
         self.count, self.page_table = seats.count, seats.page_table
         self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
@@ -57,6 +56,7 @@ class Shadow:
         drafter, waiting = self.drafter, self.drafter.waiting
         exit, past = FusedExit(self.fused, drafter.exit), Past(waiting.previous, None)
         torch.sub(self.seats.lengths, waiting.counts, out=self.lengths)
+        self.lengths.clamp_(min=0)  # seats that nobody sits on count too, and have no text
         self._enter(exit)
         if self.scores:
             reads = self.fused.scratch.take("reads", *waiting.hidden.shape, dtype=self.model.dtype)
@@ -74,5 +74,5 @@ class Shadow:
         enter(
             self.nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys),
             model.embedding, model._embedding_scale, self.lengths, self.page_table, self.nodes.depths, fused.inv_freq,
-            fused.rope_scaling, 0, pending=seats.pending, counts=self.drafter.waiting.counts, idle=self._idle,
+            fused.rope_scaling, 0, pending=seats.pending, counts=self.drafter.waiting.counts,
         )  # fmt: skip

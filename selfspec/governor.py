@@ -106,14 +106,10 @@ class Ledger:
 class Prospects(NamedTuple):
     """The plans that may be chosen in some setting."""
 
-    plans: list[Plan]
+    plans: list[Plan]  # the smallest first
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
     squares: np.ndarray  # [kinds, plans]: the mean squares of that
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
-
-    def first(self) -> Prospects:
-        """Only the smallest plan."""
-        return Prospects(self.plans[:1], self.tokens[:, :1], self.squares[:, :1], self.ratios[:1])
 
 
 class Governor:
@@ -164,14 +160,14 @@ class Governor:
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
         if not prospects.plans:
             return NONE, self._why_plain(watches)
-        if self._is_blind and len(watches) > self.rules.max_tree_batch:
-            prospects = prospects.first()
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
         if chosen is None and self._quiet >= self._patience:
             chosen = self._probe(prospects, speeds)
         if chosen is None:
             return NONE, self._why_plain(watches)
+        if self._is_blind and len(watches) > self.rules.max_tree_batch:
+            chosen = 0
         last = lasts[chosen]
         self._decisive = None if last is None else watches[last]
         return prospects.plans[chosen], None

@@ -151,6 +151,7 @@ class Machine:
             key, _ = self.cycle(seats, plan, exit, drawing, longest)
             self.replay(key)
             if exit is not None and not len(plan):
+                self.vacate(seats)  # or it would catch up with what waits there
                 for scores in (False, True):
                     self.catch_up(seats, exit, drawing, longest, scores)
 
@@ -230,13 +231,13 @@ class Machine:
         returns its report."""
         self._forget_if_moved()
         drafter, reach = self.drafter(seats, exit), self._reach(longest)
-        key = ("shadow", seats.count, reach, *_kind(drafter), drawing, scores)
+        key = ("shadow", seats.count, reach, *((*_kind(drafter), drawing) if scores else _identity(exit)))
         if key in self._replays:
             self._replays[key]()
         else:
             assert drafter is not None
             place = self.model, self.cache, self.scratch, seats, reach
-            shadow = self._shadows[key] = Shadow(*place, drafter, drawing, self.idle_page(), scores)
+            shadow = self._shadows[key] = Shadow(*place, drafter, drawing, scores)
             shadow.launch()
             self._replays[key] = self._captured(shadow.launch)
         return self._shadows[key].report

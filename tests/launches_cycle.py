@@ -61,7 +61,7 @@ def _cycle(shape: str, batch: int, plan: str, sampling: Sampling, exit: str = "r
 
 def _shadow(shape: str, batch: int) -> Shadow:
     model, cache, seats = _seats(shape, batch)
-    return Shadow(model, cache, Scratch(META), seats, 2048, _drafter(model, seats, True), Drawing(), 0, scores=True)
+    return Shadow(model, cache, Scratch(META), seats, 2048, _drafter(model, seats, True), Drawing(), scores=True)
 
 
 def _prompts(shape: str) -> Prompts:
@@ -74,8 +74,8 @@ def _prompts(shape: str) -> Prompts:
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     sampled = Sampling(do_sample=True, temperature=0.7, top_k=50)
     yield "plain, one row", _cycle("smollm2-135m", 1, "none", Sampling(), "none").launch
-    yield "plain, with an exit that waits", _cycle("smollm2-135m", 1, "none", Sampling(), "trained").launch
-    yield "what an exit has missed", _shadow("smollm2-135m", 2).launch
+    yield "plain, with a trained exit that waits", _cycle("smollm2-135m", 1, "none", Sampling(), "trained").launch
+    yield "what a trained exit has missed", _shadow("smollm2-135m", 2).launch
     yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, "trained").launch
     yield "prompts that are judged", _prompts("smollm2-135m").launch
     yield "8b, a chain without a block", _cycle("llama-8b", 1, "chain:2", Sampling(do_sample=True)).launch

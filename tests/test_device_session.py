@@ -248,6 +248,82 @@ def test_what_an_exit_did_not_see_of_plain_cycles_is_there_when_it_drafts(
         torch.testing.assert_close(one.exit_keys, other.exit_keys, atol=2e-4, rtol=2e-4)
 
 
+def exit_keys(engine: Engine, row: Row) -> torch.Tensor:
+    slots = [flat_slot(row.sequence, slot) for slot in range(row.sequence.length)]
+    return engine.cache.keys[engine.cache.exit_layer_index].flatten(0, 1)[slots]
+
+
+def plain_session(engine: Engine, rows: list[Row], **sampling: Any) -> Session:
+    """One with an exit that drafts nothing."""
+    drawn = Sampling(do_sample=True, temperature=0.8, **sampling)
+    policy = Policy(Rules(), drawn, mode="force", plan=Plan.parse("chain:2"))
+    return engine.open(rows, drawn, policy, engine.drafters.exits[LAYER])
+
+
+def plain_rows(count: int, seed: int = 1) -> list[Row]:
+    return [Row(prompt, seed=seed, copy=0, max_length=100) for prompt in prompts(count).repeat(1, 12).tolist()]
+
+
+def test_where_the_host_chooses_an_exit_misses_nothing_of_plain_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    found = []
+    for engine in engines("llama"):
+        rows = plain_rows(1)
+        session = plain_session(engine, rows, repetition_penalty=1.3)
+        running = session.run()
+        for _ in range(4):
+            next(running)
+        if engine._machine is None:
+            with torch.inference_mode():
+                session.catch_up(rows, score=False)
+        found.append(exit_keys(engine, rows[0]).clone())
+        running.close()
+    torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
+
+
+def test_seats_that_nobody_sits_on_write_to_no_page_of_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    engine = Engine(engines("llama")[0].model, kernels=True)
+    engine.drafters.exits = engines("llama")[0].drafters.exits
+    other = engine.cache.open()
+    engine.cache.reserve(other, 64)
+    assert engine._machine is not None and engine._machine.idle_page() == other.pages[0] + 1
+    engine.cache.keys[:, other.pages[0]] = 5.0
+    session = plain_session(engine, plain_rows(3))
+    running = session.run()
+    for _ in range(3):
+        next(running)
+    assert isinstance(session, device_session.DeviceSession) and session._waiting
+    with torch.inference_mode():
+        session.rise()
+    running.close()
+    assert (engine.cache.keys[:, other.pages[0]] == 5.0).all()
+
+
+def test_preparing_cycles_leaves_alone_what_waits_for_another_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    engine, found = engines("llama")[0], []
+    exit = engine.drafters.exits[LAYER]
+    assert exit.block is not None and exit.block.recall is not None and engine._machine is not None
+    recall = 3 * exit.block.recall + 1
+    other = Exit(engine.model, LAYER, exit.norm, replace(exit.block, recall=recall), exit.head_rows)
+    for disturbed in (False, True):
+        rows = plain_rows(1)
+        session = plain_session(engine, rows)
+        engine._machine.prepare(1, Plan(), other, session.sampling, 100)
+        running = session.run()
+        for _ in range(3):
+            next(running)
+        if disturbed:
+            engine._machine.prepare(1, Plan(), other, session.sampling, 100)
+        assert isinstance(session, device_session.DeviceSession)
+        with torch.inference_mode():
+            session.rise()
+        found.append(exit_keys(engine, rows[0]).clone())
+        running.close()
+    assert torch.equal(*found)
+
+
 class Followed(Row):
     """A row of which more is kept: its drafted trees, root first, and the keys of the exit's block."""
 
@@ -302,8 +378,7 @@ def followed(
             next(running)
             between(engine)
         for row in rows:
-            slots = [flat_slot(row.sequence, slot) for slot in range(row.sequence.length)]
-            row.exit_keys = engine.cache.keys[engine.cache.exit_layer_index].flatten(0, 1)[slots]
+            row.exit_keys = exit_keys(engine, row)
         running.close()
     return rows
 

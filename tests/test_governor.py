@@ -59,6 +59,7 @@ class World:
     texts: list[Text]
     clock: Clock = on_gpu
     shadows: bool = True
+    offered: int = OFFERED  # drafts that shadows look at
     ahead: bool = False  # the next plan is chosen before a cycle is over
     watches: list[Watch] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)  # of each cycle
@@ -103,7 +104,7 @@ class World:
     def _score(self) -> None:
         for watch, ranks in zip(self.watches, self.waiting, strict=True):
             if self.shadows:
-                self.governor.scored(watch, ranks, OFFERED)
+                self.governor.scored(watch, [min(rank, self.offered) for rank in ranks], self.offered)
             ranks.clear()
 
     @staticmethod
@@ -589,14 +590,18 @@ def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> No
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("shadows", "within"), [(True, 64), (False, 100)], ids=["shadows", "probes_alone"])
-def test_it_is_back_soon_when_the_text_turns(seed: int, shadows: bool, within: int) -> None:
+@pytest.mark.parametrize(
+    ("offered", "within"),
+    [(OFFERED, 64), (1, 64), (0, 100)],
+    ids=["shadows", "best drafts", "probes alone"],
+)
+def test_it_is_back_soon_when_the_text_turns(seed: int, offered: int, within: int) -> None:
     """A single probe in 32 tokens can miss; shadows look at every token."""
 
     def text(place: int) -> int:
         return drawn(0.02 if place < 100 else 0.8, seed)(place)
 
-    world = World(new_governor(), [text], shadows=shadows).run(100)
+    world = World(new_governor(), [text], shadows=offered > 0, offered=offered).run(100)
     assert sum(map(len, world.plans[-20:])) <= 8, "off, but for a probe"
     world.run(100 + within)
     assert all(map(len, world.plans[-2:])), "drafting again"

@@ -80,18 +80,18 @@ def test_the_root_carries_the_pending_token() -> None:
     assert level.positions.tolist() == [PAGE_SIZE - 1, PAGE_SIZE]
 
 
-def test_nodes_that_are_not_there_write_where_nobody_reads() -> None:
-    rows, idle = 3 * 2, 900
+def test_nodes_that_are_not_there_have_no_slot() -> None:
+    rows = 3 * 2
     level, table = empty_places(rows, 1, 4), torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     lengths, counts = torch.tensor([PAGE_SIZE - 2, 7], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
     enter(
         level, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(5, 16), None, lengths, table,
         torch.arange(3, dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 0,
-        pending=torch.zeros(2, dtype=torch.int32), counts=counts, idle=idle,
+        pending=torch.zeros(2, dtype=torch.int32), counts=counts,
     )  # fmt: skip
     page = PAGE_SIZE * table
     there = [page[0, 0] + PAGE_SIZE - 2, page[1, 0] + 7, page[0, 0] + PAGE_SIZE - 1]
-    assert level.slots.tolist() == [*map(int, there), idle + 1, int(page[0, 1]), idle + 2]
+    assert level.slots.tolist() == [*map(int, there), -1, int(page[0, 1]), -1]
 
 
 def test_a_level_needs_exactly_one_source_of_tokens() -> None:
