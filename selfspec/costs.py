@@ -6,6 +6,7 @@ is unknown here.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,14 +41,26 @@ class StepCost:
     head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
     head_rows: int = 0  # the head that `depth` was measured with
 
-    def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line. No head is so
-        small that a depth gives time back."""
+    def of(self, depth: int, nodes: int, head_rows: int | None = None, tiled: int | None = None) -> float:
+        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line. Of kernels, for
+        `tiled` sequences, half of the way lies where their rows fill a tile and need another. No head is so small that
+        a depth gives time back."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
         numbers, seconds = zip(*self.drafting, strict=True)
-        return float(np.interp(nodes, numbers, seconds)) + depth * max(0.0, self.depth + rows * self.head_row)
+        rest = float(np.interp(nodes, numbers, seconds))
+        if tiled is not None and nodes not in numbers:
+            after = min(bisect_left(numbers, nodes), len(numbers) - 1)
+            before = max(0, after - 1)
+            here, low, high = (_tiles(tiled * (n + 1)) for n in (nodes, numbers[before], numbers[after]))
+            rest = (rest + seconds[before if here == low else after]) / 2 if low < high else rest
+        return rest + depth * max(0.0, self.depth + rows * self.head_row)
+
+
+def _tiles(rows: int) -> int:
+    """Rows that kernels compute for so many."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else -(-rows // 64) * 64
 
 
 def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool, batch: int = 1) -> Guess:
@@ -58,9 +71,9 @@ def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool, batch: int = 1)
     return lambda depth, nodes: 1 + depth * of_depth + nodes * of_node
 
 
-def measured_cost(cost: StepCost, head_rows: int | None = None) -> Guess:
-    """From what calibration measured on this kind of device."""
-    return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain))
+def measured_cost(cost: StepCost, head_rows: int | None = None, tiled: int | None = None) -> Guess:
+    """From what calibration measured on this kind of device; `tiled` as in `StepCost.of`."""
+    return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows, tiled) / cost.plain))
 
 
 class Setting(NamedTuple):

@@ -139,7 +139,7 @@ class Drafters:
         alike = self._is_at_home and (device is None or device.kernels == self._kernels)
         if alike and band in choice.costs:
             cost = choice.costs[band].model_dump()
-            return measured_cost(StepCost(**cost), choice.head_rows or None)
+            return measured_cost(StepCost(**cost), choice.head_rows or None, batch if self._kernels else None)
         layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"
         return guessed_cost(choice.exit_layer, layers, on_gpu, batch)
 

@@ -164,3 +164,17 @@ def test_no_head_is_so_small_that_a_depth_gives_time_back() -> None:
     cost = StepCost(plain=0.01, depth=0.002, drafting=((1, 0.012), (3, 0.016)), head_row=1e-4, head_rows=100)
     assert cost.of(2, 3, head_rows=90) == pytest.approx(0.016 + 2 * 0.001)
     assert [cost.of(depth, 3, head_rows=10) for depth in (1, 2, 3)] == [0.016] * 3
+
+
+def test_kernels_pay_for_whole_tiles_of_rows() -> None:
+    """Of one sequence 15 nodes fill a tile with the root, of four sequences 3 do; within a tile nothing jumps."""
+    cost = StepCost(plain=1.0, depth=0.0, drafting=((1, 1.0), (3, 1.1), (8, 1.2), (16, 2.0), (32, 2.4)))
+    straight = [cost.of(1, nodes) for nodes in range(1, 33)]
+    tiled = {batch: [cost.of(1, nodes, tiled=batch) for nodes in range(1, 33)] for batch in (1, 4)}
+    for found in tiled.values():
+        assert found == sorted(found)
+        assert [found[n - 1] for n, _ in cost.drafting] == [seconds for _, seconds in cost.drafting]
+    assert tiled[1][:8] == straight[:8]
+    assert tiled[1][14] == pytest.approx((straight[14] + 1.2) / 2) and tiled[1][15] == 2.0
+    assert tiled[4][3] == pytest.approx((straight[3] + 1.2) / 2)
+    assert measured_cost(cost, tiled=1)(1, 12) < measured_cost(cost)(1, 12)
