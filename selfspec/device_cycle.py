@@ -137,7 +137,8 @@ class Cycle:
             self.fused.know(last, self.reads, hidden=hidden, waiting=waiting)
             return
         exit = FusedExit(self.fused, drafter.exit)
-        exit.know(self.stream, self.late, self.everyone, self.known, waiting)
+        later = exit.stream("later", self.rows)
+        exit.know(self.stream, self.late, self.everyone, self.known, later, waiting)
         if len(self.plan):
             exit.fill(self.stream.states, Past(drafter.known, self._known_rows), self.everyone)
 

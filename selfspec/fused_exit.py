@@ -62,14 +62,26 @@ class FusedExit:
         self.fused, self.exit = fused, exit
 
     def know(
-        self, stream: Stream, late: Stream, nodes: Nodes, known: torch.Tensor, waiting: Waiting | None = None
+        self,
+        stream: Stream,
+        late: Stream,
+        nodes: Nodes,
+        known: torch.Tensor,
+        later: Stream | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
-        """The states after layer N through the rest of the model, in `late` up to the middle: what is then known at
-        every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left waiting."""
-        fused, layers = self.fused, self.fused.model.config.num_layers
+        """The states after layer N through the rest of the model, in `late` and from the middle on in `later`: what is
+        then known at every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left
+        waiting. Without `later` it takes a launch more and less memory."""
+        fused, hidden, layers = self.fused, stream.states.shape[1], self.fused.model.config.num_layers
         middle = fused.run(range(self.exit.layer, self.exit.recalled_layer), stream, late, nodes)
-        last = fused.run(range(self.exit.recalled_layer, layers), middle, self._stream("late", len(known)), nodes)
-        fused.know(last, known, middle, hidden=None if waiting is None else stream.states, waiting=waiting)
+        rest = range(self.exit.recalled_layer, layers)
+        if later is None:
+            fused.normalise(middle.states, None, known[:, hidden:])
+            fused.know(fused.run(rest, middle, late, nodes), known[:, :hidden])
+        else:
+            last, states = fused.run(rest, middle, later, nodes), None if waiting is None else stream.states
+            fused.know(last, known, middle, hidden=states, waiting=waiting)
 
     def fill(self, states: torch.Tensor, past: Past, nodes: Nodes) -> None:
         """The block's keys and values of all rows, from the states after layer N and what was known before each."""
@@ -122,9 +134,10 @@ class FusedExit:
 
     def own(self, rows: int) -> Stream:
         """The exit block's stream. Between its passes it may serve others: nothing in it is kept."""
-        return self._stream("own", rows)
+        return self.stream("own", rows)
 
-    def _stream(self, name: str, rows: int) -> Stream:
+    def stream(self, name: str, rows: int) -> Stream:
+        """One of which nothing is kept after the next few kernels."""
         width = tiles(self.fused.model.config.hidden_size)
         squares = self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
         return Stream(self._scratch(f"{name} states", rows), squares, self._scratch(f"{name} scaled", rows))
