@@ -380,6 +380,27 @@ def test_the_head_is_timed_by_one_more_kind_of_cycle(engine: Engine, rows: tuple
     assert {batch for _, _, batch in timed.cycles} == {4}
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_on_kernels_full_tiles_of_rows_are_timed_and_those_that_need_one_more(engine: Engine, batch: int) -> None:
+    """So that what is thought of a plan that just fills a tile is not what the next one takes."""
+
+    def by_tiles(exit: Exit | None, plan: Plan, batch: int) -> float:
+        rows = batch * (len(plan) + 1)
+        return 1.0 + (16 if rows <= 16 else 32 if rows <= 32 else 64) / 16 + plan.depth
+
+    def timed(kernels: bool) -> StepCost:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "has_kernels", kernels)
+            (cost,) = Timed(engine, by_tiles).costs(exits_over(engine, None), batch).values()
+            return cost
+
+    exit = exits_over(engine, None)[0]
+    for nodes in (16 // batch - 1, 16 // batch, 32 // batch - 1, 32 // batch):
+        exact = by_tiles(exit, Plan.tree((nodes,)), batch)
+        assert timed(True).of(1, nodes, tiled=batch) == pytest.approx(exact)
+    assert timed(False).of(1, 32 // batch - 1) > by_tiles(exit, Plan.tree((32 // batch - 1,)), batch)
+
+
 def test_a_larger_head_never_saves_time(engine: Engine) -> None:
     def disturbed(exit: Exit | None, plan: Plan, batch: int) -> float:
         return sum_of_parts(exit, plan, batch) + (100 if exit is not None and exit.vocabulary < 80 else 0)

@@ -21,6 +21,7 @@ from selfspec.tree import NONE, Plan
 
 _LARGEST_TREE_BATCH = Rules().max_tree_batch
 _STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root
+_FULL_TILES = (3, 4, 7, 8, 15, 16, 31, 32)  # also, on kernels: before and after rows of 1 or 4 texts need another tile
 _CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # as many nodes, two depths apart
 _HEAD_STEP = 4  # every fourth row makes the smaller head that is timed
 _MOST_IN_LARGE_BATCHES = 8  # nodes that are timed where only chains are drafted
@@ -41,7 +42,8 @@ def step_costs(
         depths[exit.layer] = max(0.0, further / (_CHAIN.depth - _STAR.depth))
         progress(1)
     first = exits[0]
-    stars = [nodes for nodes in _STARS if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
+    wanted = sorted({*_STARS, *(_FULL_TILES if engine.has_kernels else ())})
+    stars = [nodes for nodes in wanted if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
     times = [_cycle_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
     drafting = tuple((nodes, max(plain, seconds)) for nodes, seconds in zip(stars, times, strict=True))
     head_row = _head_row_cost(engine, first, batch, chains[first.layer])
