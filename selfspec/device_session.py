@@ -52,7 +52,7 @@ class Flight:
     reason: str | None
     mail: Mail
     is_usual: bool = True  # it takes as long as such cycles usually do
-    follows: bool = False  # it was launched while the one before was on its way, and nothing between them
+    follows: bool = False  # it was launched while the one before was on its way
     pause: float = 0.0  # seconds before that, in which nobody asked for a cycle
     scores: Scores | None = None  # of the plain cycles before it
 
@@ -182,8 +182,10 @@ class DeviceSession(Session):
         """Every active row advances by at least one token. The next cycle is already on its way when its tokens are
         read; what it finds for rows that have ended meanwhile is dropped."""
         if self._host_chooses:
-            super().cycle()
-            self.rise()
+            try:
+                super().cycle()
+            finally:
+                self.rise()
             return
         self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
         flight = self._flight = self._flight or self._launch()
@@ -228,11 +230,11 @@ class DeviceSession(Session):
         mail.send(cycle.report)
         self._waiting += self.exit is not None and not len(plan)
         # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
-        # known yet that is better than nothing.
-        unknown = reason == MEASURING and self.costs.plain(len(rows), self._longest) is None
+        # known yet that is better than nothing. Catching up is a part of what drafting takes, but not of being plain.
+        unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
         is_usual = not self.machine.is_new(key) and (before is not None or unknown)
-        follows = before is not None and not catches_up
-        return Flight(list(self._seated), plan, reason, mail, is_usual, follows, self._pause, scores)
+        is_usual = is_usual and (len(plan) > 0 or not catches_up)
+        return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
     @property
     def _is_much_waiting(self) -> bool:
