@@ -18,7 +18,6 @@ from selfspec.costs import Costs, Setting
 from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.governor import MEASURING, Governor
-from selfspec.kernels.know import AT_ONCE
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy
@@ -37,6 +36,7 @@ from selfspec.sampling import (
 )
 from selfspec.tree import Plan
 
+AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
 ENDING = 32  # tokens before their end at which it matters to texts what a cycle in flight will bring
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
 
