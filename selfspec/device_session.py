@@ -17,7 +17,7 @@ from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prompts import passes
-from selfspec.device_shadow import OFFERED
+from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.governor import MEASURING
@@ -78,7 +78,6 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
-        self._unscored = 0  # shadows' lengths that the exit has seen since it was scored
         self._is_behind = False  # the device had finished before the host was done with the cycle before
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
         self._pause = 0.0
@@ -246,7 +245,7 @@ class DeviceSession(Session):
     def _keep_up(self, seats: Seats, reason: str | None, before: Flight | None) -> Scores | None:
         """The exit sees what it has missed; where that is much, it is scored by it."""
         count, is_much = self._waiting, self._is_much_waiting
-        report = self._catch_up(seats, scores=is_much and is_governed(reason) and self._is_time_to_score())
+        report = self._catch_up(seats, scores=is_much and is_governed(reason) and self._scoring > 0)
         if not report.numel():
             return None
         mail = self.machine.mail(report)
@@ -254,15 +253,6 @@ class DeviceSession(Session):
         more = 0 if before is None else 1  # one that is plain, or nothing would be waiting
         ends = [0 if row is None else len(row.tokens) + more for row in self._seated]
         return Scores(list(self._seated), ends, count, mail)
-
-    def _is_time_to_score(self) -> bool:
-        """Of many rows less than all tokens tell enough."""
-        if self.governor is None or not self._scoring:
-            return False
-        self._unscored += 1
-        is_time = self._unscored > (len(self.active) > self.governor.rules.max_tree_batch)
-        self._unscored = 0 if is_time else self._unscored
-        return is_time
 
     def _catch_up(self, seats: Seats, scores: bool = False) -> torch.Tensor:
         assert self.exit is not None
@@ -273,10 +263,12 @@ class DeviceSession(Session):
         """Which of the tokens that were decoded plainly would have been the best draft: of rank 0, others missed."""
         drafted = scores.mail.read()
         self.machine.take_back(scores.mail)
-        seats = len(drafted) // AT_ONCE
+        seats = self.machine.seats(len(scores.rows)).count
+        count = min(scores.count, scored_places(seats))
         for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
             if row is not None and row.finish_reason is None and self.governor is not None:
-                drafts = zip(row.tokens[end - scores.count : end], drafted[place::seats][: scores.count], strict=True)
+                start = end - scores.count
+                drafts = zip(row.tokens[start : start + count], drafted[place::seats][:count], strict=True)
                 self.governor.scored(row.watch, [int(token != draft) for token, (draft,) in drafts], OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:

@@ -1,7 +1,7 @@
 """An exit in the shadow, on the device: `shadow` for seats, as kernels.
 
 While nothing is drafted, plain cycles leave waiting what the exit did not see. One pass over all of it fills the exit's
-cache and, if asked to, tells what would have been drafted. When that is done, and what it means, is
+cache and, if asked to, tells what would have been drafted at some of it. When that is done, and what it means, is
 `device_session`'s business.
 """
 
@@ -19,6 +19,12 @@ from selfspec.model import Decoder
 from selfspec.tree import Plan
 
 OFFERED = 1  # best draft tokens that are looked at: more would take scores of all tokens, for every place
+_FEWEST, _ENOUGH = 4, 64  # places of a text, and rows of all texts, that are scored at once
+
+
+def scored_places(seats: int) -> int:
+    """How many of the places that wait are scored, the oldest: of many texts a few of each tell enough."""
+    return min(AT_ONCE, max(_FEWEST, _ENOUGH // seats))
 
 
 class Shadow:
@@ -37,7 +43,6 @@ class Shadow:
         scores: bool,
     ) -> None:
         self.model, self.seats, self.drafter, self.drawing = model, seats, drafter, drawing
-        self.scores = scores
         self.count, self.page_table = seats.count, seats.page_table
         self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
@@ -45,8 +50,10 @@ class Shadow:
         rows, config = AT_ONCE * seats.count, model.config
         places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, model.device)
         self.nodes = Nodes(places, chain.paths, chain.depths)
-        # The best draft token after each place, if it is asked for.
-        self.report = torch.zeros(rows, OFFERED if scores else 0, dtype=torch.int32, device=model.device)
+        scored = scored_places(seats.count) if scores else 0
+        self.scored = Nodes(places.rows(0, scored * seats.count), chain.paths[:scored], chain.depths[:scored])
+        # The best draft token after each place that is scored.
+        self.report = torch.zeros(scored * seats.count, OFFERED, dtype=torch.int32, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -58,13 +65,14 @@ class Shadow:
         torch.sub(self.seats.lengths, waiting.counts, out=self.lengths)
         self.lengths.clamp_(min=0)  # seats that nobody sits on count too, and have no text
         self._enter(exit)
-        if self.scores:
-            reads = self.fused.scratch.take("reads", *waiting.hidden.shape, dtype=self.model.dtype)
-            exit.read(waiting.hidden, past, self.nodes, reads)
-            noise = self.drawing.noise(self.seats, self.nodes.places)
-            self.report.copy_(exit.rank(drafter.head, reads, OFFERED, noise))
-        elif drafter.exit.block is not None:
+        rows = len(self.report)
+        if rows < len(waiting.hidden) and drafter.exit.block is not None:
             exit.fill(waiting.hidden, past, self.nodes)
+        if rows:  # whose keys and values are filled, or filled again
+            reads = self.fused.scratch.take("reads", rows, waiting.hidden.shape[1], dtype=self.model.dtype)
+            exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
+            noise = self.drawing.noise(self.seats, self.scored.places)
+            self.report.copy_(exit.rank(drafter.head, reads, OFFERED, noise))
         waiting.counts.zero_()
 
     def _enter(self, exit: FusedExit) -> None:

@@ -101,10 +101,11 @@ class Machine:
         self._waiting: dict[int, Waiting] = {}
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self.new_cycle: Callable[..., Cycle] = Cycle  # a benchmark may put in its own before the first
-        self._cycles: dict[tuple, Cycle] = {}
+        self._numbers: dict[tuple, int] = {}  # of cycles, which are looked up by it several times before each
+        self._cycles: dict[int, Cycle] = {}
         self._shadows: dict[tuple, Shadow] = {}
-        self._replays: dict[tuple, Launch] = {}
-        self._replayed: set[tuple] = set()
+        self._replays: dict[int | tuple, Launch] = {}
+        self._replayed: set[int] = set()
         self._passes: dict[tuple, tuple[Any, Launch]] = {}
         self._keys = cache.keys  # the storage that captured cycles know
         self._idle = cache.open()
@@ -216,11 +217,12 @@ class Machine:
             self._heads[key] = DraftHead.empty(capacity, self.model.device)
         return self._heads[key]
 
-    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[tuple, Cycle]:
+    def cycle(self, seats: Seats, plan: Plan, exit: Exit | None, drawing: Drawing, longest: int) -> tuple[int, Cycle]:
         """The cycle of these seats with this plan for texts of up to `longest`, and the key it is kept under."""
         self._forget_if_moved()
         drafter, reach = self.drafter(seats, exit), self._reach(longest)
-        key = (seats.count, reach, plan, *_kind(drafter), drawing)
+        kind = (seats.count, reach, plan, *_kind(drafter), drawing)
+        key = self._numbers.setdefault(kind, len(self._numbers))
         if key not in self._cycles:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
             self._cycles[key] = self.new_cycle(fused, seats, plan, drafter, drawing)
@@ -246,7 +248,7 @@ class Machine:
         """How long texts may get as far as attention is concerned, if they are to have up to `longest` tokens."""
         return min(max(SHORTEST_REACH, _rounded(longest)), _rounded(self.context)) + SPARE
 
-    def replay(self, key: tuple) -> Launch:
+    def replay(self, key: int) -> Launch:
         """The cycle kept under `key` as something to replay; captured on first use, from idle seats."""
         if key not in self._replays:
             cycle = self._cycles[key]
@@ -329,10 +331,10 @@ class Machine:
             if mail is not None:
                 self._mails.setdefault(mail.like, []).append(mail)
 
-    def is_captured(self, key: tuple) -> bool:
+    def is_captured(self, key: int) -> bool:
         return key in self._replays
 
-    def is_new(self, key: tuple) -> bool:
+    def is_new(self, key: int) -> bool:
         """Whether a cycle is launched for the first time, which takes longer than ever again."""
         new = key not in self._replayed
         self._replayed.add(key)

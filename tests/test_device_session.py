@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine, Rules, device_session
+from selfspec import Engine, Rules, device_session, device_shadow
 from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
@@ -484,26 +484,32 @@ def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings
     return engine.open(rows, sampling, policy, engine.drafters.exits[LAYER], governor=governor)
 
 
-@pytest.mark.parametrize("max_tree_batch", [2, 1])
-def test_plain_cycles_score_the_exit_as_pytorch_does(max_tree_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more rows than trees are for, every second time."""
+@pytest.mark.parametrize("enough", [64, 4])
+def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At all places or, where fewer rows are enough, at the oldest of each text."""
     monkeypatch.setattr(Governor, "choose", lambda *_: (Plan(), "goodput"))
+    monkeypatch.setattr(device_shadow, "_FEWEST", 1)
+    monkeypatch.setattr(device_shadow, "_ENOUGH", enough)
     scores: list[tuple[int, ...]] = []
     monkeypatch.setattr(Governor, "scored", lambda self, watch, ranks, offered: scores.append((*ranks, offered)))
     texts, found = [random_rows(9, seed=seed).tolist() for seed in (1, 2)], []
-    for engine in engines("llama"):
+    ours, theirs = engines("llama")
+    fresh = Engine(ours.model, kernels=True)  # which has not thought of shadows yet
+    fresh.drafters.exits = ours.drafters.exits
+    for engine in (fresh, theirs):
         scores.clear()
         session = governed(engine, texts, 8, {"do_sample": True, "temperature": 0.8})
-        assert session.governor is not None
-        session.governor.rules = replace(session.governor.rules, max_tree_batch=max_tree_batch)
+        keys = []
         for _ in session.run():
-            pass
-        found.append((list(scores), [row.tokens for row in session.rows]))
-    (ours, our_tokens), (theirs, their_tokens) = found
+            if session.rows[0].new_tokens == 7:  # six of them waited, and have been seen
+                keys = [exit_keys(engine, row)[:14].clone() for row in session.rows]
+        found.append((list(scores), [row.tokens for row in session.rows], keys))
+    (of_kernels, our_tokens, our_keys), (of_pytorch, their_tokens, their_keys) = found
     assert our_tokens == their_tokens
-    assert [len(ranks) for *ranks, _ in theirs] == [3] * 4  # twice for each text
-    expected = [(*(int(rank > 0) for rank in ranks), 1) for *ranks, _ in theirs]
-    assert ours == (expected if max_tree_batch == 2 else expected[2:])
+    assert [len(ranks) for *ranks, _ in of_pytorch] == [3] * 4  # twice for each text
+    count = min(3, enough // 2)
+    assert of_kernels == [(*(int(rank > 0) for rank in ranks[:count]), 1) for *ranks, _ in of_pytorch]
+    torch.testing.assert_close(our_keys, their_keys, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("length", [2, 20, 33, 50])
