@@ -154,7 +154,8 @@ class Governor:
         if probing or self.costs.wants_plain(len(watches), context, int(measuring)):
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
-        if not len(plan_in_use) and self._has_nothing_to_decide(len(watches)):
+        quiet = self._quiet + (in_flight is not None and not measuring and not len(plan_in_use))
+        if not len(plan_in_use) and self._has_nothing_to_decide(len(watches), quiet):
             return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
@@ -162,7 +163,7 @@ class Governor:
             return NONE, self._why_plain(watches)
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
-        if chosen is None and self._quiet >= self._patience:
+        if chosen is None and quiet >= self._patience:
             chosen = self._probe(prospects, speeds)
         if chosen is None:
             return NONE, self._why_plain(watches)
@@ -188,9 +189,9 @@ class Governor:
         expected_loss = min(1.0, max(0.0, losses[cheapest]))  # no plan is given up for good
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
-    def _has_nothing_to_decide(self, batch: int) -> bool:
+    def _has_nothing_to_decide(self, batch: int, quiet: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, and it is not time for a probe."""
-        return not self._has_news and batch == self._batch and self._quiet < self._patience
+        return not self._has_news and batch == self._batch and quiet < self._patience
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
@@ -273,7 +274,7 @@ class Governor:
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
-        self._patience = self._patience_after(plan, paid=loss < 0)
+        self._patience = self._patience_after(plan, loss < 0, all(watch.is_strange for watch in watches))
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
     def overlook(
@@ -313,12 +314,14 @@ class Governor:
         """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
         return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
 
-    def _patience_after(self, plan: Plan, paid: bool) -> int:
-        """A probe that paid is followed up at once; one that did not makes more patient."""
-        first = min(_FIRST_PROBE, self.rules.probe_interval)
+    def _patience_after(self, plan: Plan, paid: bool, strange: bool) -> int:
+        """A probe that paid is followed up at once; one that did not makes more patient. When surely strange texts
+        become others, shadows tell sooner."""
+        most = self.rules.probe_interval
+        first = most if strange and self.rules.shadow_tokens else min(_FIRST_PROBE, most)
         if not self._is_probe(plan):
             return first
-        return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
+        return 1 if paid else min(max(first, 2 * self._patience), most)
 
     def scored(self, watch: Watch, ranks: Sequence[int], offered: int) -> None:
         """While nothing was drafted, first draft tokens among `offered` would have had these ranks."""

@@ -589,6 +589,30 @@ def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> No
     assert 17 in pauses
 
 
+def test_surely_strange_text_is_probed_as_seldom_as_can_be_where_shadows_watch_it() -> None:
+    rules = Rules(probe_allowance=1000.0)
+    world = World(new_governor(rules), [drawn(0.0)]).run(200)
+    probes = [start for start, plan in zip(world.starts, world.plans, strict=True) if len(plan)]
+    aside = [after - before for before, after in pairwise(probes) if after - before > 2]
+    assert len(aside) >= 4
+    assert set(aside) == {rules.probe_interval + 1}
+
+
+def test_a_plain_cycle_in_flight_counts_when_a_probe_is_due() -> None:
+    """So that it comes when shadows have just left nothing waiting."""
+    governor, watches = new_governor(Rules(probe_allowance=1000.0)), [Watch()]
+    for seconds in (1.0, 1.0, 1.0):
+        governor.observe(watches, NONE, [0], seconds, 100, MEASURING)
+    while len(plan := governor.choose(watches, 100)[0]):
+        governor.observe(watches, plan, [0], on_gpu(plan), 100)
+    pause = governor._patience
+    for _ in range(pause - 1):
+        governor.observe(watches, NONE, [0], 1.0, 100, "goodput")
+    assert not len(governor.choose(watches, 100)[0])
+    assert len(governor.choose(watches, 100, (NONE, "goodput"))[0])
+    assert not len(governor.choose(watches, 100, (NONE, MEASURING))[0])
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
     ("offered", "within"),
