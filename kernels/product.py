@@ -97,6 +97,7 @@ class Config:
     ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
     early: bool = False  # not of qkv: the next launch is let in as soon as those have, to ask for its own
     low: bool = False  # tiles stay low: where programs leave SMs free, more of them are faster than higher ones
+    high: bool = False  # of more than 16 rows tiles are the highest at once: they are faster than half as high ones
 
 
 def choose(kind: str, n: int, k: int) -> Config:
@@ -107,7 +108,7 @@ def choose(kind: str, n: int, k: int) -> Config:
     if kind == "linear":
         if k <= 2048:
             return Config(block_width(n), block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
-        return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512)
+        return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512, high=True)
     if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
         width = 16 if n <= 2048 else 32
         return Config(width, block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
@@ -119,9 +120,11 @@ def _most_of(k: int) -> int:
     return k // 512 * 512
 
 
-def row_tile(rows: int, low: bool = False) -> int:
+def row_tile(rows: int, config: Config) -> int:
     """The height of a tile; dot products along K do not depend on it. Of 32 rows low ones are two."""
-    return 16 if rows <= (32 if low else 16) else 32 if rows <= 32 else MAX_ROW_TILE
+    if rows <= (32 if config.low else 16):
+        return 16
+    return 32 if rows <= 32 and not config.high else MAX_ROW_TILE
 
 
 def launch_settings(
@@ -132,7 +135,7 @@ def launch_settings(
     block_n = block_n or config.block_n
     # A wide and high tile does not fit the registers.
     highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
-    block_m = config.block_m or min(row_tile(x.shape[0], config.low), highest)
+    block_m = config.block_m or min(row_tile(x.shape[0], config), highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2

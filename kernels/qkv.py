@@ -69,6 +69,14 @@ def _norm_heads(
     return (both * inverse[:, None] * scale[None, :]).to(DTYPE).to(tl.float32)
 
 
+@jit
+def _store_halves(at, pair, first, second, inside, HALF: tl.constexpr):
+    """A head's halves, from rows' places on: each by itself, so that neighbours in memory are stored together."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    tl.store(at[:, None] + pair[None, :], first.to(dtype), mask=inside)
+    tl.store(at[:, None] + (HALF + pair)[None, :], second.to(dtype), mask=inside)
+
+
 @jit(do_not_specialize=["row_count"])
 def _qkv_kernel(
     x, weight, q_out, keys, values, bias, squares, q_norm, k_norm, cos, sin, slots, row_count,
@@ -114,21 +122,20 @@ def _qkv_kernel(
         elif head < Q_HEADS + KV_HEADS:
             both = _norm_heads(both, k_norm, dimension, 2 * HALF, EPS, OFFSET, BM, BN, dtype)
     first, second = tl.split(tl.reshape(both, (BM, PAIRS, 2)))
-    cosine, sine = c.to(tl.float32), s.to(tl.float32)
-    turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
-    both = tl.where(head < Q_HEADS + KV_HEADS, tl.reshape(turned, (BM, BN)), both)
-    inside = (row < row_count)[:, None] & (base + turn // 2 < HALF)[None, :]
+    if head < Q_HEADS + KV_HEADS:
+        cosine, sine = c.to(tl.float32), s.to(tl.float32)
+        first, second = first * cosine - second * sine, second * cosine + first * sine
+    inside = (row < row_count)[:, None] & valid
+    kept = inside & (slot >= 0)[:, None]
     page, offset = slot // PAGE, slot % PAGE
     if head < Q_HEADS:
-        at = q_out + row.to(tl.int64) * q_stride + head * (2 * HALF)
+        _store_halves(q_out + row.to(tl.int64) * q_stride + head * (2 * HALF), pair, first, second, inside, HALF)
     elif head < Q_HEADS + KV_HEADS:
         at = keys + page * key_page_stride + offset * key_slot_stride + (head - Q_HEADS) * key_head_stride
-        inside = inside & (slot >= 0)[:, None]
+        _store_halves(at, pair, first, second, kept, HALF)
     else:
         at = values + page * value_page_stride + offset * value_slot_stride
-        at += (head - Q_HEADS - KV_HEADS) * value_head_stride
-        inside = inside & (slot >= 0)[:, None]
-    tl.store(at[:, None] + dimension[None, :], both.to(dtype), mask=inside)
+        _store_halves(at + (head - Q_HEADS - KV_HEADS) * value_head_stride, pair, first, second, kept, HALF)
 
 
 def qkv_linear(
