@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, prod, sqrt
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,6 @@ class Acceptance:
             raise ValueError("how often drafts are right is not known: there are no shares by depth and rank")
         self._by_kind = [[_of_kind(of_depth, exponent) for of_depth in shares] for exponent in EXPONENTS]
         self.tokens = lru_cache(maxsize=256)(self._tokens)
-        self.squares = lru_cache(maxsize=256)(self._squares)
         self.chances = lru_cache(maxsize=4096)(self._chances)
         self.score = lru_cache(maxsize=256)(self._score)
 
@@ -58,12 +56,6 @@ class Acceptance:
     def _tokens(self, plan: Plan) -> Chances:
         """Expected tokens per cycle."""
         return tuple(sum(self.reach(kind, plan)) for kind in range(len(EXPONENTS)))
-
-    def _squares(self, plan: Plan) -> Chances:
-        """Expected squares of the tokens per cycle, which tell how far luck goes. Of the nodes of one depth at most
-        one is right, and a cycle that gets d deep brings d + 1 tokens: (d + 1)^2 is 1 + 3 + ... + (2 d + 1)."""
-        odd = [2 * depth + 1 for depth in plan.depths]
-        return tuple(sum(map(mul, odd, self.reach(kind, plan))) for kind in range(len(EXPONENTS)))
 
     def _chances(self, plan: Plan, last: int) -> Chances:
         """How likely it was that a cycle accepts the nodes down to `last` and none of that one's children."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
 _MOST_TOKENS = 16  # of a cycle: no plan is that deep
-_BAD_LUCK = 0.45  # deviations by which the unluckiest of a batch is behind, for each doubling of its rows
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ class Prospects(NamedTuple):
 
     plans: list[Plan]  # the smallest first
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
-    squares: np.ndarray  # [kinds, plans]: the mean squares of that
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
 
@@ -127,7 +124,7 @@ class Governor:
         self.plan = NONE  # the one in use
         self.ledger = Ledger(rules.probe_share)
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
-        self._found = Prospects([], np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0))
+        self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Setting, int, int, Plan, int] | None = None  # prospects: also with what in use, for what
         self._has_news = True
@@ -232,9 +229,9 @@ class Governor:
                 if ratio <= longest or self._may_be_longer(plan, ratio, at, in_use)
             ]
             wanted = [plan.truncated(most - 1) for plan in plans]
-            tokens, squares = ([of(plan) for plan in wanted] for of in (acceptance.tokens, acceptance.squares))
+            tokens = np.array([acceptance.tokens(plan) for plan in wanted]).T
             ratios = np.array([found[plan] for plan in plans])
-            self._found_at, self._found = now, Prospects(plans, np.array(tokens).T, np.array(squares).T, ratios)
+            self._found_at, self._found = now, Prospects(plans, tokens, ratios)
         return self._found
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
@@ -340,27 +337,26 @@ def _emitted(plan: Plan, lasts: Sequence[int | None]) -> list[int]:
 def _speeds(
     watches: Sequence[Watch], prospects: Prospects, left: Sequence[int] | None
 ) -> tuple[list[float], list[int | None]]:
-    """Of each plan, over plain decoding: of all sequences together, unless the one that ends last loses by it. A
-    request is over when that one is, so such a plan is judged by it; also tells which one that is."""
+    """Of each plan, over plain decoding. A request takes as long as the sequence that ends last, but which one that
+    will be, nobody knows yet: the one that is expected to counts as much as all together, and alone if it is surely
+    strange. Where a plan slows it down, also tells which one that is."""
     weights = np.array([watch.belief.weights for watch in watches])
     tokens = weights @ prospects.tokens
-    speeds = tokens.mean(0) / prospects.ratios
+    together = tokens.mean(0) / prospects.ratios
     if len(watches) == 1:
-        return speeds.tolist(), [None] * len(prospects.plans)
-    spread = np.sqrt(np.maximum(weights @ prospects.squares - tokens * tokens, 0.0))
-    last, pace = _last_to_end(tokens, spread, left)
+        return together.tolist(), [None] * len(prospects.plans)
+    last, pace = _last_to_end(tokens, left)
     of_last = pace / prospects.ratios
-    judged = np.where(of_last < 1, np.minimum(speeds, of_last), speeds).tolist()
+    lowest = np.minimum(together, of_last)
+    is_sure = np.array([watches[row].is_strange for row in last])
+    judged = np.where(is_sure, lowest, 2 / (1 / together + 1 / lowest))
     decisive = [int(row) if speed < 1 else None for row, speed in zip(last, of_last, strict=True)]
-    return judged, decisive
+    return judged.tolist(), decisive
 
 
-def _last_to_end(tokens: np.ndarray, spread: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+def _last_to_end(tokens: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
     """With each plan, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
-    request then takes than plainly; from the tokens [sequences, plans] that a cycle brings each, and how far single
-    cycles are from that. One of many has bad luck."""
-    rows = len(tokens)
-    plainly = np.full(rows, _LONG) if left is None else np.maximum(left, 1)
+    request then takes than plainly; from the tokens [sequences, plans] that a cycle brings each."""
+    plainly = np.full(len(tokens), _LONG) if left is None else np.maximum(left, 1)
     cycles = plainly[:, None] / tokens
-    needs = cycles + _BAD_LUCK * log2(rows) * np.sqrt(cycles) * spread / tokens
-    return needs.argmax(0), plainly.max() / needs.max(0)
+    return cycles.argmax(0), plainly.max() / cycles.max(0)

@@ -244,6 +244,7 @@ def governor_of(limit: float, ratios: dict[Plan, float], times: int = 4) -> Gove
 def sure(text_is_guessed: bool = True) -> Watch:
     watch = Watch()
     watch.belief._weights = [0.0] * 5 + [1.0] if text_is_guessed else [1.0] + [0.0] * 5
+    watch.ood = not text_is_guessed
     return watch
 
 
@@ -261,6 +262,19 @@ def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: 
     plan, reason = governor.choose([sure(), sure(text_is_guessed=False)], 100, left=left)
     assert (len(plan) > 0, reason) == (drafts, None if drafts else "goodput")
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
+
+
+@pytest.mark.parametrize(("cost", "surely", "drafts"), [(1.15, False, True), (1.15, True, False), (1.3, False, False)])
+def test_a_row_that_may_be_the_last_counts_as_much_as_all_together(cost: float, surely: bool, drafts: bool) -> None:
+    """With `chain:1` two rows get 1.87 and 1.10 tokens a cycle: at 1.15 plain steps that is 1.29x together and 0.95x
+    for the one behind, 1.10x by both; at 1.3 steps 0.97x. One that is surely strange will be the last."""
+    only, *others = ladder(True).plans(2)
+    governor = governor_of(inf, {only: cost} | dict.fromkeys(others, 9.0))
+    behind = Watch()
+    behind.belief._weights, behind.ood = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], surely
+    tokens = [sum(map(mul, of.belief.weights, governor.ladder.acceptance.tokens(only))) for of in (sure(), behind)]
+    assert tokens == pytest.approx([1.87, 1.10], abs=0.01)
+    assert (len(governor.choose([sure(), behind], 100, left=[50, 50])[0]) > 0) == drafts
 
 
 @pytest.mark.parametrize("decides", [None, 0])
@@ -689,20 +703,3 @@ def test_choosing_changes_nothing(seed: int, top1: float) -> None:
         first, second = (world.governor.choose(world.watches, 100) for _ in range(2))
         assert first == second
         world.cycle()
-
-
-@pytest.mark.parametrize(("rows", "left", "drafts"), [(1, 64, True), (16, 64, False), (16, 100_000, True)])
-def test_what_gains_little_does_not_pay_for_the_unluckiest_of_many(rows: int, left: int, drafts: bool) -> None:
-    """Chance makes one of many sequences fall behind, the less the longer they are."""
-    costs, gain = Costs(), 1.08
-    governor, watches = new_governor(costs=costs), [Watch() for _ in range(rows)]
-    at, acceptance = governor._setting(watches, 100), governor.ladder.acceptance
-    for _ in range(4):
-        costs.observe(at, NONE, 1.0)
-    for plan in governor.ladder.plans(rows):
-        expected = sum(map(mul, watches[0].belief.weights, acceptance.tokens(plan)))
-        for _ in range(4):
-            costs.observe(at, plan, expected / gain)
-    costs.observe(at, NONE, 1.0)
-    plan, reason = governor.choose(watches, 100, left=[left] * rows)
-    assert (len(plan) > 0) == drafts and reason == (None if drafts else "goodput")
