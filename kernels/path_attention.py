@@ -488,7 +488,7 @@ def path_attention(
             lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
             :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PREFIX=prefix, NODES=nodes, PDL=pdl,
-            **_tiles(dim, keys.element_size()), **_stages(dim, keys.element_size(), row_tile, prefix, nodes, far),
+            **(_tiles(dim, keys.element_size()) | _stages(dim, keys.element_size(), row_tile, prefix, nodes, far)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
@@ -504,8 +504,8 @@ def _stages(dim: int, element_size: int, row_tile: int, prefix: bool, nodes: boo
     """How loads are pipelined, which changes no result: within 99 KB of shared memory, unless programs may look `far`.
     With two stages a tile of 64 rows asks for its next keys only when it needs them: two programs share an SM then."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
-    if nodes and not prefix:  # four of them to an SM
-        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2} | ({} if wide or narrow else {"maxnreg": 128})
+    if nodes and not prefix:  # small, so that four share an SM
+        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2} | ({} if wide else {"num_warps": 2})
     ahead = row_tile == 16 or (far and not nodes)
     return {"TAIL_STAGES": 2 if wide else 3, "num_stages": 2 + ahead + narrow}
 

@@ -76,6 +76,11 @@ def measured_cost(cost: StepCost, head_rows: int | None = None, tiled: int | Non
     return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows, tiled) / cost.plain))
 
 
+def doubled(guess: Guess) -> Guess:
+    """For twice as many sequences as a guess is for: with as many rows a cycle costs about as much."""
+    return lambda depth, nodes: guess(depth, 2 * nodes + 1)
+
+
 class Setting(NamedTuple):
     """What the cost of a plan depends on."""
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs, Guess, StepCost, guessed_cost, measured_cost
+from selfspec.costs import Costs, Guess, StepCost, doubled, guessed_cost, measured_cost
 from selfspec.exits import Exit, HeadRows, check_exit_layer
 from selfspec.governor import Governor
 from selfspec.ladder import Ladder
@@ -127,6 +127,9 @@ class Drafters:
         if key not in self._ladders:
             acceptance = Acceptance(choice.ranks_at(temperature))
             guesses = {size: self._guess(choice, name, size) for name, size in BATCHES.items()}
+            if self._kernels:  # whose time follows from how many rows there are
+                between = [2 * size for size in guesses if size < max(guesses)]
+                guesses |= {size: doubled(guesses[size // 2]) for size in between if size not in guesses}
             widest = choice.head_rows or self.model.config.vocab_size
             limits = rules.max_tree_batch, widest, rules.cycle_limit
             self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, *limits)

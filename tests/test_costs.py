@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.costs import Costs, Setting, StepCost, guessed_cost, measured_cost
+from selfspec.costs import Costs, Setting, StepCost, doubled, guessed_cost, measured_cost
 from selfspec.tree import NONE, Plan
 
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:4")
@@ -178,3 +178,11 @@ def test_kernels_pay_for_whole_tiles_of_rows() -> None:
     assert tiled[1][14] == pytest.approx((straight[14] + 1.2) / 2) and tiled[1][15] == 2.0
     assert tiled[4][3] == pytest.approx((straight[3] + 1.2) / 2)
     assert measured_cost(cost, tiled=1)(1, 12) < measured_cost(cost)(1, 12)
+
+
+def test_twice_as_many_sequences_cost_what_as_many_rows_do() -> None:
+    """Eight with one node are sixteen rows, as four with three; with two they need another tile."""
+    cost = StepCost(1.0, 0.1, ((1, 1.1), (3, 1.2), (4, 1.5), (7, 1.6)))
+    of_eight = doubled(measured_cost(cost, tiled=4))
+    assert of_eight(1, 1) == pytest.approx(1.3)
+    assert of_eight(2, 2) > 1.7

@@ -227,6 +227,15 @@ def test_requests_that_do_other_things_have_costs_of_their_own(folder: Path) -> 
     assert costs[2] is costs[3], "the host has a hand in both"
 
 
+@pytest.mark.parametrize(("kernels", "sizes"), [(False, [1, 4, 16]), (True, [1, 2, 4, 8, 16])])
+def test_kernels_are_guessed_for_sizes_between_those_measured(folder: Path, kernels: bool, sizes: list[int]) -> None:
+    engine = engine_of("llama", folder / f"sizes{kernels}")
+    engine.drafters._kernels = kernels
+    governor = session_of(engine).governor
+    assert governor is not None and sorted(governor.ladder.guesses) == sizes
+    assert (governor.ladder.guess(8)(1, 1) == governor.ladder.guess(4)(1, 3)) == kernels
+
+
 def test_a_profile_whose_drafts_were_never_right_decodes_as_it_plans(folder: Path) -> None:
     engine = engine_of("llama", folder / "hopeless", ranks={"0": [[]], "1": [[0.0]]})
     assert session_of(engine).governor is None
