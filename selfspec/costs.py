@@ -24,6 +24,7 @@ _SHORT = 1024  # texts up to this length cost about the same
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
+_OUTLIER = 1.1  # times as long as usual is believed at once; more if the next one takes as long
 _KNOWN = 3  # measurements after which something is known
 _OUTDATED = 1024  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
@@ -105,18 +106,21 @@ class _Measured:
         self.memory = memory  # weight of the newest measurement
         self.times = 0
         self.seconds = 0.0
+        self.newest = 0.0
         self.latest = 0  # the cycle of its newest measurement
 
     def add(self, seconds: float) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
-        then the mean follows, slowly, and not to single outliers."""
+        then the mean follows, slowly, and hardly to a single outlier: of plain steps it might be the last for long."""
         self.times += 1
         if self.times == 1:
             self.seconds = seconds
         elif self.times <= _SETTLED:
             self.seconds = min(self.seconds, seconds)
         else:
-            self.seconds += self.memory * (min(seconds, 2 * self.seconds) - self.seconds)
+            believed = min(seconds, max(_OUTLIER * self.seconds, self.newest))
+            self.seconds += self.memory * (believed - self.seconds)
+        self.newest = min(seconds, 2 * self.seconds)
 
 
 class Costs:

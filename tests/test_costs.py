@@ -96,6 +96,16 @@ def test_a_batch_that_borrows_a_plain_step_soon_measures_its_own() -> None:
     assert known.ratio(two, CHAIN, guess) == pytest.approx(1.5)
 
 
+def test_a_single_slow_plain_step_flatters_no_plan() -> None:
+    """It may be the last one for a hundred cycles; a second one after it is no accident."""
+    known = costs(*[(NONE, 0.010), (CHAIN, 0.011)] * 8)
+    usual = known.ratio(ONE, CHAIN, guess)
+    known.observe(ONE, NONE, 0.030)
+    assert known.ratio(ONE, CHAIN, guess) > 0.97 * usual
+    known.observe(ONE, NONE, 0.030)
+    assert known.ratio(ONE, CHAIN, guess) < 0.85 * usual
+
+
 def test_what_has_become_slow_is_noticed() -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.014))
     for _ in range(40):
