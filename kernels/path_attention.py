@@ -495,14 +495,16 @@ def path_attention(
 
 
 def _tiles(dim: int, element_size: int) -> dict[str, int]:
-    """The size of the key tiles, which is part of the result, so it follows from head size and dtype alone."""
+    """The size of the key tiles, which is part of the result, so it follows from head size and dtype alone, and the
+    usual number of warps, which is not."""
     wide = _is_wide(dim, element_size)
     return {"DIM_PAD": _padded(dim), "KEY_TILE": 32 if wide else 64, "num_warps": 8 if wide else 4}
 
 
 def _stages(dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, far: bool) -> dict[str, int]:
-    """How loads are pipelined, which changes no result: within 99 KB of shared memory, unless programs may look `far`.
-    With two stages a tile of 64 rows asks for its next keys only when it needs them: two programs share an SM then."""
+    """How loads are pipelined, and by how many warps, which changes no result: within 99 KB of shared memory, unless
+    programs may look `far`. With two stages a tile of 64 rows asks for its next keys only when it needs them: two
+    programs share an SM then."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
     if nodes and not prefix:  # small, so that four share an SM
         return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2} | ({} if wide else {"num_warps": 2})

@@ -43,15 +43,17 @@ class StepCost:
     head_rows: int = 0  # the head that `depth` was measured with
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None, tiled: int | None = None) -> float:
-        """A cycle that drafts so many nodes; between the measured numbers of nodes, on a straight line. Of kernels, for
-        `tiled` sequences, half of the way lies where their rows fill a tile and need another. No head is so small that
-        a depth gives time back."""
+        """A cycle that drafts so many nodes; between the measured numbers of nodes, and after the last, on a straight
+        line. Of kernels, for `tiled` sequences, half of the way lies where their rows fill a tile and need another. No
+        head is so small that a depth gives time back."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
         numbers, seconds = zip(*self.drafting, strict=True)
         rest = float(np.interp(nodes, numbers, seconds))
-        if tiled is not None and nodes not in numbers:
+        if nodes > numbers[-1] and len(numbers) > 1:
+            rest += (nodes - numbers[-1]) * (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2])
+        if tiled is not None and nodes < numbers[-1] and nodes not in numbers:
             after = min(bisect_left(numbers, nodes), len(numbers) - 1)
             before = max(0, after - 1)
             here, low, high = (_tiles(tiled * (n + 1)) for n in (nodes, numbers[before], numbers[after]))

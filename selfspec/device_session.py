@@ -38,8 +38,8 @@ class Scores:
     """What the exit would have drafted, on its way."""
 
     rows: list[Row | None]  # by seat
-    ends: list[int]  # how many tokens each of them has where the scored ones end
-    count: int  # of those
+    ends: list[int]  # how many tokens each of them has where those that waited end
+    count: int  # of those; the oldest of them are scored
     mail: Mail
 
 
@@ -86,6 +86,8 @@ class DeviceSession(Session):
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
         self._shares: Mail | None = None  # all of these, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
+        if self.governor is not None and self._host_chooses:
+            self.governor.is_watched = False  # nothing waits there, so nothing is scored
 
     def _timed(self, step: Callable[[], None]) -> None:
         with self.machine.current():

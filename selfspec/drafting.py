@@ -126,23 +126,24 @@ class Drafters:
         key = domain, temperature, rules.max_tree_batch, rules.cycle_limit
         if key not in self._ladders:
             acceptance = Acceptance(choice.ranks_at(temperature))
-            guesses = {size: self._guess(choice, name, size) for name, size in BATCHES.items()}
-            if self._kernels:  # whose time follows from how many rows there are
-                between = [2 * size for size in guesses if size < max(guesses)]
-                guesses |= {size: doubled(guesses[size // 2]) for size in between if size not in guesses}
+            sizes = set(BATCHES.values()) | ({2 * size for size in BATCHES.values()} if self._kernels else set())
+            guesses = {size: self._guess(choice, size) for size in sizes if size <= max(BATCHES.values())}
             widest = choice.head_rows or self.model.config.vocab_size
             limits = rules.max_tree_batch, widest, rules.cycle_limit
             self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, *limits)
         return self._ladders[key]
 
-    def _guess(self, choice: DomainChoice, band: str, batch: int) -> Guess:
-        """What cycles cost: as calibration measured it with the same operations on this kind of device, or by the
-        numbers of layers and rows."""
+    def _guess(self, choice: DomainChoice, batch: int) -> Guess:
+        """What cycles cost: as calibration measured it with the same operations on this kind of device, on kernels also
+        with half as many sequences, or by the numbers of layers and rows."""
         device = self.profile.device if self.profile is not None else None
         alike = self._is_at_home and (device is None or device.kernels == self._kernels)
-        if alike and band in choice.costs:
-            cost = choice.costs[band].model_dump()
-            return measured_cost(StepCost(**cost), choice.head_rows or None, batch if self._kernels else None)
+        measured = {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
+        for size in (batch, batch // 2):
+            if size in measured:
+                cost = StepCost(**measured[size].model_dump())
+                guess = measured_cost(cost, choice.head_rows or None, size if self._kernels else None)
+                return guess if size == batch else doubled(guess)
         layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"
         return guessed_cost(choice.exit_layer, layers, on_gpu, batch)
 

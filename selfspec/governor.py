@@ -122,6 +122,7 @@ class Governor:
     ) -> None:
         self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
         self.plan = NONE  # the one in use
+        self.is_watched = rules.shadow_tokens > 0  # exits are scored while nothing is drafted
         self.ledger = Ledger(rules.probe_share)
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
         self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
@@ -131,7 +132,7 @@ class Governor:
         self._is_blind = (
             True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
         )
-        self._decisive: Watch | None = None  # the sequence that the newest plan was chosen by; None: all of them
+        self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
@@ -151,8 +152,9 @@ class Governor:
         if probing or self.costs.wants_plain(len(watches), context, int(measuring)):
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
-        quiet = self._quiet + (in_flight is not None and not measuring and not len(plan_in_use))
-        if not len(plan_in_use) and self._has_nothing_to_decide(len(watches), quiet):
+        quiet = self._quiet + (in_flight is not None and not len(in_flight[0]))
+        patience = self._patience_with(watches)
+        if not len(plan_in_use) and quiet < patience and self._has_nothing_to_decide(len(watches)):
             return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
@@ -160,7 +162,7 @@ class Governor:
             return NONE, self._why_plain(watches)
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
-        if chosen is None and quiet >= self._patience:
+        if chosen is None and quiet >= patience:
             chosen = self._probe(prospects, speeds)
         if chosen is None:
             return NONE, self._why_plain(watches)
@@ -186,9 +188,9 @@ class Governor:
         expected_loss = min(1.0, max(0.0, losses[cheapest]))  # no plan is given up for good
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
-    def _has_nothing_to_decide(self, batch: int, quiet: int) -> bool:
-        """While nothing is drafted: nothing was learned since that was decided, and it is not time for a probe."""
-        return not self._has_news and batch == self._batch and quiet < self._patience
+    def _has_nothing_to_decide(self, batch: int) -> bool:
+        """While nothing is drafted: nothing was learned since that was decided."""
+        return not self._has_news and batch == self._batch
 
     @staticmethod
     def _why_plain(watches: Sequence[Watch]) -> str:
@@ -261,17 +263,17 @@ class Governor:
             for watch in watches:
                 watch.belief.fade(tokens=1)
             self.ledger.pay_back()
-            if reason == MEASURING:
-                return
-            self._has_news = self._has_news and not len(self.plan)
-            self.plan, self._quiet, self._batch = NONE, self._quiet + 1, len(watches)
+            self._quiet += 1
+            if reason != MEASURING:
+                self._has_news = self._has_news and not len(self.plan)
+                self.plan, self._batch = NONE, len(watches)
             return
         self._is_blind = False
         emitted = _emitted(plan, lasts)
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
-        self._patience = self._patience_after(plan, loss < 0, all(watch.is_strange for watch in watches))
+        self._patience = self._patience_after(plan, watches, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
     def overlook(
@@ -288,12 +290,13 @@ class Governor:
         )
 
     def _counted(self, watches: Sequence[Watch], emitted: Sequence[int], left: Sequence[int] | None) -> float:
-        """The tokens of a cycle that its plan is judged by: of all sequences that go on or, as in `_speeds`, of the
-        one that will be last."""
+        """The tokens of a cycle that its plan is judged by, as in `_speeds`: of all sequences that go on and of the one
+        that will be last, each for half, or of that one alone."""
         rows = zip(watches, emitted, left or emitted, strict=True)
         went_on = [(watch, tokens) for watch, tokens, row_left in rows if row_left]
         mean = sum(tokens for _, tokens in went_on) / len(went_on) if went_on else 1.0
-        return min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
+        last = min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
+        return last if self._decisive is not None and self._decisive.is_strange else (mean + last) / 2
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
         """From where sequences stopped in their trees; from those whose text ended, nothing."""
@@ -311,14 +314,21 @@ class Governor:
         """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
         return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
 
-    def _patience_after(self, plan: Plan, paid: bool, strange: bool) -> int:
-        """A probe that paid is followed up at once; one that did not makes more patient. When surely strange texts
-        become others, shadows tell sooner."""
-        most = self.rules.probe_interval
-        first = most if strange and self.rules.shadow_tokens else min(_FIRST_PROBE, most)
+    def _patience_with(self, watches: Sequence[Watch]) -> int:
+        """Plain cycles before a probe; as long as nothing was drafted, by what is thought of the texts now."""
+        return self._first_patience(watches) if self._is_blind else self._patience
+
+    def _patience_after(self, plan: Plan, watches: Sequence[Watch], paid: bool) -> int:
+        """A probe that paid is followed up at once; one that did not makes more patient."""
+        first = self._first_patience(watches)
         if not self._is_probe(plan):
             return first
-        return 1 if paid else min(max(first, 2 * self._patience), most)
+        return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
+
+    def _first_patience(self, watches: Sequence[Watch]) -> int:
+        """When surely strange texts become others, shadows tell sooner than probes would."""
+        waits = self.is_watched and all(watch.is_strange for watch in watches)
+        return self.rules.probe_interval if waits else min(_FIRST_PROBE, self.rules.probe_interval)
 
     def scored(self, watch: Watch, ranks: Sequence[int], offered: int) -> None:
         """While nothing was drafted, first draft tokens among `offered` would have had these ranks."""

@@ -484,15 +484,20 @@ def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings
     return engine.open(rows, sampling, policy, engine.drafters.exits[LAYER], governor=governor)
 
 
-@pytest.mark.parametrize("enough", [64, 4])
+@pytest.mark.parametrize(("seats", "places"), [(1, 16), (2, 16), (4, 16), (8, 8), (16, 4), (32, 4)])
+def test_of_many_texts_some_places_are_scored(seats: int, places: int) -> None:
+    assert device_shadow.scored_places(seats) == places
+
+
+@pytest.mark.parametrize("enough", [64, 8])
 def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At all places or, where fewer rows are enough, at the oldest of each text."""
+    """At all places or, where fewer rows are enough, at the oldest of each text; one seat is nobody's."""
     monkeypatch.setattr(Governor, "choose", lambda *_: (Plan(), "goodput"))
     monkeypatch.setattr(device_shadow, "_FEWEST", 1)
     monkeypatch.setattr(device_shadow, "_ENOUGH", enough)
     scores: list[tuple[int, ...]] = []
     monkeypatch.setattr(Governor, "scored", lambda self, watch, ranks, offered: scores.append((*ranks, offered)))
-    texts, found = [random_rows(9, seed=seed).tolist() for seed in (1, 2)], []
+    texts, found = [random_rows(9, seed=seed).tolist() for seed in (1, 2, 3)], []
     ours, theirs = engines("llama")
     fresh = Engine(ours.model, kernels=True)  # which has not thought of shadows yet
     fresh.drafters.exits = ours.drafters.exits
@@ -506,8 +511,8 @@ def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: p
         found.append((list(scores), [row.tokens for row in session.rows], keys))
     (of_kernels, our_tokens, our_keys), (of_pytorch, their_tokens, their_keys) = found
     assert our_tokens == their_tokens
-    assert [len(ranks) for *ranks, _ in of_pytorch] == [3] * 4  # twice for each text
-    count = min(3, enough // 2)
+    assert [len(ranks) for *ranks, _ in of_pytorch] == [3] * 6  # twice for each text
+    count = min(3, enough // 4)
     assert of_kernels == [(*(int(rank > 0) for rank in ranks[:count]), 1) for *ranks, _ in of_pytorch]
     torch.testing.assert_close(our_keys, their_keys, atol=2e-4, rtol=2e-4)
 
@@ -611,4 +616,4 @@ def test_a_kind_of_cycle_is_new_once() -> None:
     engine, _ = engines("llama")
     machine = engine._machine
     assert machine is not None
-    assert [machine.is_new(("a kind",)) for _ in range(2)] == [True, False]
+    assert [machine.is_new(10**6) for _ in range(2)] == [True, False]

@@ -229,7 +229,8 @@ def test_requests_that_do_other_things_have_costs_of_their_own(folder: Path) -> 
 
 @pytest.mark.parametrize(("kernels", "sizes"), [(False, [1, 4, 16]), (True, [1, 2, 4, 8, 16])])
 def test_kernels_are_guessed_for_sizes_between_those_measured(folder: Path, kernels: bool, sizes: list[int]) -> None:
-    engine = engine_of("llama", folder / f"sizes{kernels}")
+    cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2), (8, 1.6)], head_row=0.0, head_rows=0)
+    engine = engine_of("llama", folder / f"sizes{kernels}", costs={"2-4": cost})
     engine.drafters._kernels = kernels
     governor = session_of(engine).governor
     assert governor is not None and sorted(governor.ladder.guesses) == sizes

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from selfspec.kernels import norm as norms  # noqa: E402
 from selfspec.kernels.gated import gated_linear, gated_linear_reference  # noqa: E402
 from selfspec.kernels.linear import linear, linear_reference  # noqa: E402
-from selfspec.kernels.product import Config, choose  # noqa: E402
+from selfspec.kernels.product import Config, choose, launch_settings  # noqa: E402
 from selfspec.kernels.qkv import qkv_linear, qkv_linear_reference  # noqa: E402
 from selfspec.kernels.triton_or_none import INTERPRETED  # noqa: E402
 
@@ -328,3 +328,13 @@ def test_gated_linear_refuses_what_does_not_fit() -> None:
         gated_linear(nan(1, 16), nan(31, 16), nan(1, 16), activation="silu")
     with pytest.raises(ValueError, match="x must be|weights|out must"):
         norms.normalise(nan(2, 16), nan(15), 1e-5, 0.0, nan(2, 16))
+
+
+@pytest.mark.parametrize(("rows", "heights"), [(16, (16, 16, 16)), (17, (64, 32, 16)), (33, (64, 64, 64))])
+def test_the_height_of_tiles_follows_from_rows_and_layer(rows: int, heights: tuple[int, ...]) -> None:
+    """Of a long product, a wide one, and one so small that low tiles leave SMs free."""
+    found = []
+    for kind, n, k in (("linear", 32, 4096), ("gated", 16384, 64), ("linear", 32, 64)):
+        x, weight = torch.empty(rows, k), torch.empty(1, k).expand(n, k)
+        found.append(launch_settings(x, weight, None, choose(kind, n, k))[0]["BM"])
+    assert tuple(found) == heights
