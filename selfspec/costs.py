@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import log, prod
+from math import exp, log
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
 _OUTLIER = 1.1  # times as long as usual is believed at once; more if the next one takes as long
 _KNOWN = 3  # measurements after which something is known
+_MANY = 16  # measurements after which more of them tell nothing new
 _OUTDATED = 1024  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed
@@ -203,10 +204,11 @@ class Costs:
         here = self._measured(at, guess)
         missing = [plan for plan in plans if plan not in here]
         if missing:
-            near = [here, *(self._measured(setting, guess) for setting in self._near(at))]
-            correction = _UNTRIED * next((_error(known, guess) for known in near if known), 1.0)
+            near = {setting: self._measured(setting, guess) for setting in (at, *self._near(at))}
+            known = next((setting for setting, found in near.items() if found), None)
+            correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
             for plan in missing:
-                elsewhere = next((known[plan] for known in near if plan in known), None)
+                elsewhere = next((found[plan] for found in near.values() if plan in found), None)
                 here[plan] = elsewhere or correction * guess(plan.depth, len(plan))
         return here
 
@@ -225,12 +227,16 @@ class Costs:
         }
 
     def _near(self, at: Setting) -> list[Setting]:
-        """Other settings with the same exit and a batch up to twice or half as large, the nearest first."""
+        """Other settings with the same exit and a batch up to twice or half as large, the nearest first. Of kernels, to
+        which another batch is another number of tiles, only with the same batch."""
         others = [s for s in self._drafting if s.exit_layer == at.exit_layer and s != at]
-        alike = [s for s in others if at.batch <= 2 * s.batch <= 4 * at.batch]
+        alike = [
+            s for s in others if at.batch == s.batch or (not self.in_seats and at.batch <= 2 * s.batch <= 4 * at.batch)
+        ]
         return sorted(alike, key=lambda s: (abs(s.length - at.length), abs(log(s.batch / at.batch))))
 
-
-def _error(ratios: dict[Plan, float], guess: Guess) -> float:
-    """How far off the guesses of these were, on the mean."""
-    return prod([ratio / guess(plan.depth, len(plan)) for plan, ratio in ratios.items()]) ** (1 / len(ratios))
+    def _error(self, at: Setting, ratios: dict[Plan, float], guess: Guess) -> float:
+        """How far off guesses were there, on the mean: of plans that ran a few times only, few cycles count."""
+        times = {plan: min(self._drafting[at][plan].times, _MANY) for plan in ratios}
+        errors = {plan: log(ratio / guess(plan.depth, len(plan))) for plan, ratio in ratios.items()}
+        return exp(sum(times[plan] * error for plan, error in errors.items()) / sum(times.values()))

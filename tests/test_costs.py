@@ -196,3 +196,21 @@ def test_twice_as_many_sequences_cost_what_as_many_rows_do() -> None:
     of_eight = doubled(measured_cost(cost, tiled=4))
     assert of_eight(1, 1) == pytest.approx(1.3)
     assert of_eight(2, 2) > 1.7
+
+
+def test_guesses_are_corrected_by_what_ran_often() -> None:
+    """A plan that ran once, and slowly, says little of another one."""
+    known = costs(*[(NONE, 0.010), (CHAIN, 0.010 * guess(2, 2))] * 16)
+    other, untried = Plan.parse("chain:1"), Plan.parse("chain:3")
+    before = known.ratio(ONE, untried, guess)
+    known.observe(ONE, other, 0.010 * 2 * guess(1, 1))
+    assert before < known.ratio(ONE, untried, guess) < 1.05 * before
+
+
+@pytest.mark.parametrize("in_seats", [False, True])
+def test_kernels_do_not_borrow_from_another_batch(in_seats: bool) -> None:
+    known = Costs(in_seats)
+    for _ in range(4):
+        for size, plan, seconds in ((1, NONE, 0.010), (2, NONE, 0.010), (2, CHAIN, 0.030)):
+            known.observe(Setting.of(3, size, 100), plan, seconds)
+    assert (known.ratio(ONE, CHAIN, guess) == pytest.approx(3.0)) == (not in_seats)
