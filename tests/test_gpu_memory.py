@@ -6,6 +6,7 @@ Running out while a cycle is captured is in `test_gpu_device`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,15 @@ def allow_more(nbytes: int) -> None:
     release()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + nbytes) / total))
+
+
+def use_up() -> list[torch.Tensor]:
+    """What is left, also between what earlier tests still hold."""
+    held: list[torch.Tensor] = []
+    with suppress(torch.OutOfMemoryError):
+        while True:
+            held.append(torch.empty(MIB, dtype=torch.int8, device="cuda"))
+    return held
 
 
 def allow_everything() -> None:
@@ -160,8 +170,10 @@ def test_a_live_model_without_room_to_be_fused_says_so_and_can_be_taken_once_the
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     hf = hf.cuda()
     allow_more(MIB)
+    held = use_up()
     with pytest.raises(torch.OutOfMemoryError, match=r"fusing model\.layers\.0\..* MB for a moment.*cuda:0.*usable"):
         Engine.from_model(hf, kernels=False)
+    held.clear()
     allow_everything()
     engine, expected = Engine.from_model(hf, kernels=False), load(folder)
     for ours, theirs in zip(engine.model.layers, expected.model.layers, strict=True):
