@@ -233,10 +233,14 @@ def compare(console: Console, args: argparse.Namespace, subject: Subject, setup:
     write = exactness.writer(subject.engine, args.max_new_tokens, subject.exit_layer)
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("tokens compared", total=args.exactness)
-        comparisons = exactness.check(
-            write, subject.prompts, args.exactness, args.plans,
-            progress=lambda compared: progress.update(bar, completed=compared),
-        )  # fmt: skip
+
+        def tell(so_far: list[exactness.Comparison]) -> None:
+            compared, differences = exactness.summary(so_far).values()
+            progress.update(bar, completed=compared)
+            if not console.is_terminal:  # where no bar is drawn, a run that is cut off shall not have been for nothing
+                console.print(f"{compared:,} tokens compared so far, {differences} texts differ")
+
+        comparisons = exactness.check(write, subject.prompts, args.exactness, args.plans, progress=tell)
     exactness.show(console, comparisons)
     found = exactness.as_json(comparisons)
     return {"exactness": found, "wrong": found["differences"]}

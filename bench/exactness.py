@@ -60,7 +60,7 @@ def check(
     plans: Sequence[str] = PLANS,
     batches: Sequence[int] = BATCHES,
     temperatures: Sequence[float] = TEMPERATURES,
-    progress: Callable[[int], None] = lambda compared: None,
+    progress: Callable[[list[Comparison]], None] = lambda so_far: None,
 ) -> list[Comparison]:
     """Rounds of all combinations until at least `wanted` tokens were compared; every round has other prompts."""
     cells = product(temperatures, batches, plans)
@@ -78,7 +78,7 @@ def check(
                     found += write(texts[part], seeds[part], temperature, one.plan)
                 for seed, a, b in zip(seeds, expected, found, strict=True):
                     one.add(seed, a, b)
-                progress(sum(one.compared for one in every))
+                progress(every)
         rounds += 1
     return every
 

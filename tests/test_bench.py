@@ -325,7 +325,9 @@ def test_differences_are_a_failure_of_the_command(tiny_shape: str, capsys: pytes
         mock.patch.object(exactness, "writer", lambda *_: lambda p, seeds, t, plan: [[plan != "none"] for _ in seeds]),
     ):
         assert decode.main(command.split()) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"][0]["exactness"]["differences"] == 16 * 24
+    told = capsys.readouterr().out
+    assert json.loads(told.splitlines()[-1])["runs"][0]["exactness"]["differences"] == 16 * 24
+    assert "16 tokens compared so far, 16 texts differ" in told, "if it were cut off, that much would be known"
 
 
 def test_without_matplotlib_there_is_a_message_in_place_of_the_plot(tmp_path: Path) -> None:
