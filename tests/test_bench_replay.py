@@ -1,0 +1,105 @@
+"""Replays of texts whose drafts are known: they must be what an engine does with the same plans."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import replay
+from bench.governor_sets import PromptSet
+from bench.replay import Stage, Text
+from selfspec import Engine, Rules
+from selfspec.costs import Costs
+from selfspec.profile import CycleCost, Spread
+from selfspec.tree import NONE, Plan
+from tests.profiles import choice_of
+from tests.scripted import random_prompt
+from tests.test_governed import engine_of, generate
+from tests.test_governor import ladder
+
+MISSED = 99
+CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:2,1")
+
+
+def text(*ranks: list[int], times: int = 1) -> Text:
+    return Text(np.array([[*row, *[MISSED] * (5 - len(row))] for row in ranks] * times), "text", False, 0.5, 20)
+
+
+def stage() -> Stage:
+    """A device on which a second row is a tenth of a step, in a domain of which half is guessed."""
+    costs = {
+        band: CycleCost(plain=plain, depth=0.1, drafting=[(1, 1.1), (8, 1.2)], head_row=0.0, head_rows=0)
+        for band, plain in (("1", 1.0), ("2-4", 1.3))
+    }
+    agreement = Spread(mean=0.5, deviation=0.1)
+    return Stage(ladder(True), choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
+
+
+def test_what_a_plan_accepts_is_told_by_the_ranks_of_its_own_depths() -> None:
+    one = text([0, 0], [1, 0], [1, 1], [MISSED])
+    assert [one.last(CHAIN, place) for place in range(5)] == [2, 0, 0, 0, 0]
+    assert [one.last(TREE, place) for place in range(5)] == [3, 4, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("rank", "cycles"), [(0, ceil(20 / 3)), (MISSED, 20)])
+def test_a_fixed_plan_takes_as_many_cycles_as_its_drafts_are_wrong(rank: int, cycles: int) -> None:
+    assert replay.fixed([text([rank, rank], times=20)], CHAIN, lambda rows, plan: 1.0) == cycles
+    assert replay.fixed([text([rank, rank], times=20)], NONE, lambda rows, plan: 1.0) == 20
+
+
+def test_rows_that_have_ended_are_not_paid_for() -> None:
+    texts = [text([0], times=4), text([0], times=10)]
+    assert replay.fixed(texts, NONE, lambda rows, plan: rows) == 4 * 2 + 6
+    assert stage().seconds(1, NONE) == 1.0
+    assert stage().seconds(2, NONE) == pytest.approx(1.1)
+    assert stage().seconds(3, NONE) == 1.3
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rank", "slowest", "fastest"), [(0, 0, 0.5), (MISSED, 1.0, 1.1)])
+def test_the_governor_drafts_what_is_guessed_and_steps_aside_elsewhere(
+    rows: int, rank: int, slowest: float, fastest: float
+) -> None:
+    texts = [text([rank] * 5, times=200)] * rows
+    plain = replay.fixed(texts, NONE, stage().seconds)
+    taken, plans = replay.governed(texts, stage(), Costs(in_seats=True))
+    assert slowest * plain <= taken <= fastest * plain
+    assert sum(len(plan) > 0 for plan in plans) > 0.8 * len(plans) or rank == MISSED
+    assert (plans[-1] == NONE) == (rank == MISSED)
+
+
+@pytest.mark.parametrize("plan", ["chain:2", "tree:2,1", "tree:3,2,1"])
+def test_a_replay_has_the_cycles_of_an_engine(plan: str, tmp_path: Path) -> None:
+    engine, prompt = engine_of("llama", tmp_path), random_prompt(9)
+    (one,) = replay.record(engine, PromptSet("text", [prompt], 40))
+    stats = generate(engine, [prompt], len(one.ranks), plan=plan, speculative_decoding="force").stats[0]
+    rows, outcomes = replay.Rows([one]), []
+    while rows.active:
+        before = rows.places[0]
+        rows.cycle(Plan.parse(plan))
+        outcomes.append(rows.places[0] - before)
+    assert len(one.ranks) == 40
+    assert stats.cycles == len(outcomes)
+    assert stats.cycles < 40, "or nothing was accepted, and nothing compared"
+
+
+def test_the_command_compares_all_batches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = CycleCost(plain=1.0, depth=0.05, drafting=[(1, 1.0), (8, 1.1)], head_row=0.0, head_rows=0)
+    engine = engine_of("llama", tmp_path, costs={"1": cost})
+    prompts = PromptSet("text", [random_prompt(9), random_prompt(20)], 30)
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)
+    monkeypatch.setattr(replay, "sets_of", lambda *_: [prompts])
+    assert replay.main(["--batch", "1", "2"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["set"], cell["batch"], cell["texts"]) for cell in found["results"]] == [
+        ("text", 1, 2),
+        ("text", 2, 2),
+    ]
+    assert all(cell["best_fixed_against_plain"] > 0.5 for cell in found["results"])
