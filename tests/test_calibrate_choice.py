@@ -202,7 +202,7 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
 def test_between_measured_numbers_of_nodes_a_cost_lies_on_a_straight_line() -> None:
     cost = StepCost(plain=1.0, depth=0.5, drafting=((1, 2.0), (3, 3.0), (11, 4.0)))
     assert [cost.of(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
-    assert cost.of(2, 63) == 5.0, "past the last, as the last"
+    assert cost.of(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "past the last, as between the last two"
 
 
 # Choosing for a domain
