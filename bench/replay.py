@@ -28,16 +28,18 @@ from selfspec import Engine, Rules
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.costs import Costs
+from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.drafting import Drafters
 from selfspec.governor import Governor, Watch
+from selfspec.kernels.know import AT_ONCE
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice
 from selfspec.sampling import Sampling
+from selfspec.shadow import PROMPT_END
 from selfspec.tree import NONE, Plan
 
 _SHADOW = 0.1  # plain steps that catching up takes
-_AT_ONCE, _SCORED = 16, 64  # plain steps after which an exit catches up, and rows that are scored then
 _FEWEST = 8  # tokens of a text that are worth replaying
 
 
@@ -77,7 +79,7 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         answers = Answers(prompts.temperature, corpus)
         (found,) = measure(model, [exit], profile.head_rows(model, domain), answers, seed)
         far = profile.far(engine.drafters.marks([prompt]), Rules().max_distance)[0] if profile.routes else False
-        places = min(len(prompt) - 1, 32)
+        places = min(len(prompt) - 1, PROMPT_END)
         texts.append(Text(found.ranks[: prompts.new_tokens], domain, far, found.prompt_agreement[0], places))
     return texts
 
@@ -150,35 +152,32 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     usual = stage.choice.prompt_agreement
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
-    judged = usual is None or len(texts) > stage.rules.max_tree_batch
+    unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
     total, waiting = 0.0, 0
 
     def judge() -> None:
-        for watch, text in zip(watches, texts, strict=True):
-            assert usual is not None
+        while unjudged and usual is not None:
+            watch, text = unjudged.pop()
             watch.learn_prompt(text.agreement, text.places, usual.mean, usual.deviation)
 
     def choose(in_flight: tuple[Plan, str | None] | None) -> tuple[Plan, str | None]:
         left = [max(1, rows.left(row) - (in_flight is not None)) for row in rows.active]
         return governor.choose([watches[row] for row in rows.active], 1, in_flight, left)
 
-    if not judged and any(text.far for text in texts):
+    if any(text.far for text in texts):
         judge()
-        judged = True
     flight = choose(None)
     while rows.active:
         plan, reason = flight
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
-        catching_up = _SHADOW * plain if waiting >= _AT_ONCE or (waiting and len(plan)) else 0.0
-        if waiting >= _AT_ONCE:
+        catching_up = _SHADOW * plain if waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
+        if waiting >= AT_ONCE:
             _score(governor, watches, rows)
         waiting = (0 if catching_up else waiting) + (not len(plan))
         taken = stage.seconds(len(rows.active), plan) + catching_up
         now, lasts = rows.cycle(plan)
-        if not judged:
-            judge()
-            judged = True
+        judge()  # which comes with the first cycle's tokens
         is_usual = len(plan) > 0 or not catching_up
         left = [rows.left(row) for row in now]
         governor.observe([watches[row] for row in now], plan, lasts, taken if is_usual else None, 1, reason, left)
@@ -189,11 +188,11 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
 
 def _score(governor: Governor, watches: Sequence[Watch], rows: Rows) -> None:
     """The oldest of the tokens that waited, as kernels score them: by the best draft alone."""
-    count = min(_AT_ONCE, max(4, _SCORED // len(watches)))
+    count = scored_places(len(watches))
     for row in rows.active:
-        start = rows.places[row] - _AT_ONCE
+        start = rows.places[row] - AT_ONCE
         first = rows.texts[row].ranks[max(0, start) : start + count, 0]
-        governor.scored(watches[row], [int(rank != 0) for rank in first], 1)
+        governor.scored(watches[row], [int(rank != 0) for rank in first], OFFERED)
 
 
 def compare(texts: Sequence[Text], size: int, stage_of: Callable[[str], Stage]) -> dict[str, Any]:

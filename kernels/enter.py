@@ -144,8 +144,7 @@ def enter(
     ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens, or any others
     parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
     ranks: torch.Tensor | None = None,  # [M] int32
-    counts: torch.Tensor
-    | None = None,  # [B] int32: only so many of each sequence's nodes are there; others have no slot
+    counts: torch.Tensor | None = None,  # [B] int32: so many of each sequence's nodes are there; others have no slot
 ) -> None:
     """Tokens, places, hidden states and what their norm reads for all rows of a level."""
     rows, hidden = hidden_out.shape
