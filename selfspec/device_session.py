@@ -31,6 +31,7 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
+BRIEF = 1e-4  # seconds between cycles in which nobody else did anything worth mentioning
 
 
 @dataclass
@@ -79,6 +80,7 @@ class DeviceSession(Session):
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._is_behind = False  # the device had finished before the host was done with the cycle before
+        self._owed: tuple[Any, ...] | None = None  # what is still to be told of the newest cycle that was read
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
         self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
@@ -170,6 +172,7 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
+        self._tell()
         self.machine.take_back(self._landed)
         if self._flight is not None:
             self.machine.take_back(self._flight.mail, self._flight.scores.mail if self._flight.scores else None)
@@ -181,7 +184,8 @@ class DeviceSession(Session):
     @torch.inference_mode()
     def cycle(self) -> None:
         """Every active row advances by at least one token. The next cycle is already on its way when its tokens are
-        read; what it finds for rows that have ended meanwhile is dropped."""
+        read; what it finds for rows that have ended meanwhile is dropped. Whoever waits for the tokens gets them before
+        anybody is told what they came to."""
         if self._host_chooses:
             try:
                 super().cycle()
@@ -189,11 +193,14 @@ class DeviceSession(Session):
                 self.rise()
             return
         self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
+        self._tell()
+        self._is_behind = self._flight is not None and self._flight.mail.is_there and self._pause < BRIEF
         flight = self._flight = self._flight or self._launch()
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
         self._land(flight)
-        self._is_behind = self._flight is not None and self._flight.mail.is_there
+        if not self.active:
+            self._tell()
         self._left_at = time.perf_counter()
 
     def _goes_on(self, flight: Flight) -> bool:
@@ -317,7 +324,13 @@ class DeviceSession(Session):
             lasts.append(last)
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
-            self._account(rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry)
+            self._owed = rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry
+
+    def _tell(self) -> None:
+        """Everybody who keeps count of the cycle that was read last."""
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            self._account(*owed)
 
     def _take(self, row: Row, tokens: list[int], plan: Plan, last: int) -> int:
         """A row takes a cycle's tokens one by one, accepted down to a last node; returns the node after which its text

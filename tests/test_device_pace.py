@@ -97,6 +97,11 @@ class Paced(DeviceSession):
         super().__init__(*parts, [row], sampling, policy, governor=governor, costs=costs, machine=machine)
         self.timed: list[bool] = []
 
+    def step(self) -> None:
+        """A cycle, and what is otherwise told when the next one begins."""
+        self.cycle()
+        self._tell()
+
     def _reserve(self, *_: Any) -> None: ...
 
     def _sit(self, rows: list[Row], in_flight: bool = False) -> Any:
@@ -115,7 +120,7 @@ def test_a_cycle_of_a_new_kind_and_the_first_of_a_request_are_not_timed() -> Non
     first, second = Paced(machine, costs), Paced(machine, costs)
     for session in (first, second):
         for _ in range(20):
-            session.cycle()
+            session.step()
     plans = [turn.plan for turn in first.rows[0].turns]
     drafts_from = next(place for place, plan in enumerate(plans) if len(plan))
     assert {place for place, timed in enumerate(first.timed) if not timed} == {0, drafts_from}
@@ -134,12 +139,12 @@ def test_plans_are_judged_by_the_time_that_passes_and_not_by_that_of_the_device_
     monkeypatch.setattr(Governor, "choose", lambda *_: (NONE, "goodput"))
     monkeypatch.setattr(Governor, "observe", lambda self, watches, plan, ends, passed, *_: told.append(passed))
     for _ in range(4):
-        session.cycle()
+        session.step()
     assert told[0] is None and told[1:] == pytest.approx([7.0] * 3, abs=0.5)
-    session.cycle()
+    session.step()
     session._left_at -= 5.0  # somebody else was at it meanwhile
-    session.cycle()  # the one that was in flight then is over; the next one waited
-    session.cycle()
+    session.step()  # the one that was in flight then is over; the next one waited
+    session.step()
     assert told[4:] == pytest.approx([7.0, 7.0, 2.0], abs=0.5)
     session.close()
     assert len(machine.mails) == len(set(map(id, machine.mails))) >= 2
@@ -149,7 +154,7 @@ def test_an_engine_that_has_captured_nothing_drafts_in_the_end() -> None:
     """What is not captured cannot be sent ahead; plain steps that measure are, or they would never be timed."""
     session = Paced(Machine(), Costs(in_seats=True))
     while session.active:
-        session.cycle()
+        session.step()
     turns = session.rows[0].turns
     measuring = [turn for turn in turns if turn.reason == MEASURING]
     assert len(measuring) < 8
@@ -177,10 +182,29 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     seen = []
     for _ in range(10):
         told.clear()
-        session.cycle()
+        session.step()
         seen.append(sorted(set(told)))
     if not (behind and won):
         assert seen == [["asked", "observed"]] * 10
         return
     hurried = [["asked", "overlooked"], *[["overlooked"]] * (HURRIED - 1), ["observed"]]
     assert seen == [["asked", "observed"], *hurried, *hurried, ["asked", "overlooked"]]
+
+
+def test_tokens_are_there_before_anybody_is_told_what_they_came_to() -> None:
+    """Which happens when the next ones are asked for, with the last of them, or when nobody asks any more."""
+    whole, left = (Paced(Machine(), Costs(in_seats=True), new_tokens=20) for _ in range(2))
+    row = whole.rows[0]
+    whole.cycle()
+    assert row.new_tokens and not row.turns
+    whole.cycle()
+    assert len(row.turns) == 1
+    cycles = 2
+    while whole.active:
+        whole.cycle()
+        cycles += 1
+    assert len(row.turns) == cycles
+    left.cycle()
+    left.close()
+    left.close()
+    assert len(left.rows[0].turns) == 1
