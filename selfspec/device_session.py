@@ -380,18 +380,10 @@ class DeviceSession(Session):
         """Rows that remain move to the seats of a smaller batch, once what is in flight is over."""
         left, places = self.machine.seats(len(self._seated)), {id(row): place for place, row in enumerate(self._seated)}
         self._leave_nothing_waiting(left)
-        who = torch.tensor([places[id(row)] for row in rows])
-        who = on_its_way(who, self.model.device).to(self.model.device, non_blocking=True)
-        before, after = self.machine.drafter(left, self.exit), self.machine.drafter(seats, self.exit)
-        known = None if before is None or before.known is None else before.known[who]
-        moving = left.leave(who)
         self._leave_seats()
-        self.machine.vacate(seats)
-        seats.take(moving)
-        self._write_pages(seats, rows)
-        if known is not None and after is not None and after.known is not None:
-            after.known[: len(rows)].copy_(known)
-        self._fill_head(seats)
+        self.machine.move(left, seats, self.exit, [places[id(row)] for row in rows])
+        if self._pages_moved:
+            self._write_pages(seats, rows)
         self._own(seats, rows)
 
     def _take_pages(self, row: Row, least: int) -> None:

@@ -119,18 +119,14 @@ class Seats:
         fields[11, 0] = sampling.top_k
         self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
 
-    def leave(self, places: torch.Tensor) -> list[torch.Tensor]:
-        """What the device knows of who sits in some places, and of how they draw, to be taken along."""
-        fields = self._words.view(12, -1)
-        return [self.seeds[places], fields[2:8, places], fields[8:, :1].clone()]
-
-    def take(self, moving: list[torch.Tensor]) -> None:
-        """They sit down on the first of these seats."""
-        seeds, each, settings = moving
-        fields = self._words.view(12, -1)
-        self.seeds[: len(seeds)].copy_(seeds)
-        fields[2:8, : len(seeds)].copy_(each)
-        fields[8:, :1].copy_(settings)
+    def take(self, left: Seats, places: torch.Tensor, present: torch.Tensor, idle_page: int) -> None:
+        """Who sits in these places of others sits down here, with all that the device knows of them and of how they
+        draw; nobody does where nobody is present."""
+        theirs, ours = left._words.view(12, -1), self._words.view(12, -1)
+        self.seeds.copy_(left.seeds[places] * present)
+        ours[2:8, : self.count].copy_(theirs[2:8, places] * present)
+        ours[8:, :1].copy_(theirs[8:, :1])
+        self.page_table.copy_(torch.where(present.bool()[:, None], left.page_table[places], idle_page))
 
     def empty(self, place: int, idle_page: int) -> None:
         """One of them is nobody's any more."""

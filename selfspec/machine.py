@@ -14,6 +14,7 @@ import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_move import Move
 from selfspec.device_prefill import SMALLEST, Prefill, padded
 from selfspec.device_prompts import LONGEST, Marking, Prompts, pass_size, passes, passes_up_to, stretches
 from selfspec.device_shadow import Shadow
@@ -104,6 +105,7 @@ class Machine:
         self._numbers: dict[tuple, int] = {}  # of cycles, which are looked up by it several times before each
         self._cycles: dict[int, Cycle] = {}
         self._shadows: dict[tuple, Shadow] = {}
+        self._moves: dict[tuple, Move] = {}
         self._replays: dict[int | tuple, Launch] = {}
         self._replayed: set[int] = set()
         self._passes: dict[tuple, tuple[Any, Launch]] = {}
@@ -136,6 +138,7 @@ class Machine:
         """Memory of seats, of buffers between kernels, and of captured cycles but for what CUDA keeps for itself."""
         tensors = [tensor for cycle in self._cycles.values() for tensor in cycle.tensors]
         tensors += [tensor for shadow in self._shadows.values() for tensor in shadow.tensors]
+        tensors += [move.who for move in self._moves.values()]
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
         tensors += [tensor for waiting in self._waiting.values() for tensor in (waiting.hidden, waiting.previous)]
         tensors += [tensor for made, _ in self._passes.values() for tensor in made.tensors]
@@ -145,16 +148,20 @@ class Machine:
     @torch.inference_mode()
     def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
         """Compiles and captures the cycle that requests of this kind will replay; with a plain one, what catches up on
-        many of it."""
+        many of it, and what moves rows to fewer seats."""
         with self.current():
             self.take_memory()
             seats, drawing = self.seats(rows), Drawing.of(sampling)
             key, _ = self.cycle(seats, plan, exit, drawing, longest)
             self.replay(key)
-            if exit is not None and not len(plan):
-                self.vacate(seats)  # or it would catch up with what waits there
+            if len(plan):
+                return
+            self.vacate(seats)  # or it would catch up with what waits there, and others move
+            if exit is not None:
                 for scores in (False, True):
                     self.catch_up(seats, exit, drawing, longest, scores)
+            for count in (1 << power for power in range(seats.count.bit_length() - 1)):
+                self.move(seats, self.seats(count), exit, [])
 
     @torch.inference_mode()
     def prepare_prompts(self, exit: Exit | None, batch: int, judge: bool, mark_layer: int | None) -> None:
@@ -243,6 +250,22 @@ class Machine:
             shadow.launch()
             self._replays[key] = self._captured(shadow.launch)
         return self._shadows[key].report
+
+    def move(self, left: Seats, right: Seats, exit: Exit | None, places: Sequence[int]) -> None:
+        """Who sits in these places goes to the first of other seats, after what was launched before; whoever sat there
+        rises. Captured when that is done for the first time."""
+        self._forget_if_moved()
+        self._evict(right)
+        before, after = self.drafter(left, exit), self.drafter(right, exit)
+        key = ("move", left.count, right.count, *_kind(before))
+        if key not in self._moves:
+            self._moves[key] = Move(left, right, before, after, self.idle_page())
+        self._moves[key].load(places)
+        if key in self._replays:
+            self._replays[key]()
+        else:
+            self._moves[key].launch()
+            self._replays[key] = self._captured(self._moves[key].launch)
 
     def _reach(self, longest: int) -> int:
         """How long texts may get as far as attention is concerned, if they are to have up to `longest` tokens."""
@@ -342,10 +365,13 @@ class Machine:
 
     def vacate(self, seats: Seats) -> None:
         """Nobody sits here any more; who did keeps what the device knows of its rows."""
+        self._evict(seats)
+        seats.vacate(self.idle_page())
+
+    def _evict(self, seats: Seats) -> None:
         owner = self.owners.pop(seats.count, None)
         if owner is not None:
             owner.rise()
-        seats.vacate(self.idle_page())
 
     def _forget_if_moved(self) -> None:
         """Captured cycles hold the cache's address: when it has grown elsewhere they are void."""
@@ -355,7 +381,7 @@ class Machine:
                 torch.cuda.synchronize(self.model.device)  # none of them may be running when it is destroyed
             self._keys, self._pool = self.cache.keys, None
             self.scratch.forget_outgrown()
-            for known in (self._cycles, self._shadows, self._replays, self._replayed, self._passes):
+            for known in (self._cycles, self._shadows, self._moves, self._replays, self._replayed, self._passes):
                 known.clear()
 
 

@@ -17,6 +17,7 @@ from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_move import Move
 from selfspec.draft import Draft
 from selfspec.exits import Exit
 from selfspec.fused import Seats
@@ -125,15 +126,20 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
 
 
 def test_who_moves_takes_along_where_it_stands_and_how_it_draws() -> None:
-    before, after = (Seats(count, 3, torch.device("cpu")) for count in (4, 2))
+    before, after = (Seats(count, 3, torch.device("cpu")) for count in (8, 4))
     before.seat([2**40 + 1, 2, 3], [10, 20, 30], [11, 21, 31], [0, 1, 2], Sampling(do_sample=True, temperature=0.7))
+    before.waiting[2] = 5
+    before.page_table[:3] = torch.tensor([[4, 5, 6], [7, 8, 9], [10, 11, 12]])
+    after.lengths.fill_(99)  # of whoever sat there before
     for seats in (after, before):  # to other seats, then up on the same ones
-        moving = before.leave(torch.tensor([2, 0]))
-        seats.vacate(0)
-        seats.take(moving)
-        taken = [getattr(seats, name)[:2].tolist() for name in ("seeds", "lengths", "pending", "copies", "active")]
-        assert taken == [[3, 2**40 + 1], [30, 10], [31, 11], [2, 0], [1, 1]]
-        assert not seats.active[2:].any() and not seats.lengths[2:].any()
+        move = Move(before, seats, None, None, idle_page=3)
+        move.load([2, 0])
+        move.launch()
+        names = ("seeds", "lengths", "pending", "copies", "active", "waiting")
+        taken = [getattr(seats, name)[:2].tolist() for name in names]
+        assert taken == [[3, 2**40 + 1], [30, 10], [31, 11], [2, 0], [1, 1], [5, 0]]
+        assert not any(getattr(seats, name)[2:].any() for name in names)
+        assert seats.page_table.tolist() == [[10, 11, 12], [4, 5, 6], *[[3, 3, 3]] * (seats.count - 2)]
         assert seats.temperature.item() == pytest.approx(0.7)
 
 
