@@ -17,7 +17,6 @@ from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 
 PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
-_ALONE = 4  # ranges that a node sums itself sooner than others do and tell it
 LOG2_E = 1.4426950408889634
 _SMALL = 99 * 1024  # bytes of shared memory that every GPU has
 _MANY_PROGRAMS = 256  # more than that keep a device busy: it is better to let two share an SM than to look far ahead
@@ -179,7 +178,7 @@ def _prefix_program(
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     lengths, _, depths, _, batch, rows = rows_at
-    partials, stats, counters, ranges, alone = workspace
+    partials, stats, counters, ranges = workspace
     PER_TILE: tl.constexpr = ROW_TILE // GROUP
     tiles = tl.cdiv(rows, PER_TILE)
     units = batch * KV_HEADS * tiles
@@ -189,10 +188,10 @@ def _prefix_program(
     b = unit // (tiles * KV_HEADS)
     length = tl.load(lengths + b)
     begin, end, low, high = _ranges_of_tile(depths, length, first, tl.minimum(rows - first, PER_TILE), WINDOW, ROW_TILE)
-    asked = (high <= ranges) & (high - low > alone)
+    planned = high <= ranges
     low, high = _records(low, high, APART)
     index = high - 1 - program // units
-    if (index >= low) & asked:
+    if (index >= low) & planned:
         first_range = _bundle_start(index) if APART else index
         after_last = _bundle_start(index + 1) if APART else index + 1
         length_of_each = _range_start(first_range + 1) - _range_start(first_range)
@@ -275,7 +274,7 @@ def _wait_for_prefix(counter, expected, nodes):
 
 
 @jit
-def _rows_of_keys(at, cache, path, b, head, length, begin, position):
+def _tail_rows(at, cache, path, b, head, length, begin, position):
     """Where the keys of these positions lie in the cache, through the node's path from its root on."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     visible = (at >= begin) & (at <= position)
@@ -287,52 +286,32 @@ def _rows_of_keys(at, cache, path, b, head, length, begin, position):
 
 
 @jit
-def _sum_own(
-    q_tile, cache, path, b, head, length, start, begin, split, position, scale, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, STAGES: tl.constexpr, APART: tl.constexpr,
+def _sum_tail(
+    q_tile, cache, row_at, later, start, begin, position, scale, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of one node over the keys from its split point to itself, in position order, and what the
-    ranges before come to where it starts there; apart it never does."""
+    """The running softmax of one node over the keys from its split point to itself, in position order."""
     keys, values = cache[0], cache[1]
     column = tl.arange(0, DIM_PAD)
     key = tl.arange(0, 64)
-    # Where keys lie is looked up two turns before, so that those of the tail are all on the way at once.
-    row_at = _rows_of_keys(start + key, cache, path, b, head, length, begin, position)
-    later = _rows_of_keys(start + 64 + key, cache, path, b, head, length, begin, position)
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, 16), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
-    nothing = (top, tl.zeros((16,), tl.float32), sums)
-    prefix = nothing
-    bundle = nothing  # the one in progress
     for at in tl.range(start, position + 1, 64, num_stages=STAGES):
-        if not APART:  # noqa: SIM102
-            if (at > start) & (at <= split):  # noqa: SIM102
-                index = _range_of(at)
-                if (at == split) | (at == _range_start(index)):  # a range is over
-                    bundle = _merge(*bundle, top, tl.max(total, 1), sums, scale)
-                    if (at == split) | (index == _bundle_start(_bundle_of(index))):
-                        prefix = _merge(*prefix, *bundle, scale)
-                        bundle = nothing
-                    top = tl.full((16,), float("-inf"), tl.float32)
-                    total = tl.zeros((16, 16), tl.float32)
-                    sums = tl.zeros((16, DIM_PAD), tl.float32)
         visible = (at + key >= begin) & (at + key <= position)
         inside = visible[:, None] & (column < DIM)[None, :]
         k = tl.load(keys + row_at[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load(values + row_at[:, None] + column[None, :], mask=inside, other=0.0)
         row_at = later
-        if not APART:
-            later = _rows_of_keys(at + 128 + key, cache, path, b, head, length, begin, position)
         top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible[None, :], scale)
-    return (top, tl.max(total, 1), sums), prefix
+    return top, tl.max(total, 1), sums
 
 
 @jit
 def _kept(workspace, record, query_head, end, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The running softmax that programs of the prefix have stored of a node for its query heads up to `end`; for the
     others one that has seen nothing."""
-    partials, stats, _, _, _ = workspace
+    partials, stats, _, _ = workspace
     at = record * HEADS + query_head
     column = tl.arange(0, DIM_PAD)
     inside = (query_head < end)[:, None] & (column < DIM)[None, :]
@@ -373,14 +352,13 @@ def _node_program(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr,
     TAIL_STAGES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result. Of
-    a short prefix it sums the ranges itself.
+    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result.
 
     Apart from the prefix, whose launch is over when this one has waited: that had waited before it released this one,
     so what both read is there from the start.
     """
     lengths, paths, depths, path_stride, batch, rows = rows_at
-    _, _, counters, ranges, alone = workspace
+    _, _, counters, ranges = workspace
     head = program % KV_HEADS
     node = program // KV_HEADS % rows
     b = program // (KV_HEADS * rows)
@@ -393,43 +371,44 @@ def _node_program(
     query_head = head * GROUP + row
     in_row = query_head[:, None] * DIM + column[None, :]
     path = paths + node * path_stride
+    # Both halves of the tail are looked up beforehand, so that all their keys and values are on the way at once.
+    start = tl.maximum(_split_point(position), 0)
+    key = tl.arange(0, 64)
+    row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
+    later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
     PER_TILE: tl.constexpr = ROW_TILE // GROUP
     tile = node // PER_TILE
     nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
     _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
     planned = high <= ranges
-    asked = planned & (high - low > alone)
     low, high = _records(low, high, APART)
-    split = tl.maximum(_split_point(position), 0)
-    start = tl.where(asked | (not planned), split, tl.minimum(begin // 64 * 64, split))
     if not APART:
         wait(PDL)
     q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
-    tail, prefix = _sum_own(
-        q_tile, cache, path, b, head, length, start, begin, split, position, scale, DIM, DIM_PAD, TAIL_STAGES, APART
+    tail_top, tail_total, tail_sums = _sum_tail(
+        q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
     )
     if APART:
         wait(PDL)
     else:
         unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
-        _wait_for_prefix(counters + unit, tl.where(asked, high - low, 0), nodes)
-    if asked:
-        low, high = _ranges(begin, _split_point(position))
-        prefix = _merge_prefix(
-            workspace, b * ranges, node, rows, low, high, query_head, (head + 1) * GROUP, scale,
-            KV_HEADS * GROUP, DIM, DIM_PAD, APART,
-        )  # fmt: skip
-    _, total, sums = _merge(*prefix, *tail, scale)
+        _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
+    low, high = _ranges(begin, _split_point(position))
+    top, total, sums = _merge_prefix(
+        workspace, b * ranges, node, rows, low, tl.where(planned, high, low), query_head, (head + 1) * GROUP, scale,
+        KV_HEADS * GROUP, DIM, DIM_PAD, APART,
+    )  # fmt: skip
+    _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
     result = tl.where(planned, sums / total[:, None], float("nan"))
     written = out + (node * batch + b).to(tl.int64) * out_stride + in_row
     tl.store(written, result.to(out.dtype.element_ty), mask=inside)
 
 
 # Few of the numbers change the code; a kernel compiled for each of their kinds would only cost time.
-@jit(do_not_specialize=["table_stride", "path_stride", "batch", "rows", "ranges", "alone", "prefix_programs"])
+@jit(do_not_specialize=["table_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
 def _path_attention(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
-    lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, alone, prefix_programs, scale,
+    lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr, PREFIX: tl.constexpr,
     NODES: tl.constexpr, PDL: tl.constexpr,
@@ -446,7 +425,7 @@ def _path_attention(
     program = tl.program_id(0)
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
     rows_at = (lengths, paths, depths, path_stride, batch, rows)
-    workspace = (partials, stats, counters, ranges, alone)
+    workspace = (partials, stats, counters, ranges)
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:
             _prefix_program(
@@ -478,12 +457,10 @@ def path_attention(
     scale: float,
     row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
     apart: bool | None = None,  # prefix and nodes in launches of their own, a program for each bundle; the same
-    alone: int | None = None,  # up to so many ranges nodes sum themselves, if not apart; the same
 ) -> torch.Tensor:
     """Writes the attention of every row to `out`, and returns it.
 
-    Few rows take one launch, in which nodes sum their tails while others sum the prefix; while that is short nodes do
-    without others, as waiting for them and reading what they have found takes longer. Many rows of long keys are
+    Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many rows of long keys are
     faster apart: programs of the prefix can look further ahead, and those of the nodes, which need little, need not
     stand and wait. For short keys one launch more costs more than that; in other cases a program that holds a bundle
     beside the range in progress would spill registers.
@@ -504,16 +481,12 @@ def path_attention(
     prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // group))
     node_programs = batch * rows * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    if apart or _is_wide(dim, keys.element_size()):
-        alone = 0
-    elif alone is None:
-        alone = _ALONE if node_programs <= _MANY_PROGRAMS else 0
     far = prefix_programs <= _MANY_PROGRAMS and shared_bytes(q) > _SMALL
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
         _path_attention[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
             lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
-            :], counters, ranges, alone, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
+            :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PREFIX=prefix, NODES=nodes, PDL=pdl,
             **(_tiles(dim, keys.element_size()) | _stages(dim, keys.element_size(), row_tile, prefix, nodes, far)),
             **({"launch_pdl": True} if pdl else {}),

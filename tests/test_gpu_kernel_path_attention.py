@@ -48,10 +48,9 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
     for length in (100, 250, 2300):
         for nodes in (3, 16, 64):
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
-            expected = launch.run(window, row_tile=16, alone=0)
+            expected = launch.run(window, row_tile=16)
             cuts = [{"row_tile": tile, "apart": apart} for tile in (16, 64) for apart in (False, True)]
-            alone = [{"alone": ranges} for ranges in (0, 1, 99)]
-            for options in [*cuts, *alone, {"ranges": op.ranges_for(32768)}]:
+            for options in [*cuts, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
         assert all(torch.equal(launch.run(window), expected) for _ in range(100))
@@ -77,8 +76,7 @@ def test_a_row_keeps_its_bits_in_any_batch(shape: str) -> None:
     assert torch.equal(batch.run(window).view(64, 4, -1)[path, 1], alone)
 
 
-@pytest.mark.parametrize("alone", [0, 2, 99])
-def test_a_graph_can_be_replayed_as_the_text_grows(alone: int) -> None:
+def test_a_graph_can_be_replayed_as_the_text_grows() -> None:
     text, _ = text_of("8b", 700)
     launch = text.plainly([600])
     ranges = op.ranges_for(2048)
@@ -89,8 +87,7 @@ def test_a_graph_can_be_replayed_as_the_text_grows(alone: int) -> None:
 
     def attend() -> None:
         for _ in range(3):  # one layer after the other, in the same workspace
-            options = {"ranges": ranges, "window": None, "scale": 128**-0.5, "alone": alone}
-            op.path_attention(*tensors, out, workspace, counters, **options)
+            op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5)
 
     attend()
     graph = torch.cuda.CUDAGraph()
