@@ -18,10 +18,9 @@ import torch
 from selfspec.kernels.best import TILE, Scores, tiles
 from selfspec.kernels.draw import Noise, check_scalar, check_tensor, gumbel_of, gumbel_run, pack, read_scalar, to_levels
 from selfspec.kernels.noise import gumbel, uniform
-from selfspec.kernels.overlap import fetch, release, wait
+from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
-_AHEAD = 512  # columns of the weight that are asked for before earlier launches have ended
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -79,7 +78,6 @@ def _head_kernel(
     BM: tl.constexpr,
     TILE: tl.constexpr,
     BK: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Neighbouring programs share a tile of the weight.
@@ -97,7 +95,6 @@ def _head_kernel(
     if GATHER:
         source = tl.load(rows + column, mask=there, other=0).to(tl.int64)
     safe_row = tl.where(row < R, row, 0).to(tl.int64)
-    fetch(weight, source * weight_stride, TILE, AHEAD, PDL)
     wait(PDL)
 
     inner = tl.arange(0, BK)
@@ -239,7 +236,6 @@ def _launch(
             "temperature": noise.temperature, "STREAM": noise.stream,
         }  # fmt: skip
     stage = (bm + TILE) * bk * x.element_size()
-    aligned = weight.stride(0) * x.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
     _head_kernel[(tiles(columns) * triton.cdiv(r, bm),)](
         x, weight, rows, count, keys, levels, logits,
         softcap=softcap, R=r, V=columns,
@@ -250,6 +246,6 @@ def _launch(
         sequences=1 if noise is None else noise.seeds.shape[0],
         K=k, GATHER=gather, TEMPERED=noise is not None, NOISY=noise is not None and noisy,
         TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
-        BM=bm, TILE=TILE, BK=bk, AHEAD=min(k, _AHEAD) // 128 * 128 if aligned else 0, num_warps=4, num_stages=min(5, 96 * 1024 // stage), **drawing,
+        BM=bm, TILE=TILE, BK=bk, num_warps=4, num_stages=min(5, 96 * 1024 // stage), **drawing,
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
     )  # fmt: skip
