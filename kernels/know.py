@@ -48,24 +48,6 @@ def know_reference(
     return torch.cat((read, normalise_reference(middle, None, torch.finfo(middle.dtype).eps, 0.0)), dim=1)
 
 
-@jit
-def _put_aside(
-    known, hidden, counts, waiting_hidden, waiting_previous, row, sequences, columns, inside, known_stride,
-    hidden_stride, K: tl.constexpr, RECALLS: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """The exit's states of a row, and what was known before it, to the first place that is free."""
-    count = tl.minimum(tl.load(counts + row), MOST - 1)
-    place = (count * sequences + row).to(tl.int64)
-    states = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
-    tl.store(waiting_hidden + place * K + columns, states, mask=inside)
-    if RECALLS:
-        for part in tl.static_range(2):
-            before = tl.load(known + row * known_stride + part * K + columns, mask=inside, other=0.0)
-            tl.store(waiting_previous + place * 2 * K + part * K + columns, before, mask=inside)
-    tl.debug_barrier()  # who stores next may be another thread
-    tl.store(counts + row, count + 1)
-
-
 @jit(do_not_specialize=["sequences"])
 def _know(
     last, weight, middle, known, hidden, counts, waiting_hidden, waiting_previous,
@@ -80,18 +62,29 @@ def _know(
     inside = columns < K
     scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    if counts is not None:
-        _put_aside(
-            known, hidden, counts, waiting_hidden, waiting_previous, row, sequences, columns, inside, known_stride,
-            hidden_stride, K, middle is not None, MOST,
-        )  # fmt: skip
+    # Everything is asked for before anything is waited for: what was known before goes where this is written.
     values = tl.load(last + row * last_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    values = values * row_factor(values, K, BLOCKS, WIDTH, EPS) * scale
-    tl.store(known + row * known_stride + columns, values.to(known.dtype.element_ty), mask=inside)
     if middle is not None:
-        values = tl.load(middle + row * middle_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        values = values * row_factor(values, K, BLOCKS, WIDTH, MIDDLE_EPS)
-        tl.store(known + row * known_stride + K + columns, values.to(known.dtype.element_ty), mask=inside)
+        middle_values = tl.load(middle + row * middle_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    at = known + row * known_stride + columns
+    if counts is not None:  # puts aside the exit's states of the row, and what was known before it, where it is free
+        count = tl.minimum(tl.load(counts + row), MOST - 1)
+        states = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
+        place = (count * sequences + row).to(tl.int64)
+        if middle is not None:
+            before = tl.load(at, mask=inside, other=0.0)
+            middle_before = tl.load(at + K, mask=inside, other=0.0)
+            to = waiting_previous + place * 2 * K + columns
+            tl.store(to, before, mask=inside)
+            tl.store(to + K, middle_before, mask=inside)
+        tl.store(waiting_hidden + place * K + columns, states, mask=inside)
+        tl.debug_barrier()  # who stores next may be another thread
+        tl.store(counts + row, count + 1)
+    values = values * row_factor(values, K, BLOCKS, WIDTH, EPS) * scale
+    tl.store(at, values.to(known.dtype.element_ty), mask=inside)
+    if middle is not None:
+        middle_values = middle_values * row_factor(middle_values, K, BLOCKS, WIDTH, MIDDLE_EPS)
+        tl.store(at + K, middle_values.to(known.dtype.element_ty), mask=inside)
 
 
 def know(
