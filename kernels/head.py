@@ -101,7 +101,10 @@ def _head_kernel(
     x_at = x + safe_row[:, None] * x_stride + inner[None, :]
     weight_at = weight + source[None, :] * weight_stride + inner[:, None]
     values = tl.zeros((BM, TILE), tl.float32)
-    for first in range(0, K, BK):
+    stop = K
+    if count is not None:
+        stop = tl.where(tile * TILE < limit, K, 0)  # there is nothing behind the last column
+    for first in range(0, stop, BK):
         if K % BK == 0:
             x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
             weight_part = tl.load(weight_at + first)
@@ -226,8 +229,6 @@ def _launch(
     r, k = x.shape
     bm = bm or row_tile(r)
     bk = 256 // x.element_size()
-    if k % bk and k % (bk // 2) == 0:
-        bk //= 2
     keys, levels = (None, None) if scores is None else (scores.keys, scores.levels)
     drawing: dict[str, Any] = {"seeds": None, "copies": None, "positions": None, "temperature": None, "STREAM": 0}
     if noise is not None:
@@ -236,6 +237,7 @@ def _launch(
             "temperature": noise.temperature, "STREAM": noise.stream,
         }  # fmt: skip
     stage = (bm + TILE) * bk * x.element_size()
+    warps, stages = (2, 4) if k <= 2048 and bm == 16 else (4, 5)  # short sums of few rows are bound by latency
     _head_kernel[(tiles(columns) * triton.cdiv(r, bm),)](
         x, weight, rows, count, keys, levels, logits,
         softcap=softcap, R=r, V=columns,
@@ -246,6 +248,6 @@ def _launch(
         sequences=1 if noise is None else noise.seeds.shape[0],
         K=k, GATHER=gather, TEMPERED=noise is not None, NOISY=noise is not None and noisy,
         TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
-        BM=bm, TILE=TILE, BK=bk, num_warps=4, num_stages=min(5, 96 * 1024 // stage), **drawing,
+        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, 96 * 1024 // stage), **drawing,
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
     )  # fmt: skip
