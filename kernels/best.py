@@ -2,8 +2,8 @@
 
 A row's scores come as *levels*, integers in the order of the floats (`draw.to_levels`), in tiles of `TILE` columns,
 with a packed key of each tile's best column. The k-th best of the tiles' bests is a level that at least k columns
-reach and few others: these are gathered, and ranked by counting. Ties go to the lower token id. What the levels are,
-logits or noise, is the caller's business.
+reach and few others: these are gathered, and ranked by counting. A few are found one after the other, in as many tiles.
+Ties go to the lower token id. What the levels are, logits or noise, is the caller's business.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 TILE = 64  # columns of a tile: a power of two
 MOST = 256  # the most columns that can be asked for
+FEW = 8  # columns that are found sooner one after the other
 NO_LEVEL = -(2**31)  # of a column that is not there
 
 
@@ -73,6 +74,42 @@ def _merge_one_kernel(keys, tokens_out, tile_count, keys_stride, out_stride, NT:
     index = tl.arange(0, NT)
     best = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
     tl.store(tokens_out + row * out_stride, token_of(tl.max(best, 0)))
+
+
+@jit
+def _next_best(keys, last):
+    """The largest of some keys below the last one that was found; none is the least of all."""
+    return tl.max(tl.where(keys < last, keys, -0x8000000000000000), 0)
+
+
+@jit(do_not_specialize=["width"])
+def _merge_few_kernel(
+    keys, levels, rows, tokens_out, tile_count, keys_stride, levels_stride, out_stride, width,
+    WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best columns lie in the tiles with the best bests: no key is there twice."""
+    release(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, NT)
+    bests = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
+    place = tl.arange(0, WIDTH * TILE)
+    tile = tl.full((WIDTH * TILE,), -1, tl.int32)
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for found in range(width):
+        last = _next_best(bests, last)
+        this = tl.max(tl.where((bests == last) & (last > -0x8000000000000000), index, -1), 0)
+        tile = tl.where(place // TILE == found, this, tile)
+    column = tile * TILE + place % TILE
+    level = tl.load(levels + row * levels_stride + column, mask=tile >= 0, other=-0x80000000)
+    token = column
+    if rows is not None:
+        token = tl.load(rows + column, mask=tile >= 0, other=0).to(tl.int32)
+    candidates = pack(level, token)
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for found in range(width):
+        last = _next_best(candidates, last)
+        tl.store(tokens_out + row * out_stride + found, token_of(last))
 
 
 @jit(do_not_specialize=["width"])
@@ -245,6 +282,12 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
         return
     levels, chosen, found = scores.levels, scores.chosen, scores.found
     assert levels is not None and chosen is not None and found is not None
+    if width <= FEW:
+        _merge_few_kernel[(r,)](
+            keys, levels, rows, tokens_out, count, keys.stride(0), levels.stride(0), tokens_out.stride(0), width,
+            WIDTH=triton.next_power_of_2(width), NT=padded, TILE=TILE, num_warps=4 if padded <= 1024 else 8, **pdl,
+        )  # fmt: skip
+        return
     _merge_kernel[(r,)](
         keys, levels, rows, chosen, found, tokens_out, count,
         keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0), width,

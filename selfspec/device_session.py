@@ -31,7 +31,6 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
-BRIEF = 1e-4  # seconds between cycles in which nobody else did anything worth mentioning
 
 
 @dataclass
@@ -79,8 +78,9 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
-        self._is_behind = False  # the device had finished before the host was done with the cycle before
+        self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
         self._owed: tuple[Any, ...] | None = None  # what is still to be told of the newest cycle that was read
+        self._has_moved = False  # to other seats, for the cycle to be launched
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
         self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
@@ -172,7 +172,7 @@ class DeviceSession(Session):
         return bool(self.processors) or self.sampling.repetition_penalty != 1 or self.sampling.min_new_tokens > 0
 
     def close(self) -> None:
-        self._tell()
+        self.tell()
         self.machine.take_back(self._landed)
         if self._flight is not None:
             self.machine.take_back(self._flight.mail, self._flight.scores.mail if self._flight.scores else None)
@@ -193,14 +193,14 @@ class DeviceSession(Session):
                 self.rise()
             return
         self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
-        self._tell()
-        self._is_behind = self._flight is not None and self._flight.mail.is_there and self._pause < BRIEF
+        self.tell()
+        self._is_behind = self._flight is not None and self._flight.mail.is_there
         flight = self._flight = self._flight or self._launch()
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
         self._land(flight)
         if not self.active:
-            self._tell()
+            self.tell()
         self._left_at = time.perf_counter()
 
     def _goes_on(self, flight: Flight) -> bool:
@@ -229,6 +229,7 @@ class DeviceSession(Session):
             if before is not None:
                 return None
             self.machine.replay(key)
+        self._has_moved = False
         self._sit(rows, in_flight=before is not None)
         catches_up = self._has_to_catch_up(plan)
         scores = self._keep_up(seats, reason, before) if catches_up else None
@@ -238,10 +239,11 @@ class DeviceSession(Session):
         mail.send(cycle.report)
         self._waiting += self.exit is not None and not len(plan)
         # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
-        # known yet that is better than nothing. Catching up is a part of what drafting takes, but not of being plain.
+        # known yet that is better than nothing. Catching up is a part of what drafting takes, but not of being plain;
+        # moving is neither's.
         unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
         is_usual = not self.machine.is_new(key) and (before is not None or unknown)
-        is_usual = is_usual and (len(plan) > 0 or not catches_up)
+        is_usual = is_usual and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
     @property
@@ -326,8 +328,7 @@ class DeviceSession(Session):
             usual = len(rows) == flight.rows and flight.is_usual
             self._owed = rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry
 
-    def _tell(self) -> None:
-        """Everybody who keeps count of the cycle that was read last."""
+    def tell(self) -> None:
         owed, self._owed = self._owed, None
         if owed is not None:
             self._account(*owed)
@@ -379,6 +380,7 @@ class DeviceSession(Session):
     def _move_up(self, seats: Seats, rows: list[Row]) -> None:
         """Rows that remain move to the seats of a smaller batch, once what is in flight is over."""
         left, places = self.machine.seats(len(self._seated)), {id(row): place for place, row in enumerate(self._seated)}
+        self._has_moved = True
         self._leave_nothing_waiting(left)
         self._leave_seats()
         self.machine.move(left, seats, self.exit, [places[id(row)] for row in rows])

@@ -80,6 +80,7 @@ class Stream(Iterator[str]):
         """
         row = self._session.rows[0]
         while self._has_more():
+            self._session.tell()
             origin = row.origins[self._shown]
             piece = self._show(1)
             if piece:

@@ -100,7 +100,7 @@ class Paced(DeviceSession):
     def step(self) -> None:
         """A cycle, and what is otherwise told when the next one begins."""
         self.cycle()
-        self._tell()
+        self.tell()
 
     def _reserve(self, *_: Any) -> None: ...
 

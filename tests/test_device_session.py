@@ -33,6 +33,7 @@ from selfspec.tree import Plan
 from tests.profiles import random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter, where there is no GPU")
 
@@ -155,6 +156,20 @@ def test_a_tree_gives_the_tokens_of_pytorch(family: str) -> None:
     assert torch.equal(generate(ours, "tree:2,1", 1, 2, **GREEDY).sequences, expected.sequences)
 
 
+@pytest.mark.parametrize("plan", ["none", "chain:1"])
+def test_a_stream_tells_of_every_token_where_it_comes_from(plan: str) -> None:
+    """As soon as it is there."""
+    of_ids, _ = engines("llama")
+    engine = Engine(of_ids.model, tiny_tokenizer(), kernels=True)
+    engine.drafters.exits = of_ids.drafters.exits
+    drafting = {"speculative_decoding": "force", "plan": plan, "exit_layer": LAYER}
+    settings = {"max_new_tokens": 4, **GREEDY, **(drafting if plan != "none" else {"speculative_decoding": False})}
+    with engine.stream("the x and", **settings) as stream:
+        origins = [origin for _, origin in stream.marked()]
+    assert origins == engine.complete("the x and", **settings).origins
+    assert len(origins) == 4
+
+
 @pytest.mark.parametrize("plan", ["none", "tree:2,1"])
 def test_a_batch_draws_the_tokens_of_pytorch(plan: str) -> None:
     """Three rows on four seats, sampled."""
@@ -219,6 +234,12 @@ def test_rows_go_on_behind_cycles_in_flight_and_draft_what_pytorch_drafts(
         lambda self, seats, rows: (moves.append((len(self._seated), seats.count)), move_up(self, seats, rows)),
     )
     ours, theirs = engines("llama")
+    assert ours._machine is not None
+    with torch.inference_mode():  # what others have left there is of no use to whoever moves up
+        for (seats, _), head in ours._machine._heads.items():
+            if seats < count:
+                head.tokens.zero_()
+                head.count.fill_(1)
     free = followed(theirs, count, (), len(plans), monkeypatch)
     ends = [own_token(free, row=0)]
     expected, found = (followed(engine, count, ends, len(plans), monkeypatch) for engine in (theirs, ours))
@@ -605,7 +626,7 @@ def test_all_rows_of_one_prompt_learn_how_it_was_judged() -> None:
     session.prefill()
     with mock.patch.object(Governor, "observe"):
         session.cycle()
-    session.close()
+        session.close()
     first, second = (row.watch.belief for row in session.rows)
     assert first.weights == second.weights != list(first.home)
 

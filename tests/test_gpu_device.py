@@ -50,10 +50,8 @@ def prompts(count: int, longest: int = 150) -> tuple[torch.Tensor, torch.Tensor]
 def generate(engine: Engine, batch: int, plan: str, count: int, longest: int = 150, **settings: Any) -> Any:
     ids, mask = prompts(batch, longest)
     speculation = {"speculative_decoding": "force", "plan": plan, "exit_layer": 2} if plan != "none" else {}
-    return engine.generate(
-        ids, mask, max_new_tokens=count, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True,
-        **speculation, **settings,
-    )  # fmt: skip
+    settings = {"eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True, **speculation, **settings}
+    return engine.generate(ids, mask, max_new_tokens=count, **settings)
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
@@ -67,6 +65,20 @@ def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: in
         assert torch.equal(drafted.sequences, plain.sequences), plan
         accepted += sum(stats.accepted for stats in drafted.stats)
     assert accepted > 0
+
+
+@pytest.mark.parametrize("plan", ["none", "tree:3,2,1"])
+def test_rows_that_end_one_after_the_other_change_nothing_for_those_that_go_on(small: Decoder, plan: str) -> None:
+    """Which move to fewer seats, with a cycle in flight; the second time by what was captured in the first."""
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    endless = generate(engine, 16, "none", 64, **GREEDY).sequences[:, -64:].tolist()
+    ends = {endless[row][4 * row + 1] for row in range(15)}
+    lengths = [next((place for place, token in enumerate(row, start=1) if token in ends), 64) for row in endless]
+    assert len(set(lengths)) > 4
+    expected = [row[:length] + [0] * (64 - length) for row, length in zip(endless, lengths, strict=True)]
+    for _ in range(2):
+        found = generate(engine, 16, plan, 64, eos_token_id=sorted(ends), **GREEDY).sequences[:, 150:].tolist()
+        assert found == [row[: max(lengths)] for row in expected]
 
 
 def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:

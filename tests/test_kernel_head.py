@@ -163,7 +163,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("columns", "width"), [(1, 1), (1, 3), (700, 1), (64, 20), (700, 20), (700, 64), (1000, 256)])
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [(1, 1), (1, 3), (700, 1), (700, 2), (130, 5), (700, 8), (64, 20), (700, 20), (700, 64), (1000, 256)],
+)
 def test_merge_finds_the_best_in_order(kind: str, columns: int, width: int) -> None:
     torch.manual_seed(columns + width)
     levels = KINDS[kind](2, columns).int()
@@ -173,11 +176,13 @@ def test_merge_finds_the_best_in_order(kind: str, columns: int, width: int) -> N
     assert torch.equal(out, top_merge_reference(levels, tokens, width).to(DEVICE))
 
 
-def test_a_token_that_is_there_twice_is_found_twice() -> None:
+@pytest.mark.parametrize(("width", "best"), [(4, [3, 5, 9, -1]), (9, [3, 5, 5, 9, *[-1] * 5])])
+def test_a_token_that_is_there_twice_hides_no_other(width: int, best: list[int]) -> None:
+    """Which should not be; a few columns are found by their tokens."""
     tokens = torch.tensor([5, 3, 5, 9]).int()
-    out = torch.full((1, 4), -7)
-    top_merge(scored(torch.tensor([[8, 9, 8, 1]]).int(), tokens, 4), out, rows=tokens)
-    assert out.tolist() == [[3, 5, 5, 9]]
+    out = torch.full((1, width), -7)
+    top_merge(scored(torch.tensor([[8, 9, 8, 1]]).int(), tokens, width), out, rows=tokens)
+    assert out.tolist() == [best]
 
 
 @settings(max_examples=15, deadline=None)

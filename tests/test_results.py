@@ -25,6 +25,7 @@ class Script:
 
     def __init__(self, *cycles: Cycle, exit_layer: int | None = 3, fails: bool = False) -> None:
         self.script, self.fails, self.closed = cycles, fails, 0
+        self.owed: list[str] = []
         self.exit = None if exit_layer is None else SimpleNamespace(layer=exit_layer)
         prompt = ids_of("a", "b")
         self.row = SimpleNamespace(
@@ -50,9 +51,10 @@ class Script:
     def run(self) -> Iterator[None]:
         try:
             for index, cycle in enumerate(self.script):
+                self.tell()
                 for origin, token in cycle:
                     self.row.tokens.append(token)
-                    self.row.origins.append(origin)
+                    self.owed.append(origin)
                     self.row.new_tokens += 1
                 if self.fails:
                     raise ZeroDivisionError
@@ -62,7 +64,13 @@ class Script:
                     self.row.finish_reason = "length"
                 yield
         finally:
+            self.tell()
             self.closed += 1
+
+    def tell(self) -> None:
+        """Where tokens come from is known when somebody asks, or later."""
+        self.row.origins += self.owed
+        self.owed = []
 
 
 def cycle(origins: str, *pieces: str) -> Cycle:

@@ -252,7 +252,7 @@ MANY = st.lists(st.integers(1, LENGTHS["most"]), min_size=3, max_size=3)
 def test_rows_tell_what_happened_token_by_token(
     kind: str, script: list[Scripted], lengths: list[int], each_cycle: bool
 ) -> None:
-    """Whether somebody asks after every cycle or only once it is over."""
+    """Whether somebody asks to be told after every cycle or only once it is over."""
     session: Session = OfHost(script, lengths) if kind == "host" else OfDevice(script, lengths, "heard" in kind)
     told = counted(script, lengths, cuts=kind == "host")
     session.governor = observer = Observer()  # type: ignore[assignment]
@@ -260,6 +260,7 @@ def test_rows_tell_what_happened_token_by_token(
     for _ in session.run():
         cycles += 1
         if each_cycle:
+            session.tell()
             for row, of_row in zip(session.rows, told[cycles - 1], strict=True):
                 of_row.check(row)
     assert cycles == len(told)
