@@ -15,6 +15,7 @@ from selfspec.cache import flat_slot
 from selfspec.exits import Exit
 from selfspec.model import Decoder
 from selfspec.profile import Spread
+from selfspec.request import read_settings, split_options
 from selfspec.routing import marks_of
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import endless
@@ -71,14 +72,24 @@ def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: in
 def test_rows_that_end_one_after_the_other_change_nothing_for_those_that_go_on(small: Decoder, plan: str) -> None:
     """Which move to fewer seats, with a cycle in flight; the second time by what was captured in the first."""
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    endless = generate(engine, 16, "none", 64, **GREEDY).sequences[:, -64:].tolist()
-    ends = {endless[row][4 * row + 1] for row in range(15)}
-    lengths = [next((place for place, token in enumerate(row, start=1) if token in ends), 64) for row in endless]
-    assert len(set(lengths)) > 4
-    expected = [row[:length] + [0] * (64 - length) for row, length in zip(endless, lengths, strict=True)]
+    whole = generate(engine, 16, "none", 64, **GREEDY).sequences[:, 150:].tolist()
     for _ in range(2):
-        found = generate(engine, 16, plan, 64, eos_token_id=sorted(ends), **GREEDY).sequences[:, 150:].tolist()
-        assert found == [row[: max(lengths)] for row in expected]
+        assert ending_apart(engine, 16, plan) == [row[: 4 * place + 3] for place, row in enumerate(whole)]
+
+
+def ending_apart(engine: Engine, batch: int, plan: str) -> list[list[int]]:
+    """New tokens of rows of which each gets four more than the one before."""
+    ids, mask = prompts(batch)
+    texts = [row[seen > 0].tolist() for row, seen in zip(ids, mask, strict=True)]
+    drafting = {"speculative_decoding": "force", "plan": plan, "exit_layer": 2}
+    request, _ = split_options(drafting if plan != "none" else {"speculative_decoding": False})
+    settings = read_settings(engine.generation_config, None, {"max_new_tokens": 64, "eos_token_id": None, **GREEDY})
+    session = engine._session(texts, 150, settings, list(range(batch)), [], None, request)
+    for place, row in enumerate(session.rows):
+        row.max_length = len(row.prompt) + 4 * place + 3
+    for _ in session.run():
+        pass
+    return [row.tokens[len(row.prompt) :] for row in session.rows]
 
 
 def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:
