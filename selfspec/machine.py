@@ -241,14 +241,11 @@ class Machine:
         self._forget_if_moved()
         drafter, reach = self.drafter(seats, exit), self._reach(longest)
         key = ("shadow", seats.count, reach, *((*_kind(drafter), drawing) if scores else _identity(exit)))
-        if key in self._replays:
-            self._replays[key]()
-        else:
+        if key not in self._shadows:
             assert drafter is not None
             place = self.model, self.cache, self.scratch, seats, reach
-            shadow = self._shadows[key] = Shadow(*place, drafter, drawing, scores)
-            shadow.launch()
-            self._replays[key] = self._captured(shadow.launch)
+            self._shadows[key] = Shadow(*place, drafter, drawing, scores)
+        self._launch(key, self._shadows[key].launch)
         return self._shadows[key].report
 
     def move(self, left: Seats, right: Seats, exit: Exit | None, places: Sequence[int]) -> None:
@@ -261,11 +258,15 @@ class Machine:
         if key not in self._moves:
             self._moves[key] = Move(left, right, before, after, self.idle_page())
         self._moves[key].load(places)
+        self._launch(key, self._moves[key].launch)
+
+    def _launch(self, key: tuple, launch: Launch) -> None:
+        """What is kept under `key`; captured once it has been done for the first time."""
         if key in self._replays:
             self._replays[key]()
         else:
-            self._moves[key].launch()
-            self._replays[key] = self._captured(self._moves[key].launch)
+            launch()
+            self._replays[key] = self._captured(launch)
 
     def _reach(self, longest: int) -> int:
         """How long texts may get as far as attention is concerned, if they are to have up to `longest` tokens."""
