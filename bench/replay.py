@@ -189,10 +189,12 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
 def _score(governor: Governor, watches: Sequence[Watch], rows: Rows) -> None:
     """The oldest of the tokens that waited, as kernels score them: by the best draft alone."""
     count = scored_places(len(watches))
+    ranks = []
     for row in rows.active:
         start = rows.places[row] - AT_ONCE
         first = rows.texts[row].ranks[max(0, start) : start + count, 0]
-        governor.scored(watches[row], [int(rank != 0) for rank in first], OFFERED)
+        ranks.append([int(rank != 0) for rank in first])
+    governor.scored([watches[row] for row in rows.active], ranks, OFFERED)
 
 
 def compare(texts: Sequence[Text], size: int, stage_of: Callable[[str], Stage]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ STRANGE = 3  # kinds before this one are guessed far worse than anything calibra
 _TURNING = 1 / 128  # chance that a text becomes another one, per token
 _SUREST_MISS = 0.995  # nothing is ever missed less often than the rest of this
 _LEAST = 1e-6
+_ALONE = 4  # texts beside it that tell as much of a text as its prompt
 _PLACES = 32  # at the end of a prompt that calibration looked at
 
 Chances = tuple[float, ...]  # one for each kind
@@ -110,12 +111,13 @@ def _turned(tokens: Any) -> Any:
 class Belief:
     """Which kind of text a sequence is: a weight for each kind."""
 
-    home: Chances = FAMILIAR  # what is believed of a text that has just become another one
+    prior: Chances = FAMILIAR  # what is believed of a text when nothing is known yet
+    home: Chances = field(init=False)  # and of one that has just become another one: what others there are counts too
     _weights: list[float] = field(init=False)
     _faded: int = field(default=0, init=False)  # tokens that have gone by since the weights were looked at
 
     def __post_init__(self) -> None:
-        self._weights = list(self.home)
+        self.home, self._weights = self.prior, list(self.prior)
 
     @property
     def weights(self) -> list[float]:
@@ -151,6 +153,21 @@ class Belief:
         together = (weights + turned * (home - weights)) * np.array(chances)
         for belief, learned in zip(beliefs, (together / together.sum(1, keepdims=True)).tolist(), strict=True):
             belief._weights = learned
+
+    @staticmethod
+    def compare(beliefs: Sequence[Belief]) -> None:
+        """Texts of one request are often of one kind: what each might be, before it has shown anything of its own,
+        follows what all of them have come to."""
+        if len(beliefs) < 2:
+            return
+        weights, prior, home = (
+            np.array([getattr(of, name) for of in beliefs]) for name in ("weights", "prior", "home")
+        )
+        mixed = (_ALONE * prior + weights.sum(0)) / (_ALONE + len(beliefs))
+        moved = weights * mixed / home
+        moved /= moved.sum(1, keepdims=True)
+        for belief, of_home, learned in zip(beliefs, mixed.tolist(), moved.tolist(), strict=True):
+            belief.home, belief._weights = tuple(of_home), learned
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

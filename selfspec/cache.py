@@ -78,8 +78,7 @@ class Cache:
 
     def close(self, sequence: Sequence) -> None:
         """Returns the sequence's pages; closing twice is harmless."""
-        for page in sequence.pages:
-            self._release(page)
+        self._release(sequence.pages)
         sequence.pages.clear()
         sequence.length = sequence.drafted = sequence.verified = 0
         sequence.closed = True
@@ -143,8 +142,7 @@ class Cache:
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot cut a sequence of {sequence.length} positions to {length}")
         keep = -(-length // PAGE_SIZE)
-        for page in sequence.pages[keep:]:
-            self._release(page)
+        self._release(sequence.pages[keep:])
         del sequence.pages[keep:]
         sequence.length, sequence.drafted, sequence.verified = length, 0, 0
 
@@ -153,17 +151,19 @@ class Cache:
         for tensor in (self.keys, self.values):
             tensor[:, own] = tensor[:, shared]
         sequence.pages[index] = own
-        self._release(shared)
+        self._release([shared])
 
     def _take(self) -> int:
         page = self._free.pop()
         self._owners[page] = 1
         return page
 
-    def _release(self, page: int) -> None:
-        self._owners[page] -= 1
-        if self._owners[page] == 0:
-            self._free.append(page)
+    def _release(self, pages: Seq[int]) -> None:
+        """The last one first, so that whoever takes them next gets pages one behind the other again."""
+        for page in reversed(pages):
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
 
     def _grow(self, missing: int) -> None:
         """Adds pages, at least doubling, within the limit; on failure nothing has changed."""
@@ -222,6 +222,7 @@ class Rows:
         self._all_ancestors = bool(ancestors.all()) if all_ancestors is None else all_ancestors
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
+        self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # the model's, of the positions
 
     @classmethod
     def causal(cls, sequences: Seq[Sequence], count: int, device: torch.device) -> Rows:

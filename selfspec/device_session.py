@@ -276,11 +276,15 @@ class DeviceSession(Session):
         self.machine.take_back(scores.mail)
         seats = self.machine.seats(len(scores.rows)).count
         count = min(scores.count, scored_places(seats))
+        watches, ranks = [], []
         for place, (row, end) in enumerate(zip(scores.rows, scores.ends, strict=True)):
-            if row is not None and row.finish_reason is None and self.governor is not None:
+            if row is not None and row.finish_reason is None:
                 start = end - scores.count
                 drafts = zip(row.tokens[start : start + count], drafted[place::seats][:count], strict=True)
-                self.governor.scored(row.watch, [int(token != draft) for token, (draft,) in drafts], OFFERED)
+                watches.append(row.watch)
+                ranks.append([int(token != draft) for token, (draft,) in drafts])
+        if self.governor is not None and watches:
+            self.governor.scored(watches, ranks, OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
         """In a hurry the one in flight again, if it is still for as many."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from selfspec.cache import Rows
 from selfspec.tree import Plan
 
 
@@ -19,6 +20,7 @@ class Draft:
     plan: Plan
     tokens: torch.Tensor  # [B, n+1], the root's first
     hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
+    rows: Rows | None = None  # where the newest level stands
     # For each level but the last, of its M nodes:
     reads: list[torch.Tensor] = field(default_factory=list)  # [B, M, hidden] what the exit's head read
     ranked: list[torch.Tensor] = field(default_factory=list)  # [B, M, width] the best draft tokens in order

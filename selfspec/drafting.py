@@ -48,7 +48,9 @@ class Drafters:
 
     @property
     def nbytes(self) -> int:
-        return sum(exit.nbytes for exit in self.exits.values()) + sum(exit.head_nbytes for exit in self._in_use)
+        copies = [rows.copy for rows in self.head_rows.values() if rows is not None and rows.copy is not None]
+        own = sum(exit.nbytes for exit in self.exits.values()) + sum(exit.head_nbytes for exit in self._in_use)
+        return own + sum(copy.nbytes for copy in copies)
 
     def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
         """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""

@@ -46,11 +46,12 @@ class ExitBlock:
 
 
 class HeadRows:
-    """The token ids of a trimmed head, ascending: on the device, and where the host can look at them without waiting
-    for it."""
+    """The token ids of a domain's trimmed head: on the device, and where the host can look at them without waiting for
+    it; and the rows themselves, for whoever has to copy them."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids  # [K]
+        self.copy: torch.Tensor | None = None  # [K, hidden], once somebody wanted it
         self._host: np.ndarray = ids.cpu().numpy()
 
     def __len__(self) -> int:
@@ -61,13 +62,18 @@ class HeadRows:
         return frozenset(self._host.tolist())
 
     def joined_by(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """These rows and the prompts' own tokens, ascending."""
+        """These rows, and after them the prompts' own tokens."""
         new = sorted({token for prompt in prompts for token in prompt} - self._known) if prompts else []
         if not new:
             return self.ids
-        joined = torch.from_numpy(np.insert(self._host, np.searchsorted(self._host, new), new))
+        joined = torch.from_numpy(np.append(self._host, np.array(new, self._host.dtype)))
         on_gpu = self.ids.device.type == "cuda"
         return (joined.pin_memory() if on_gpu else joined).to(self.ids.device, non_blocking=on_gpu)
+
+    def of(self, head: torch.Tensor) -> torch.Tensor:
+        """Copied once: for PyTorch a gather at every step would cost more than the rows it saves."""
+        self.copy = head[self.ids] if self.copy is None else self.copy
+        return self.copy
 
 
 @dataclass(eq=False)
@@ -78,8 +84,9 @@ class Exit:
     layer: int
     norm: torch.Tensor | None = None  # [hidden]; None: the model's final norm
     block: ExitBlock | None = None
-    head_rows: torch.Tensor | None = None  # [K] token ids of the trimmed head, ascending; None: all rows
-    guests: int = 0  # how many of them are there for a request's sake
+    head_rows: torch.Tensor | None = None  # [K] token ids of the trimmed head; None: all rows
+    shared: HeadRows | None = None  # the first of them, where these are a domain's
+    guests: int = 0  # and how many others are there for a request's sake
 
     def __post_init__(self) -> None:
         check_exit_layer(self.layer, self.model.config.num_layers)
@@ -87,10 +94,12 @@ class Exit:
             self.norm = self.model.norm
 
     @cached_property
-    def _head(self) -> torch.Tensor:
-        """The rows that drafts look at. For PyTorch a gather at every step would cost more than the rows it saves, so
-        they are copied; kernels take them where they are."""
-        return self.model.head if self.head_rows is None else self.model.head[self.head_rows]
+    def _heads(self) -> list[torch.Tensor]:
+        """The rows that drafts look at, part by part. Only PyTorch needs copies; kernels take them where they are."""
+        head = self.model.head
+        if self.head_rows is None or self.shared is None:
+            return [head if self.head_rows is None else head[self.head_rows]]
+        return [self.shared.of(head), *([head[self.head_rows[-self.guests :]]] if self.guests else [])]
 
     def offering(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """The same exit with only some rows of the head: the given ones, and those of the prompts' own tokens, because
@@ -99,7 +108,7 @@ class Exit:
             return self
         rows = HeadRows(head_rows) if isinstance(head_rows, torch.Tensor) else head_rows
         joined = rows.joined_by(prompts)
-        return replace(self, head_rows=joined, guests=len(joined) - len(rows))
+        return replace(self, head_rows=joined, shared=rows, guests=len(joined) - len(rows))
 
     @property
     def vocabulary(self) -> int:
@@ -108,10 +117,12 @@ class Exit:
 
     @property
     def head_nbytes(self) -> int:
-        """Memory of the trimmed head: its index and, once PyTorch has drafted with it, the copy of its rows."""
+        """Memory of the trimmed head: its index and, once PyTorch has drafted with it, copies of rows that are nobody
+        else's."""
         if self.head_rows is None:
             return 0
-        return _nbytes([self.head_rows, *([self._head] if "_head" in vars(self) else [])])
+        copies = vars(self).get("_heads", [])
+        return _nbytes([self.head_rows, *(copies if self.shared is None else copies[1:])])
 
     @property
     def nbytes(self) -> int:
@@ -132,19 +143,20 @@ class Exit:
             spec = self._block_config
             attend = self.model.attend_cached(spec, cache.exit_layer_index, rows, cache)
             hidden = self.block.enter(hidden, previous)
-            hidden = self.model.run_layer(self.block.layer, spec, hidden, self.model.rotations(rows.positions), attend)
+            hidden = self.model.run_layer(self.block.layer, spec, hidden, self.model.rotations_of(rows), attend)
             hidden = self.block.leave(hidden)
         return self.model.normalise(hidden, self.norm)
 
     def logits(self, read: torch.Tensor) -> torch.Tensor:
         """Draft logits [B, M, vocabulary] (float32)."""
-        return self.model.project(read, self._head)
+        parts = [self.model.project(read, head) for head in self._heads]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def fill(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> None:
         """Stores the block's keys and values of `rows`, without drafting from them."""
         if self.block is None:
             return
-        rotation = self.model.rotations(rows.positions)[self._block_config.rope]
+        rotation = self.model.rotations_of(rows)[self._block_config.rope]
         hidden = self.block.enter(hidden, previous)
         _, k, v = self.model.queries_keys_values(self.block.layer, hidden, rotation)
         cache.write(cache.exit_layer_index, rows.flat_slots, k, v)

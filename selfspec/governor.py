@@ -66,13 +66,18 @@ class Watch:
     def learn_together(watches: Sequence[Watch], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
         """Each of many learns its own."""
         Belief.learn_together([watch.belief for watch in watches], chances, tokens)
+
+    @staticmethod
+    def compare(watches: Sequence[Watch]) -> None:
+        """All have learned: what is thought of each follows the others too."""
+        Belief.compare([watch.belief for watch in watches])
         for watch in watches:
             watch._notice()
 
     @property
     def is_unfamiliar(self) -> bool:
         """Its prompt lies far from every domain that calibration saw."""
-        return self.belief.home == UNFAMILIAR
+        return self.belief.prior == UNFAMILIAR
 
     @property
     def is_strange(self) -> bool:
@@ -153,7 +158,7 @@ class Governor:
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         quiet = self._quiet + (in_flight is not None and not len(in_flight[0]))
-        patience = self._patience_with(watches)
+        patience = self._first_patience if self._is_blind else self._patience
         if not len(plan_in_use) and quiet < patience and self._has_nothing_to_decide(len(watches)):
             return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
@@ -163,7 +168,7 @@ class Governor:
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
         if chosen is None and quiet >= patience:
-            chosen = self._probe(prospects, speeds)
+            chosen = self._probe(prospects, speeds, at)
         if chosen is None:
             return NONE, self._why_plain(watches)
         if self._is_blind and len(watches) > self.rules.max_tree_batch:
@@ -181,11 +186,14 @@ class Governor:
         pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
         return best if pays else None
 
-    def _probe(self, prospects: Prospects, speeds: list[float]) -> int | None:
-        """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed."""
+    def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
+        """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
+        plan is given up for good: where its costs may have changed, or nobody watches the texts, what is expected of it
+        does not forbid to try it."""
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
-        expected_loss = min(1.0, max(0.0, losses[cheapest]))  # no plan is given up for good
+        told = self.is_watched and self.costs.is_known(at, prospects.plans[cheapest])
+        expected_loss = max(0.0, losses[cheapest] if told else min(losses[cheapest], self.rules.probe_allowance))
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
@@ -273,7 +281,7 @@ class Governor:
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
-        self._patience = self._patience_after(plan, watches, paid=loss < 0)
+        self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
 
     def overlook(
@@ -303,7 +311,9 @@ class Governor:
         stopped = [(index, last) for index, last in enumerate(lasts) if last is not None]
         if stopped:
             chances = [self.ladder.acceptance.chances(plan, last) for _, last in stopped]
-            Watch.learn_together([watches[i] for i, _ in stopped], chances, [emitted[i] for i, _ in stopped])
+            learning = [watches[i] for i, _ in stopped]
+            Watch.learn_together(learning, chances, [emitted[i] for i, _ in stopped])
+            Watch.compare(learning)
 
     def _spent(self, plan: Plan, at: Setting, seconds: float | None, context: int) -> float:
         """What this cycle really took, in plain steps; of a mishap only so much is the plan's fault."""
@@ -314,26 +324,23 @@ class Governor:
         """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
         return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
 
-    def _patience_with(self, watches: Sequence[Watch]) -> int:
-        """Plain cycles before a probe; as long as nothing was drafted, by what is thought of the texts now."""
-        return self._first_patience(watches) if self._is_blind else self._patience
-
-    def _patience_after(self, plan: Plan, watches: Sequence[Watch], paid: bool) -> int:
+    def _patience_after(self, plan: Plan, paid: bool) -> int:
         """A probe that paid is followed up at once; one that did not makes more patient."""
-        first = self._first_patience(watches)
         if not self._is_probe(plan):
-            return first
-        return 1 if paid else min(max(first, 2 * self._patience), self.rules.probe_interval)
+            return self._first_patience
+        return 1 if paid else min(max(self._first_patience, 2 * self._patience), self.rules.probe_interval)
 
-    def _first_patience(self, watches: Sequence[Watch]) -> int:
-        """When surely strange texts become others, shadows tell sooner than probes would."""
-        waits = self.is_watched and all(watch.is_strange for watch in watches)
-        return self.rules.probe_interval if waits else min(_FIRST_PROBE, self.rules.probe_interval)
+    @property
+    def _first_patience(self) -> int:
+        """Plain cycles before a probe, after something else was drafted: shadows tell sooner than probes would."""
+        return self.rules.probe_interval if self.is_watched else min(_FIRST_PROBE, self.rules.probe_interval)
 
-    def scored(self, watch: Watch, ranks: Sequence[int], offered: int) -> None:
-        """While nothing was drafted, first draft tokens among `offered` would have had these ranks."""
+    def scored(self, watches: Sequence[Watch], ranks: Sequence[Sequence[int]], offered: int) -> None:
+        """While nothing was drafted, first draft tokens among `offered` would have had these ranks in each text."""
         self._has_news = True
-        watch.learn(self.ladder.acceptance.scores(ranks, offered))
+        for watch, of_text in zip(watches, ranks, strict=True):
+            watch.learn(self.ladder.acceptance.scores(of_text, offered))
+        Watch.compare(watches)
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)

@@ -152,7 +152,7 @@ class Decoder:
         """Layers [start_layer, stop_layer) over hidden states [B, M, hidden] of `rows`; keys and values are stored."""
         if start_layer == stop_layer:
             return hidden
-        rotations = self.rotations(rows.positions)
+        rotations = self.rotations_of(rows)
         for index in range(start_layer, stop_layer):
             spec = self.config.layers[index]
             hidden = self.run_layer(
@@ -221,6 +221,12 @@ class Decoder:
         wide = torch.promote_types(hidden.dtype, torch.float32)  # one plus a small weight does not fit 16 bits
         scale = self.config.norm_offset + weight.to(wide)
         return F.rms_norm(hidden.to(wide), weight.shape, scale, self.config.norm_eps).to(hidden.dtype)
+
+    def rotations_of(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Found once for all layers that these rows pass, in however many runs."""
+        if rows.rotations is None:
+            rows.rotations = self.rotations(rows.positions)
+        return rows.rotations
 
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cosines and signed sines [B, M, 1, D] of positions [B, M], for each rope of the model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
+from functools import cached_property
 
 import torch
 
@@ -37,6 +38,7 @@ from selfspec.sampling import (
 from selfspec.tree import Plan
 
 AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
+MOST_WAITING = 32  # of them, once looking at fewer has not led to drafting
 ENDING = 32  # tokens before their end at which it matters to texts what a cycle in flight will bring
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
 
@@ -84,7 +86,8 @@ class Session:
         self._prompt_end: list[torch.Tensor] = []
         self._plan: Plan | None = None  # the one in use
         self._scoring = governor.rules.shadow_tokens if governor is not None else 0
-        self._at_once = self._scoring or AT_ONCE
+        self._at_once = self._patience = self._scoring or AT_ONCE
+        self._looked_at = shadow.FEW if model.device.type == "cpu" else shadow.PROMPT_END
 
     @property
     def active(self) -> list[Row]:
@@ -188,7 +191,7 @@ class Session:
         if self._usual_agreement is not None:
             before = self._prompt_end or [state[:, :0] for state in states]
             joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
-            self._prompt_end = [state[:, -shadow.PROMPT_END :] for state in joined]
+            self._prompt_end = [state[:, -self._looked_at :] for state in joined]
 
     def _judge_prompts(self, rows: list[Row]) -> None:
         """How well the exit agrees with the model at the prompts' ends tells what to expect of it."""
@@ -210,8 +213,9 @@ class Session:
         chosen, reason = self.choose_plan(rows)
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
-        if len(plan) or len(rows[0].waiting) >= self._at_once:
+        if len(plan) or len(rows[0].waiting) >= self._patience:
             self.catch_up(rows, score=is_governed(reason))
+            self._patience = self._at_once if len(plan) else max(self._at_once, min(2 * self._patience, MOST_WAITING))
         started = time.perf_counter()
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
@@ -247,12 +251,12 @@ class Session:
         for depth, level in enumerate(plan.levels):
             if depth:
                 draft.tokens = torch.cat((draft.tokens, self._children(draft, level)), dim=1)
-            at = self._rows_at(rows, plan, level)
+            draft.rows = at = self._rows_at(rows, plan, level)
             states = self.model.embed(draft.tokens[:, level.start : level.stop])
             hidden.append(self._run_draft_partition(states, at))
             if self.exit is not None:
                 self._leave(rows, draft, level, hidden[-1], at)
-        draft.hidden = torch.cat(hidden, dim=1)
+        draft.hidden = torch.cat(hidden, dim=1) if len(plan) else hidden[0]
         return draft
 
     def _leave(self, rows: list[Row], draft: Draft, level: range, hidden: torch.Tensor, at: Rows) -> None:
@@ -284,7 +288,11 @@ class Session:
         """The saved states of root and nodes through the rest of the model, in one pass: what is then known at each of
         them, [B, n+1, ...]. The exit's own keys and values are written anew from it."""
         everyone = range(len(draft.plan) + 1)
-        at = self._rows_at(rows, draft.plan, everyone)
+        at = (
+            draft.rows
+            if draft.rows is not None and draft.rows.nodes == everyone
+            else self._rows_at(rows, draft.plan, everyone)
+        )
         known = self._run_verify_partition(draft.hidden, at)
         if self.exit is not None and len(draft.plan):
             of_parents = known[:, self._shape(draft.plan, everyone).parents]
@@ -301,18 +309,20 @@ class Session:
 
     def _let_wait(self, rows: list[Row], draft: Draft) -> None:
         if self.exit is not None:
-            for row, hidden, previous in zip(rows, draft.hidden[:, 0], self._last_known(rows)[:, 0], strict=True):
-                row.waiting.add(hidden, previous)
+            for row, hidden in zip(rows, draft.hidden[:, 0].unbind(), strict=True):
+                row.waiting.add(hidden, self._nothing_known if row.known is None else row.known)
 
     def catch_up(self, rows: list[Row], score: bool = True) -> None:
         """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile."""
         if self.exit is None or not len(rows[0].waiting):
             return
-        count, waiting = len(rows[0].waiting), [row.waiting for row in rows]
-        sequences = [row.sequence for row in rows]
-        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, read=score and self._scoring > 0)
+        waiting, sequences = [row.waiting for row in rows], [row.sequence for row in rows]
+        read = shadow.catch_up(
+            self.exit, self.cache, sequences, waiting, self._looked_at if score and self._scoring else 0
+        )
         if read is None or self.governor is None:
             return
+        count = read.shape[1]
         tokens = torch.tensor([row.tokens[-count:] for row in rows], device=self.model.device)
         key = None
         if self.sampling.do_sample:
@@ -320,8 +330,7 @@ class Session:
             steps = torch.arange(count, device=self.model.device).repeat(len(rows))
             key = NoiseKey(firsts.seeds, firsts.copies, firsts.positions + steps)
         ranks = shadow.ranks(self.exit, read, tokens, self.sampling, key).tolist()
-        for row, of_row in zip(rows, ranks, strict=True):
-            self.governor.scored(row.watch, of_row, shadow.OFFERED)
+        self.governor.scored([row.watch for row in rows], ranks, shadow.OFFERED)
 
     def _logits(self, known: torch.Tensor) -> torch.Tensor:
         """The model's logits; what its head reads comes first in what is known."""
@@ -331,13 +340,17 @@ class Session:
         """Keeps what is known at each row's newest committed node, for the exit to recall."""
         if self.exit is None:
             return
-        for row, newest in zip(rows, known[range(len(rows)), nodes].unbind(), strict=True):
-            row.known = newest
+        newest = known[range(len(rows)), nodes] if any(nodes) else known[:, 0]
+        for row, of_row in zip(rows, newest.unbind(), strict=True):
+            row.known = of_row
 
     def _last_known(self, rows: list[Row]) -> torch.Tensor:
         """What was known just before each row's newest position, [B, 1, 2 * hidden]; zeros where a text begins."""
-        nothing = self.model.norm.new_zeros(RECALLED * self.model.config.hidden_size)
-        return torch.stack([nothing if row.known is None else row.known for row in rows])[:, None]
+        return torch.stack([self._nothing_known if row.known is None else row.known for row in rows])[:, None]
+
+    @cached_property
+    def _nothing_known(self) -> torch.Tensor:
+        return self.model.norm.new_zeros(RECALLED * self.model.config.hidden_size)
 
     def accept(self, rows: list[Row], draft: Draft, logits: torch.Tensor) -> list[list[int]]:
         """Walks down from the root: the target draws each next token, and a child that carries it is the next node.

@@ -7,7 +7,6 @@ states that it takes are those plain decoding computed anyway. What follows from
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 
@@ -18,43 +17,56 @@ from selfspec.sampling import TARGET, NoiseKey, Sampling
 
 OFFERED = 8  # best draft tokens that are looked at: a token beyond them is a miss
 PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
+FEW = 8  # positions of it, or of what waits, that are looked at where every row costs
 _NOISY = 256  # best draft tokens whose noise is looked up
 
 
-@dataclass
 class Waiting:
-    """States of one sequence's newest positions, which the exit's cache does not have yet."""
+    """States of one sequence's newest positions, which the exit's cache does not have yet. They are copied: to keep
+    what every step has just made would leave holes all over the memory that the next steps work in."""
 
-    hidden: list[torch.Tensor] = field(default_factory=list)  # [hidden] after layer N
-    previous: list[torch.Tensor] = field(default_factory=list)  # [2 * hidden] what was known one position before
+    def __init__(self) -> None:
+        self._count = 0
+        self._states: list[
+            torch.Tensor
+        ] = []  # [positions, hidden] after layer N; [positions, 2 * hidden] what was known one before
 
     def __len__(self) -> int:
-        return len(self.hidden)
+        return self._count
 
-    def add(self, hidden: torch.Tensor, previous: torch.Tensor) -> None:
-        self.hidden.append(hidden)
-        self.previous.append(previous)
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return [states[: self._count] for states in self._states]
+
+    def add(self, *states: torch.Tensor) -> None:
+        if not self._states or self._count == len(self._states[0]):
+            grown = [state.new_empty(max(32, 2 * self._count), len(state)) for state in states]
+            for new, old in zip(grown, self._states, strict=False):
+                new[: self._count] = old
+            self._states = grown
+        for kept, state in zip(self._states, states, strict=True):
+            kept[self._count] = state
+        self._count += 1
 
     def clear(self) -> None:
-        self.hidden.clear()
-        self.previous.clear()
+        self._count = 0
 
 
 @torch.inference_mode()
 def catch_up(
-    exit: Exit, cache: Cache, sequences: Seq[Sequence], waiting: Seq[Waiting], read: bool
+    exit: Exit, cache: Cache, sequences: Seq[Sequence], waiting: Seq[Waiting], read: int
 ) -> torch.Tensor | None:
-    """Fills the exit's cache for what is waiting, the same number of positions in every sequence; if asked to, returns
-    what its head reads at them [B, M, hidden]."""
-    hidden = torch.stack([torch.stack(of_row.hidden) for of_row in waiting])
-    previous = torch.stack([torch.stack(of_row.previous) for of_row in waiting])
+    """Fills the exit's cache for what is waiting, the same number of positions in every sequence; if asked to,
+    returns what its head reads at the newest few of them [B, M, hidden]."""
+    hidden, previous = (torch.stack(of_rows) for of_rows in zip(*(of_row.states for of_row in waiting), strict=True))
     for of_row in waiting:
         of_row.clear()
-    at = newest(sequences, hidden.shape[1], exit.model.device)
-    if read:
-        return exit.read(hidden, previous, at, cache)
-    exit.fill(hidden, previous, at, cache)
-    return None
+    count, device = hidden.shape[1], exit.model.device
+    if count > read:
+        exit.fill(hidden, previous, newest(sequences, count, device), cache)
+    if not read:
+        return None
+    return exit.read(hidden[:, -read:], previous[:, -read:], newest(sequences, min(count, read), device), cache)
 
 
 def newest(sequences: Seq[Sequence], count: int, device: torch.device) -> Rows:

@@ -124,6 +124,43 @@ def test_many_beliefs_learn_what_each_would_alone() -> None:
         assert other.weights == pytest.approx(one.weights)
 
 
+def missing(count: int, times: int, together: bool) -> list[Belief]:
+    """Beliefs about texts whose drafts all missed, so many times."""
+    beliefs, missed = [Belief() for _ in range(count)], acceptance().score(8, offered=8)
+    for _ in range(times):
+        Belief.learn_together(beliefs, [missed] * count, [1] * count)
+        if together:
+            Belief.compare(beliefs)
+    return beliefs
+
+
+def test_texts_of_one_request_tell_of_each_other() -> None:
+    alone, together = missing(8, 2, together=False), missing(8, 2, together=True)
+    assert all(other.strangeness > 1.5 * one.strangeness for one, other in zip(alone, together, strict=True))
+    one, same = missing(1, 2, together=False), missing(1, 2, together=True)
+    assert one[0].weights == same[0].weights, "who is alone has nobody to compare with"
+
+
+def test_a_text_that_shows_what_it_is_is_believed_whatever_the_others_are() -> None:
+    beliefs = missing(8, 6, together=True)
+    right = Belief()
+    everybody = [*beliefs, right]
+    for _ in range(12):
+        for belief in everybody:
+            belief.learn(acceptance().score(0 if belief is right else 8, offered=8))
+        Belief.compare(everybody)
+    assert right.strangeness < 0.02
+    assert all(belief.strangeness > 0.98 for belief in beliefs)
+
+
+def test_a_text_among_strange_ones_becomes_strange_again_sooner() -> None:
+    among, alone = missing(8, 6, together=True)[0], missing(1, 6, together=True)[0]
+    for belief in (among, alone):
+        belief.fade(5000)
+    assert sum(among.weights) == pytest.approx(1)
+    assert among.strangeness > 2 * alone.strangeness
+
+
 def test_a_belief_fades_with_the_text_it_came_from() -> None:
     belief = Belief()
     for _ in range(10):

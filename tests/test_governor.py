@@ -70,6 +70,7 @@ class World:
     waiting: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.governor.is_watched = self.shadows and self.governor.is_watched
         self.watches = [Watch() for _ in self.texts]
         self.lengths = [0] * len(self.texts)
         self.waiting = [[] for _ in self.texts]
@@ -102,10 +103,11 @@ class World:
         self.losses += seconds - sum(emitted) / len(emitted) if len(plan) else 0
 
     def _score(self) -> None:
-        for watch, ranks in zip(self.watches, self.waiting, strict=True):
-            if self.shadows:
-                self.governor.scored(watch, [min(rank, self.offered) for rank in ranks], self.offered)
-            ranks.clear()
+        ranks = [[min(rank, self.offered) for rank in of_text] for of_text in self.waiting]
+        if self.shadows:
+            self.governor.scored(self.watches, ranks, self.offered)
+        for of_text in self.waiting:
+            of_text.clear()
 
     @staticmethod
     def _last(plan: Plan, text: Text, length: int) -> int:
@@ -351,7 +353,7 @@ def test_it_is_tried_with_what_loses_least() -> None:
     prospects = governor._look_up(governor._setting([doubtful], 100), 1, NONE, most=50)
     speeds = dict(zip(prospects.plans, _speeds([doubtful], prospects, None)[0], strict=True))
     assert speeds[short] < speeds[deep] < 1
-    governor._quiet = governor._patience
+    governor._quiet = governor._first_patience
     assert governor.choose([doubtful], 100)[0] == short
 
 
@@ -463,7 +465,7 @@ def test_measuring_a_plain_step_changes_nothing_of_what_is_in_use() -> None:
 @pytest.mark.parametrize("right", [True, False])
 def test_behind_a_probe_in_flight_a_plain_step_is_measured(right: bool) -> None:
     """Nobody waits for the probe; what comes of it is known one cycle later, and counts then."""
-    world = World(new_governor(), [drawn(0.0)], shadows=False).run(100)
+    world = World(new_governor(Rules(probe_allowance=2.0)), [drawn(0.0)], shadows=False).run(100)
     governor, watches = world.governor, world.watches
     while not len(world.plans[-1]):
         world.cycle()
@@ -604,6 +606,26 @@ def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> No
     assert set(settled) == {rules.probe_interval + 1}
     assert 9 in pauses
     assert 17 in pauses
+
+
+@pytest.mark.parametrize("shadows", [True, False])
+def test_what_is_known_to_cost_too_much_is_tried_only_where_nobody_watches(shadows: bool) -> None:
+    """Once its costs are known, what shadows say of a text is all that a probe could tell."""
+    costs = Costs()
+    World(new_governor(costs=costs, gpu=False), [drawn(0.0)], two_cores, shadows).run(2000)
+    drafted = []
+    for seed in range(4):
+        world = World(new_governor(costs=costs, gpu=False), [drawn(0.0, seed)], two_cores, shadows).run(128)
+        drafted.append(sum(map(len, world.plans)))
+    assert all(drafted) if not shadows else not any(drafted)
+
+
+def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() -> None:
+    world = World(new_governor(gpu=False), [drawn(0.0)], two_cores).run(5000)
+    drafted = [place for place, plan in enumerate(world.plans) if len(plan)]
+    pauses = [after - before for before, after in pairwise(drafted)]
+    long = [pause for pause in pauses if pause > 600]
+    assert 2 <= len(long) and all(1024 < pause <= 1024 + 33 for pause in long)
 
 
 def test_surely_strange_text_is_probed_as_seldom_as_can_be_where_shadows_watch_it() -> None:

@@ -19,7 +19,16 @@ from selfspec.row import Row
 from selfspec.runtime import Session
 from selfspec.sampling import Sampling
 from selfspec.tree import Plan
-from tests.test_exits import GREEDY, SEED, drafted, families, open_session, random_tokens, trained_once
+from tests.test_exits import (
+    GREEDY,
+    SEED,
+    assert_same_rows,
+    drafted,
+    families,
+    open_session,
+    random_tokens,
+    trained_once,
+)
 from tests.tiny import VOCABULARY
 
 STEPS = 11
@@ -38,7 +47,7 @@ def shadow_ranks(session: Session) -> list[list[int]]:
     assert session.exit is not None
     waiting, sequences = [row.waiting for row in session.rows], [row.sequence for row in session.rows]
     assert {len(of_row) for of_row in waiting} == {STEPS}
-    read = shadow.catch_up(session.exit, session.cache, sequences, waiting, read=True)
+    read = shadow.catch_up(session.exit, session.cache, sequences, waiting, read=STEPS)
     assert read is not None
     assert {len(of_row) for of_row in waiting} == {0}
     tokens = torch.tensor([row.tokens[-STEPS:] for row in session.rows])
@@ -98,7 +107,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def remember(self: Watch, agreement: float, places: int, *usual: Any) -> None:
         assert usual == (0.5, 0.1)
-        assert places in (11, shadow.PROMPT_END)
+        assert places in (5, shadow.FEW)
         seen.append(agreement)
 
     monkeypatch.setattr(Watch, "learn_prompt", remember)
@@ -111,7 +120,7 @@ def test_a_prompt_is_judged_by_its_last_positions(
     family: str, chunk: int, agreements: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = trained_once(family)
-    prompts = [random_tokens(70), random_tokens(12, seed=2)]
+    prompts = [random_tokens(70), random_tokens(6, seed=2)]
     monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
     governed(trained.exit, prompts).prefill()
     expected = []
@@ -120,7 +129,7 @@ def test_a_prompt_is_judged_by_its_last_positions(
         guesses = trained.hf_exit_logits(text).argmax(-1)
         with torch.no_grad():
             own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
-        expected.append((guesses == own)[-shadow.PROMPT_END :].double().mean().item())
+        expected.append((guesses == own)[-shadow.FEW :].double().mean().item())
     assert agreements == pytest.approx(expected)
     assert 0 < min(agreements) < 1
 
@@ -143,17 +152,36 @@ def test_copies_take_over_what_their_prompt_told() -> None:
 def test_while_nothing_is_drafted_scores_come_every_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)])
     session.prefill()
-    plans = [Plan()] * 40
-    monkeypatch.setattr(session, "choose_plan", lambda rows: (plans.pop(), "goodput"))
-    scored: list[int] = []
-    monkeypatch.setattr(session.governor, "scored", lambda watch, ranks, offered: scored.append(len(ranks)))
-    for _ in range(40):
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (plan, None if len(plan) else "goodput"))
+    scored: list[tuple[int, list[int]]] = []
+
+    def remember(watches: list[Watch], ranks: list[list[int]], offered: int) -> None:
+        scored.append((step, [len(of_row) for of_row in ranks]))
+
+    monkeypatch.setattr(session.governor, "scored", remember)
+    for step in range(120):
+        plan = Plan.parse("chain:1") if step == 96 else Plan()
         session.cycle()
-    assert scored == [16] * 4, "two rows, twice"
-    assert all(len(row.waiting) == 8 for row in session.rows)
+    few = [shadow.FEW] * 2
+    assert scored == [(16, few), (48, few), (80, few), (96, few), (113, few)], "at once, later, and at once again"
+    assert all(len(row.waiting) == 7 for row in session.rows)
 
 
-@pytest.mark.parametrize(("reason", "expected"), [("goodput", 2), ("ood", 2), ("batch", 0)])
+def test_of_what_waits_the_newest_few_are_read_and_all_is_filled() -> None:
+    exit = trained_once("llama").exit
+    few, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
+    reads = [
+        shadow.catch_up(
+            exit, session.cache, [row.sequence for row in session.rows], [row.waiting for row in session.rows], read
+        )
+        for session, read in ((few, 4), (all_of_it, STEPS))
+    ]
+    assert reads[0] is not None and reads[1] is not None
+    assert reads[0].shape[1] == 4 and torch.allclose(reads[0], reads[1][:, -4:])
+    assert_same_rows(few, all_of_it)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("goodput", 1), ("ood", 1), ("batch", 0)])
 def test_nothing_is_scored_where_a_rule_forbids_drafting(
     reason: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +193,7 @@ def test_nothing_is_scored_where_a_rule_forbids_drafting(
     for _ in range(33):
         session.cycle()
     assert len(scored) == expected
-    assert len(session.rows[0].waiting) == 1, "the exit's cache is kept up all the same"
+    assert len(session.rows[0].waiting) == 33 - 16, "the exit's cache is kept up all the same"
 
 
 def test_a_row_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

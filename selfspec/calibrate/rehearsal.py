@@ -106,5 +106,6 @@ def _column(exit: Exit, tokens: torch.Tensor) -> torch.Tensor:
     """Where each token stands among the exit's head rows; -1 where it is not there."""
     if exit.head_rows is None:
         return tokens
-    column = torch.searchsorted(exit.head_rows, tokens).clamp(max=len(exit.head_rows) - 1)
+    order = exit.head_rows.argsort()
+    column = order[torch.searchsorted(exit.head_rows, tokens, sorter=order).clamp(max=len(order) - 1)]
     return torch.where(exit.head_rows[column] == tokens, column, -1)
