@@ -35,6 +35,7 @@ from selfspec.kernels.know import AT_ONCE
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice
+from selfspec.runtime import SELDOM
 from selfspec.sampling import Sampling
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import NONE, Plan
@@ -153,7 +154,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
     unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    total, waiting = 0.0, 0
+    total, waiting, unscored, patience = 0.0, 0, 0, AT_ONCE
 
     def judge() -> None:
         while unjudged and usual is not None:
@@ -172,9 +173,11 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
         catching_up = _SHADOW * plain if waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
-        if waiting >= AT_ONCE:
+        if waiting >= AT_ONCE and unscored >= patience:
             _score(governor, watches, rows)
+            unscored, patience = 0, SELDOM
         waiting = (0 if catching_up else waiting) + (not len(plan))
+        unscored, patience = (0, AT_ONCE) if len(plan) else (unscored + 1, patience)
         taken = stage.seconds(len(rows.active), plan) + catching_up
         now, lasts = rows.cycle(plan)
         judge()  # which comes with the first cycle's tokens

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
 from math import exp, log, prod, sqrt
 from typing import Any
 
@@ -41,6 +42,7 @@ class Acceptance:
         self.tokens = lru_cache(maxsize=256)(self._tokens)
         self.chances = lru_cache(maxsize=4096)(self._chances)
         self.score = lru_cache(maxsize=256)(self._score)
+        self._scores = lru_cache(maxsize=1024)(self._all_scores)
 
     def chance(self, kind: int, depth: int, rank: int) -> float:
         """That the token after a node of this depth, right so far, has this rank in the draft there."""
@@ -76,7 +78,10 @@ class Acceptance:
         return tuple(max(_LEAST, 1 - sum(self.chance(kind, 0, r) for r in range(offered))) for kind in kinds)
 
     def scores(self, ranks: Sequence[int], offered: int) -> Chances:
-        """How likely several of them were, next to the kind with which they were likeliest."""
+        """How likely several of them were, in whatever order, next to the kind with which they were likeliest."""
+        return self._scores(tuple(sorted(ranks)), offered)
+
+    def _all_scores(self, ranks: tuple[int, ...], offered: int) -> Chances:
         logs = [0.0] * len(EXPONENTS)
         for rank, times in Counter(ranks).items():
             logs = [sum_ + times * log(chance) for sum_, chance in zip(logs, self.score(rank, offered), strict=True)]
@@ -107,12 +112,18 @@ def _turned(tokens: Any) -> Any:
     return 1 - (1 - _TURNING) ** tokens
 
 
+def _once(of_each: Sequence[Sequence[float]]) -> np.ndarray:
+    """Of many, or of one for all where they have the same."""
+    first = of_each[0]
+    return np.array(first if all(one is first for one in of_each) else of_each)
+
+
 @dataclass
 class Belief:
     """Which kind of text a sequence is: a weight for each kind."""
 
     prior: Chances = FAMILIAR  # what is believed of a text when nothing is known yet
-    home: Chances = field(init=False)  # and of one that has just become another one: what others there are counts too
+    home: Sequence[float] = field(init=False)  # and of one that has just become another one
     _weights: list[float] = field(init=False)
     _faded: int = field(default=0, init=False)  # tokens that have gone by since the weights were looked at
 
@@ -147,27 +158,21 @@ class Belief:
 
     @staticmethod
     def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
-        """Each of many learns its own, as `learn` would teach it."""
-        weights, home = (np.array([getattr(of, name) for of in beliefs]) for name in ("weights", "home"))
-        turned = _turned(np.array(tokens))[:, None]
-        together = (weights + turned * (home - weights)) * np.array(chances)
-        for belief, learned in zip(beliefs, (together / together.sum(1, keepdims=True)).tolist(), strict=True):
-            belief._weights = learned
-
-    @staticmethod
-    def compare(beliefs: Sequence[Belief]) -> None:
-        """Texts of one request are often of one kind: what each might be, before it has shown anything of its own,
-        follows what all of them have come to."""
-        if len(beliefs) < 2:
+        """Each of many learns its own, as `learn` would teach it. But texts of one request are often of one kind: what
+        each might be, before it has shown anything itself, follows what all of them have come to."""
+        if len(beliefs) == 1:
+            beliefs[0].learn(chances[0], tokens[0])
             return
-        weights, prior, home = (
-            np.array([getattr(of, name) for of in beliefs]) for name in ("weights", "prior", "home")
-        )
-        mixed = (_ALONE * prior + weights.sum(0)) / (_ALONE + len(beliefs))
-        moved = weights * mixed / home
-        moved /= moved.sum(1, keepdims=True)
-        for belief, of_home, learned in zip(beliefs, mixed.tolist(), moved.tolist(), strict=True):
-            belief.home, belief._weights = tuple(of_home), learned
+        weights, home = np.array([of.weights for of in beliefs]), _once([of.home for of in beliefs])
+        turned = _turned(np.array(tokens))[:, None]
+        learned = (weights + turned * (home - weights)) * np.array(chances)
+        learned /= learned.sum(1, keepdims=True)
+        among = (_ALONE * _once([of.prior for of in beliefs]) + learned.sum(0)) / (_ALONE + len(beliefs))
+        learned *= among / home
+        learned /= learned.sum(1, keepdims=True)
+        homes = among.tolist() if among.ndim > 1 else repeat(among.tolist(), len(beliefs))
+        for belief, of_home, own in zip(beliefs, homes, learned.tolist(), strict=True):
+            belief.home, belief._weights = of_home, own
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

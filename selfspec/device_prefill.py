@@ -31,6 +31,7 @@ class Causal:
     def __init__(self, positions: torch.Tensor, flat_slots: torch.Tensor, pages: torch.Tensor, slots: int) -> None:
         self.positions, self.flat_slots, self.pages, self.slots = positions, flat_slots, pages, slots
         self._masks: dict[int | None, torch.Tensor] = {}
+        self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def mask(self, window: int | None) -> torch.Tensor:
         """[1, M, S] bool: a row sees the slots up to its own, of which each holds its position."""

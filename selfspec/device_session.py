@@ -78,6 +78,7 @@ class DeviceSession(Session):
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
+        self._unscored = 0  # and those that nobody has looked at, although it may have them
         self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
         self._owed: tuple[Any, ...] | None = None  # what is still to be told of the newest cycle that was read
         self._has_moved = False  # to other seats, for the cycle to be launched
@@ -237,7 +238,12 @@ class DeviceSession(Session):
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
-        self._waiting += self.exit is not None and not len(plan)
+        if len(plan):
+            self._unscored = 0
+            self._be_patient(looked=False)
+        elif self.exit is not None:
+            self._waiting += 1
+            self._unscored += 1
         # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
         # known yet that is better than nothing. Catching up is a part of what drafting takes, but not of being plain;
         # moving is neither's.
@@ -254,9 +260,12 @@ class DeviceSession(Session):
         return self._is_much_waiting or (self._waiting > 0 and len(plan) > 0)
 
     def _keep_up(self, seats: Seats, reason: str | None, before: Flight | None) -> Scores | None:
-        """The exit sees what it has missed; where that is much, it is scored by it."""
-        count, is_much = self._waiting, self._is_much_waiting
-        report = self._catch_up(seats, scores=is_much and is_governed(reason) and self._scoring > 0)
+        """The exit sees what it has missed; where that is much, and nobody has looked for long, it is scored by it."""
+        count, looks = self._waiting, self._is_much_waiting and self._unscored >= self._patience
+        report = self._catch_up(seats, scores=looks and is_governed(reason) and self._scoring > 0)
+        if looks:
+            self._unscored = 0
+            self._be_patient(looked=True)
         if not report.numel():
             return None
         mail = self.machine.mail(report)
@@ -393,12 +402,12 @@ class DeviceSession(Session):
         self._own(seats, rows)
 
     def _take_pages(self, row: Row, least: int) -> None:
-        missing = least > len(row.sequence.pages) * PAGE_SIZE
-        if not missing and id(row) in self._owned:
+        if least <= len(row.sequence.pages) * PAGE_SIZE and id(row) in self._owned:
             return
-        self.cache.reserve(
-            row.sequence, max(least, min(least + AHEAD, row.max_length + MAX_NODES)) if missing else least
-        )
+        try:
+            self.cache.reserve(row.sequence, max(least, min(least + AHEAD, row.max_length + MAX_NODES)))
+        except CacheFull:
+            self.cache.reserve(row.sequence, least)
         self._owned.add(id(row))
         self._pages_moved = True
 

@@ -58,19 +58,10 @@ class Watch:
             self.belief.learn_agreement(agreement, places, usual, deviation)
             self._notice()
 
-    def learn(self, chances: Chances, tokens: int = 0) -> None:
-        self.belief.learn(chances, tokens)
-        self._notice()
-
     @staticmethod
     def learn_together(watches: Sequence[Watch], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
-        """Each of many learns its own."""
+        """Each learns its own, and something of the others."""
         Belief.learn_together([watch.belief for watch in watches], chances, tokens)
-
-    @staticmethod
-    def compare(watches: Sequence[Watch]) -> None:
-        """All have learned: what is thought of each follows the others too."""
-        Belief.compare([watch.belief for watch in watches])
         for watch in watches:
             watch._notice()
 
@@ -311,9 +302,7 @@ class Governor:
         stopped = [(index, last) for index, last in enumerate(lasts) if last is not None]
         if stopped:
             chances = [self.ladder.acceptance.chances(plan, last) for _, last in stopped]
-            learning = [watches[i] for i, _ in stopped]
-            Watch.learn_together(learning, chances, [emitted[i] for i, _ in stopped])
-            Watch.compare(learning)
+            Watch.learn_together([watches[i] for i, _ in stopped], chances, [emitted[i] for i, _ in stopped])
 
     def _spent(self, plan: Plan, at: Setting, seconds: float | None, context: int) -> float:
         """What this cycle really took, in plain steps; of a mishap only so much is the plan's fault."""
@@ -338,9 +327,8 @@ class Governor:
     def scored(self, watches: Sequence[Watch], ranks: Sequence[Sequence[int]], offered: int) -> None:
         """While nothing was drafted, first draft tokens among `offered` would have had these ranks in each text."""
         self._has_news = True
-        for watch, of_text in zip(watches, ranks, strict=True):
-            watch.learn(self.ladder.acceptance.scores(of_text, offered))
-        Watch.compare(watches)
+        scores = [self.ladder.acceptance.scores(of_text, offered) for of_text in ranks]
+        Watch.learn_together(watches, scores, [0] * len(watches))
 
     def _setting(self, watches: Sequence[Watch], context: int) -> Setting:
         return Setting.of(self.ladder.exit_layer, self.costs.size(len(watches)), context)

@@ -38,7 +38,7 @@ from selfspec.sampling import (
 from selfspec.tree import Plan
 
 AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
-MOST_WAITING = 32  # of them, once looking at fewer has not led to drafting
+SELDOM = 32  # tokens after which the exit is scored again, once a look at fewer has not led to drafting
 ENDING = 32  # tokens before their end at which it matters to texts what a cycle in flight will bring
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
 
@@ -215,7 +215,7 @@ class Session:
         sequences = [row.sequence for row in rows]
         if len(plan) or len(rows[0].waiting) >= self._patience:
             self.catch_up(rows, score=is_governed(reason))
-            self._patience = self._at_once if len(plan) else max(self._at_once, min(2 * self._patience, MOST_WAITING))
+            self._be_patient(not len(plan))
         started = time.perf_counter()
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
@@ -230,6 +230,10 @@ class Session:
         lasts = [path[-1] for path in paths]
         seconds = time.perf_counter() - started
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
+
+    def _be_patient(self, looked: bool) -> None:
+        """With what waits, once a look at it has not led to drafting."""
+        self._patience = max(self._at_once, min(2 * self._patience, SELDOM)) if looked else self._at_once
 
     def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
         """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, hotter
+from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, Chances, hotter
 from selfspec.tree import NONE, Plan
 from tests.strategies import SETTINGS, plans
 
@@ -113,48 +113,53 @@ def test_what_is_hotter_than_anything_measured_is_guessed_worse_by_as_much() -> 
     assert hotter([[1.0]], [[0.0]], steps=1)[0][0] < 0.01, "whatever was measured"
 
 
-def test_many_beliefs_learn_what_each_would_alone() -> None:
-    alone, together = ([Belief(home) for home in (FAMILIAR, UNFAMILIAR, FAMILIAR)] for _ in range(2))
+@pytest.mark.parametrize("priors", [(FAMILIAR, UNFAMILIAR, FAMILIAR), (FAMILIAR,) * 3], ids=["mixed", "one kind"])
+def test_many_beliefs_learn_what_each_would_alone_and_then_of_the_others(priors: tuple[Chances, ...]) -> None:
+    one_by_one, together = ([Belief(prior) for prior in priors] for _ in range(2))
     chances = [acceptance().score(rank, offered=2) for rank in (0, 1, 5)]
     for _ in range(3):
-        for belief, chance, tokens in zip(alone, chances, (1, 4, 2), strict=True):
+        for belief, chance, tokens in zip(one_by_one, chances, (1, 4, 2), strict=True):
             belief.learn(chance, tokens)
+        found = [sum(kind) for kind in zip(*(belief.weights for belief in one_by_one), strict=True)]
+        for belief in one_by_one:
+            home = [(4 * own + all_) / (4 + 3) for own, all_ in zip(belief.prior, found, strict=True)]
+            moved = [w * new / old for w, new, old in zip(belief.weights, home, belief.home, strict=True)]
+            belief.home, belief._weights = home, [value / sum(moved) for value in moved]
         Belief.learn_together(together, chances, (1, 4, 2))
-    for one, other in zip(alone, together, strict=True):
-        assert other.weights == pytest.approx(one.weights)
+        for one, other in zip(one_by_one, together, strict=True):
+            assert other.weights == pytest.approx(one.weights)
+            assert other.home == pytest.approx(one.home)
 
 
-def missing(count: int, times: int, together: bool) -> list[Belief]:
-    """Beliefs about texts whose drafts all missed, so many times."""
+def missing(count: int, times: int) -> list[Belief]:
+    """Beliefs about texts of one request whose drafts all missed, so many times."""
     beliefs, missed = [Belief() for _ in range(count)], acceptance().score(8, offered=8)
     for _ in range(times):
         Belief.learn_together(beliefs, [missed] * count, [1] * count)
-        if together:
-            Belief.compare(beliefs)
     return beliefs
 
 
 def test_texts_of_one_request_tell_of_each_other() -> None:
-    alone, together = missing(8, 2, together=False), missing(8, 2, together=True)
-    assert all(other.strangeness > 1.5 * one.strangeness for one, other in zip(alone, together, strict=True))
-    one, same = missing(1, 2, together=False), missing(1, 2, together=True)
-    assert one[0].weights == same[0].weights, "who is alone has nobody to compare with"
+    alone, together, pure = missing(1, 2)[0], missing(8, 2), Belief()
+    assert all(belief.strangeness > 1.5 * alone.strangeness for belief in together)
+    for _ in range(2):
+        pure.learn(acceptance().score(8, offered=8), 1)
+    assert alone.weights == pure.weights, "who is alone has nobody to compare with"
 
 
 def test_a_text_that_shows_what_it_is_is_believed_whatever_the_others_are() -> None:
-    beliefs = missing(8, 6, together=True)
+    beliefs = missing(8, 6)
     right = Belief()
     everybody = [*beliefs, right]
+    chances = [acceptance().score(0 if belief is right else 8, offered=8) for belief in everybody]
     for _ in range(12):
-        for belief in everybody:
-            belief.learn(acceptance().score(0 if belief is right else 8, offered=8))
-        Belief.compare(everybody)
+        Belief.learn_together(everybody, chances, [0] * 9)
     assert right.strangeness < 0.02
     assert all(belief.strangeness > 0.98 for belief in beliefs)
 
 
 def test_a_text_among_strange_ones_becomes_strange_again_sooner() -> None:
-    among, alone = missing(8, 6, together=True)[0], missing(1, 6, together=True)[0]
+    among, alone = missing(8, 6)[0], missing(1, 6)[0]
     for belief in (among, alone):
         belief.fade(5000)
     assert sum(among.weights) == pytest.approx(1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from selfspec import Engine, Rules, device_session, device_shadow
+from selfspec import Engine, Rules, device_session, device_shadow, runtime, shadow
 from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
@@ -513,14 +513,45 @@ def test_of_many_texts_some_places_are_scored(seats: int, places: int) -> None:
     assert device_shadow.scored_places(seats) == places
 
 
+def scores_told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What governors are told: the ranks in one text, and of how many drafts."""
+    scores: list[tuple[int, ...]] = []
+
+    def remember(self: Governor, watches: list[Watch], ranks: list[list[int]], offered: int) -> None:
+        assert len(watches) == len(ranks)
+        scores.extend((*of_text, offered) for of_text in ranks)
+
+    monkeypatch.setattr(Governor, "scored", remember)
+    return scores
+
+
+def test_what_has_not_led_to_drafting_is_looked_at_less_often_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "SELDOM", 6)
+    engine, _ = engines("llama")
+    session = governed(engine, [random_rows(9, seed=3).tolist()], 40, {})
+
+    def choose(
+        self: Governor, watches: object, context: int, in_flight: object, left: object
+    ) -> tuple[Plan, str | None]:
+        cycle = len(session.rows[0].turns) + (in_flight is not None)
+        return (Plan.parse("chain:1"), None) if cycle == 16 else (Plan(), "goodput")
+
+    monkeypatch.setattr(Governor, "choose", choose)
+    seen: list[int] = []
+    monkeypatch.setattr(session, "_learn_scores", lambda scores: seen.append(len(session.rows[0].turns)))
+    for _ in islice(session.run(), 28):
+        pass
+    assert [place - 3 for place in seen] == [0, 6, 12, 17, 23], "every three or six cycles, and after drafting again"
+
+
 @pytest.mark.parametrize("enough", [64, 8])
 def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At all places or, where fewer rows are enough, at the oldest of each text; one seat is nobody's."""
     monkeypatch.setattr(Governor, "choose", lambda *_: (Plan(), "goodput"))
     monkeypatch.setattr(device_shadow, "_FEWEST", 1)
     monkeypatch.setattr(device_shadow, "_ENOUGH", enough)
-    scores: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Governor, "scored", lambda self, watch, ranks, offered: scores.append((*ranks, offered)))
+    monkeypatch.setattr(runtime, "SELDOM", 3)
+    scores = scores_told(monkeypatch)
     texts, found = [random_rows(9, seed=seed).tolist() for seed in (1, 2, 3)], []
     ours, theirs = engines("llama")
     fresh = Engine(ours.model, kernels=True)  # which has not thought of shadows yet
@@ -543,6 +574,7 @@ def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: p
 
 @pytest.mark.parametrize("length", [2, 20, 33, 50])
 def test_a_prompt_is_judged_as_pytorch_judges_it(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "FEW", shadow.PROMPT_END)
     shares: list[float] = []
     monkeypatch.setattr(Watch, "learn_prompt", lambda self, share, *usual: shares.append(share))
     prompt = torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist()
