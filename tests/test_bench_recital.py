@@ -170,7 +170,7 @@ def test_the_governor_hears_how_recited_tokens_were_ranked(device: str, monkeypa
     """The exit would have drafted what the model writes, not what is recited."""
     ranks: list[int] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
-    monkeypatch.setattr(Governor, "scored", lambda self, watch, found, offered: ranks.extend(found))
+    monkeypatch.setattr(Governor, "scored", lambda self, watches, found, offered: ranks.extend(*found))
     prompts = PromptSet("recited", PROMPTS[2:], 5, recital=Recital(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 5

@@ -165,15 +165,18 @@ class TestMemory:
         engine.generate(PROMPT, max_new_tokens=2)
         assert engine.memory()["exits"] == expected
 
-    def test_a_trimmed_head_is_counted_while_its_request_lives(self, model, tokenizer, tmp_path):
+    def test_a_trimmed_head_is_counted_once_and_a_requests_own_rows_while_it_lives(self, model, tokenizer, tmp_path):
         rows = random_rows(40)
         engine = Engine.from_model(model, tokenizer, save_profile(model, tmp_path, block=True, rows=rows))
+        before = engine.memory()["exits"]
         engine.generate(PROMPT, max_new_tokens=2)
         between = engine.memory()["exits"]
+        (exit,) = engine.drafters.exits.values()
+        assert between - before - exit.nbytes == len(rows) * 32 * 8
 
         def of_heads(*texts: str) -> int:
             offered = [{*rows.tolist(), *tokenizer(text)["input_ids"]} for text in texts]
-            return sum(len(tokens) * (32 + 1) * 8 for tokens in offered)  # weights and ids, 64 bits each
+            return sum(len(tokens) * 8 + (len(tokens) - len(rows)) * 32 * 8 for tokens in offered)  # ids; guests' rows
 
         first, second = (engine.stream(text, max_new_tokens=40, domain="chat") for text in ("abc", "hello, you"))
         next(first), next(second)
