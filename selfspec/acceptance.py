@@ -2,7 +2,8 @@
 
 A profile tells how often the model's own token had which rank in drafts of familiar text. Text of another *kind* is
 missed more often, or less: with the familiar chance to the power of an exponent. Which kind a text is shows in its own
-drafts, so every sequence has a belief about it. What follows for the next plan is the governor's business.
+drafts, and a little in those of others beside it, so every sequence has a belief about it. What follows for the next
+plan is the governor's business.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Belief:
     def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
         """Each of many learns its own, as `learn` would teach it. But texts of one request are often of one kind: what
         each might be, before it has shown anything itself, follows what all of them have come to."""
-        if len(beliefs) == 1:
+        if len(beliefs) == 1 and beliefs[0].home is beliefs[0].prior:  # nobody to compare with, nor has there been
             beliefs[0].learn(chances[0], tokens[0])
             return
         weights, home = np.array([of.weights for of in beliefs]), _once([of.home for of in beliefs])

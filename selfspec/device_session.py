@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,8 +262,8 @@ class DeviceSession(Session):
 
     def _keep_up(self, seats: Seats, reason: str | None, before: Flight | None) -> Scores | None:
         """The exit sees what it has missed; where that is much, and nobody has looked for long, it is scored by it."""
-        count, looks = self._waiting, self._is_much_waiting and self._unscored >= self._patience
-        report = self._catch_up(seats, scores=looks and is_governed(reason) and self._scoring > 0)
+        looks = self._is_much_waiting and self._unscored >= self._patience and self._scoring > 0 and is_governed(reason)
+        count, report = self._waiting, self._catch_up(seats, scores=looks)
         if looks:
             self._unscored = 0
             self._be_patient(looked=True)
@@ -404,10 +405,10 @@ class DeviceSession(Session):
     def _take_pages(self, row: Row, least: int) -> None:
         if least <= len(row.sequence.pages) * PAGE_SIZE and id(row) in self._owned:
             return
-        try:
-            self.cache.reserve(row.sequence, max(least, min(least + AHEAD, row.max_length + MAX_NODES)))
-        except CacheFull:
-            self.cache.reserve(row.sequence, least)
+        ahead = max(least, min(least + AHEAD, row.max_length + MAX_NODES))
+        with suppress(CacheFull):
+            self.cache.reserve(row.sequence, ahead)
+        self.cache.reserve(row.sequence, least)
         self._owned.add(id(row))
         self._pages_moved = True
 

@@ -21,7 +21,8 @@ from selfspec.policy import Rules
 from selfspec.tree import NONE, Plan
 
 MEASURING = "measuring"  # why the first cycles of a kind, and some later ones, are plain: to compare with
-_FIRST_PROBE = 8  # tokens after stepping aside; twice as many after every probe that changes nothing
+_FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
+_MOST_FEARED = 1.0  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _MISHAP = 1.5  # times its usual cost
 _FEWEST = 8  # positions of a prompt that can tell anything
@@ -149,7 +150,7 @@ class Governor:
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         quiet = self._quiet + (in_flight is not None and not len(in_flight[0]))
-        patience = self._first_patience if self._is_blind else self._patience
+        patience = self._needed_patience
         if not len(plan_in_use) and quiet < patience and self._has_nothing_to_decide(len(watches)):
             return NONE, self._why_plain(watches)
         at = self._setting(watches, context)
@@ -174,8 +175,9 @@ class Governor:
         if in_use in prospects.plans:
             place = prospects.plans.index(in_use)
             best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
-        pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
-        return best if pays else None
+        # What many texts show comes sooner.
+        allowance = self.rules.loss_allowance / (1 if batch <= self.rules.max_tree_batch else 2)
+        return best if self._pays(speeds[best], batch, in_use) and self.ledger.allows(allowance) else None
 
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
@@ -184,7 +186,7 @@ class Governor:
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
         told = self.is_watched and self.costs.is_known(at, prospects.plans[cheapest])
-        expected_loss = max(0.0, losses[cheapest] if told else min(losses[cheapest], self.rules.probe_allowance))
+        expected_loss = max(0.0, losses[cheapest] if told else min(losses[cheapest], _MOST_FEARED))
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
@@ -311,7 +313,7 @@ class Governor:
 
     def _is_probe(self, plan: Plan) -> bool:
         """Whether a cycle of this plan only finds out if drafting would pay: nothing was drafted for long enough."""
-        return len(plan) > 0 and not len(self.plan) and self._quiet >= self._patience
+        return len(plan) > 0 and not len(self.plan) and self._quiet >= self._needed_patience
 
     def _patience_after(self, plan: Plan, paid: bool) -> int:
         """A probe that paid is followed up at once; one that did not makes more patient."""
@@ -320,8 +322,13 @@ class Governor:
         return 1 if paid else min(max(self._first_patience, 2 * self._patience), self.rules.probe_interval)
 
     @property
+    def _needed_patience(self) -> int:
+        """Plain cycles before the next probe."""
+        return self._first_patience if self._is_blind else self._patience
+
+    @property
     def _first_patience(self) -> int:
-        """Plain cycles before a probe, after something else was drafted: shadows tell sooner than probes would."""
+        """The same after something else was drafted, or nothing yet: shadows tell sooner than probes would."""
         return self.rules.probe_interval if self.is_watched else min(_FIRST_PROBE, self.rules.probe_interval)
 
     def scored(self, watches: Sequence[Watch], ranks: Sequence[Sequence[int]], offered: int) -> None:

@@ -37,7 +37,7 @@ from selfspec.sampling import (
 )
 from selfspec.tree import Plan
 
-AT_ONCE = 16  # positions that the exit's cache is filled for together, while nothing is drafted
+AT_ONCE = 16  # positions that the exit's cache is filled for together, at first, while nothing is drafted
 SELDOM = 32  # tokens after which the exit is scored again, once a look at fewer has not led to drafting
 ENDING = 32  # tokens before their end at which it matters to texts what a cycle in flight will bring
 PREFILL_CHUNK = 512  # fixed, so that a prompt's keys and values never depend on what else is in memory
@@ -214,8 +214,9 @@ class Session:
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
         if len(plan) or len(rows[0].waiting) >= self._patience:
-            self.catch_up(rows, score=is_governed(reason))
-            self._be_patient(not len(plan))
+            looks = self._scoring > 0 and is_governed(reason)
+            self.catch_up(rows, score=looks)
+            self._be_patient(looked=looks and not len(plan))
         started = time.perf_counter()
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
@@ -321,9 +322,7 @@ class Session:
         if self.exit is None or not len(rows[0].waiting):
             return
         waiting, sequences = [row.waiting for row in rows], [row.sequence for row in rows]
-        read = shadow.catch_up(
-            self.exit, self.cache, sequences, waiting, self._looked_at if score and self._scoring else 0
-        )
+        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, self._looked_at if score else 0)
         if read is None or self.governor is None:
             return
         count = read.shape[1]
@@ -344,7 +343,7 @@ class Session:
         """Keeps what is known at each row's newest committed node, for the exit to recall."""
         if self.exit is None:
             return
-        newest = known[range(len(rows)), nodes] if any(nodes) else known[:, 0]
+        newest = known[range(len(rows)), nodes] if any(nodes) else known[:, 0].clone()  # whose buffer may be shared
         for row, of_row in zip(rows, newest.unbind(), strict=True):
             row.known = of_row
 

@@ -17,7 +17,7 @@ from selfspec.sampling import TARGET, NoiseKey, Sampling
 
 OFFERED = 8  # best draft tokens that are looked at: a token beyond them is a miss
 PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
-FEW = 8  # positions of it, or of what waits, that are looked at where every row costs
+FEW = 8  # positions of it, or of what waits, that are looked at where every row costs; fewer would tell nothing
 _NOISY = 256  # best draft tokens whose noise is looked up
 
 
@@ -27,9 +27,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._count = 0
-        self._states: list[
-            torch.Tensor
-        ] = []  # [positions, hidden] after layer N; [positions, 2 * hidden] what was known one before
+        # Of each position the hidden state after layer N, and [2 * hidden] what was known one position before.
+        self._states: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return self._count

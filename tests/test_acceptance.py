@@ -166,6 +166,15 @@ def test_a_text_among_strange_ones_becomes_strange_again_sooner() -> None:
     assert among.strangeness > 2 * alone.strangeness
 
 
+def test_a_text_that_the_others_have_left_is_no_longer_judged_by_them() -> None:
+    left = missing(8, 6)[0]
+    among = sum(left.home[:STRANGE])
+    for _ in range(40):
+        Belief.learn_together([left], [acceptance().score(0, offered=8)], [1])
+    assert among > 0.4
+    assert sum(left.home[:STRANGE]) < 0.12
+
+
 def test_a_belief_fades_with_the_text_it_came_from() -> None:
     belief = Belief()
     for _ in range(10):

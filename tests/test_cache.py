@@ -327,6 +327,19 @@ def test_closing_twice_returns_a_page_once() -> None:
     assert cache.free_pages == cache.num_pages
 
 
+def test_pages_that_come_back_are_taken_again_one_behind_the_other() -> None:
+    """However often: a text on pages in a row is read without being gathered."""
+    cache = llama_cache()
+    for _ in range(3):
+        row = prefilled(cache, 3 * PAGE_SIZE)
+        first = row.sequence.pages[0]
+        assert row.sequence.pages == [first, first + 1, first + 2]
+        cache.truncate(row.sequence, PAGE_SIZE)
+        cache.reserve(row.sequence, 3 * PAGE_SIZE)
+        assert row.sequence.pages == [first, first + 1, first + 2]
+        cache.close(row.sequence)
+
+
 def test_a_closed_sequence_takes_no_pages() -> None:
     cache = llama_cache()
     sequence = cache.open()

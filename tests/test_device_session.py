@@ -288,6 +288,38 @@ def plain_rows(count: int, seed: int = 1) -> list[Row]:
     return [Row(prompt, seed=seed, copy=0, max_length=100) for prompt in prompts(count).repeat(1, 12).tolist()]
 
 
+@pytest.mark.parametrize("plan", ["none", "chain:1"])
+def test_where_the_host_chooses_others_on_the_same_seats_change_nothing(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an exit recalls is a text's own, whatever the buffers that it was found in are used for next."""
+    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan.parse(plan), None))
+    engine, _ = engines("llama")
+    keys = []
+    for interleaved in (False, True):
+        sessions = [plain_session(engine, plain_rows(1, seed), repetition_penalty=1.3) for seed in (1, 2)]
+        sessions[1].rows[0].prompt[:] = [token % 90 + 5 for token in sessions[1].rows[0].prompt]
+        sessions[1].rows[0].tokens[:] = sessions[1].rows[0].prompt
+        one, other = (session.run() for session in sessions)
+        for _ in range(4):
+            next(one)
+            if interleaved:
+                next(other)
+        keys.append(exit_keys(engine, sessions[0].rows[0]).clone())
+        one.close(), other.close()
+    torch.testing.assert_close(keys[0], keys[1])
+
+
+def test_where_pages_ahead_cannot_be_had_those_needed_now_are_enough() -> None:
+    ours, theirs = engines("llama")
+    settings = {"speculative_decoding": False, "max_new_tokens": 6, **GREEDY}
+    prompt = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(3))
+    tight = Engine(ours.model, kernels=True, max_length=384, max_batch=1)
+    assert tight.cache.max_pages is not None
+    tight.cache.reserve(tight.cache.open(), (tight.cache.max_pages - 3) * 64)  # leaves two, and one for empty seats
+    assert torch.equal(tight.generate(prompt, **settings), theirs.generate(prompt, **settings))
+
+
 def test_where_the_host_chooses_an_exit_misses_nothing_of_plain_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
     found = []

@@ -74,6 +74,7 @@ class World:
         self.watches = [Watch() for _ in self.texts]
         self.lengths = [0] * len(self.texts)
         self.waiting = [[] for _ in self.texts]
+        self.patience, self.unscored = 16, 0  # as sessions look at what waits: at first, and then half as often
         self.chosen: tuple[Plan, str | None] | None = None
 
     def run(self, tokens: int) -> World:
@@ -95,16 +96,19 @@ class World:
         for row, (text, length) in enumerate(zip(self.texts, self.lengths, strict=True)):
             self.waiting[row] += [] if len(plan) else [text(length)]
             self.lengths[row] += emitted[row]
+        self.unscored, self.patience = (0, 16) if len(plan) else (self.unscored + 1, self.patience)
         if len(self.waiting[0]) >= 16:
-            self._score()
+            looks = self.unscored >= self.patience
+            self._score(looks)
+            self.unscored, self.patience = (0, 32) if looks else (self.unscored, self.patience)
         self.plans.append(plan)
         self.reasons.append(reason)
         self.seconds += seconds
         self.losses += seconds - sum(emitted) / len(emitted) if len(plan) else 0
 
-    def _score(self) -> None:
+    def _score(self, looks: bool = True) -> None:
         ranks = [[min(rank, self.offered) for rank in of_text] for of_text in self.waiting]
-        if self.shadows:
+        if self.shadows and looks:
             self.governor.scored(self.watches, ranks, self.offered)
         for of_text in self.waiting:
             of_text.clear()
@@ -609,6 +613,37 @@ def test_probes_back_off_and_are_never_further_apart_than_their_interval() -> No
 
 
 @pytest.mark.parametrize("shadows", [True, False])
+def test_without_an_allowance_nothing_is_tried(shadows: bool) -> None:
+    tried = []
+    for allowance in (0.0, 1.0):
+        world = World(new_governor(Rules(probe_allowance=allowance), gpu=False), [drawn(0.0)], two_cores, shadows)
+        world.watches = [sure(text_is_guessed=False)]
+        tried.append(any(map(len, world.run(40).plans)))
+    assert tried == [False, True]
+
+
+def test_the_first_plan_that_shadows_bring_about_is_no_probe() -> None:
+    """Nothing is measured behind it."""
+    world = World(new_governor(), [drawn(0.9)], ahead=True)
+    world.watches = [sure(text_is_guessed=False)]
+    world.run(60)
+    first = next(place for place, plan in enumerate(world.plans) if len(plan))
+    assert 16 <= first < 32
+    assert len(world.plans[first + 1])
+
+
+@pytest.mark.parametrize(("rows", "least"), [(4, 3.5), (5, 1.5)])
+def test_larger_batches_may_lose_half_as_much(rows: int, least: float) -> None:
+    """To plans that are expected to pay and do not."""
+    governor = new_governor()
+    for _ in range(4):
+        governor.observe([Watch()] * rows, NONE, [0] * rows, 1.0, 100, MEASURING)
+    while len(plan := governor.choose([sure() for _ in range(rows)], 100)[0]):
+        governor.observe([sure() for _ in range(rows)], plan, [0] * rows, on_gpu(plan), 100)
+    assert least < governor.ledger.owed < 2 * least
+
+
+@pytest.mark.parametrize("shadows", [True, False])
 def test_what_is_known_to_cost_too_much_is_tried_only_where_nobody_watches(shadows: bool) -> None:
     """Once its costs are known, what shadows say of a text is all that a probe could tell."""
     costs = Costs()
@@ -674,7 +709,7 @@ def test_probes_of_strange_text_come_when_shadows_have_just_left_nothing_waiting
     ids=["shadows", "best drafts", "probes alone"],
 )
 def test_it_is_back_soon_when_the_text_turns(seed: int, offered: int, within: int) -> None:
-    """A single probe in 32 tokens can miss; shadows look at every token."""
+    """A single probe in 32 tokens can miss; shadows look at half of them."""
 
     def text(place: int) -> int:
         return drawn(0.02 if place < 100 else 0.8, seed)(place)
