@@ -175,9 +175,8 @@ class Governor:
         if in_use in prospects.plans:
             place = prospects.plans.index(in_use)
             best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
-        # What many texts show comes sooner.
-        allowance = self.rules.loss_allowance / (1 if batch <= self.rules.max_tree_batch else 2)
-        return best if self._pays(speeds[best], batch, in_use) and self.ledger.allows(allowance) else None
+        pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
+        return best if pays else None
 
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No

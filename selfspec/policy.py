@@ -34,7 +34,7 @@ class Rules:
     max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
     hysteresis: float = 0.05  # how much better another plan must be expected to be, to change to it
     probe_interval: int = 32  # tokens: while nothing pays, it is tried again after no more than these, if it may be
-    loss_allowance: float = 4.0  # plain steps that may be lost to plans expected to pay; of larger batches half
+    loss_allowance: float = 4.0  # plain steps that may be lost, in all, to plans that were expected to pay
     probe_allowance: float = 1.0  # and to trying whether they would
     probe_share: float = 0.01  # every plain step allows so much more of both
     shadow_tokens: int = 16  # while nothing is drafted, the exit is scored after so many, then half as often; 0: never
@@ -50,7 +50,7 @@ class Rules:
         """The same on this type of device: what is left to it is settled. Long cycles make tokens come in bursts. On a
         GPU they gain a few per cent; on a CPU, where every row costs, there would be nothing without them."""
         return (
-            self if self.longest_cycle is not None else replace(self, longest_cycle=1.78 if device == "cuda" else inf)
+            self if self.longest_cycle is not None else replace(self, longest_cycle=1.75 if device == "cuda" else inf)
         )
 
     @property

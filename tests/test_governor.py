@@ -632,17 +632,6 @@ def test_the_first_plan_that_shadows_bring_about_is_no_probe() -> None:
     assert len(world.plans[first + 1])
 
 
-@pytest.mark.parametrize(("rows", "least"), [(4, 3.5), (5, 1.5)])
-def test_larger_batches_may_lose_half_as_much(rows: int, least: float) -> None:
-    """To plans that are expected to pay and do not."""
-    governor = new_governor()
-    for _ in range(4):
-        governor.observe([Watch()] * rows, NONE, [0] * rows, 1.0, 100, MEASURING)
-    while len(plan := governor.choose([sure() for _ in range(rows)], 100)[0]):
-        governor.observe([sure() for _ in range(rows)], plan, [0] * rows, on_gpu(plan), 100)
-    assert least < governor.ledger.owed < 2 * least
-
-
 @pytest.mark.parametrize("shadows", [True, False])
 def test_what_is_known_to_cost_too_much_is_tried_only_where_nobody_watches(shadows: bool) -> None:
     """Once its costs are known, what shadows say of a text is all that a probe could tell."""
