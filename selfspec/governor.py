@@ -22,7 +22,7 @@ from selfspec.tree import NONE, Plan
 
 MEASURING = "measuring"  # why the first cycles of a kind, and some later ones, are plain: to compare with
 _FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
-_MOST_FEARED = 1.0  # plain steps that a probe of unknown costs is expected to lose
+_MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _MISHAP = 1.5  # times its usual cost
 _FEWEST = 8  # positions of a prompt that can tell anything
