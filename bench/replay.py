@@ -35,7 +35,7 @@ from selfspec.kernels.know import AT_ONCE
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice
-from selfspec.runtime import SELDOM
+from selfspec.runtime import more_patient
 from selfspec.sampling import Sampling
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import NONE, Plan
@@ -175,7 +175,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
         catching_up = _SHADOW * plain if waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
         if waiting >= AT_ONCE and unscored >= patience:
             _score(governor, watches, rows)
-            unscored, patience = 0, SELDOM
+            unscored, patience = 0, more_patient(patience, AT_ONCE)
         waiting = (0 if catching_up else waiting) + (not len(plan))
         unscored, patience = (0, AT_ONCE) if len(plan) else (unscored + 1, patience)
         taken = stage.seconds(len(rows.active), plan) + catching_up

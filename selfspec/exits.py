@@ -126,7 +126,7 @@ class Exit:
 
     @property
     def nbytes(self) -> int:
-        """Memory beyond the model's own: block, norm and trimmed head."""
+        """Memory beyond the model's own: block, norm and what of a trimmed head is not shared with others."""
         tensors: list[torch.Tensor] = []
         if self.norm is not None and self.norm is not self.model.norm:
             tensors.append(self.norm)

@@ -234,7 +234,7 @@ class Session:
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
-        self._patience = max(self._at_once, min(2 * self._patience, SELDOM)) if looked else self._at_once
+        self._patience = more_patient(self._patience, self._at_once) if looked else self._at_once
 
     def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
         """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen
@@ -529,6 +529,11 @@ class Session:
             path = draft.plan.ancestors[node, : draft.tokens.shape[1]].nonzero().squeeze(1)
             at_nodes[:, index].scatter_(1, draft.tokens[:, path.to(draft.tokens.device)], True)
         return at_nodes.flatten(0, 1)
+
+
+def more_patient(patience: int, first: int) -> int:
+    """Tokens before the exit is scored again, after a look that has not led to drafting; `first` before the first."""
+    return max(first, min(2 * patience, SELDOM))
 
 
 def is_governed(reason: str | None) -> bool:

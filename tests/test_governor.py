@@ -652,7 +652,7 @@ def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() ->
     assert len(long) >= 2 and all(1024 < pause <= 1024 + 33 for pause in long)
 
 
-def test_surely_strange_text_is_probed_as_seldom_as_can_be_where_shadows_watch_it() -> None:
+def test_text_that_shadows_watch_is_probed_as_seldom_as_can_be() -> None:
     rules = Rules(probe_allowance=1000.0)
     world = World(new_governor(rules), [drawn(0.0)]).run(200)
     probes = [start for start, plan in zip(world.starts, world.plans, strict=True) if len(plan)]
