@@ -2,7 +2,7 @@
 
 Every program multiplies all rows with one tile of the vocabulary and leaves the tile's best column and, where more than
 one is asked for, the scores of all (`best.Scores`); `best.top_merge` or `choose.choose_scored` finish the choice.
-Norms are left to others: the rows come normed.
+The rows come normed or, with a norm, as a scaled stream (see `norm`).
 
 The sum over K runs in one fixed order in one program, and what follows is done to each element on its own or is a
 maximum of integers, so a row's result does not depend on the other rows.
@@ -18,16 +18,19 @@ import torch
 from selfspec.kernels.best import TILE, Scores, tiles
 from selfspec.kernels.draw import Noise, check_scalar, check_tensor, gumbel_of, gumbel_run, pack, read_scalar, to_levels
 from selfspec.kernels.noise import gumbel, uniform
+from selfspec.kernels.norm import Norm, check_squares
 from selfspec.kernels.overlap import release, wait
+from selfspec.kernels.product import norm_constants, norm_squares, product_reference, row_squares, squares_factor
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def head_reference(x: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
-    """Logits [R, V] of normed rows [R, K], in float64 if x is."""
-    kind = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(kind) @ weight.to(kind).T
+def head_reference(
+    x: torch.Tensor, weight: torch.Tensor, softcap: float | None = None, norm: Norm | None = None
+) -> torch.Tensor:
+    """Logits [R, V] of rows [R, K], in float64 if x is."""
+    logits = product_reference(x, weight, None, norm)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -56,6 +59,7 @@ def _head_kernel(
     keys,  # [R, tiles], or None
     levels,  # [R, tiles * TILE], or None
     logits,  # [R, V], or None
+    squares,  # [R, T], or None
     seeds,
     copies,
     positions,
@@ -68,8 +72,13 @@ def _head_kernel(
     keys_stride,
     levels_stride,
     logits_stride,
+    squares_stride,
     sequences,
     K: tl.constexpr,
+    T: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EPS: tl.constexpr,
+    SHRINK: tl.constexpr,
     GATHER: tl.constexpr,
     TEMPERED: tl.constexpr,
     NOISY: tl.constexpr,
@@ -96,6 +105,8 @@ def _head_kernel(
         source = tl.load(rows + column, mask=there, other=0).to(tl.int64)
     safe_row = tl.where(row < R, row, 0).to(tl.int64)
     wait(PDL)
+    if squares is not None:
+        entries = row_squares(squares, safe_row * squares_stride, T, CHUNKS)
 
     inner = tl.arange(0, BK)
     x_at = x + safe_row[:, None] * x_stride + inner[None, :]
@@ -115,6 +126,8 @@ def _head_kernel(
         values = tl.dot(x_part, weight_part, values, input_precision="ieee")
     release(PDL)
 
+    if squares is not None:
+        values *= squares_factor(entries, K, EPS, SHRINK, BM)[:, None]
     if softcap is not None:
         values = _tanh(tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * softcap)) * softcap
     if logits is not None:
@@ -146,13 +159,14 @@ def _head_kernel(
 
 
 def head_top(
-    x: torch.Tensor,  # [R, K], normed
+    x: torch.Tensor,  # [R, K], normed, or with a norm the scaled stream
     weight: torch.Tensor,  # [V, K]
     scores: Scores,
     *,
     rows: torch.Tensor | None = None,
     gather: bool = False,
     count: torch.Tensor | None = None,
+    norm: Norm | None = None,
     softcap: float | None = None,
     noise: Noise | None = None,
     noisy: bool = True,
@@ -166,11 +180,13 @@ def head_top(
     columns = weight.shape[0] if rows is None else rows.shape[0]
     _check_inputs(x, weight, softcap)
     _check_rows(weight, rows, gather, count)
+    if norm is not None:
+        check_squares(norm.squares, *x.shape)
     wanted = (x.shape[0], tiles(columns))
     check_tensor(scores.keys[: x.shape[0]], "the scores' keys", wanted, (torch.int64,), x.device)
     if noise is not None:
         noise.check(x.shape[0], x.device)
-    _launch(x, weight, columns, scores, None, rows, gather, count, softcap, noise, noisy)
+    _launch(x, weight, columns, scores, None, rows, gather, count, norm, softcap, noise, noisy)
 
 
 def head_logits(
@@ -183,7 +199,7 @@ def head_logits(
     """The very logits that `head_top` chooses from, written out."""
     _check_inputs(x, weight, softcap)
     check_tensor(logits_out, "logits_out", (x.shape[0], weight.shape[0]), (torch.float32,), x.device)
-    _launch(x, weight, weight.shape[0], None, logits_out, None, False, None, softcap, None, False)
+    _launch(x, weight, weight.shape[0], None, logits_out, None, False, None, None, softcap, None, False)
 
 
 def _check_inputs(x: torch.Tensor, weight: torch.Tensor, softcap: float | None) -> None:
@@ -221,6 +237,7 @@ def _launch(
     rows: torch.Tensor | None,
     gather: bool,
     count: torch.Tensor | None,
+    norm: Norm | None,
     softcap: float | None,
     noise: Noise | None,
     noisy: bool,
@@ -236,17 +253,18 @@ def _launch(
             "seeds": noise.seeds, "copies": noise.copies, "positions": noise.positions,
             "temperature": noise.temperature, "STREAM": noise.stream,
         }  # fmt: skip
+    squares, squares_stride = norm_squares(norm)
     stage = (bm + TILE) * bk * x.element_size()
     warps, stages = (2, 4) if k <= 2048 and bm == 16 else (4, 5)  # short sums of few rows are bound by latency
     _head_kernel[(tiles(columns) * triton.cdiv(r, bm),)](
-        x, weight, rows, count, keys, levels, logits,
+        x, weight, rows, count, keys, levels, logits, squares,
         softcap=softcap, R=r, V=columns,
         x_stride=x.stride(0), weight_stride=weight.stride(0),
         keys_stride=0 if keys is None else keys.stride(0),
         levels_stride=0 if levels is None else levels.stride(0),
-        logits_stride=0 if logits is None else logits.stride(0),
+        logits_stride=0 if logits is None else logits.stride(0), squares_stride=squares_stride,
         sequences=1 if noise is None else noise.seeds.shape[0],
-        K=k, GATHER=gather, TEMPERED=noise is not None, NOISY=noise is not None and noisy,
+        K=k, **norm_constants(k, x.dtype, norm), GATHER=gather, TEMPERED=noise is not None, NOISY=noise is not None and noisy,
         TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
         BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, 96 * 1024 // stage), **drawing,
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),

@@ -9,6 +9,7 @@ from selfspec.kernels.norm import (
     NextNorm,
     Norm,
     block_width,
+    check_squares,
     next_scale,
     next_strides,
     next_tensors,
@@ -38,8 +39,10 @@ def linear_reference(
     gather: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + bias + x @ weight^T, [R, N], rounded once; with a norm x is the scaled stream, with `gather` [R] row r
-    is row gather[r] of x."""
-    product = product_reference(x if gather is None else x[gather], weight, bias, norm)
+    is row gather[r] of it."""
+    if gather is not None:
+        x, norm = x[gather], None if norm is None else Norm(norm.eps, norm.squares[gather])
+    product = product_reference(x, weight, bias, norm)
     return (product if residual is None else residual + product).to(x.dtype)
 
 
@@ -69,7 +72,7 @@ def _linear_kernel(
     if residual is not None:  # asked for early, needed late; each program reads only what it will overwrite itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     result = product(
-        x, weight, squares, row < row_count, x_row * x_stride, weight_rows, source * squares_stride,
+        x, weight, squares, row < row_count, x_row * x_stride, weight_rows, x_row * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
     if not EARLY:
@@ -110,12 +113,14 @@ def linear(
     be `out` itself. With a norm x is the scaled stream; with `gather` [R] int64 row r is row gather[r] of any x."""
     taken = x if gather is None else x[:1].expand(gather.shape[0], -1)
     rows, n = taken.shape[0], weight.shape[0]
-    check_product(taken, weight, bias, norm)
+    check_product(taken, weight, bias, None)
+    if norm is not None:
+        check_squares(norm.squares, *x.shape)
     check_rows("out", out, taken, n)
     if residual is not None:
         check_rows("residual", residual, taken, n)
-    if gather is not None and (norm is not None or gather.dtype != torch.int64 or gather.stride() != (1,)):
-        raise ValueError("gathered rows must be given as contiguous int64, and cannot be normed")
+    if gather is not None and (gather.dtype != torch.int64 or gather.stride() != (1,)):
+        raise ValueError("gathered rows must be given as contiguous int64")
     config = config or choose("linear", n, x.shape[1])
     width = block_width(n)
     if next_norm is not None:

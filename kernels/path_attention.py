@@ -179,7 +179,7 @@ def _prefix_program(
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     lengths, _, depths, _, batch, rows = rows_at
     partials, stats, counters, ranges = workspace
-    PER_TILE: tl.constexpr = ROW_TILE // GROUP
+    PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tiles = tl.cdiv(rows, PER_TILE)
     units = batch * KV_HEADS * tiles
     unit = program % units
@@ -274,68 +274,94 @@ def _wait_for_prefix(counter, expected, nodes):
 
 
 @jit
-def _tail_rows(at, cache, path, b, head, length, begin, position):
-    """Where the keys of these positions lie in the cache, through the node's path from its root on."""
+def _tail_part(turn, count, cache, rows_at, b, head, length, first, WINDOW: tl.constexpr):
+    """Where the keys lie that some nodes take at this turn: each in its turn the first 64 keys from its split point on,
+    then each the rest, through its path from its root on; -1 for keys that it does not see."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    visible = (at >= begin) & (at <= position)
+    _, paths, depths, path_stride, _, _ = rows_at
+    node = first + turn % count
+    position = length + tl.load(depths + node)
+    at = tl.maximum(_split_point(position), 0) + turn // count * 64 + tl.arange(0, 64)
+    visible = at <= position
+    if WINDOW > 0:
+        visible = visible & (at > position - WINDOW)
     depth = at - length
-    node = tl.load(path + depth, mask=visible & (depth >= 0), other=0)
-    slot = tl.where(depth >= 0, length + node, at)
+    on_path = tl.load(paths + node * path_stride + depth, mask=visible & (depth >= 0), other=0)
+    slot = tl.where(depth >= 0, length + on_path, at)
     page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
-    return page * page_stride + slot % 64 * slot_stride + head * head_stride
+    return tl.where(visible, page * page_stride + slot % 64 * slot_stride + head * head_stride, -1)
 
 
 @jit
-def _sum_tail(
-    q_tile, cache, row_at, later, start, begin, position, scale, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    STAGES: tl.constexpr,
+def _tail_turns(count, depths, length, first, WINDOW: tl.constexpr, PACK: tl.constexpr):
+    """The first turn of some nodes and one past the last. Where their tails begin with the same committed keys, they
+    take these together, in the last of the first turns."""
+    if PACK == 1:
+        position = length + tl.load(depths + first)
+        return 0, tl.where(position - tl.maximum(_split_point(position), 0) >= 64, 2, 1), False
+    else:
+        node = tl.minimum(tl.arange(0, 16), count - 1)
+        position = length + tl.load(depths + first + node)
+        start = tl.maximum(_split_point(position), 0)
+        least = tl.min(start)
+        together = (WINDOW == 0) & (least == tl.max(start)) & (least + 64 <= length)
+        return tl.where(together, count - 1, 0), tl.where(tl.max(position - start) >= 64, 2 * count, count), together
+
+
+@jit
+def _sum_tails(
+    q_tile, cache, rows_at, b, head, first, turns, near, next_near, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of one node over the keys from its split point to itself, in position order."""
+    """The running softmax of each of some nodes over the keys from its split point to itself, in position order."""
     keys, values = cache[0], cache[1]
+    length, count, start, stop, together = turns
     column = tl.arange(0, DIM_PAD)
-    key = tl.arange(0, 64)
+    place = tl.arange(0, 16) // GROUP
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, 16), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
-    for at in tl.range(start, position + 1, 64, num_stages=STAGES):
-        visible = (at + key >= begin) & (at + key <= position)
+    for turn in tl.range(start, stop, num_stages=STAGES):
+        visible = near >= 0
         inside = visible[:, None] & (column < DIM)[None, :]
-        k = tl.load(keys + row_at[:, None] + column[None, :], mask=inside, other=0.0)
-        v = tl.load(values + row_at[:, None] + column[None, :], mask=inside, other=0.0)
-        row_at = later
-        top, total, sums = _absorb(top, total, sums, q_tile, k, v, visible[None, :], scale)
+        k = tl.load(keys + near[:, None] + column[None, :], mask=inside, other=0.0)
+        v = tl.load(values + near[:, None] + column[None, :], mask=inside, other=0.0)
+        seen = visible[None, :]
+        near = next_near
+        if PACK > 1:
+            seen = seen & ((place == turn % count) | (together & (turn < count)))[:, None]
+            next_near = _tail_part(turn + 2, count, cache, rows_at, b, head, length, first, WINDOW)
+        top, total, sums = _absorb(top, total, sums, q_tile, k, v, seen, scale)
     return top, tl.max(total, 1), sums
 
 
 @jit
-def _kept(workspace, record, query_head, end, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The running softmax that programs of the prefix have stored of a node for its query heads up to `end`; for the
-    others one that has seen nothing."""
+def _kept(workspace, at, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """The running softmax that programs of the prefix have stored in some records; for rows that are not real one that
+    has seen nothing."""
     partials, stats, _, _ = workspace
-    at = record * HEADS + query_head
     column = tl.arange(0, DIM_PAD)
-    inside = (query_head < end)[:, None] & (column < DIM)[None, :]
+    inside = real[:, None] & (column < DIM)[None, :]
     # Past the first-level cache, which may hold what an earlier launch had stored here.
-    top = tl.load(stats + at * 2, mask=query_head < end, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(stats + at * 2 + 1, mask=query_head < end, other=0.0, cache_modifier=".cg")
+    top = tl.load(stats + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
     sums = tl.load(partials + at[:, None] * DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
     return top, total, sums
 
 
 @jit
 def _merge_prefix(
-    workspace, of_text, of_node, rows, low, high, query_head, end, scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, APART: tl.constexpr,
+    workspace, of_text, row_at, row_count, real, low, high, scale,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """What the ranges from low up to high come to for one node, bundle by bundle."""
+    """What the ranges from low up to high come to for some rows, bundle by bundle."""
     first, after_last = _records(low, high, APART)
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
     bundle = (top, total, sums)  # the one in progress
     for index in tl.range(first, after_last, num_stages=4):
-        record = (of_text + index).to(tl.int64) * rows + of_node
-        kept = _kept(workspace, record, query_head, end, HEADS, DIM, DIM_PAD)
+        kept = _kept(workspace, (of_text + index).to(tl.int64) * row_count + row_at, real, DIM, DIM_PAD)
         if APART:
             top, total, sums = _merge(top, total, sums, *kept, scale)
         else:
@@ -350,58 +376,60 @@ def _merge_prefix(
 def _node_program(
     program, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr,
-    TAIL_STAGES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    PACK: tl.constexpr, TAIL_STAGES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one node's tail for one key-value head, merges it with the ranges of its prefix, and writes the result.
+    """Sums the tails of a pack of nodes for one key-value head, merges them with the ranges of their prefix, and writes
+    the results.
 
     Apart from the prefix, whose launch is over when this one has waited: that had waited before it released this one,
     so what both read is there from the start.
     """
-    lengths, paths, depths, path_stride, batch, rows = rows_at
+    lengths, _, depths, _, batch, rows = rows_at
     _, _, counters, ranges = workspace
+    packs = tl.cdiv(rows, PACK)
     head = program % KV_HEADS
-    node = program // KV_HEADS % rows
-    b = program // (KV_HEADS * rows)
+    first = program // KV_HEADS % packs * PACK
+    b = program // (KV_HEADS * packs)
+    count = tl.minimum(rows - first, PACK) if PACK > 1 else 1
     length = tl.load(lengths + b)
-    position = length + tl.load(depths + node)
-    begin = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    row = tl.arange(0, 16)
-    column = tl.arange(0, DIM_PAD)
-    inside = (row < GROUP)[:, None] & (column < DIM)[None, :]
-    query_head = head * GROUP + row
-    in_row = query_head[:, None] * DIM + column[None, :]
-    path = paths + node * path_stride
-    # Both halves of the tail are looked up beforehand, so that all their keys and values are on the way at once.
-    start = tl.maximum(_split_point(position), 0)
-    key = tl.arange(0, 64)
-    row_at = _tail_rows(start + key, cache, path, b, head, length, begin, position)
-    later = _tail_rows(start + 64 + key, cache, path, b, head, length, begin, position)
-    PER_TILE: tl.constexpr = ROW_TILE // GROUP
-    tile = node // PER_TILE
+    start, stop, together = _tail_turns(count, depths, length, first, WINDOW, PACK)
+    # Two parts are looked up beforehand, so that all keys and values of a node are on the way at once.
+    near = _tail_part(start, count, cache, rows_at, b, head, length, first, WINDOW)
+    next_near = _tail_part(start + 1, count, cache, rows_at, b, head, length, first, WINDOW)
+    PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
+    tile = first // PER_TILE
     nodes = tl.minimum(rows - tile * PER_TILE, PER_TILE)
     _, _, low, high = _ranges_of_tile(depths, length, tile * PER_TILE, nodes, WINDOW, ROW_TILE)
     planned = high <= ranges
     low, high = _records(low, high, APART)
+    _, _, own_low, own_high = _ranges_of_tile(depths, length, first, count, WINDOW, 16 if PACK > 1 else 1)
+    row = tl.arange(0, 16)
+    column = tl.arange(0, DIM_PAD)
+    node = first + row // GROUP
+    real = (row < PACK * GROUP) & (node < rows)
+    inside = real[:, None] & (column < DIM)[None, :]
+    query_head = head * GROUP + row % GROUP
+    at = (node * batch + b).to(tl.int64)
+    in_row = query_head[:, None] * DIM + column[None, :]
     if not APART:
         wait(PDL)
-    q_tile = tl.load(q + (node * batch + b).to(tl.int64) * q_stride + in_row, mask=inside, other=0.0)
-    tail_top, tail_total, tail_sums = _sum_tail(
-        q_tile, cache, row_at, later, start, begin, position, scale, DIM, DIM_PAD, TAIL_STAGES
-    )
+    q_tile = tl.load(q + (at * q_stride)[:, None] + in_row, mask=inside, other=0.0)
+    tail_top, tail_total, tail_sums = _sum_tails(
+        q_tile, cache, rows_at, b, head, first, (length, count, start, stop, together), near, next_near, scale, WINDOW,
+        GROUP, DIM, DIM_PAD, PACK, TAIL_STAGES,
+    )  # fmt: skip
     if APART:
         wait(PDL)
     else:
         unit = (b * KV_HEADS + head) * tl.cdiv(rows, PER_TILE) + tile
-        _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), nodes)
-    low, high = _ranges(begin, _split_point(position))
+        _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), tl.cdiv(nodes, PACK))
     top, total, sums = _merge_prefix(
-        workspace, b * ranges, node, rows, low, tl.where(planned, high, low), query_head, (head + 1) * GROUP, scale,
-        KV_HEADS * GROUP, DIM, DIM_PAD, APART,
+        workspace, b * ranges, node * (KV_HEADS * GROUP) + query_head, rows * (KV_HEADS * GROUP), real,
+        own_low, tl.where(planned, own_high, own_low), scale, DIM, DIM_PAD, APART,
     )  # fmt: skip
     _, total, sums = _merge(top, total, sums, tail_top, tail_total, tail_sums, scale)
-    result = tl.where(planned, sums / total[:, None], float("nan"))
-    written = out + (node * batch + b).to(tl.int64) * out_stride + in_row
-    tl.store(written, result.to(out.dtype.element_ty), mask=inside)
+    result = tl.where(planned, sums / tl.where(real, total, 1.0)[:, None], float("nan"))
+    tl.store(out + (at * out_stride)[:, None] + in_row, result.to(out.dtype.element_ty), mask=inside)
 
 
 # Few of the numbers change the code; a kernel compiled for each of their kinds would only cost time.
@@ -410,8 +438,8 @@ def _path_attention(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
     lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TAIL_STAGES: tl.constexpr, PREFIX: tl.constexpr,
-    NODES: tl.constexpr, PDL: tl.constexpr,
+    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, PACK: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    PREFIX: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The programs of the prefix, then those of the nodes; both in one launch, or apart, each in its own.
     With a WINDOW of 0 there is none.
@@ -436,7 +464,7 @@ def _path_attention(
         if program >= prefix_programs:
             _node_program(
                 program - prefix_programs, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW,
-                KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, TAIL_STAGES, APART, PDL,
+                KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, PACK, TAIL_STAGES, APART, PDL,
             )  # fmt: skip
 
 
@@ -457,6 +485,7 @@ def path_attention(
     scale: float,
     row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
     apart: bool | None = None,  # prefix and nodes in launches of their own, a program for each bundle; the same
+    pack: int | None = None,  # how many nodes share a program; the same
 ) -> torch.Tensor:
     """Writes the attention of every row to `out`, and returns it.
 
@@ -469,17 +498,21 @@ def path_attention(
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
     group, pdl = q.shape[1] // (kv_heads * dim), use_pdl(q)
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
-    if row_tile not in (16, 64):
-        raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
+    if row_tile not in (16, 64, 128):
+        raise ValueError(f"row_tile must be 16, 64 or 128, not {row_tile}")
     if apart is None:
         apart = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
     apart = apart and ranges > 0
+    together = 16 // group  # as many nodes as fill a tile of queries
+    pack = pack or (together if apart else 1)
+    if together % pack:
+        raise ValueError(f"pack must divide {together}, not be {pack}")
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
     met = ranges if window is None else min(ranges, window // 128 + 2)
     if apart:
         met = bundle_of(ranges - 1) + 1 if window is None else min(bundle_of(ranges - 1) + 1, window // 512 + 2)
-    prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // group))
-    node_programs = batch * rows * kv_heads
+    prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // 16 * together))
+    node_programs = batch * -(-rows // pack) * kv_heads
     records = batch * ranges * rows * kv_heads * group
     far = prefix_programs <= _MANY_PROGRAMS and shared_bytes(q) > _SMALL
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
@@ -487,7 +520,8 @@ def path_attention(
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
             lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
             :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PREFIX=prefix, NODES=nodes, PDL=pdl,
+            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes,
+            PDL=pdl,
             **(_tiles(dim, keys.element_size()) | _stages(dim, keys.element_size(), row_tile, prefix, nodes, far)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip

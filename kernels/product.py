@@ -52,6 +52,19 @@ def _add_chunks(squares, rows, T: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.c
 
 
 @jit
+def row_squares(squares, rows, T: tl.constexpr, CHUNKS: tl.constexpr):
+    """The T squares of some rows, added 16 wide, where every addition has its place, before what little is left goes
+    from thread to thread (`squares_factor`)."""
+    return _add_chunks(squares, rows, T, 16, 0, CHUNKS)
+
+
+@jit
+def squares_factor(entries, K: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr):
+    """What the sums over K of some scaled rows are multiplied with to be those of normed ones: [BM]."""
+    return tl.rsqrt(sum_rows(entries, BM, 16) / K + EPS) / SHRINK
+
+
+@jit
 def product(
     x, weight, squares, real, x_rows, weight_rows, squares_rows,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
@@ -60,15 +73,13 @@ def product(
     """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the rows' factors: [BM, BN] float32.
 
     Rows that are not `real` are not read: every program would ask for the same few lines again and again.
-    The squares are asked for before the loop and needed after it, so that nothing waits for them. They are added 16
-    wide, where every addition has its place, before what little is left goes from thread to thread.
+    The squares are asked for before the loop and needed after it, so that nothing waits for them.
     """
-    CHUNK: tl.constexpr = 16
     columns = tl.arange(0, BK)
     x_at = x + x_rows[:, None] + columns[None, :]
     weight_at = weight + weight_rows[:, None] + columns[None, :]
     if squares is not None:
-        entries = _add_chunks(squares, squares_rows, T, CHUNK, 0, CHUNKS)
+        entries = row_squares(squares, squares_rows, T, CHUNKS)
     sums = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         if K % BK == 0:
@@ -80,7 +91,7 @@ def product(
             matrix = tl.load(weight_at + start, mask=inside, other=0.0)
         sums = tl.dot(rows, tl.trans(matrix), sums, input_precision="ieee")
     if squares is not None:
-        sums *= (tl.rsqrt(sum_rows(entries, BM, CHUNK) / K + EPS) / SHRINK)[:, None]
+        sums *= squares_factor(entries, K, EPS, SHRINK, BM)[:, None]
     return sums
 
 
@@ -145,10 +156,7 @@ def launch_settings(
     aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
     shape = {
         "K": k,
-        "T": tiles(k),
-        "CHUNKS": power_of_two(-(-tiles(k) // 16)),
-        "EPS": norm.eps if norm else 0.0,
-        "SHRINK": shrink(x.dtype),
+        **norm_constants(k, x.dtype, norm),
         "BM": block_m,
         "BN": block_n,
         "BK": block_k,
@@ -161,6 +169,12 @@ def launch_settings(
         "enable_fp_fusion": False,
     }
     return shape, options | ({"launch_pdl": True} if pdl else {})
+
+
+def norm_constants(k: int, dtype: torch.dtype, norm: Norm | None) -> dict[str, Any]:
+    """What kernels are compiled for that read streams of k columns."""
+    chunks = power_of_two(-(-tiles(k) // 16))
+    return {"T": tiles(k), "CHUNKS": chunks, "EPS": norm.eps if norm else 0.0, "SHRINK": shrink(dtype)}
 
 
 def norm_squares(norm: Norm | None) -> tuple[torch.Tensor | None, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
-from selfspec.fused_exit import Drafter, FusedExit, Past
+from selfspec.fused_exit import Drafter, FusedExit, Past, Reads
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.best import MOST, Scores, top_merge
 from selfspec.kernels.choose import Cuts, Workspace, choose_scored
@@ -73,7 +73,7 @@ class Cycle:
         self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
         self.everyone = self._nodes(range(len(plan) + 1))
         self._levels = [_Level(self.tree, level) for level in plan.levels]
-        self.reads = self._empty(self.rows, config.hidden_size)
+        self.reads = Reads.empty(self.rows, self.model)
         self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
@@ -82,8 +82,8 @@ class Cycle:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What only this cycle holds."""
-        own = [self.reads, self.chosen, self.paths, self.report]
-        return own + [*vars(self.stream).values(), *vars(self.places).values()]
+        own = [self.chosen, self.paths, self.report]
+        return own + [tensor for part in (self.reads, self.stream, self.places) for tensor in vars(part).values()]
 
     def launch(self) -> None:
         self.draft()
@@ -117,10 +117,10 @@ class Cycle:
     def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor:
         """Takes the exit at one level: the best draft tokens of its rows, [R, width]."""
         start, stop = level.rows
-        past = Past(self.reads, level.parent_rows)  # what the exit read at the parents
+        past = Past(self.reads.values, level.parent_rows, self.reads.squares)  # what the exit read at the parents
         if level.parent_rows is None and drafter.known is not None:
             past = Past(drafter.known[: self.seats.count], None)
-        exit, reads = FusedExit(self.fused, drafter.exit), self.reads[start:stop]
+        exit, reads = FusedExit(self.fused, drafter.exit), self.reads.rows(start, stop)
         exit.read(stream.states, past, nodes, reads)
         return exit.rank(drafter.head, reads, level.width, self.drawing.noise(self.seats, nodes.places))
 
@@ -134,7 +134,7 @@ class Cycle:
             layers = range(self.split, self.model.config.num_layers)
             last = self.fused.run(layers, self.stream, self.late, self.everyone)
             hidden = None if waiting is None else self.stream.states
-            self.fused.know(last, self.reads, hidden=hidden, waiting=waiting)
+            self.fused.know(last, self.reads.values, hidden=hidden, waiting=waiting)
             return
         exit = FusedExit(self.fused, drafter.exit)
         later = exit.stream("later", self.rows)
@@ -147,7 +147,7 @@ class Cycle:
         """What is known at every row once verified, [R, ...], for an exit to recall, first what the model's head reads.
         Which nodes will be recalled shows later; a root alone is, so there it takes the place of what was before."""
         if self.drafter is None or self.drafter.known is None:
-            return self.reads
+            return self.reads.values
         return self.drafter.known[self.seats.count if len(self.plan) else 0 :][: self.rows]
 
     @property
@@ -189,9 +189,6 @@ class Cycle:
     def _nodes(self, nodes: range) -> Nodes:
         at = slice(nodes.start, nodes.stop)
         return Nodes(self.places.rows(*self.tree.rows(nodes)), self.tree.paths[at], self.tree.depths[at])
-
-    def _empty(self, rows: int, width: int) -> torch.Tensor:
-        return torch.zeros(rows, width, dtype=self.model.dtype, device=self.model.device)
 
 
 class _Level:

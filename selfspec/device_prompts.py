@@ -221,9 +221,9 @@ class Prompts(Pass):
 
     def _judge(self, own: FusedExit, stream: Stream, past: Past) -> None:
         """Over the whole head, since a captured graph cannot know a request's own."""
-        hidden = self.model.config.hidden_size
-        drafted = self._take("reads", hidden)
-        own.read(stream.states, past, self.nodes, drafted)
+        hidden, norm = self.model.config.hidden_size, own.exit.norm
+        drafted = self._take("drafted", hidden)
+        own.fused.normalise(own.read(stream.states, past, self.nodes, own.reads(len(stream.states))), norm, drafted)
         ends = self.ends.flatten()
         rows = ends.clamp(min=0)
         reads = torch.cat((drafted.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows)))

@@ -69,7 +69,7 @@ class Shadow:
         if rows < len(waiting.hidden) and drafter.exit.block is not None:
             exit.fill(waiting.hidden, past, self.nodes)
         if rows:  # whose keys and values are filled, or filled again
-            reads = self.fused.scratch.take("reads", rows, waiting.hidden.shape[1], dtype=self.model.dtype)
+            reads = exit.reads(rows)
             exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
             noise = self.drawing.noise(self.seats, self.scored.places)
             self.report.copy_(exit.rank(drafter.head, reads, OFFERED, noise))

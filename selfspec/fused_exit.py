@@ -14,7 +14,7 @@ from selfspec.kernels.draw import Noise
 from selfspec.kernels.head import head_top
 from selfspec.kernels.know import Waiting
 from selfspec.kernels.linear import linear
-from selfspec.kernels.norm import scaled_reference, squares_reference, tiles
+from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_reference, tiles
 from selfspec.model import Decoder
 
 
@@ -48,11 +48,30 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """What an exit's head reads at some rows: normed, or scaled for its norm, with the squares that it needs."""
+
+    values: torch.Tensor  # [R, hidden]
+    squares: torch.Tensor  # [R, T]; of an exit without a block nothing is in them
+
+    @classmethod
+    def empty(cls, rows: int, model: Decoder) -> Reads:
+        hidden, device = model.config.hidden_size, model.device
+        values = torch.zeros(rows, hidden, dtype=model.dtype, device=device)
+        return cls(values, torch.zeros(rows, tiles(hidden), device=device))
+
+    def rows(self, start: int, stop: int) -> Reads:
+        return Reads(self.values[start:stop], self.squares[start:stop])
+
+
+@dataclass(frozen=True)
 class Past:
-    """What was known one position before each of some rows: row r is row gather[r] of `known`, or row r."""
+    """What was known one position before each of some rows: row r is row gather[r] of `known`, or row r. Reads of the
+    exit itself come with their squares."""
 
     known: torch.Tensor  # [..., up to 2 * hidden]
     gather: torch.Tensor | None  # [R] int64
+    squares: torch.Tensor | None = None
 
 
 class FusedExit:
@@ -91,31 +110,38 @@ class FusedExit:
         spec, cache_layer = self.fused.model.config.layers[self.exit.layer], self.fused.cache.exit_layer_index
         self.fused.store(block.layer, spec, cache_layer, entered, nodes, None)
 
-    def read(self, states: torch.Tensor, past: Past | None, nodes: Nodes, reads: torch.Tensor) -> None:
-        """What the exit's head reads at the rows, to `reads` [R, hidden]; the block's keys and values are filled."""
-        exit = self.exit
+    def read(self, states: torch.Tensor, past: Past | None, nodes: Nodes, reads: Reads) -> torch.Tensor:
+        """What the exit's head reads at the rows, to `reads`; the block's keys and values are filled. Returns the
+        states that the exit leaves, before its norm, until others are left."""
+        exit, block = self.exit, self.exit.block
         assert exit.norm is not None
-        if exit.block is not None:
-            assert past is not None
-            block, own = exit.block, self.own(len(states))
-            entered = self._recall(block, states, past)
-            spec, cache_layer = self.fused.model.config.layers[exit.layer], self.fused.cache.exit_layer_index
-            self.fused.layer(block.layer, spec, cache_layer, entered, own, nodes, None)
-            states = self._scratch("left", len(states))
-            linear(own.states, block.affine_weight, states, bias=block.affine_bias, residual=own.states)
-        self.fused.normalise(states, exit.norm, reads)
+        if block is None:
+            self.fused.normalise(states, exit.norm, reads.values)
+            return states
+        assert past is not None
+        own, left = self.own(len(states)), self._scratch("left", len(states))
+        entered = self._recall(block, states, past)
+        spec, cache_layer = self.fused.model.config.layers[exit.layer], self.fused.cache.exit_layer_index
+        self.fused.layer(block.layer, spec, cache_layer, entered, own, nodes, None)
+        next_norm = NextNorm(exit.norm, self.fused.model.config.norm_offset, reads.squares, reads.values)
+        linear(
+            own.states, block.affine_weight, left, bias=block.affine_bias, residual=own.states, next_norm=next_norm
+        )  # fmt: skip
+        return left
 
-    def rank(self, head: DraftHead | None, reads: torch.Tensor, width: int, noise: Noise | None) -> torch.Tensor:
+    def rank(self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None) -> torch.Tensor:
         """The best draft tokens [R, width] after rows of which the head reads these; kept until others are ranked."""
         model, scratch = self.fused.model, self.fused.scratch
         tokens = None if head is None else head.tokens
         columns = model.config.vocab_size if tokens is None else len(tokens)
-        scores = scratch.take_like(Scores.empty(len(reads), columns, width, "meta"))
+        rows = len(reads.values)
+        scores = scratch.take_like(Scores.empty(rows, columns, width, "meta"))
         head_top(
-            reads, model.head, scores, rows=tokens, gather=tokens is not None,
-            count=None if head is None else head.count, softcap=model.config.logit_softcap, noise=noise,
+            reads.values, model.head, scores, rows=tokens, gather=tokens is not None,
+            count=None if head is None else head.count, norm=self._norm(reads.squares),
+            softcap=model.config.logit_softcap, noise=noise,
         )  # fmt: skip
-        ranked = scratch.take("ranked", len(reads), width, dtype=torch.int32)
+        ranked = scratch.take("ranked", rows, width, dtype=torch.int32)
         top_merge(scores, ranked, rows=tokens)
         return ranked
 
@@ -129,8 +155,21 @@ class FusedExit:
             return own
         columns = block.recall[:, : past.known.shape[1]]
         next_norm = self.fused.next_norm(norm, own)
-        linear(past.known, columns, own.states, residual=states, next_norm=next_norm, gather=past.gather)
+        linear(
+            past.known, columns, own.states, norm=self._norm(past.squares), residual=states, next_norm=next_norm,
+            gather=past.gather,
+        )  # fmt: skip
         return own
+
+    def _norm(self, squares: torch.Tensor | None) -> Norm | None:
+        """What is left to do of the exit's norm where its head's input is scaled: nothing without a block."""
+        if squares is None or self.exit.block is None:
+            return None
+        return Norm(self.fused.model.config.norm_eps, squares)
+
+    def reads(self, rows: int) -> Reads:
+        """Room for what the head reads, kept until others read."""
+        return Reads(self._scratch("reads", rows), self._squares("reads", rows))
 
     def own(self, rows: int) -> Stream:
         """The exit block's stream. Between its passes it may serve others: nothing in it is kept."""
@@ -138,9 +177,12 @@ class FusedExit:
 
     def stream(self, name: str, rows: int) -> Stream:
         """One of which nothing is kept after the next few kernels."""
+        states, scaled = (self._scratch(f"{name} {part}", rows) for part in ("states", "scaled"))
+        return Stream(states, self._squares(name, rows), scaled)
+
+    def _squares(self, name: str, rows: int) -> torch.Tensor:
         width = tiles(self.fused.model.config.hidden_size)
-        squares = self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
-        return Stream(self._scratch(f"{name} states", rows), squares, self._scratch(f"{name} scaled", rows))
+        return self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
 
     def _scratch(self, name: str, rows: int) -> torch.Tensor:
         model = self.fused.model

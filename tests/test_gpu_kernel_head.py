@@ -45,7 +45,7 @@ def part(noise: Noise, rows: int) -> Noise:
 
 def logits_of(x: torch.Tensor, weight: torch.Tensor, bm: int | None = None) -> torch.Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), torch.nan, device="cuda")
-    head._launch(x, weight, weight.shape[0], None, out, None, False, None, None, None, False, bm=bm)
+    head._launch(x, weight, weight.shape[0], None, out, None, False, None, None, None, None, False, bm=bm)
     return out
 
 
@@ -74,7 +74,7 @@ def test_scores_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch
     for rows, bm in ((1, 16), (1, 64), (16, 16), (17, 32), (40, 16), (64, 32)):
         some = Scores.empty(rows, weight.shape[0], 4, "cuda")
         head._launch(
-            x[:rows], weight, weight.shape[0], some, None, None, False, None, 30.0, part(noise, rows), True, bm=bm
+            x[:rows], weight, weight.shape[0], some, None, None, False, None, None, 30.0, part(noise, rows), True, bm=bm
         )
         assert some.levels is not None
         assert torch.equal(some.keys, whole.keys[:rows]), (rows, bm)

@@ -22,6 +22,7 @@ from selfspec.kernels import noise as reference  # noqa: E402
 from selfspec.kernels.best import MOST, NO_LEVEL, TILE, Scores, room, tiles, top_merge, top_merge_reference  # noqa: E402
 from selfspec.kernels.draw import Noise  # noqa: E402
 from selfspec.kernels.head import head_logits, head_reference, head_top, perturbed_reference  # noqa: E402
+from selfspec.kernels.norm import Norm, normalise_reference, scaled_reference, squares_reference  # noqa: E402
 from selfspec.kernels.triton_or_none import jit, tl  # noqa: E402
 from selfspec.sampling import NoiseKey, perturbed, ranked  # noqa: E402
 from tests.test_kernels import known_answers, signed  # noqa: E402
@@ -302,13 +303,26 @@ def test_what_lies_behind_the_count_is_never_chosen(gather: bool, count: int) ->
     assert (got[:, count:] == -1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_of_a_scaled_stream_tokens_are_drawn_as_of_normed_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = torch.tensor([0.01, 0.1, 1, 10, 30])[:, None]  # noise shows a factor that is left out
+    states, weight = (torch.randn(5, 576) * sizes).to(dtype), (torch.randn(130, 576) / 24).to(dtype)
+    weights, noise = torch.linspace(0.5, 2, 576).to(dtype), noise_for(5)
+    wide = torch.full((5, 40), math.nan)
+    wide[:, :36] = squares_reference(states)
+    got = best_of(scaled_reference(states, weights, 0.25), weight, 4, norm=Norm(1e-5, wide[:, :36]), noise=noise)
+    logits = head_reference(normalise_reference(states.double(), weights.double(), 1e-5, 0.25), weight.double())
+    assert torch.equal(got, ranked(perturbed_reference(logits, torch.arange(130), noise), 4))
+
+
 @pytest.mark.parametrize("bm", [16, 32, 64])
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_row_does_not_depend_on_the_others_nor_on_the_row_tile(bm: int, width: int) -> None:
     x, weight = case(37, 130, 64, torch.float16)
     noise = noise_for(37)
     together = poisoned(37, 130, width)
-    head._launch(x, weight, 130, together, None, None, False, None, 20.0, noise, True, bm=bm)
+    head._launch(x, weight, 130, together, None, None, False, None, None, 20.0, noise, True, bm=bm)
     for row in (0, 20, 36):
         alone = poisoned(1, 130, width)
         own = Noise(noise.seeds, noise.copies, noise.positions[row : row + 1], noise.temperature)
@@ -338,6 +352,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "gather_without_rows": ("gather needs rows", {"gather": True}),
     "rows_for_another_weight": ("rows", {"rows": torch.arange(99)}),
     "count_of_another_type": ("count", {"count": torch.tensor(7)}),
+    "squares_of_other_rows": ("squares", {"norm": Norm(1e-5, torch.zeros(3, 3))}),
     "softcap": ("softcap", {"softcap": 0.0}),
     "too_many_sequences": ("sequences", {"noise": Noise(torch.arange(3), torch.arange(3), torch.arange(2))}),
     "positions": ("positions", {"noise": Noise(torch.arange(1), torch.arange(1), torch.arange(3))}),

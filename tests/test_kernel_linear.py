@@ -124,6 +124,9 @@ def test_linear_gathers_its_rows_from_anywhere() -> None:
     out = torch.full((21, 48), torch.nan)
     linear(x, weight, out, residual=residual, gather=gather)
     torch.testing.assert_close(out, linear_reference(x, weight, residual=residual, gather=gather), atol=1e-4, rtol=1e-4)
+    scaled = normed(x * torch.logspace(-2, 2, 40)[:, None])
+    linear(weight=weight, out=out, gather=gather, **scaled)
+    torch.testing.assert_close(out, linear_reference(weight=weight, gather=gather, **scaled), atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="gathered rows"):
         linear(x, weight, out, gather=gather.int())
 

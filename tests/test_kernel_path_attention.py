@@ -109,11 +109,13 @@ def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_row_tiles_and_launches_do_not_change_bits(window: int | None) -> None:
+@pytest.mark.parametrize("length", [200, 250])  # the nodes have one split point, or several
+def test_row_tiles_packs_and_launches_do_not_change_bits(length: int, window: int | None) -> None:
     text = Text.random(400, 3, 1, 16, HALF)
-    launch = drafted(text, 250, Tree.random(9, 7))  # its nodes have different split points
-    expected = launch.run(window, row_tile=16)
-    for options in ({"row_tile": 64}, {"ranges": 9}, {"apart": True}, {"apart": True, "row_tile": 64}):
+    launch = drafted(text, length, Tree.random(9, 7))
+    expected = launch.run(window, row_tile=16, pack=1)
+    tiles, apart = {"row_tile": 64}, {"apart": True}
+    for options in (tiles, {"ranges": 9}, apart, {"pack": 5}, apart | tiles, apart | tiles | {"pack": 1}):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
@@ -197,7 +199,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
 
 def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
     launch = drafted(Text.random(200, 2, 1, 16, HALF), 160, Tree.random(4, 2))
-    for options in ({"window": 0}, {"row_tile": 32}):
+    for options in ({"window": 0}, {"row_tile": 32}, {"pack": 3}):
         with pytest.raises(ValueError, match="|".join(options)):
             launch.run(**options)
     tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
