@@ -10,6 +10,8 @@ cache is another kernel's job.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 
 from selfspec.kernels.overlap import release, wait
@@ -19,7 +21,7 @@ PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
 _SMALL = 99 * 1024  # bytes of shared memory that every GPU has
-_MANY_PROGRAMS = 256  # more than that keep a device busy: it is better to let two share an SM than to look far ahead
+_MANY_ROWS = 128  # of queries to a key: more keep a device so busy that sharing an SM is better than looking far ahead
 
 
 def reference(
@@ -276,7 +278,7 @@ def _wait_for_prefix(counter, expected, nodes):
 @jit
 def _tail_part(turn, count, cache, rows_at, b, head, length, first, WINDOW: tl.constexpr):
     """Where the keys lie that some nodes take at this turn: each in its turn the first 64 keys from its split point on,
-    then each the rest, through its path from its root on; -1 for keys that it does not see."""
+    then each the rest, through its path from its root on; and which of them it sees."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     _, paths, depths, path_stride, _, _ = rows_at
     node = first + turn % count
@@ -289,7 +291,7 @@ def _tail_part(turn, count, cache, rows_at, b, head, length, first, WINDOW: tl.c
     on_path = tl.load(paths + node * path_stride + depth, mask=visible & (depth >= 0), other=0)
     slot = tl.where(depth >= 0, length + on_path, at)
     page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
-    return tl.where(visible, page * page_stride + slot % 64 * slot_stride + head * head_stride, -1)
+    return page * page_stride + slot % 64 * slot_stride + head * head_stride, visible
 
 
 @jit
@@ -316,21 +318,22 @@ def _sum_tails(
     """The running softmax of each of some nodes over the keys from its split point to itself, in position order."""
     keys, values = cache[0], cache[1]
     length, count, start, stop, together = turns
+    at, visible = near
+    next_at, next_visible = next_near
     column = tl.arange(0, DIM_PAD)
     place = tl.arange(0, 16) // GROUP
     top = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, 16), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
     for turn in tl.range(start, stop, num_stages=STAGES):
-        visible = near >= 0
         inside = visible[:, None] & (column < DIM)[None, :]
-        k = tl.load(keys + near[:, None] + column[None, :], mask=inside, other=0.0)
-        v = tl.load(values + near[:, None] + column[None, :], mask=inside, other=0.0)
+        k = tl.load(keys + at[:, None] + column[None, :], mask=inside, other=0.0)
+        v = tl.load(values + at[:, None] + column[None, :], mask=inside, other=0.0)
         seen = visible[None, :]
-        near = next_near
+        at, visible = next_at, next_visible
         if PACK > 1:
             seen = seen & ((place == turn % count) | (together & (turn < count)))[:, None]
-            next_near = _tail_part(turn + 2, count, cache, rows_at, b, head, length, first, WINDOW)
+            next_at, next_visible = _tail_part(turn + 2, count, cache, rows_at, b, head, length, first, WINDOW)
         top, total, sums = _absorb(top, total, sums, q_tile, k, v, seen, scale)
     return top, tl.max(total, 1), sums
 
@@ -490,21 +493,21 @@ def path_attention(
     """Writes the attention of every row to `out`, and returns it.
 
     Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many rows of long keys are
-    faster apart: programs of the prefix can look further ahead, and those of the nodes, which need little, need not
-    stand and wait. For short keys one launch more costs more than that; in other cases a program that holds a bundle
-    beside the range in progress would spill registers.
+    faster apart: programs of the prefix can look further ahead, and nodes need not stand and wait; some of these share
+    a program then, and read the keys that all of them see only once. For short keys one launch more costs more than
+    that; in other cases a program that holds a bundle beside the range in progress would spill registers.
     """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
     group, pdl = q.shape[1] // (kv_heads * dim), use_pdl(q)
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
-    if row_tile not in (16, 64, 128):
-        raise ValueError(f"row_tile must be 16, 64 or 128, not {row_tile}")
+    if row_tile not in (16, 64):
+        raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if apart is None:
         apart = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
     apart = apart and ranges > 0
-    together = 16 // group  # as many nodes as fill a tile of queries
-    pack = pack or (together if apart else 1)
+    many, together = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
+    pack = pack or (gcd(4 if many else 2, together) if apart else 1)
     if together % pack:
         raise ValueError(f"pack must divide {together}, not be {pack}")
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
@@ -514,7 +517,7 @@ def path_attention(
     prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // 16 * together))
     node_programs = batch * -(-rows // pack) * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    far = prefix_programs <= _MANY_PROGRAMS and shared_bytes(q) > _SMALL
+    far = not many and shared_bytes(q) > _SMALL
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
         _path_attention[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
@@ -540,8 +543,8 @@ def _stages(dim: int, element_size: int, row_tile: int, prefix: bool, nodes: boo
     programs may look `far`. With two stages a tile of 64 rows asks for its next keys only when it needs them: two
     programs share an SM then."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
-    if nodes and not prefix:  # small, so that four share an SM
-        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2} | ({} if wide else {"num_warps": 2})
+    if nodes and not prefix:  # small, so that they find room beside the prefix
+        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2}
     ahead = row_tile == 16 or (far and not nodes)
     return {"TAIL_STAGES": 2 if wide else 3, "num_stages": 2 + ahead + narrow}
 

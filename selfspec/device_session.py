@@ -99,7 +99,7 @@ class DeviceSession(Session):
 
     def _expect(self) -> None:
         """All prompts are on their way, and the rows seated. How the exit agreed with the prompts comes with the first
-        cycle's tokens; only where a prompt lies far from what calibration saw is it waited for."""
+        cycle's tokens; only a host that chooses waits for it."""
         if not self._host_chooses:
             self._reserve(self.active, NONE)
             self._sit(self.active)
@@ -108,8 +108,7 @@ class DeviceSession(Session):
             shares = torch.stack([agreement for _, agreement, _ in self._judged])
             self._shares = self.machine.mail(shares)
             self._shares.send(shares)
-            if self._host_chooses or any(row.watch.is_unfamiliar for row in self.active):
-                self.choose_plan(self.active)  # looks up what plans cost, which takes longest, while the device is busy
+            if self._host_chooses:
                 self._learn_prompts()
 
     def _learn_prompts(self) -> None:
@@ -297,9 +296,14 @@ class DeviceSession(Session):
             self.governor.scored(watches, ranks, OFFERED)
 
     def _next_plan(self, rows: list[Row], before: Flight | None) -> tuple[Plan, str | None]:
-        """In a hurry the one in flight again, if it is still for as many."""
+        """In a hurry the one in flight again, if it is still for as many. Where a prompt lies far from what calibration
+        saw nothing is drafted before it is known how the exit agreed with it: that shows while the first cycle runs."""
+        in_doubt = self._shares is not None and any(row.watch.is_unfamiliar for row in rows)
         if before is None:
-            return self.choose_plan(rows)
+            plan, reason = self.choose_plan(rows)
+            return (NONE, MEASURING) if in_doubt and len(plan) else (plan, reason)
+        if in_doubt:
+            self._learn_prompts()
         if self._hurried and self._is_steady(before.plan) and before.rows == len(rows):
             return before.plan, before.reason
         return self.choose_plan(rows, (before.plan, before.reason))

@@ -21,7 +21,7 @@ from selfspec.device_move import Move
 from selfspec.draft import Draft
 from selfspec.exits import Exit
 from selfspec.fused import Seats
-from selfspec.governor import Governor, Watch
+from selfspec.governor import MEASURING, Governor, Watch
 from selfspec.ladder import Ladder
 from selfspec.machine import head_capacity
 from selfspec.policy import Policy
@@ -656,25 +656,30 @@ def test_a_requests_own_tokens_do_not_make_cycles_be_captured_anew() -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_only_a_prompt_unlike_any_other_is_judged_before_the_first_cycle(far: bool) -> None:
+def test_only_a_prompt_unlike_any_other_is_judged_before_anything_is_drafted(far: bool) -> None:
     engine, _ = engines("llama")
     session = governed(engine, [random_rows(20, seed=1).tolist()], 9, {})
     (row,) = session.rows
     row.watch = Watch.of_prompt(far)
     before, seen = list(row.watch.belief.weights), []
     session.prefill()
-    assert (row.watch.belief.weights != before) == far
     launch = device_session.DeviceSession._launch
 
     def noting(self: Any, *args: Any) -> Any:
-        seen.append(row.watch.belief.weights != before)
-        return launch(self, *args)
+        flight = launch(self, *args)
+        seen.append((row.watch.belief.weights != before, flight.reason))
+        return flight
 
-    with mock.patch.object(device_session.DeviceSession, "_launch", noting):
+    plan = Plan.tree((1,))
+    with (
+        mock.patch.object(device_session.DeviceSession, "_launch", noting),
+        mock.patch.object(Governor, "choose", lambda *_, **__: (plan, None)),
+    ):
         for _ in range(2):
             session.cycle()
     session.close()
-    assert seen == ([True] * 3 if far else [False, False, True]), "known once the first cycle has landed"
+    late = [(False, None), (False, None), (True, None)]
+    assert seen == ([(False, MEASURING), (True, None), (True, None)] if far else late)
 
 
 def test_all_rows_of_one_prompt_learn_how_it_was_judged() -> None:

@@ -49,7 +49,13 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
         for nodes in (3, 16, 64):
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
             expected = launch.run(window, row_tile=16)
-            cuts = [{"row_tile": tile, "apart": apart} for tile in (16, 64) for apart in (False, True)]
+            packs = {1, 16 // (text.q.shape[1] // text.k[0].numel())}  # nodes alone, and as many as fill a tile
+            cuts = [
+                {"row_tile": tile, "apart": apart, "pack": pack}
+                for tile in (16, 64)
+                for apart in (False, True)
+                for pack in packs
+            ]
             for options in [*cuts, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
