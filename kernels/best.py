@@ -52,6 +52,21 @@ class Scores:
         )
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """The `width` best columns of each row, to be found in their scores: of FEW whoever needs one can find it alone."""
+
+    scores: Scores
+    width: int
+    rows: torch.Tensor | None = None  # [N] the columns' tokens, all different, where they are not simply 0, 1, ...
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What `nth_best` is compiled for."""
+        width, padded = (triton.next_power_of_2(size) for size in (self.width, self.scores.keys.shape[1]))
+        return {"WIDTH": width, "NT": padded, "TILE": TILE}
+
+
 def room(width: int) -> int:
     """How many candidates are kept for the `width` best: a power of two."""
     return max(128, 1 << (2 * width - 1).bit_length())
@@ -67,49 +82,51 @@ def top_merge_reference(levels: torch.Tensor, tokens: torch.Tensor, width: int) 
 
 
 @jit
-def _merge_one_kernel(keys, tokens_out, tile_count, keys_stride, out_stride, NT: tl.constexpr, PDL: tl.constexpr):
-    release(PDL)
-    wait(PDL)
-    row = tl.program_id(0)
-    index = tl.arange(0, NT)
-    best = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
-    tl.store(tokens_out + row * out_stride, token_of(tl.max(best, 0)))
-
-
-@jit
 def _next_best(keys, last):
     """The largest of some keys below the last one that was found; none is the least of all."""
     return tl.max(tl.where(keys < last, keys, -0x8000000000000000), 0)
 
 
-@jit(do_not_specialize=["width"])
+@jit
+def nth_best(keys, levels, rows, tile_count, rank, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr):
+    """The token of this rank, below WIDTH, among a row's; -1 if there are not so many. The best columns lie in the
+    tiles with the best bests: no key is there twice."""
+    index = tl.arange(0, NT)
+    bests = tl.load(keys + index, mask=index < tile_count, other=-0x8000000000000000)
+    if WIDTH == 1:
+        return token_of(tl.max(bests, 0))
+    else:
+        place = tl.arange(0, WIDTH * TILE)
+        tile = tl.full((WIDTH * TILE,), -1, tl.int32)
+        last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for found in range(rank + 1):
+            last = _next_best(bests, last)
+            this = tl.max(tl.where((bests == last) & (last > -0x8000000000000000), index, -1), 0)
+            tile = tl.where(place // TILE == found, this, tile)
+        column = tile * TILE + place % TILE
+        level = tl.load(levels + column, mask=tile >= 0, other=-0x80000000)
+        token = column
+        if rows is not None:
+            token = tl.load(rows + column, mask=tile >= 0, other=0).to(tl.int32)
+        candidates = pack(level, token)
+        last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for _ in range(rank + 1):
+            last = _next_best(candidates, last)
+        return token_of(last)
+
+
+@jit
 def _merge_few_kernel(
-    keys, levels, rows, tokens_out, tile_count, keys_stride, levels_stride, out_stride, width,
+    keys, levels, rows, tokens_out, tile_count, keys_stride, levels_stride, out_stride,
     WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best columns lie in the tiles with the best bests: no key is there twice."""
+    """Each rank of each row is found by itself."""
     release(PDL)
     wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, NT)
-    bests = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
-    place = tl.arange(0, WIDTH * TILE)
-    tile = tl.full((WIDTH * TILE,), -1, tl.int32)
-    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for found in range(width):
-        last = _next_best(bests, last)
-        this = tl.max(tl.where((bests == last) & (last > -0x8000000000000000), index, -1), 0)
-        tile = tl.where(place // TILE == found, this, tile)
-    column = tile * TILE + place % TILE
-    level = tl.load(levels + row * levels_stride + column, mask=tile >= 0, other=-0x80000000)
-    token = column
-    if rows is not None:
-        token = tl.load(rows + column, mask=tile >= 0, other=0).to(tl.int32)
-    candidates = pack(level, token)
-    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for found in range(width):
-        last = _next_best(candidates, last)
-        tl.store(tokens_out + row * out_stride + found, token_of(last))
+    row, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_row = levels if WIDTH == 1 else levels + row * levels_stride
+    token = nth_best(keys + row * keys_stride, of_row, rows, tile_count, rank, WIDTH, NT, TILE)
+    tl.store(tokens_out + row * out_stride + rank, token)
 
 
 @jit(do_not_specialize=["width"])
@@ -272,22 +289,17 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
     _check(scores, tokens_out, rows)
     keys, (r, width) = scores.keys, tokens_out.shape
     pdl = {"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}
-    count = keys.shape[1]
+    count, levels = keys.shape[1], scores.levels
     padded = triton.next_power_of_2(count)
-    if width == 1:
-        _merge_one_kernel[(r,)](
-            keys, tokens_out, count, keys.stride(0), tokens_out.stride(0), NT=padded,
+    if width <= FEW:
+        _merge_few_kernel[(r, width)](
+            keys, levels, rows, tokens_out, count, keys.stride(0), levels.stride(0) if levels is not None else 0,
+            tokens_out.stride(0), WIDTH=triton.next_power_of_2(width), NT=padded, TILE=TILE,
             num_warps=4 if padded <= 1024 else 8, **pdl,
         )  # fmt: skip
         return
-    levels, chosen, found = scores.levels, scores.chosen, scores.found
+    chosen, found = scores.chosen, scores.found
     assert levels is not None and chosen is not None and found is not None
-    if width <= FEW:
-        _merge_few_kernel[(r,)](
-            keys, levels, rows, tokens_out, count, keys.stride(0), levels.stride(0), tokens_out.stride(0), width,
-            WIDTH=triton.next_power_of_2(width), NT=padded, TILE=TILE, num_warps=4 if padded <= 1024 else 8, **pdl,
-        )  # fmt: skip
-        return
     _merge_kernel[(r,)](
         keys, levels, rows, chosen, found, tokens_out, count,
         keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0), width,

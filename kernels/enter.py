@@ -2,7 +2,8 @@
 of their rows: position, cache slot, and rotary angles.
 
 Rows are node-major: row = node * B + sequence, so that every level of a tree, and the whole tree, is one range of
-rows. Which tokens the nodes carry was ranked by the draft head; lengths, pages and pending tokens are device data.
+rows. Which tokens the nodes carry was ranked by the draft head, or is found here in its scores; lengths, pages and
+pending tokens are device data.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.kernels.best import Ranking, nth_best
 from selfspec.kernels.norm import NextNorm, block_width, next_scale, next_tensors, shrink
 from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
@@ -65,16 +67,18 @@ def enter_reference(
     return hidden, Places(tokens.int(), positions.int(), positions.int() + 1, flat, cos.to(kind), sin.to(kind))
 
 
-@jit(do_not_specialize=["sequences", "first", "page_table_stride", "width"])
+@jit(do_not_specialize=["tile_count", "sequences", "first", "page_table_stride", "ranked_stride", "keys_stride"])
 def _enter(
-    pending, ranked, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
+    pending, ranked, keys, levels, head_rows, tile_count, parents, ranks, embedding, scale, lengths, page_table, depths,
+    inv_freq, rope_scaling,
     tokens, positions, following, slots, cos, sin, hidden_out,
-    next_weight, squares, scaled, counts, sequences, first, page_table_stride, width, cos_rope_stride,
-    squares_stride,
+    next_weight, squares, scaled, counts, sequences, first, page_table_stride, ranked_stride, keys_stride,
+    levels_stride, cos_rope_stride, squares_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
-    ROOT: tl.constexpr, BEGINS: tl.constexpr, EMBEDDING_SCALED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, BEGINS: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each row.
 
@@ -90,11 +94,16 @@ def _enter(
     row = tl.program_id(0)
     sequence = row % sequences
     place = row // sequences
-    if ROOT:
+    if pending is not None:
         token = tl.load(pending + sequence).to(tl.int32)
     else:
-        parent = tl.load(parents + place)
-        token = tl.load(ranked + (parent * sequences + sequence) * width + tl.load(ranks + place)).to(tl.int32)
+        parent = (tl.load(parents + place) * sequences + sequence).to(tl.int64)
+        rank = tl.load(ranks + place)
+        if ranked is not None:
+            token = tl.load(ranked + parent * ranked_stride + rank).to(tl.int32)
+        else:
+            of_row = levels if WIDTH == 1 else levels + parent * levels_stride
+            token = nth_best(keys + parent * keys_stride, of_row, head_rows, tile_count, rank, WIDTH, NT, TILE)
     token = tl.maximum(token, 0)  # a head with fewer tokens than were asked for ranks none
     tl.store(tokens + row, token)
     length = tl.load(lengths + sequence)
@@ -119,7 +128,7 @@ def _enter(
     tile = tl.arange(0, TILES_P2)
     column = tile[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     state = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
-    if EMBEDDING_SCALED:
+    if scale is not None:
         state = (state.to(tl.float32) * tl.load(scale).to(tl.float32)).to(hidden_out.dtype.element_ty)
     tl.store(hidden_out + row * HIDDEN + column, state, mask=column < HIDDEN)
     wide = state.to(tl.float32)
@@ -141,7 +150,7 @@ def enter(
     rope_scaling: torch.Tensor,
     first: int,  # the level's first node
     pending: torch.Tensor | None = None,  # [B] the root's tokens
-    ranked: torch.Tensor | None = None,  # [R of the level above, W] its ranked draft tokens, or any others
+    ranked: torch.Tensor | Ranking | None = None,  # [R of the level above, W] its ranked draft tokens, or any others
     parents: torch.Tensor | None = None,  # [M] int32: the place of each node's parent in the level above
     ranks: torch.Tensor | None = None,  # [M] int32
     counts: torch.Tensor | None = None,  # [B] int32: so many of each sequence's nodes are there; others have no slot
@@ -158,20 +167,23 @@ def enter(
     next_norm.check(hidden_out)
     tiles, half = next_norm.squares.shape[1], inv_freq.shape[1]
     pdl = use_pdl(hidden_out)
-    nothing = depths
+    tokens = ranked if isinstance(ranked, torch.Tensor) else None
+    ranking = ranked if isinstance(ranked, Ranking) else None
+    scores = None if ranking is None else ranking.scores
+    found = {"WIDTH": 0, "NT": 0, "TILE": 0} if ranking is None else ranking.constants
     _enter[(rows,)](
-        pending if pending is not None else nothing,
-        ranked if ranked is not None else nothing,
-        parents if parents is not None else nothing,
-        ranks if ranks is not None else nothing,
-        embedding, scale if scale is not None else nothing, lengths, page_table, depths, inv_freq, rope_scaling,
+        pending, tokens,
+        None if scores is None else scores.keys, None if scores is None else scores.levels,
+        None if ranking is None else ranking.rows, 0 if scores is None else scores.keys.shape[1],
+        parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
         level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out,
         *next_tensors(next_norm), counts, sequences, first, page_table.stride(0),
-        ranked.shape[1] if ranked is not None else 1, level.cos.stride(0),
+        0 if tokens is None else tokens.stride(0), 0 if scores is None else scores.keys.stride(0),
+        0 if scores is None or scores.levels is None else scores.levels.stride(0), level.cos.stride(0),
         next_norm.squares.stride(0), HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles),
         BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
-        ROOT=pending is not None, BEGINS=first == 0, EMBEDDING_SCALED=scale is not None, PAGE=PAGE_SIZE, PDL=pdl,
+        **found, BEGINS=first == 0, PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

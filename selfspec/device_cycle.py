@@ -7,13 +7,14 @@ replayed. Which plan a cycle follows, and what its tokens mean, is decided elsew
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
 from selfspec.fused_exit import Drafter, FusedExit, Past, Reads
 from selfspec.kernels.accept import TOKENS, accept
-from selfspec.kernels.best import MOST, Scores, top_merge
+from selfspec.kernels.best import FEW, MOST, Ranking, Scores, top_merge
 from selfspec.kernels.choose import Cuts, Workspace, choose_scored
 from selfspec.kernels.draw import Noise
 from selfspec.kernels.enter import Places, enter
@@ -93,7 +94,7 @@ class Cycle:
 
     def draft(self) -> None:
         """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
-        ranked: torch.Tensor | None = None
+        ranked: torch.Tensor | Ranking | None = None
         for level in self._levels:
             start, stop = level.rows
             stream, nodes = self.stream.rows(start, stop), self._nodes(level.nodes)
@@ -102,10 +103,10 @@ class Cycle:
             if self.drafter is not None and level.width:
                 ranked = self._leave(self.drafter, level, stream, nodes)
 
-    def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | None) -> None:
+    def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
         fused, seats = self.fused, self.seats
         first_norm = fused.next_norm(self.model.layers[0].attention_norm, stream)
-        source: dict[str, torch.Tensor] = {"pending": seats.pending}
+        source: dict[str, Any] = {"pending": seats.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         enter(
@@ -114,15 +115,21 @@ class Cycle:
             **source,
         )  # fmt: skip
 
-    def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor:
-        """Takes the exit at one level: the best draft tokens of its rows, [R, width]."""
+    def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor | Ranking:
+        """Takes the exit at one level: the best draft tokens of its rows, [R, width]; a few are left to be found where
+        they are needed."""
         start, stop = level.rows
         past = Past(self.reads.values, level.parent_rows, self.reads.squares)  # what the exit read at the parents
         if level.parent_rows is None and drafter.known is not None:
             past = Past(drafter.known[: self.seats.count], None)
         exit, reads = FusedExit(self.fused, drafter.exit), self.reads.rows(start, stop)
         exit.read(stream.states, past, nodes, reads)
-        return exit.rank(drafter.head, reads, level.width, self.drawing.noise(self.seats, nodes.places))
+        ranking = exit.rank(drafter.head, reads, level.width, self.drawing.noise(self.seats, nodes.places))
+        if level.width <= FEW:
+            return ranking
+        ranked = self.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
+        top_merge(ranking.scores, ranked, rows=ranking.rows)
+        return ranked
 
     def verify(self) -> None:
         """The saved states of all rows through the rest of the model; what its head reads is then in `read`. The exit's

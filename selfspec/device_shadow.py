@@ -13,6 +13,7 @@ from selfspec.cache import Cache
 from selfspec.device_cycle import Drawing
 from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
 from selfspec.fused_exit import Drafter, FusedExit, Past
+from selfspec.kernels.best import top_merge
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.know import AT_ONCE
 from selfspec.model import Decoder
@@ -72,7 +73,8 @@ class Shadow:
             reads = exit.reads(rows)
             exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
             noise = self.drawing.noise(self.seats, self.scored.places)
-            self.report.copy_(exit.rank(drafter.head, reads, OFFERED, noise))
+            ranking = exit.rank(drafter.head, reads, OFFERED, noise)
+            top_merge(ranking.scores, self.report, rows=ranking.rows)
         waiting.counts.zero_()
 
     def _enter(self, exit: FusedExit) -> None:

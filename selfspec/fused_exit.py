@@ -9,7 +9,7 @@ import torch
 
 from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Nodes, Stream
-from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.best import Ranking, Scores
 from selfspec.kernels.draw import Noise
 from selfspec.kernels.head import head_top
 from selfspec.kernels.know import Waiting
@@ -129,21 +129,18 @@ class FusedExit:
         )  # fmt: skip
         return left
 
-    def rank(self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None) -> torch.Tensor:
-        """The best draft tokens [R, width] after rows of which the head reads these; kept until others are ranked."""
+    def rank(self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None) -> Ranking:
+        """The best draft tokens after rows of which the head reads these; kept until others are ranked."""
         model, scratch = self.fused.model, self.fused.scratch
         tokens = None if head is None else head.tokens
         columns = model.config.vocab_size if tokens is None else len(tokens)
-        rows = len(reads.values)
-        scores = scratch.take_like(Scores.empty(rows, columns, width, "meta"))
+        scores = scratch.take_like(Scores.empty(len(reads.values), columns, width, "meta"))
         head_top(
             reads.values, model.head, scores, rows=tokens, gather=tokens is not None,
             count=None if head is None else head.count, norm=self._norm(reads.squares),
             softcap=model.config.logit_softcap, noise=noise,
         )  # fmt: skip
-        ranked = scratch.take("ranked", rows, width, dtype=torch.int32)
-        top_merge(scores, ranked, rows=tokens)
-        return ranked
+        return Ranking(scores, width, tokens)
 
     def _recall(self, block: ExitBlock, states: torch.Tensor, past: Past) -> Stream:
         """The block's input: the states after layer N, and what was known one position earlier."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfspec.kernels.best import FEW, Ranking, Scores, top_merge
 from selfspec.kernels.enter import PAGE_SIZE, Places, enter, enter_reference
+from selfspec.kernels.head import head_top
 from selfspec.kernels.norm import NextNorm, scaled_reference, squares_reference, tiles
 
 
@@ -63,6 +65,33 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     torch.testing.assert_close(level.sin, places.sin, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(next_norm.squares, squares_reference(expected))
     assert torch.equal(next_norm.scaled, scaled_reference(expected, next_norm.weight, next_norm.offset))
+
+
+@pytest.mark.parametrize("width", [1, 3, FEW])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_tokens_are_found_in_scores_as_they_would_be_ranked(width: int, trimmed: bool) -> None:
+    generator = torch.Generator().manual_seed(width)
+    columns, sequences, above = 150, 3, 2
+    x, weight = (torch.randn(size, 16, generator=generator) for size in (above * sequences, columns))
+    rows = torch.randperm(400, generator=generator)[:columns].int() if trimmed else None
+    scores = Scores.empty(len(x) + 2, columns, width, "cpu")  # with room for more rows
+    head_top(x, weight, scores, rows=rows)
+    ranked = torch.full((len(x), width), -7, dtype=torch.int32)
+    top_merge(scores, ranked, rows=rows)
+    places = torch.cartesian_prod(torch.arange(above), torch.arange(width)).int()
+    parents, ranks = places[:, 0].contiguous(), places[:, 1].contiguous()
+    found = []
+    for source in (ranked, Ranking(scores, width, rows)):
+        level = empty_places(len(places) * sequences, 1, 4)
+        enter(
+            level, poisoned(len(places) * sequences, 16), first_norm(len(places) * sequences, 16), torch.zeros(400, 16),
+            None, torch.zeros(sequences, dtype=torch.int32), torch.arange(sequences, dtype=torch.int32)[:, None],
+            torch.ones(len(places), dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 1,
+            ranked=source, parents=parents, ranks=ranks,
+        )  # fmt: skip
+        found.append(level.tokens)
+    assert torch.equal(*found)
+    assert len(set(found[0].tolist())) > width
 
 
 def test_the_root_carries_the_pending_token() -> None:
