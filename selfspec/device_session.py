@@ -300,8 +300,7 @@ class DeviceSession(Session):
         saw nothing is drafted before it is known how the exit agreed with it: that shows while the first cycle runs."""
         in_doubt = self._shares is not None and any(row.watch.is_unfamiliar for row in rows)
         if before is None:
-            plan, reason = self.choose_plan(rows)
-            return (NONE, MEASURING) if in_doubt and len(plan) else (plan, reason)
+            return (NONE, MEASURING) if in_doubt else self.choose_plan(rows)
         if in_doubt:
             self._learn_prompts()
         if self._hurried and self._is_steady(before.plan) and before.rows == len(rows):
