@@ -30,7 +30,7 @@ from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.costs import Costs
 from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.drafting import Drafters
-from selfspec.governor import Governor, Watch
+from selfspec.governor import MEASURING, Governor, Watch
 from selfspec.kernels.know import AT_ONCE
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
@@ -165,11 +165,12 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
         left = [max(1, rows.left(row) - (in_flight is not None)) for row in rows.active]
         return governor.choose([watches[row] for row in rows.active], 1, in_flight, left)
 
-    if any(text.far for text in texts):
-        judge()
-    flight = choose(None)
+    in_doubt = usual is not None and len(unjudged) > 0 and any(text.far for text in texts)
+    flight = (NONE, MEASURING) if in_doubt else choose(None)
     while rows.active:
         plan, reason = flight
+        if in_doubt:
+            judge()
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
         catching_up = _SHADOW * plain if waiting >= AT_ONCE or (waiting and len(plan)) else 0.0

@@ -54,7 +54,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The `width` best columns of each row, to be found in their scores: of FEW whoever needs one can find it alone."""
+    """The `width` best columns of each row, to be found in their scores; up to FEW by whoever needs one of them."""
 
     scores: Scores
     width: int
@@ -107,7 +107,7 @@ def nth_best(keys, levels, rows, tile_count, rank, WIDTH: tl.constexpr, NT: tl.c
         level = tl.load(levels + column, mask=tile >= 0, other=-0x80000000)
         token = column
         if rows is not None:
-            token = tl.load(rows + column, mask=tile >= 0, other=0).to(tl.int32)
+            token = tl.load(rows + column, mask=level > -0x80000000, other=0).to(tl.int32)
         candidates = pack(level, token)
         last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for _ in range(rank + 1):

@@ -1,11 +1,11 @@
 """Attention of tree nodes over the paged key-value cache, summing every node's keys in the order of their positions.
 
-Once a node is committed its key moves to another slot. What a node computes may not depend on that, to the bit: here
-it is a function of its position and of the keys in position order alone, whatever the tree, the batch and the pages.
-The keys below a split point that depends on the position only are committed for every node of any tree; they are
-summed in fixed ranges, for many nodes at once, and the results merged in fixed bundles. The up to 127 keys from there
-on are summed for each node alone, found through its path. Knows tensors only; writing the rows' keys and values to the
-cache is another kernel's job.
+Once a node is committed its key moves to another slot. What a node computes may not depend on that, to the bit: here it
+is a function of its position and of the keys in position order alone, whatever the tree, the batch and the pages. The
+keys below a split point that depends on the position only are committed for every node of any tree; they are summed in
+fixed ranges, for many nodes at once, and the results merged in fixed bundles. The up to 127 keys from there on are
+found through each node's path, and what it alone sees is summed for it alone. Knows tensors only; writing the rows'
+keys and values to the cache is another kernel's job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
 _SMALL = 99 * 1024  # bytes of shared memory that every GPU has
-_MANY_ROWS = 128  # of queries to a key: more keep a device so busy that sharing an SM is better than looking far ahead
+_MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that sharing one is better than looking far ahead
 
 
 def reference(
@@ -260,17 +260,17 @@ def _load_columns(pointers, column, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
 
 
 @jit
-def _wait_for_prefix(counter, expected, nodes):
-    """Waits until the programs of the prefix have stored their results; the last node to see it clears the counter.
+def _wait_for_prefix(counter, expected, packs):
+    """Waits until the programs of the prefix have stored their results; the last pack to see it clears the counter.
 
     They have been started: programs start in the order of their numbers, and those of the prefix never wait.
     """
     if expected > 0:
         while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < expected:
             pass
-        last = nodes == 1
+        last = packs == 1
         if not last:
-            last = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == expected + nodes - 1
+            last = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == expected + packs - 1
         if last:
             tl.store(counter, 0)
 
@@ -329,12 +329,15 @@ def _sum_tails(
         inside = visible[:, None] & (column < DIM)[None, :]
         k = tl.load(keys + at[:, None] + column[None, :], mask=inside, other=0.0)
         v = tl.load(values + at[:, None] + column[None, :], mask=inside, other=0.0)
-        seen = visible[None, :]
+        seen, before = visible[None, :], sums
         at, visible = next_at, next_visible
         if PACK > 1:
-            seen = seen & ((place == turn % count) | (together & (turn < count)))[:, None]
+            takes = ((place == turn % count) | (together & (turn < count)))[:, None]
+            seen = seen & takes
             next_at, next_visible = _tail_part(turn + 2, count, cache, rows_at, b, head, length, first, WINDOW)
         top, total, sums = _absorb(top, total, sums, q_tile, k, v, seen, scale)
+        if PACK > 1:  # nothing times another node's values, which may be infinite, would be no number
+            sums = tl.where(takes, sums, before)
     return top, tl.max(total, 1), sums
 
 

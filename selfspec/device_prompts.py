@@ -221,12 +221,13 @@ class Prompts(Pass):
 
     def _judge(self, own: FusedExit, stream: Stream, past: Past) -> None:
         """Over the whole head, since a captured graph cannot know a request's own."""
-        hidden, norm = self.model.config.hidden_size, own.exit.norm
-        drafted = self._take("drafted", hidden)
-        own.fused.normalise(own.read(stream.states, past, self.nodes, own.reads(len(stream.states))), norm, drafted)
+        hidden, drafted = self.model.config.hidden_size, own.reads(len(stream.states))
+        own.fused.normalise(own.read(stream.states, past, self.nodes, drafted), own.exit.norm, drafted.values)
         ends = self.ends.flatten()
         rows = ends.clamp(min=0)
-        reads = torch.cat((drafted.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows)))
+        reads = torch.cat(
+            (drafted.values.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows))
+        )
         guesses, truth = self._best(reads).view(2, *self.ends.shape)
         agreed = (guesses == truth) & (self.ends >= 0)
         self.agreement.copy_(agreed.sum(1) / (self.ends >= 0).sum(1).clamp(min=1))

@@ -20,7 +20,8 @@ from selfspec.ladder import Ladder
 from selfspec.policy import Rules
 from selfspec.tree import NONE, Plan
 
-MEASURING = "measuring"  # why the first cycles of a kind, and some later ones, are plain: to compare with
+# Why the first cycles of a kind, and some later ones, are plain: to compare with. Also while a prompt is judged.
+MEASURING = "measuring"
 _FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
 _MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes

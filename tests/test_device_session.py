@@ -655,6 +655,35 @@ def test_a_requests_own_tokens_do_not_make_cycles_be_captured_anew() -> None:
     assert head_capacity(3000 + 1097, 1097) == 8192
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_drafts_of_all_depths_are_those_of_pytorch(family: str, sampled: bool) -> None:
+    """Tokens of a text do not depend on them, so nothing else would tell."""
+    plan, sampling = Plan.parse("tree:3,2,1,1"), Sampling(do_sample=sampled, temperature=0.8 if sampled else 1.0)
+    drafts, reads = [], []
+    for engine in engines(family):
+        rows = [Row(prompt, seed=1, copy=0, max_length=100) for prompt in prompts(2).tolist()]
+        policy = Policy(Rules(), sampling, mode="force", plan=plan)
+        session = engine.open(rows, sampling, policy, engine.drafters.exits[LAYER])
+        with torch.inference_mode():
+            session.prefill()
+            made = session.draft(rows, plan)
+            drafts.append(made.tokens.clone())
+            if isinstance(session, device_session.DeviceSession):
+                assert session._cycle is not None
+                scaled, squares = vars(session._cycle.reads).values()
+                factors = torch.rsqrt(
+                    squares.mean(1) * squares.shape[1] / scaled.shape[1] + engine.model.config.norm_eps
+                )
+                whole = session._of_rows(scaled * factors[:, None], rows)
+                reads.append(whole[:, : plan.levels[-1].start])  # the deepest are not asked for drafts
+            else:
+                reads.append(torch.cat(made.reads, dim=1))
+        session.close()
+    assert torch.equal(*drafts)
+    torch.testing.assert_close(*reads, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_only_a_prompt_unlike_any_other_is_judged_before_anything_is_drafted(far: bool) -> None:
     engine, _ = engines("llama")
@@ -680,6 +709,15 @@ def test_only_a_prompt_unlike_any_other_is_judged_before_anything_is_drafted(far
     session.close()
     late = [(False, None), (False, None), (True, None)]
     assert seen[:3] == ([(False, MEASURING), (True, None), (True, None)] if far else late)
+
+
+def test_a_host_that_chooses_waits_for_what_the_prompt_tells() -> None:
+    session = governed(engines("llama")[0], [random_rows(20, seed=1).tolist()], 9, {"repetition_penalty": 1.1})
+    (row,) = session.rows
+    before = list(row.watch.belief.weights)
+    session.prefill()
+    session.close()
+    assert row.watch.belief.weights != before
 
 
 def test_all_rows_of_one_prompt_learn_how_it_was_judged() -> None:

@@ -88,14 +88,21 @@ def test_the_deepest_chain_counts_like_committed_text(length: int, window: int |
 
 
 @settings(max_examples=5, deadline=None)
-@given(st.integers(0, 400), st.integers(1, 9), st.integers(0, 5), st.sampled_from([None, 90]), st.integers(0, 99))
+@given(
+    st.integers(0, 400),
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.sampled_from([None, 90]),
+    st.sampled_from([1, 2, 8]),
+    st.integers(0, 99),
+)
 def test_any_tree_counts_like_committed_text(
-    length: int, nodes: int, deepest: int, window: int | None, seed: int
+    length: int, nodes: int, deepest: int, window: int | None, pack: int, seed: int
 ) -> None:
-    text = Text.random(500, 2, 1, 16, HALF, seed=seed)
+    text = Text.random(500, 4, 2, 16, HALF, seed=seed)
     tree = Tree.random(nodes, max(deepest, 1), seed)
     path = tree.deepest_path()
-    actual = drafted(text, length, tree, seed).run(window)[path]
+    actual = drafted(text, length, tree, seed).run(window, pack=pack)[path]
     assert torch.equal(actual, text.plainly([length + depth for depth in range(len(path))]).run(window))
 
 
@@ -104,8 +111,9 @@ def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
     tree = Tree.random(6, 4)
     tokens = on_path(tree, 195)
     alone = lay([text], [195], tree, [tokens], seed=3).run()[tree.deepest_path()]
-    together = lay([other, text, other], [390, 195, 7], tree, [[-1] * 6, tokens, [-1] * 6], seed=4).run()
-    assert torch.equal(together.view(6, 3, -1)[tree.deepest_path(), 1], alone)
+    together = lay([other, text, other], [390, 195, 7], tree, [[-1] * 6, tokens, [-1] * 6], seed=4)
+    for pack in (1, 5):
+        assert torch.equal(together.run(pack=pack).view(6, 3, -1)[tree.deepest_path(), 1], alone)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -128,7 +136,21 @@ def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None)
         assert torch.equal(launch.run(window, row_tile=64, apart=True, pack=pack), expected)
 
 
-def test_counters_serve_one_launch_after_the_other() -> None:
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets the product
+@pytest.mark.parametrize("pack", [1, 5])
+def test_what_a_node_does_not_see_may_be_infinite(pack: int) -> None:
+    chain = Tree(torch.arange(4).expand(4, 4), torch.arange(4))
+    for length in (30, 200, 250):
+        launch = drafted(Text.random(260, 3, 1, 16, HALF), length, chain)
+        expected = launch.run(pack=pack)
+        slot = length + 3
+        launch.values[launch.page_table[0, slot // 64], slot % 64] = torch.inf
+        actual = launch.run(pack=pack)
+        assert torch.equal(actual[:3], expected[:3]) and not actual[3].isfinite().any(), length
+
+
+@pytest.mark.parametrize("pack", [1, 5])
+def test_counters_serve_one_launch_after_the_other(pack: int) -> None:
     launch = drafted(Text.random(400, 3, 1, 16, HALF), 250, Tree.random(7, 3))
     ranges = op.ranges_for(400)
     workspace = torch.zeros(op.workspace_size(1, 7, 3, 16, ranges))
@@ -137,7 +159,7 @@ def test_counters_serve_one_launch_after_the_other() -> None:
     first, second = (torch.empty_like(launch.q) for _ in range(2))
     for out in (first, second):
         workspace.fill_(float("nan"))  # what the first launch left may not serve the second
-        op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25)
+        op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25, pack=pack)
     assert torch.equal(first, second)
 
 
