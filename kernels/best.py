@@ -294,8 +294,7 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
     if width <= FEW:
         _merge_few_kernel[(r, width)](
             keys, levels, rows, tokens_out, count, keys.stride(0), levels.stride(0) if levels is not None else 0,
-            tokens_out.stride(0), WIDTH=triton.next_power_of_2(width), NT=padded, TILE=TILE,
-            num_warps=4 if padded <= 1024 else 8, **pdl,
+            tokens_out.stride(0), num_warps=4 if padded <= 1024 else 8, **Ranking(scores, width, rows).constants, **pdl,
         )  # fmt: skip
         return
     chosen, found = scores.chosen, scores.found
