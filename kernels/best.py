@@ -61,6 +61,17 @@ class Ranking:
     rows: torch.Tensor | None = None  # [N] the columns' tokens, all different, where they are not simply 0, 1, ...
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Keys, levels and rows, as `nth_best` takes them."""
+        return self.scores.keys, self.scores.levels, self.rows
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many tiles there are, and from row to row of keys and of levels."""
+        keys, levels = self.scores.keys, self.scores.levels
+        return keys.shape[1], keys.stride(0), 0 if levels is None else levels.stride(0)
+
+    @property
     def constants(self) -> dict[str, int]:
         """What `nth_best` is compiled for."""
         width, padded = (triton.next_power_of_2(size) for size in (self.width, self.scores.keys.shape[1]))
@@ -289,15 +300,16 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
     _check(scores, tokens_out, rows)
     keys, (r, width) = scores.keys, tokens_out.shape
     pdl = {"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}
-    count, levels = keys.shape[1], scores.levels
+    count = keys.shape[1]
     padded = triton.next_power_of_2(count)
     if width <= FEW:
+        ranking = Ranking(scores, width, rows)
         _merge_few_kernel[(r, width)](
-            keys, levels, rows, tokens_out, count, keys.stride(0), levels.stride(0) if levels is not None else 0,
-            tokens_out.stride(0), num_warps=4 if padded <= 1024 else 8, **Ranking(scores, width, rows).constants, **pdl,
+            *ranking.tensors, tokens_out, *ranking.sizes, tokens_out.stride(0),
+            num_warps=4 if padded <= 1024 else 8, **ranking.constants, **pdl,
         )  # fmt: skip
         return
-    chosen, found = scores.chosen, scores.found
+    levels, chosen, found = scores.levels, scores.chosen, scores.found
     assert levels is not None and chosen is not None and found is not None
     _merge_kernel[(r,)](
         keys, levels, rows, chosen, found, tokens_out, count,

@@ -69,11 +69,11 @@ def enter_reference(
 
 @jit(do_not_specialize=["tile_count", "sequences", "first", "page_table_stride", "ranked_stride", "keys_stride"])
 def _enter(
-    pending, ranked, keys, levels, head_rows, tile_count, parents, ranks, embedding, scale, lengths, page_table, depths,
-    inv_freq, rope_scaling,
+    pending, ranked, keys, levels, head_rows, parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq,
+    rope_scaling,
     tokens, positions, following, slots, cos, sin, hidden_out,
-    next_weight, squares, scaled, counts, sequences, first, page_table_stride, ranked_stride, keys_stride,
-    levels_stride, cos_rope_stride, squares_stride,
+    next_weight, squares, scaled, counts, sequences, first, page_table_stride, ranked_stride, tile_count,
+    keys_stride, levels_stride, cos_rope_stride, squares_stride,
     HIDDEN: tl.constexpr, TILES: tl.constexpr, TILES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
@@ -169,17 +169,14 @@ def enter(
     pdl = use_pdl(hidden_out)
     tokens = ranked if isinstance(ranked, torch.Tensor) else None
     ranking = ranked if isinstance(ranked, Ranking) else None
-    scores = None if ranking is None else ranking.scores
+    tensors, sizes = ((None,) * 3, (0,) * 3) if ranking is None else (ranking.tensors, ranking.sizes)
     found = {"WIDTH": 0, "NT": 0, "TILE": 0} if ranking is None else ranking.constants
     _enter[(rows,)](
-        pending, tokens,
-        None if scores is None else scores.keys, None if scores is None else scores.levels,
-        None if ranking is None else ranking.rows, 0 if scores is None else scores.keys.shape[1],
-        parents, ranks, embedding, scale, lengths, page_table, depths, inv_freq, rope_scaling,
+        pending, tokens, *tensors, parents, ranks, embedding, scale, lengths, page_table, depths,
+        inv_freq, rope_scaling,
         level.tokens, level.positions, level.following, level.slots, level.cos, level.sin, hidden_out,
         *next_tensors(next_norm), counts, sequences, first, page_table.stride(0),
-        0 if tokens is None else tokens.stride(0), 0 if scores is None else scores.keys.stride(0),
-        0 if scores is None or scores.levels is None else scores.levels.stride(0), level.cos.stride(0),
+        0 if tokens is None else tokens.stride(0), *sizes, level.cos.stride(0),
         next_norm.squares.stride(0), HIDDEN=hidden, TILES=tiles, TILES_P2=triton.next_power_of_2(tiles),
         BLOCK=block_width(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
