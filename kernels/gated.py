@@ -114,7 +114,7 @@ def gated_linear(
         raise ValueError(f"weight must hold as many rows for gate as for up, got {weight.shape[0]} in all")
     n = weight.shape[0] // 2
     check_rows("out", out, x, n)
-    config = config or choose("gated", 2 * n, x.shape[1])
+    config = config or choose("gated", 2 * n, x.shape[1], x.shape[0])
     squares, squares_stride = norm_squares(norm)
     shape, options = launch_settings(x, weight, norm, config)
     _gated_kernel[(-(-x.shape[0] // shape["BM"]), -(-n // (config.block_n // 2)))](

@@ -121,7 +121,7 @@ def linear(
         check_rows("residual", residual, taken, n)
     if gather is not None and (gather.dtype != torch.int64 or gather.stride() != (1,)):
         raise ValueError("gathered rows must be given as contiguous int64")
-    config = config or choose("linear", n, x.shape[1])
+    config = config or choose("linear", n, x.shape[1], rows)
     width = block_width(n)
     if next_norm is not None:
         next_norm.check(out)

@@ -10,6 +10,7 @@ keys and values to the cache is another kernel's job.
 
 from __future__ import annotations
 
+from functools import partial
 from math import gcd
 
 import torch
@@ -20,7 +21,7 @@ from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
-_SMALL = 99 * 1024  # bytes of shared memory that every GPU has
+_ROOMY = 200 * 1024  # bytes of shared memory that leave room for two programs of what every GPU has, 99 KB
 _MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that sharing one is better than looking far ahead
 
 
@@ -54,25 +55,25 @@ def reference(
 
 
 def range_of(position: int) -> int:
-    """Index of the range of the prefix in which a position lies: ranges of 128, of 512 from 2048 on, of 2048 from 8192
+    """Index of the range of the prefix in which a position lies: ranges of 128, of 512 from 2048 on, of 1024 from 8192
     on. Short contexts get many programs, long ones few partial results. (Also compiled: plain integer arithmetic.)"""
-    return min(position, 2048) // 128 + max(min(position, 8192) - 2048, 0) // 512 + max(position - 8192, 0) // 2048
+    return min(position, 2048) // 128 + max(min(position, 8192) - 2048, 0) // 512 + max(position - 8192, 0) // 1024
 
 
 def range_start(index: int) -> int:
     """The first position of a range."""
-    return min(index, 16) * 128 + max(min(index, 28) - 16, 0) * 512 + max(index - 28, 0) * 2048
+    return min(index, 16) * 128 + max(min(index, 28) - 16, 0) * 512 + max(index - 28, 0) * 1024
 
 
 def bundle_of(index: int) -> int:
-    """Ranges are merged in bundles of four, long ones each alone, before the bundles are: where there are many rows one
+    """Ranges are merged in bundles of four, long ones of two, before the bundles are: where there are many rows one
     program takes a whole bundle, elsewhere each range has its own."""
-    return min(index, 28) // 4 + max(index - 28, 0)
+    return min(index, 28) // 4 + max(index - 28, 0) // 2
 
 
 def bundle_start(index: int) -> int:
     """The first range of a bundle."""
-    return min(index, 7) * 4 + max(index - 7, 0)
+    return min(index, 7) * 4 + max(index - 7, 0) * 2
 
 
 def split_point(position: int) -> int:
@@ -140,7 +141,8 @@ def _absorb(top, total, sums, q, k, v, visible, scale):
     """Takes a tile of keys into a running softmax: its largest logit, its sum of weights and of weighted values.
 
     A row that sees none of the keys keeps its bits. `total` is summed by a dot product as well, in the same order
-    whatever the height of the tile, where the order of tl.sum would follow the layout; the maximum has no order.
+    whatever the height of the tile, where the order of tl.sum would follow the layout; all its columns are alike. The
+    maximum has no order.
     """
     logits = tl.dot(q, tl.trans(k), input_precision="ieee")
     logits = tl.where(visible, logits, float("-inf"))
@@ -149,8 +151,8 @@ def _absorb(top, total, sums, q, k, v, visible, scale):
     weights = tl.exp2(tl.math.fma(logits, tl.full(logits.shape, scale, tl.float32), (-shift * scale)[:, None]))
     weights = weights.to(v.dtype)
     kept = tl.exp2((top - shift) * scale)
-    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
-    total = tl.dot(weights, ones, total * kept[:, None], input_precision="ieee")  # [rows, 16], all columns alike
+    ones = tl.full((v.shape[0], total.shape[1]), 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * kept[:, None], input_precision="ieee")
     sums = tl.dot(weights, v, sums * kept[:, None], input_precision="ieee")
     return raised, total, sums
 
@@ -171,7 +173,7 @@ def _merge(top, total, sums, top2, total2, sums2, scale):
 def _prefix_program(
     program, q, q_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    APART: tl.constexpr, PDL: tl.constexpr,
+    TOTALS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums one range of the prefix, or a bundle, for one key-value head and a tile of rows: nodes times the query heads
     sharing it.
@@ -209,7 +211,7 @@ def _prefix_program(
         key = tl.arange(0, KEY_TILE)
         tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]
         top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
-        total = tl.zeros((ROW_TILE, 16), tl.float32)
+        total = tl.zeros((ROW_TILE, TOTALS), tl.float32)
         sums = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
         # Split points and ranges are whole pages, so every key of every tile is committed.
         start = tl.maximum(_range_start(first_range), begin // KEY_TILE * KEY_TILE)
@@ -226,7 +228,7 @@ def _prefix_program(
                 if (at % length_of_each == 0) & (at > start):
                     whole = _merge(*whole, top, tl.max(total, 1), sums, scale)
                     top = tl.full((ROW_TILE,), float("-inf"), tl.float32)
-                    total = tl.zeros((ROW_TILE, 16), tl.float32)
+                    total = tl.zeros((ROW_TILE, TOTALS), tl.float32)
                     sums = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
             offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
             page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # for the next turn: asked for early
@@ -246,7 +248,7 @@ def _prefix_program(
         if not APART:
             tl.debug_barrier()  # all warps have stored before one thread says so
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
-    else:
+    elif APART:
         wait(PDL)  # whoever waits for this launch also waits for those before it
 
 
@@ -323,7 +325,7 @@ def _sum_tails(
     column = tl.arange(0, DIM_PAD)
     place = tl.arange(0, 16) // GROUP
     top = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16, 16), tl.float32)
+    total = tl.zeros((16, 8), tl.float32)
     sums = tl.zeros((16, DIM_PAD), tl.float32)
     for turn in tl.range(start, stop, num_stages=STAGES):
         inside = visible[:, None] & (column < DIM)[None, :]
@@ -342,17 +344,34 @@ def _sum_tails(
 
 
 @jit
-def _kept(workspace, at, real, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The running softmax that programs of the prefix have stored in some records; for rows that are not real one that
-    has seen nothing."""
+def _kept(
+    workspace, of_text, row_at, row_count, real, index, first, after_last, DIM: tl.constexpr, DIM_PAD: tl.constexpr
+):
+    """The running softmax of some rows that a program of the prefix has stored as record `index`; one that has seen
+    nothing for rows that are not real, and where there is no such record from first up to after_last."""
     partials, stats, _, _ = workspace
+    number = tl.zeros((16,), tl.int32) + index
+    there = real & (number >= first) & (number < after_last)
+    at = (of_text + number).to(tl.int64) * row_count + row_at
     column = tl.arange(0, DIM_PAD)
-    inside = real[:, None] & (column < DIM)[None, :]
+    inside = there[:, None] & (column < DIM)[None, :]
     # Past the first-level cache, which may hold what an earlier launch had stored here.
-    top = tl.load(stats + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(stats + at * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    top = tl.load(stats + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stats + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
     sums = tl.load(partials + at[:, None] * DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
     return top, total, sums
+
+
+@jit
+def _four_kept(kept, index, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Four records from `index` on, all asked for at once."""
+    workspace, of_text, row_at, row_count, real, first, after_last = kept
+    return (
+        _kept(workspace, of_text, row_at, row_count, real, index, first, after_last, DIM, DIM_PAD),
+        _kept(workspace, of_text, row_at, row_count, real, index + 1, first, after_last, DIM, DIM_PAD),
+        _kept(workspace, of_text, row_at, row_count, real, index + 2, first, after_last, DIM, DIM_PAD),
+        _kept(workspace, of_text, row_at, row_count, real, index + 3, first, after_last, DIM, DIM_PAD),
+    )
 
 
 @jit
@@ -360,21 +379,40 @@ def _merge_prefix(
     workspace, of_text, row_at, row_count, real, low, high, scale,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """What the ranges from low up to high come to for some rows, bundle by bundle."""
+    """What the ranges from low up to high come to for some rows, bundle by bundle: four records at a time, and what is
+    left of them one by one."""
     first, after_last = _records(low, high, APART)
-    top = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16,), tl.float32)
-    sums = tl.zeros((16, DIM_PAD), tl.float32)
-    bundle = (top, total, sums)  # the one in progress
-    for index in tl.range(first, after_last, num_stages=4):
-        kept = _kept(workspace, (of_text + index).to(tl.int64) * row_count + row_at, real, DIM, DIM_PAD)
+    nothing = (
+        tl.full((16,), float("-inf"), tl.float32),
+        tl.zeros((16,), tl.float32),
+        tl.zeros((16, DIM_PAD), tl.float32),
+    )
+    top, total, sums = nothing
+    kept = (workspace, of_text, row_at, row_count, real, first, after_last)
+    start = first // 4 * 4
+    last = start + tl.maximum(after_last - start, 0) // 4 * 4
+    for index in range(start, last, 4):
+        a, b, c, d = _four_kept(kept, index, DIM, DIM_PAD)
         if APART:
-            top, total, sums = _merge(top, total, sums, *kept, scale)
+            top, total, sums = _merge(*_merge(top, total, sums, *a, scale), *b, scale)
+            top, total, sums = _merge(*_merge(top, total, sums, *c, scale), *d, scale)
         else:
-            if (index == _bundle_start(_bundle_of(index))) & (index > first):
+            bundle = _merge(*_merge(*nothing, *a, scale), *b, scale)
+            if _bundle_of(index + 2) > _bundle_of(index):  # these are bundles of two
                 top, total, sums = _merge(top, total, sums, *bundle, scale)
-                bundle = (tl.full((16,), float("-inf"), tl.float32), tl.zeros_like(total), tl.zeros_like(sums))
-            bundle = _merge(*bundle, *kept, scale)
+                bundle = nothing
+            bundle = _merge(*_merge(*bundle, *c, scale), *d, scale)
+            top, total, sums = _merge(top, total, sums, *bundle, scale)
+    bundle = nothing
+    for index in range(last, after_last):
+        record = _kept(workspace, of_text, row_at, row_count, real, index, first, after_last, DIM, DIM_PAD)
+        if APART:
+            top, total, sums = _merge(top, total, sums, *record, scale)
+        else:
+            if (index == _bundle_start(_bundle_of(index))) & (index > last):
+                top, total, sums = _merge(top, total, sums, *bundle, scale)
+                bundle = nothing
+            bundle = _merge(*bundle, *record, scale)
     return (top, total, sums) if APART else _merge(top, total, sums, *bundle, scale)
 
 
@@ -444,8 +482,8 @@ def _path_attention(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
     lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
     WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, PACK: tl.constexpr, TAIL_STAGES: tl.constexpr,
-    PREFIX: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, TOTALS: tl.constexpr, PACK: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, PREFIX: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The programs of the prefix, then those of the nodes; both in one launch, or apart, each in its own.
     With a WINDOW of 0 there is none.
@@ -464,7 +502,7 @@ def _path_attention(
         if program < prefix_programs:
             _prefix_program(
                 program, q, q_stride, cache, rows_at, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
-                KEY_TILE, APART, PDL,
+                KEY_TILE, TOTALS, APART, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:
@@ -520,7 +558,9 @@ def path_attention(
     prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // 16 * together))
     node_programs = batch * -(-rows // pack) * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    far = not many and shared_bytes(q) > _SMALL
+    stages = partial(
+        _stages, dim, keys.element_size(), row_tile, alone=batch == 1, many=many, roomy=shared_bytes(q) > _ROOMY
+    )
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
         _path_attention[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
@@ -528,7 +568,7 @@ def path_attention(
             :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes,
             PDL=pdl,
-            **(_tiles(dim, keys.element_size()) | _stages(dim, keys.element_size(), row_tile, prefix, nodes, far)),
+            **(_tiles(dim, keys.element_size()) | stages(prefix, nodes)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
@@ -541,15 +581,23 @@ def _tiles(dim: int, element_size: int) -> dict[str, int]:
     return {"DIM_PAD": _padded(dim), "KEY_TILE": 32 if wide else 64, "num_warps": 8 if wide else 4}
 
 
-def _stages(dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, far: bool) -> dict[str, int]:
+def _stages(
+    dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, alone: bool, many: bool, roomy: bool
+) -> dict[str, int]:
     """How loads are pipelined, and by how many warps, which changes no result: within 99 KB of shared memory, unless
-    programs may look `far`. With two stages a tile of 64 rows asks for its next keys only when it needs them: two
-    programs share an SM then."""
+    the GPU is `roomy`. There a text that is `alone` can look further ahead, and so can tiles of 64 rows apart from
+    their nodes: with `many` of them two programs just share an SM if sums of weights take 8 columns and stay in
+    registers, and elsewhere each is to have one for itself."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
     if nodes and not prefix:  # small, so that they find room beside the prefix
-        return {"TAIL_STAGES": 3 if narrow else 2, "num_stages": 2}
-    ahead = row_tile == 16 or (far and not nodes)
-    return {"TAIL_STAGES": 2 if wide else 3, "num_stages": 2 + ahead + narrow}
+        return {"TAIL_STAGES": 3 if narrow else 2, "TOTALS": 8, "num_stages": 2}
+    apart = prefix and not nodes
+    further = (row_tile == 16) + (roomy and (apart or (row_tile == 16 and alone and not narrow and not wide)))
+    return {
+        "TAIL_STAGES": 2 if wide else 3,
+        "TOTALS": 16 if apart and not many else 8,
+        "num_stages": 2 + narrow + further,
+    }
 
 
 def _padded(dim: int) -> int:

@@ -20,6 +20,7 @@ from selfspec.kernels.norm import Norm, block_width, check_squares, power_of_two
 from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64
+_TINY, _SMALL = 1 << 21, 1 << 23  # weights of products that fill few SMs, and of those that leave some free
 LEAST_SHARED_BYTES = 96 * 1024  # of shared memory for the stages of a program on any GPU
 
 
@@ -97,45 +98,54 @@ def product(
 
 @dataclass(frozen=True)
 class Config:
-    """The tile of a program. All but `block_m` must follow from the layer's shape alone."""
+    """The tile of a program. `block_k` must follow from the layer's shape alone; the rest changes no sum."""
 
     block_n: int  # rows of the weight
     block_k: int
     stages: int
     warps: int
-    block_m: int | None = None  # rows of x; None: by their number
-    high_stages: int | None = None  # the stages of the highest tiles, where fewer leave room for a second program
+    block_m: int = 16  # rows of x
     ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
     early: bool = False  # not of qkv: the next launch is let in as soon as those have, to ask for its own
-    low: bool = False  # tiles stay low: where programs leave SMs free, more of them are faster than higher ones
-    high: bool = False  # of more than 16 rows tiles are the highest at once: they are faster than half as high ones
 
 
-def choose(kind: str, n: int, k: int) -> Config:
-    """The tile for a weight [n, k] of a "linear", "gated" or "qkv" product, or of "heads", qkv with a norm of heads:
-    those take a whole head per program, whatever `block_n` says."""
+def choose(kind: str, n: int, k: int, rows: int) -> Config:
+    """The tile for some rows and a weight [n, k] of a "linear", "gated" or "qkv" product, or of "heads", qkv with a
+    norm of heads: those take a whole head per program, whatever `block_n` says."""
+    height = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
     if kind == "heads":
-        return Config(block_n=0, block_k=64, stages=4, warps=4)
+        return Config(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
+    if k <= 2048 and (kind == "linear" or n <= 8192):
+        return _choose_small(kind, n, k, rows)
     if kind == "linear":
-        if k <= 2048:
-            return Config(block_width(n), block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
-        return Config(block_width(n), block_k=128, stages=8, warps=4, ahead=512, high=True)
-    if k <= 2048 and n <= 8192:  # bound by latency: as many programs as there are SMs, if possible
-        width = 16 if n <= 2048 else 32
-        return Config(width, block_k=128, stages=5, warps=4, ahead=_most_of(k), early=True, low=True)
-    return Config(block_n=64, block_k=128, stages=5, warps=4, high_stages=3 if kind == "gated" else None)
+        return _choose_long(n, k, rows)
+    stages = 3 if kind == "gated" and height == MAX_ROW_TILE else 5  # fewer leave room for a second program
+    return Config(block_n=64, block_k=128, stages=stages, warps=4, block_m=height)
 
 
-def _most_of(k: int) -> int:
-    """As many of k columns as can be asked for in equal parts, each of them aligned."""
-    return k // 512 * 512
+def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
+    """Bound by latency: low and narrow tiles for as many programs as there are SMs, as long as these have room for
+    them; the shortest sums by few warps."""
+    width = block_width(n) if kind == "linear" else 16 if n <= 2048 else 32
+    is_short, is_tiny = k <= 1024 and width == 16, n * k <= _TINY
+    block_m, block_n, warps = 16, width, 2 if is_short else 4
+    if rows > MAX_ROW_TILE or (rows > 32 and not is_tiny):
+        block_m, warps = MAX_ROW_TILE, 4
+    elif rows > 32:
+        block_m, block_n, warps = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, 32, 4
+    elif rows > 16 and not is_short:
+        block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, max(width, 32)
+    return Config(block_n, block_k=64, stages=8, warps=warps, block_m=block_m, ahead=k // 512 * 512, early=True)
 
 
-def row_tile(rows: int, config: Config) -> int:
-    """The height of a tile; dot products along K do not depend on it. Of 32 rows low ones are two."""
-    if rows <= (32 if config.low else 16):
-        return 16
-    return 32 if rows <= 32 and not config.high else MAX_ROW_TILE
+def _choose_long(n: int, k: int, rows: int) -> Config:
+    """Sums over much of K. Of large ones, and more than 16 rows, the highest tiles are faster than half as high ones;
+    small ones leave SMs free as long as tiles are low."""
+    is_small = n <= 2048 and n * k <= _SMALL
+    low = rows <= (32 if is_small else 16)
+    width = 32 if is_small and low else block_width(n)
+    block_m = 16 if low else MAX_ROW_TILE
+    return Config(width, block_k=128, stages=8, warps=4, block_m=block_m, ahead=512, early=is_small)
 
 
 def launch_settings(
@@ -146,12 +156,11 @@ def launch_settings(
     block_n = block_n or config.block_n
     # A wide and high tile does not fit the registers.
     highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
-    block_m = config.block_m or min(row_tile(x.shape[0], config), highest)
+    block_m = min(config.block_m, highest)
     block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
-    stages = config.high_stages if config.high_stages and block_m == MAX_ROW_TILE else config.stages
-    stages = min(stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
+    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
     pdl = use_pdl(x)
     aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
     shape = {

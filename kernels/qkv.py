@@ -168,7 +168,7 @@ def qkv_linear(
         check_rows("q_out", q_out, x, q_heads * head_dim)
     _check_heads(x, keys, values, q_norm, k_norm, cos, sin, slots)
     whole = q_norm is not None
-    config = config or choose("heads" if whole else "qkv", weight.shape[0], x.shape[1])
+    config = config or choose("heads" if whole else "qkv", weight.shape[0], x.shape[1], rows)
     half = head_dim // 2
     pairs = power_of_two(half) if whole else min(config.block_n // 2, half & -half)  # whole heads, or parts alike
     squares, squares_stride = norm_squares(norm)

@@ -3,6 +3,7 @@ and float32 stand for all dtypes here, bfloat16 is for the GPU."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -272,8 +273,8 @@ def test_every_column_belongs_to_one_entry_of_squares() -> None:
     for width in (16, 576, 2048, 2064, 4096, 4112, 8192):
         block = norms.block_width(width)
         assert (norms.tiles(width) - 1) * block < width <= norms.tiles(width) * block
-        assert choose("linear", width, 4096).block_n % block == 0
-        assert choose("linear", width, 64).block_n % block == 0
+        for k, rows in product((64, 1536, 4096), (1, 17, 33)):
+            assert choose("linear", width, k, rows).block_n % block == 0
 
 
 @pytest.mark.parametrize(
@@ -333,11 +334,22 @@ def test_gated_linear_refuses_what_does_not_fit() -> None:
         norms.normalise(nan(2, 16), nan(15), 1e-5, 0.0, nan(2, 16))
 
 
-@pytest.mark.parametrize(("rows", "heights"), [(16, (16, 16, 16)), (17, (64, 32, 16)), (33, (64, 64, 64))])
+@pytest.mark.parametrize(("rows", "heights"), [(16, (16,) * 4), (17, (64, 32, 16, 16)), (33, (64,) * 4)])
 def test_the_height_of_tiles_follows_from_rows_and_layer(rows: int, heights: tuple[int, ...]) -> None:
-    """Of a long product, a wide one, and one so small that low tiles leave SMs free."""
+    """Of a long product, a wide one, and two so small that low tiles leave SMs free."""
     found = []
-    for kind, n, k in (("linear", 32, 4096), ("gated", 16384, 64), ("linear", 32, 64)):
+    for kind, n, k in (("linear", 4096, 4096), ("gated", 16384, 64), ("linear", 32, 64), ("linear", 32, 4096)):
         x, weight = torch.empty(rows, k), torch.empty(1, k).expand(n, k)
-        found.append(launch_settings(x, weight, None, choose(kind, n, k))[0]["BM"])
+        found.append(launch_settings(x, weight, None, choose(kind, n, k, rows))[0]["BM"])
     assert tuple(found) == heights
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated", "qkv", "heads"])
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (3072, 576), (576, 1536), (4096, 2048), (8192, 2048), (28672, 4096)])
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+def test_sums_go_on_in_steps_that_follow_from_the_layer_alone(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
+    weight, steps = torch.empty(1, k, dtype=dtype).expand(n, k), set()
+    for rows in (1, 16, 17, 32, 33, 64, 256):
+        x = torch.empty(1, k, dtype=dtype).expand(rows, k)
+        steps.add(launch_settings(x, weight, None, choose(kind, n, k, rows), 64 if kind == "heads" else None)[0]["BK"])
+    assert len(steps) == 1
