@@ -132,7 +132,7 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
     if rows > MAX_ROW_TILE or (rows > 32 and not is_tiny):
         block_m, warps = MAX_ROW_TILE, 4
     elif rows > 32:
-        block_m, block_n, warps = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, 32, 4
+        block_m, block_n, warps = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, max(width, 32), 4
     elif rows > 16 and not is_short:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, max(width, 32)
     return Config(block_n, block_k=64, stages=8, warps=warps, block_m=block_m, ahead=k // 512 * 512, early=True)
