@@ -24,7 +24,7 @@ def fetch(weight, weight_rows, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.
     """Asks for the first columns of BN weight rows, given by their offsets: near when the wait is over, and read from
     memory while there was nothing else to do."""
     if PDL and COLUMNS > 0:
-        PARTS: tl.constexpr = 128 // BN if BN < 128 else 1  # one request for each thread
+        PARTS: tl.constexpr = 128 // BN if BN < 128 else 1  # one request for each of 128 threads
         WIDTH: tl.constexpr = COLUMNS // PARTS
         first = weight + weight_rows[:, None] + (tl.arange(0, PARTS) * WIDTH)[None, :]
         size = tl.full(first.shape, WIDTH * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)

@@ -22,7 +22,7 @@ PAGE_SIZE = 64
 DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
 _ROOMY = 200 * 1024  # bytes of shared memory that leave room for two programs of what every GPU has, 99 KB
-_MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that sharing one is better than looking far ahead
+_MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that it is better to share one
 
 
 def reference(
@@ -344,14 +344,12 @@ def _sum_tails(
 
 
 @jit
-def _kept(
-    workspace, of_text, row_at, row_count, real, index, first, after_last, DIM: tl.constexpr, DIM_PAD: tl.constexpr
-):
+def _kept(workspace, of_text, row_at, row_count, real, first, index, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """The running softmax of some rows that a program of the prefix has stored as record `index`; one that has seen
-    nothing for rows that are not real, and where there is no such record from first up to after_last."""
+    nothing for rows that are not real, and where records begin later, with `first`."""
     partials, stats, _, _ = workspace
     number = tl.zeros((16,), tl.int32) + index
-    there = real & (number >= first) & (number < after_last)
+    there = real & (number >= first)
     at = (of_text + number).to(tl.int64) * row_count + row_at
     column = tl.arange(0, DIM_PAD)
     inside = there[:, None] & (column < DIM)[None, :]
@@ -363,36 +361,22 @@ def _kept(
 
 
 @jit
-def _four_kept(kept, index, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Four records from `index` on, all asked for at once."""
-    workspace, of_text, row_at, row_count, real, first, after_last = kept
-    return (
-        _kept(workspace, of_text, row_at, row_count, real, index, first, after_last, DIM, DIM_PAD),
-        _kept(workspace, of_text, row_at, row_count, real, index + 1, first, after_last, DIM, DIM_PAD),
-        _kept(workspace, of_text, row_at, row_count, real, index + 2, first, after_last, DIM, DIM_PAD),
-        _kept(workspace, of_text, row_at, row_count, real, index + 3, first, after_last, DIM, DIM_PAD),
-    )
-
-
-@jit
 def _merge_prefix(
     workspace, of_text, row_at, row_count, real, low, high, scale,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """What the ranges from low up to high come to for some rows, bundle by bundle: four records at a time, and what is
-    left of them one by one."""
+    """What the ranges from low up to high come to for some rows, bundle by bundle: four records at a time, all asked
+    for at once, and those that are left one by one."""
     first, after_last = _records(low, high, APART)
-    nothing = (
-        tl.full((16,), float("-inf"), tl.float32),
-        tl.zeros((16,), tl.float32),
-        tl.zeros((16, DIM_PAD), tl.float32),
-    )
+    top = tl.full((16,), float("-inf"), tl.float32)
+    nothing = (top, tl.zeros((16,), tl.float32), tl.zeros((16, DIM_PAD), tl.float32))
     top, total, sums = nothing
-    kept = (workspace, of_text, row_at, row_count, real, first, after_last)
-    start = first // 4 * 4
-    last = start + tl.maximum(after_last - start, 0) // 4 * 4
-    for index in range(start, last, 4):
-        a, b, c, d = _four_kept(kept, index, DIM, DIM_PAD)
+    rest = after_last // 4 * 4
+    for index in range(first // 4 * 4, rest, 4):
+        a = _kept(workspace, of_text, row_at, row_count, real, first, index, DIM, DIM_PAD)
+        b = _kept(workspace, of_text, row_at, row_count, real, first, index + 1, DIM, DIM_PAD)
+        c = _kept(workspace, of_text, row_at, row_count, real, first, index + 2, DIM, DIM_PAD)
+        d = _kept(workspace, of_text, row_at, row_count, real, first, index + 3, DIM, DIM_PAD)
         if APART:
             top, total, sums = _merge(*_merge(top, total, sums, *a, scale), *b, scale)
             top, total, sums = _merge(*_merge(top, total, sums, *c, scale), *d, scale)
@@ -404,12 +388,12 @@ def _merge_prefix(
             bundle = _merge(*_merge(*bundle, *c, scale), *d, scale)
             top, total, sums = _merge(top, total, sums, *bundle, scale)
     bundle = nothing
-    for index in range(last, after_last):
-        record = _kept(workspace, of_text, row_at, row_count, real, index, first, after_last, DIM, DIM_PAD)
+    for index in range(tl.maximum(first, rest), after_last):
+        record = _kept(workspace, of_text, row_at, row_count, real, first, index, DIM, DIM_PAD)
         if APART:
             top, total, sums = _merge(top, total, sums, *record, scale)
         else:
-            if (index == _bundle_start(_bundle_of(index))) & (index > last):
+            if (index == _bundle_start(_bundle_of(index))) & (index > rest):
                 top, total, sums = _merge(top, total, sums, *bundle, scale)
                 bundle = nothing
             bundle = _merge(*bundle, *record, scale)
@@ -584,10 +568,10 @@ def _tiles(dim: int, element_size: int) -> dict[str, int]:
 def _stages(
     dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, alone: bool, many: bool, roomy: bool
 ) -> dict[str, int]:
-    """How loads are pipelined, and by how many warps, which changes no result: within 99 KB of shared memory, unless
-    the GPU is `roomy`. There a text that is `alone` can look further ahead, and so can tiles of 64 rows apart from
-    their nodes: with `many` of them two programs just share an SM if sums of weights take 8 columns and stay in
-    registers, and elsewhere each is to have one for itself."""
+    """How loads are pipelined, and in how many columns weights are summed, which changes no result: within 99 KB of
+    shared memory, unless the GPU is `roomy`. There a text that is `alone` can look further ahead, and so can tiles of
+    64 rows apart from their nodes: with `many` of them two programs just share an SM if sums of weights take 8 columns
+    and stay in registers, and elsewhere each is to have one for itself."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
     if nodes and not prefix:  # small, so that they find room beside the prefix
         return {"TAIL_STAGES": 3 if narrow else 2, "TOTALS": 8, "num_stages": 2}

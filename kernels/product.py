@@ -4,8 +4,8 @@
 companion of a stream (see `norm`), the sums are multiplied by the row's factor at the end.
 
 A row's result has the same bits in any company: one program sums over the whole of K in an order fixed by the layer's
-shape, and only the height of a tile follows the number of rows, which changes no sum. Kernels are compiled without
-fusing multiplications and additions, because what gets fused may differ from one tile height to another.
+shape, and what follows the number of rows (height and width of a tile, warps, stages) changes no sum. Kernels are
+compiled without fusing multiplications and additions, because what gets fused may differ from one tile to another.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def product(
 
 @dataclass(frozen=True)
 class Config:
-    """The tile of a program. `block_k` must follow from the layer's shape alone; the rest changes no sum."""
+    """The tile of a program. `block_k` must follow from the layer's shape alone; the rest changes no sum, as long as
+    `block_n` leaves room for those steps."""
 
     block_n: int  # rows of the weight
     block_k: int

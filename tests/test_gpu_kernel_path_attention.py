@@ -44,8 +44,8 @@ def test_trees_and_plain_decoding_give_the_same_bits(shape: str) -> None:
 
 @shapes
 def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
-    text, window = text_of(shape, 2500)
-    for length in (100, 250, 2300):
+    text, window = text_of(shape, 11600)
+    for length in (100, 250, 2300, 11400):
         for nodes in (3, 16, 64):
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
             expected = launch.run(window, row_tile=16)

@@ -136,6 +136,15 @@ def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None)
         assert torch.equal(launch.run(window, row_tile=64, apart=True, pack=pack), expected)
 
 
+@pytest.mark.parametrize(("length", "window"), [(14500, None), (14500, 5000), (9400, None), (2700, 700)])
+def test_ranges_are_merged_in_the_same_order_apart_and_together(length: int, window: int | None) -> None:
+    """In float32, as rounding to half the bits hides most orders; so tiles must be alike, see HALF."""
+    launch = lay([Text.random(length, 3, 1, 16, torch.float32)], [length], Tree.random(3, 2), [[-1] * 3])
+    together = launch.run(window, row_tile=16, pack=1, apart=False)
+    assert torch.equal(launch.run(window, row_tile=16, pack=1, apart=True), together)
+    assert_close(together, launch.expected(window))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets the product
 @pytest.mark.parametrize("pack", [1, 5])
 def test_what_a_node_does_not_see_may_be_infinite(pack: int) -> None:
