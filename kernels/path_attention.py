@@ -542,9 +542,7 @@ def path_attention(
     prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // 16 * together))
     node_programs = batch * -(-rows // pack) * kv_heads
     records = batch * ranges * rows * kv_heads * group
-    stages = partial(
-        _stages, dim, keys.element_size(), row_tile, alone=batch == 1, many=many, roomy=shared_bytes(q) > _ROOMY
-    )
+    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many, roomy=shared_bytes(q) > _ROOMY)
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
         _path_attention[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
@@ -566,17 +564,17 @@ def _tiles(dim: int, element_size: int) -> dict[str, int]:
 
 
 def _stages(
-    dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, alone: bool, many: bool, roomy: bool
+    dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, many: bool, roomy: bool
 ) -> dict[str, int]:
     """How loads are pipelined, and in how many columns weights are summed, which changes no result: within 99 KB of
-    shared memory, unless the GPU is `roomy`. There a text that is `alone` can look further ahead, and so can tiles of
-    64 rows apart from their nodes: with `many` of them two programs just share an SM if sums of weights take 8 columns
-    and stay in registers, and elsewhere each is to have one for itself."""
+    shared memory, unless the GPU is `roomy`. There tiles of 64 rows apart from their nodes can look further ahead: with
+    `many` of them two programs just share an SM if sums of weights take 8 columns and stay in registers, and elsewhere
+    each is to have one for itself."""
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
     if nodes and not prefix:  # small, so that they find room beside the prefix
         return {"TAIL_STAGES": 3 if narrow else 2, "TOTALS": 8, "num_stages": 2}
     apart = prefix and not nodes
-    further = (row_tile == 16) + (roomy and (apart or (row_tile == 16 and alone and not narrow and not wide)))
+    further = (row_tile == 16) + (roomy and apart)
     return {
         "TAIL_STAGES": 2 if wide else 3,
         "TOTALS": 16 if apart and not many else 8,

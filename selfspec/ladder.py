@@ -15,6 +15,7 @@ from selfspec.costs import Guess
 from selfspec.tree import MAX_NODES, NONE, Plan
 
 _DEEPEST, _WIDEST = 5, 24  # of the plans that are thought of
+_SAFELY = 0.95  # of the longest cycle: how long plans are that will hardly turn out to be too long
 
 Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
 
@@ -40,12 +41,14 @@ class Ladder:
         return self.guesses[self._size(batch)]
 
     def plans(self, batch: int) -> list[Plan]:
-        """Smallest first. Small ones, which pay where little else does, are there whatever they are guessed to cost:
-        only measuring can tell that even their cycles are too long. None is shorter than a plain step."""
+        """Smallest first. What cycles really take shows later: beside each plan that is just short enough, as guessed,
+        there is one that surely is. Small ones, which pay where little else does, are there whatever they are guessed
+        to cost: only measuring can tell that even their cycles are too long. None is shorter than a plain step."""
         key = self._size(batch), batch > self.max_tree_batch
         if key not in self._plans:
             chains, guess = key[1], self.guesses[key[0]]
-            plans = [self._best(kind, guess, chains) for kind in range(STRANGE - 1, len(EXPONENTS))]
+            kinds, limits = range(STRANGE - 1, len(EXPONENTS)), (self.longest_cycle, _SAFELY * self.longest_cycle)
+            plans = [self._best(kind, guess, chains, limit) for kind in kinds for limit in limits]
             if self.longest_cycle >= 1:
                 plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
             self._plans[key] = sorted({plan for plan in plans if len(plan)}, key=lambda plan: (len(plan), str(plan)))
@@ -59,7 +62,7 @@ class Ladder:
     def _size(self, batch: int) -> int:
         return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
-    def _best(self, kind: int, guess: Guess, chains: bool) -> Plan:
+    def _best(self, kind: int, guess: Guess, chains: bool, longest: float) -> Plan:
         """The plan with most expected tokens for its cost, of those whose cycle is not too long: nodes are taken in
         the order of their chances."""
         best: Sequence[Node] = ()
@@ -69,7 +72,7 @@ class Ladder:
             for count, (chance, _) in enumerate(nodes, start=1):
                 expected += chance
                 cost = guess(depth, count)
-                if cost <= self.longest_cycle and expected / cost > speed:
+                if cost <= longest and expected / cost > speed:
                     best, speed = nodes[:count], expected / cost
         return Plan.from_paths([path for _, path in best]) if best else NONE
 
