@@ -158,7 +158,7 @@ def launch_settings(
     # A wide and high tile does not fit the registers.
     highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
     block_m = min(config.block_m, highest)
-    block_k = min(config.block_k * 2 // size, power_of_two(k))  # float32: half the columns
+    block_k = min(config.block_k, power_of_two(k))
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
     stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
