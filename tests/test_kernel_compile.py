@@ -24,9 +24,9 @@ def test_kernels_compile_and_fit_the_smallest_gpus(op: str) -> None:
     check(compile_op(op, 86))
 
 
-@pytest.mark.parametrize(("arch", "match"), [(80, "trained"), (89, "trained"), (90, "")])
+@pytest.mark.parametrize(("arch", "match"), [(80, "a tree"), (89, "a tree"), (90, "")])
 def test_whole_cycles_compile_and_fit(arch: int, match: str) -> None:
-    """One with a trained exit has every kernel; more of their variants are compiled where they have run."""
+    """One with a tree has every kernel of decoding; more of their variants are compiled where they have run."""
     check(compile_op("cycle", arch, match))
 
 
