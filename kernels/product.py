@@ -128,15 +128,19 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
     """Bound by latency: low and narrow tiles for as many programs as there are SMs, as long as these have room for
     them; the shortest sums by few warps."""
     width = block_width(n) if kind == "linear" else 16 if n <= 2048 else 32
-    is_short, is_tiny = k <= 1024 and width == 16, n * k <= _TINY
-    block_m, block_n, warps = 16, width, 2 if is_short else 4
-    if rows > MAX_ROW_TILE or (rows > 32 and not is_tiny):
-        block_m, warps = MAX_ROW_TILE, 4
-    elif rows > 32:
-        block_m, block_n, warps = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, max(width, 32), 4
-    elif rows > 16 and not is_short:
-        block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, max(width, 32)
-    return Config(block_n, block_k=64, stages=8, warps=warps, block_m=block_m, ahead=k // 512 * 512, early=True)
+    is_short = k <= 1024 and width == 16
+    wider = max(width, 32)
+    if rows <= 16 or (rows <= 32 and is_short):
+        block_m, block_n = 16, width
+    elif rows <= 32:
+        block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
+    elif rows <= MAX_ROW_TILE and n * k <= _TINY:
+        block_m, block_n = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, wider
+    else:
+        block_m, block_n = MAX_ROW_TILE, width
+    warps = 2 if is_short and rows <= 32 else 4
+    ahead = k // 512 * 512  # as many columns as can be asked for in equal parts, each of them aligned
+    return Config(block_n, block_k=64, stages=8, warps=warps, block_m=block_m, ahead=ahead, early=True)
 
 
 def _choose_long(n: int, k: int, rows: int) -> Config:

@@ -63,7 +63,7 @@ class StepCost:
 
 
 def _tiles(rows: int) -> int:
-    """Rows that kernels compute for so many."""
+    """Rows that most kernels compute for so many: where a pass begins to take longer."""
     return 16 if rows <= 16 else 32 if rows <= 32 else -(-rows // 64) * 64
 
 
