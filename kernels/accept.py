@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.know import AT_ONCE
 from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
@@ -36,9 +37,9 @@ def accept_reference(
 
 @jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width"])
 def _accept(
-    chosen, tokens, children, active, lengths, bases, pending, paths, report,
+    chosen, tokens, children, active, lengths, bases, pending, paths, report, waiting,
     sequences, path_stride, report_stride, deepest, width,
-    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each sequence."""
     release(PDL)
@@ -68,6 +69,8 @@ def _accept(
     tl.store(pending + sequence, newest)
     tl.store(report + sequence * report_stride, count)
     tl.store(report + sequence * report_stride + 1, last)
+    if waiting is not None:
+        tl.store(waiting + sequence, tl.minimum(tl.load(waiting + sequence) + 1, MOST))
 
 
 def accept(
@@ -80,6 +83,7 @@ def accept(
     pending: torch.Tensor,  # [B] int32, replaced by the newest token
     paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
     report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill: for the host
+    waiting: torch.Tensor | None = None,  # [B] int32, advanced by one: positions put aside for an exit (see `know`)
 ) -> None:
     """Walks, and moves lengths and pending tokens."""
     sequences, depths = paths.shape
@@ -89,8 +93,8 @@ def accept(
         raise ValueError(f"{chosen.numel()} choices do not fit {children.shape[0]} nodes of {sequences} sequences")
     pdl = use_pdl(chosen)
     _accept[(sequences,)](
-        chosen, tokens, children, active, lengths, bases, pending, paths, report,
+        chosen, tokens, children, active, lengths, bases, pending, paths, report, waiting,
         sequences, paths.stride(0), report.stride(0), depths - 1, children.shape[1],
         WIDTH_P2=triton.next_power_of_2(children.shape[1]),
-        FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        FIRST_TOKEN=TOKENS, MOST=AT_ONCE, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -26,6 +26,7 @@ _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
 _OUTLIER = 1.1  # times as long as usual is believed at once; more if the next one takes as long
 _KNOWN = 3  # measurements after which something is known
+_NEWS, _SILENCE = 0.01, 64  # by what share a mean changes, or measurements go by, before it is worth looking at again
 _MANY = 16  # measurements after which more of them tell nothing new
 _OUTDATED = 1024  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
@@ -110,6 +111,7 @@ class _Measured:
         self.times = 0
         self.seconds = 0.0
         self.newest = 0.0
+        self.told = 0.0  # what it was when anybody last looked
         self.latest = 0  # the cycle of its newest measurement
 
     def add(self, seconds: float) -> None:
@@ -124,6 +126,14 @@ class _Measured:
             believed = min(seconds, max(_OUTLIER * self.seconds, self.newest))
             self.seconds += self.memory * (believed - self.seconds)
         self.newest = min(seconds, 2 * self.seconds)
+
+    def has_news(self) -> bool:
+        """Whether it is worth looking at again; the first few always are. Others may have become outdated meanwhile."""
+        is_settled = self.times > _SETTLED and self.times % _SILENCE
+        if is_settled and abs(self.seconds - self.told) <= _NEWS * self.told:
+            return False
+        self.told = self.seconds
+        return True
 
 
 class Costs:
@@ -153,7 +163,7 @@ class Costs:
         self._cycles += 1
         measured.latest = self._cycles
         measured.add(max(seconds, _TICK))
-        self.version += measured.times <= _SETTLED or measured.times % _SETTLED == 0
+        self.version += measured.has_news()
 
     def is_known(self, at: Setting, plan: Plan) -> bool:
         """Whether the plan has been run here often enough, and not too long ago, to be judged by what it took."""

@@ -31,7 +31,6 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
-HURRIED = 3  # cycles in a row that the governor does not see where the host is slower than the device
 
 
 @dataclass
@@ -303,20 +302,21 @@ class DeviceSession(Session):
             return (NONE, MEASURING) if in_doubt else self.choose_plan(rows)
         if in_doubt:
             self._learn_prompts()
-        if self._hurried and self._is_steady(before.plan) and before.rows == len(rows):
+        if self._hurried and self._may_go_unseen(before.plan) and before.rows == len(rows):
             return before.plan, before.reason
         return self.choose_plan(rows, (before.plan, before.reason))
 
-    def _is_steady(self, plan: Plan) -> bool:
-        """Whether this is what the governor has settled on and won by, so that one cycle of it more tells little."""
+    def _may_go_unseen(self, plan: Plan) -> int:
+        """How many cycles of this plan may, in a row: some if the governor has settled on it, since one more tells
+        little and what it costs is booked."""
         governor = self.governor
-        return governor is not None and len(plan) > 0 and plan == governor.plan and governor.is_well_ahead
+        return governor.unseen_cycles if governor is not None and len(plan) and plan == governor.plan else 0
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
         Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, that
         is left to a few cycles, and the governor learns only from them."""
-        hurry = self._is_behind and self._is_steady(flight.plan) and self._hurried < HURRIED
+        hurry = self._is_behind and self._hurried < self._may_go_unseen(flight.plan)
         self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
@@ -478,6 +478,7 @@ class DeviceSession(Session):
         cycle.verify()
         if self.exit is not None and not len(draft.plan):
             cycle.seats.lengths.add_(1)  # as if accepted: what waits is the newest position
+            cycle.seats.waiting.fill_(1)
             self._catch_up(cycle.seats)
         for row in rows:
             row.sequence.drafted = row.sequence.verified = len(draft.plan) + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ MEASURING = "measuring"
 _FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
 _MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
+_UNSEEN = 3  # cycles in a row that go by unseen where the host is slower than the device
 _MISHAP = 1.5  # times its usual cost
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
@@ -125,7 +126,7 @@ class Governor:
         self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
         self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
-        self._found_at: tuple[Setting, int, int, Plan, int] | None = None  # prospects: also with what in use, for what
+        self._found_at: tuple[Any, ...] | None = None  # prospects: also with what in use, for what
         self._has_news = True
         self._is_blind = (
             True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
@@ -215,17 +216,21 @@ class Governor:
         return self._ratios[plan]
 
     @property
-    def is_well_ahead(self) -> bool:
-        """Whether drafting has won so much that a few cycles may be lost before anybody looks."""
-        return self.ledger.owed <= -_MOST_CREDIT / 2
+    def unseen_cycles(self) -> int:
+        """How many cycles of the plan in use may go by before anybody looks: some where drafting has won much, one
+        where it may still lose one, and else none."""
+        if self.ledger.owed <= -_MOST_CREDIT / 2:
+            return _UNSEEN
+        return int(self.ledger.allows(self.rules.loss_allowance - 1))
 
     def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
         """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles."""
         most = min(most, _MOST_TOKENS)
-        now = at, batch, self.costs.version, in_use, most
+        offered = self.ladder.plans(batch)
+        now = at, id(offered), self.costs.version, in_use, most
         if self._found_at != now:
             longest, acceptance = self.rules.cycle_limit, self.ladder.acceptance
-            found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
+            found = {plan: self.ratio(plan, at) for plan in offered}
             plans = [
                 plan
                 for plan, ratio in found.items()

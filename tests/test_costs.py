@@ -113,6 +113,17 @@ def test_what_has_become_slow_is_noticed() -> None:
     assert known.ratio(ONE, CHAIN, guess) == pytest.approx(2.8, rel=0.05)
 
 
+def test_nobody_looks_again_before_a_mean_has_changed_by_a_per_cent() -> None:
+    """Neither at the first cycle that takes a little longer, nor never: small steps add up."""
+    known = costs(*[(CHAIN, 1.0)] * 5)
+    settled = known.version
+    known.observe(ONE, CHAIN, 1.05)  # the mean is 1.005 now
+    assert known.version == settled
+    known.observe(ONE, CHAIN, 1.05)
+    known.observe(ONE, CHAIN, 1.05)
+    assert known.version == settled + 1
+
+
 def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.010 * 2 * guess(2, 2)))
     before, after = Costs().ratio(ONE, TREE, guess), known.ratio(ONE, TREE, guess)
