@@ -154,7 +154,8 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
     unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    total, waiting, unscored, patience = 0.0, 0, 0, AT_ONCE
+    first = min(stage.rules.shadow_tokens, AT_ONCE)
+    total, waiting, unscored, patience = 0.0, 0, 0, first
 
     def judge() -> None:
         while unjudged and usual is not None:
@@ -173,12 +174,13 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
             judge()
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
-        catching_up = _SHADOW * plain if waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
-        if waiting >= AT_ONCE and unscored >= patience:
-            _score(governor, watches, rows)
-            unscored, patience = 0, more_patient(patience, AT_ONCE)
+        looks = waiting >= first and unscored >= patience
+        catching_up = _SHADOW * plain if looks or waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
+        if looks:
+            _score(governor, watches, rows, waiting)
+            unscored, patience = 0, more_patient(patience, first)
         waiting = (0 if catching_up else waiting) + (not len(plan))
-        unscored, patience = (0, AT_ONCE) if len(plan) else (unscored + 1, patience)
+        unscored, patience = (0, first) if len(plan) else (unscored + 1, patience)
         taken = stage.seconds(len(rows.active), plan) + catching_up
         now, lasts = rows.cycle(plan)
         judge()  # which comes with the first cycle's tokens
@@ -190,12 +192,12 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     return total, plans
 
 
-def _score(governor: Governor, watches: Sequence[Watch], rows: Rows) -> None:
+def _score(governor: Governor, watches: Sequence[Watch], rows: Rows, waiting: int) -> None:
     """The oldest of the tokens that waited, as kernels score them: by the best draft alone."""
-    count = scored_places(len(watches))
+    count = min(waiting, scored_places(len(watches)))
     ranks = []
     for row in rows.active:
-        start = rows.places[row] - AT_ONCE
+        start = rows.places[row] - waiting
         first = rows.texts[row].ranks[max(0, start) : start + count, 0]
         ranks.append([int(rank != 0) for rank in first])
     governor.scored([watches[row] for row in rows.active], ranks, OFFERED)

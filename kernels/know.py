@@ -15,7 +15,7 @@ from selfspec.kernels.norm import block_width, check_weight, normalise_reference
 from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 
-AT_ONCE = 16  # positions of a sequence that can wait
+AT_ONCE = 32  # positions of a sequence that can wait
 
 
 @dataclass(frozen=True)

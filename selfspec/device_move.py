@@ -4,6 +4,7 @@ known to the device alone while a cycle is in flight."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -21,12 +22,16 @@ class Move:
         device = right.page_table.device
         # Of each seat to be taken: who comes, by the seat that is left, and whether anybody does.
         self.who = torch.zeros(2, right.count, dtype=torch.int64, device=device)
+        self._moved = lru_cache(maxsize=64)(self._to_move)
 
     def load(self, places: Sequence[int]) -> None:
         """Who sat in these places takes the first seats; the others will be nobody's."""
+        self.who.copy_(self._moved(tuple(places)), non_blocking=True)
+
+    def _to_move(self, places: tuple[int, ...]) -> torch.Tensor:
         empty = [0] * (self.right.count - len(places))
         who = torch.tensor([[*places, *empty], [1] * len(places) + empty])
-        self.who.copy_(on_its_way(who, self.who.device), non_blocking=True)
+        return on_its_way(who, self.who.device)
 
     def launch(self) -> None:
         """With what the exit recalls of them and the tokens it drafts from."""

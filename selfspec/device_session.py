@@ -231,8 +231,9 @@ class DeviceSession(Session):
             self.machine.replay(key)
         self._has_moved = False
         self._sit(rows, in_flight=before is not None)
-        catches_up = self._has_to_catch_up(plan)
-        scores = self._keep_up(seats, reason, before) if catches_up else None
+        looks = self._looks(reason)
+        catches_up = looks or self._waiting >= AT_ONCE or (self._waiting > 0 and len(plan) > 0)
+        scores = self._keep_up(seats, looks, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
@@ -251,16 +252,13 @@ class DeviceSession(Session):
         is_usual = is_usual and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
-    @property
-    def _is_much_waiting(self) -> bool:
-        return self._waiting >= min(self._at_once, AT_ONCE)
+    def _looks(self, reason: str | None) -> bool:
+        """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""
+        is_much = self._waiting >= min(self._at_once, AT_ONCE)
+        return is_much and self._unscored >= self._patience and self._scoring > 0 and is_governed(reason)
 
-    def _has_to_catch_up(self, plan: Plan) -> bool:
-        return self._is_much_waiting or (self._waiting > 0 and len(plan) > 0)
-
-    def _keep_up(self, seats: Seats, reason: str | None, before: Flight | None) -> Scores | None:
-        """The exit sees what it has missed; where that is much, and nobody has looked for long, it is scored by it."""
-        looks = self._is_much_waiting and self._unscored >= self._patience and self._scoring > 0 and is_governed(reason)
+    def _keep_up(self, seats: Seats, looks: bool, before: Flight | None) -> Scores | None:
+        """The exit sees what it has missed, and is scored by it if somebody looks."""
         count, report = self._waiting, self._catch_up(seats, scores=looks)
         if looks:
             self._unscored = 0

@@ -102,6 +102,7 @@ class Seats:
         self.temperature, self.top_p, self.min_p = (word.view(torch.float32) for word in one[:3])
         self.top_k = one[3]
         self.temperature.fill_(1)  # whatever runs before anybody sits here
+        self._of_place: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _field(self, index: int) -> int:
         """Where a field begins; all at multiples of 16 bytes, so that one compiled kernel serves every batch."""
@@ -130,8 +131,11 @@ class Seats:
 
     def empty(self, place: int, idle_page: int) -> None:
         """One of them is nobody's any more."""
-        self._words.view(12, -1)[2:8, place].zero_()
-        self.page_table[place].fill_(idle_page)
+        if place not in self._of_place:  # finding them takes longer than what is done with them
+            self._of_place[place] = self._words.view(12, -1)[2:8, place], self.page_table[place]
+        words, pages = self._of_place[place]
+        words.zero_()
+        pages.fill_(idle_page)
 
     def vacate(self, idle_page: int) -> None:
         """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""

@@ -537,7 +537,7 @@ def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings
     return engine.open(rows, sampling, policy, engine.drafters.exits[LAYER], governor=governor)
 
 
-@pytest.mark.parametrize(("seats", "places"), [(1, 16), (2, 16), (4, 16), (8, 8), (16, 4), (32, 4)])
+@pytest.mark.parametrize(("seats", "places"), [(1, 32), (2, 32), (4, 16), (8, 8), (16, 4), (32, 4)])
 def test_of_many_texts_some_places_are_scored(seats: int, places: int) -> None:
     assert device_shadow.scored_places(seats) == places
 
