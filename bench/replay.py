@@ -31,7 +31,7 @@ from selfspec.costs import Costs
 from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.drafting import Drafters
 from selfspec.governor import MEASURING, Governor, Watch
-from selfspec.kernels.know import AT_ONCE
+from selfspec.kernels.know import places_for
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice
@@ -154,8 +154,8 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
     unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    first = min(stage.rules.shadow_tokens, AT_ONCE)
-    total, waiting, unscored, patience = 0.0, 0, 0, first
+    first = patience = stage.rules.shadow_tokens
+    total, waiting, unscored = 0.0, 0, 0
 
     def judge() -> None:
         while unjudged and usual is not None:
@@ -174,8 +174,9 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
             judge()
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
-        looks = waiting >= first and unscored >= patience
-        catching_up = _SHADOW * plain if looks or waiting >= AT_ONCE or (waiting and len(plan)) else 0.0
+        room = places_for(1 << (len(rows.active) - 1).bit_length())
+        looks = first > 0 and waiting >= min(first, room) and unscored >= patience
+        catching_up = _SHADOW * plain if looks or waiting >= room or (waiting and len(plan)) else 0.0
         if looks:
             _score(governor, watches, rows, waiting)
             unscored, patience = 0, more_patient(patience, first)

@@ -15,7 +15,11 @@ from selfspec.kernels.norm import block_width, check_weight, normalise_reference
 from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, use_pdl
 
-AT_ONCE = 32  # positions of a sequence that can wait
+
+def places_for(sequences: int) -> int:
+    """How many positions of each of so many sequences can wait: as long as rows are few, twice as many are caught up in
+    about the same time; otherwise no more than are worth looking at."""
+    return max(16, min(32, 64 // sequences))
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,19 @@ class Waiting:
     the oldest place first."""
 
     counts: torch.Tensor  # [B] int32: how many there are
-    hidden: torch.Tensor  # [AT_ONCE * B, hidden]: the states that the exit takes
-    previous: torch.Tensor  # [AT_ONCE * B, 2 * hidden]: what was known one position before
+    hidden: torch.Tensor  # [places * B, hidden]: the states that the exit takes
+    previous: torch.Tensor  # [places * B, 2 * hidden]: what was known one position before
 
     @classmethod
     def empty(cls, counts: torch.Tensor, hidden: int, dtype: torch.dtype) -> Waiting:
-        rows = AT_ONCE * len(counts)
+        rows = places_for(len(counts)) * len(counts)
         states, previous = (torch.zeros(rows, n * hidden, dtype=dtype, device=counts.device) for n in (1, 2))
         return cls(counts, states, previous)
+
+    @property
+    def places(self) -> int:
+        """How many positions of a sequence there is room for."""
+        return len(self.hidden) // len(self.counts)
 
 
 def know_reference(
@@ -55,27 +64,27 @@ def _know(
     K: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     MIDDLE_EPS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row and half of what is known there: the model's head waits for the first, and all that an
-    exit alone needs is with the second, if there is one."""
+    """One program for each row and half of what is known there, side by side: what the model's head reads and, for an
+    exit that recalls it, the middle layer's."""
     release(PDL)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = columns < K
     scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    # Everything is asked for before anything is waited for: what was known before goes where this is written.
+    # Everything is asked for before anything is waited for. What was known before goes where this is written.
     at = known + row * known_stride + half * K + columns
     source = last + row * last_stride
     if middle is not None:
         source = source if half == 0 else middle + row * middle_stride
     values = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
     if counts is not None:  # puts aside the exit's states of the row, and what was known before it, where it is free
+        states = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
         place = tl.minimum(tl.load(counts + row), MOST - 1).to(tl.int64) * sequences + row
         if middle is not None:
             before = tl.load(at, mask=inside, other=0.0)
             tl.store(waiting_previous + (place * 2 + half) * K + columns, before, mask=inside)
         if half == tl.num_programs(1) - 1:
-            states = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
             tl.store(waiting_hidden + place * K + columns, states, mask=inside)
     if half == 0:
         values = values * row_factor(values, K, BLOCKS, WIDTH, EPS) * scale
@@ -108,6 +117,7 @@ def know(
         last.stride(0), 0 if middle is None else middle.stride(0), known.stride(0),
         0 if hidden is None else hidden.stride(0), rows,
         K=width, BLOCKS=power_of_two(tiles(width)), WIDTH=block_width(width), EPS=eps, OFFSET=offset,
-        MIDDLE_EPS=torch.finfo(last.dtype).eps, MOST=AT_ONCE, PDL=pdl, num_warps=4, enable_fp_fusion=False,
+        MIDDLE_EPS=torch.finfo(last.dtype).eps, MOST=1 if waiting is None else waiting.places, PDL=pdl,
+        num_warps=4, enable_fp_fusion=False,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

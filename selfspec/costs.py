@@ -111,7 +111,7 @@ class _Measured:
         self.times = 0
         self.seconds = 0.0
         self.newest = 0.0
-        self.told = 0.0  # what it was when anybody last looked
+        self.told = 0.0  # what it was when it was last said to be worth looking at
         self.latest = 0  # the cycle of its newest measurement
 
     def add(self, seconds: float) -> None:
@@ -128,7 +128,8 @@ class _Measured:
         self.newest = min(seconds, 2 * self.seconds)
 
     def has_news(self) -> bool:
-        """Whether it is worth looking at again; the first few always are. Others may have become outdated meanwhile."""
+        """Whether it is worth looking at again: the first few always are, later ones when the mean has changed, and
+        now and then, since others may be outdated by then."""
         is_settled = self.times > _SETTLED and self.times % _SILENCE
         if is_settled and abs(self.seconds - self.told) <= _NEWS * self.told:
             return False

@@ -192,7 +192,7 @@ class Cycle:
         seats, cache = self.seats, self.fused.cache
         accept(
             self.chosen.view(-1), self.places.tokens, self.tree.children, seats.active, seats.lengths, seats.bases,
-            seats.pending, self.paths, self.report, None if self._waiting is None else self._waiting.counts,
+            seats.pending, self.paths, self.report, self._waiting,
         )  # fmt: skip
         if len(self.plan):
             known = None if self.drafter is None else self.drafter.known

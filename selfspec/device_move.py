@@ -22,16 +22,10 @@ class Move:
         device = right.page_table.device
         # Of each seat to be taken: who comes, by the seat that is left, and whether anybody does.
         self.who = torch.zeros(2, right.count, dtype=torch.int64, device=device)
-        self._moved = lru_cache(maxsize=64)(self._to_move)
 
     def load(self, places: Sequence[int]) -> None:
         """Who sat in these places takes the first seats; the others will be nobody's."""
-        self.who.copy_(self._moved(tuple(places)), non_blocking=True)
-
-    def _to_move(self, places: tuple[int, ...]) -> torch.Tensor:
-        empty = [0] * (self.right.count - len(places))
-        who = torch.tensor([[*places, *empty], [1] * len(places) + empty])
-        return on_its_way(who, self.who.device)
+        self.who.copy_(_who(tuple(places), self.right.count, self.who.device), non_blocking=True)
 
     def launch(self) -> None:
         """With what the exit recalls of them and the tokens it drafts from."""
@@ -44,3 +38,10 @@ class Move:
         if self.before.head is not None and self.after.head is not None:
             self.after.head.tokens.copy_(self.before.head.tokens)
             self.after.head.count.copy_(self.before.head.count)
+
+
+@lru_cache(maxsize=256)
+def _who(places: tuple[int, ...], seats: int, device: torch.device) -> torch.Tensor:
+    """For the host, making it takes longer than sending it."""
+    empty = [0] * (seats - len(places))
+    return on_its_way(torch.tensor([[*places, *empty], [1] * len(places) + empty]), device)

@@ -23,7 +23,7 @@ from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
 from selfspec.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
-from selfspec.kernels.know import AT_ONCE
+from selfspec.kernels.know import places_for
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
 from selfspec.runtime import Session, is_governed
@@ -231,8 +231,9 @@ class DeviceSession(Session):
             self.machine.replay(key)
         self._has_moved = False
         self._sit(rows, in_flight=before is not None)
-        looks = self._looks(reason)
-        catches_up = looks or self._waiting >= AT_ONCE or (self._waiting > 0 and len(plan) > 0)
+        room = places_for(seats.count)
+        looks = self._looks(reason, room)
+        catches_up = looks or self._waiting >= room or (self._waiting > 0 and len(plan) > 0)
         scores = self._keep_up(seats, looks, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
         mail.start()
@@ -252,9 +253,9 @@ class DeviceSession(Session):
         is_usual = is_usual and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
-    def _looks(self, reason: str | None) -> bool:
+    def _looks(self, reason: str | None, room: int) -> bool:
         """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""
-        is_much = self._waiting >= min(self._at_once, AT_ONCE)
+        is_much = self._waiting >= min(self._at_once, room)
         return is_much and self._unscored >= self._patience and self._scoring > 0 and is_governed(reason)
 
     def _keep_up(self, seats: Seats, looks: bool, before: Flight | None) -> Scores | None:

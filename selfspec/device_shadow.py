@@ -15,7 +15,7 @@ from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
 from selfspec.fused_exit import Drafter, FusedExit, Past
 from selfspec.kernels.best import top_merge
 from selfspec.kernels.enter import Places, enter
-from selfspec.kernels.know import AT_ONCE
+from selfspec.kernels.know import places_for
 from selfspec.model import Decoder
 from selfspec.tree import Plan
 
@@ -25,7 +25,7 @@ _FEWEST, _ENOUGH = 4, 64  # places of a text, and rows of all texts, that are sc
 
 def scored_places(seats: int) -> int:
     """How many of the places that wait are scored, the oldest: of many texts a few of each tell enough."""
-    return min(AT_ONCE, max(_FEWEST, _ENOUGH // seats))
+    return min(places_for(seats), max(_FEWEST, _ENOUGH // seats))
 
 
 class Shadow:
@@ -47,8 +47,8 @@ class Shadow:
         self.count, self.page_table = seats.count, seats.page_table
         self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        chain = Tree(Plan.tree((1,) * (AT_ONCE - 1)), seats.count, model.device)
-        rows, config = AT_ONCE * seats.count, model.config
+        chain = Tree(Plan.tree((1,) * (drafter.waiting.places - 1)), seats.count, model.device)
+        rows, config = len(drafter.waiting.hidden), model.config
         places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, model.device)
         self.nodes = Nodes(places, chain.paths, chain.depths)
         scored = scored_places(seats.count) if scores else 0
@@ -80,7 +80,7 @@ class Shadow:
     def _enter(self, exit: FusedExit) -> None:
         """Only to find where the rows stand; their states are known."""
         fused, seats, model = self.fused, self.seats, self.model
-        nobodys = exit.own(AT_ONCE * seats.count)
+        nobodys = exit.own(len(self.drafter.waiting.hidden))
         enter(
             self.nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys),
             model.embedding, model._embedding_scale, self.lengths, self.page_table, self.nodes.depths, fused.inv_freq,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,7 @@ class Governor:
             True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
         )
         self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
+        self._at_stake = inf  # plain steps that one more cycle of the plan in use can lose
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
@@ -218,10 +220,10 @@ class Governor:
     @property
     def unseen_cycles(self) -> int:
         """How many cycles of the plan in use may go by before anybody looks: some where drafting has won much, one
-        where it may still lose one, and else none."""
+        where it is known what that costs and may still be lost, and else none."""
         if self.ledger.owed <= -_MOST_CREDIT / 2:
             return _UNSEEN
-        return int(self.ledger.allows(self.rules.loss_allowance - 1))
+        return int(self.ledger.allows(self.rules.loss_allowance - self._at_stake))
 
     def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
         """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles."""
@@ -281,6 +283,7 @@ class Governor:
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
         self.plan, self._quiet, self._batch = plan, 0, len(watches)
+        self._at_stake = self.ratio(plan, at) - 1 if self.costs.is_known(at, plan) else inf
 
     def overlook(
         self,

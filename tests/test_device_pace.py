@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -170,7 +171,7 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     told: list[str] = []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan = CHAIN
+        self.plan, self._at_stake = CHAIN, 1.0
         told.append("observed")
 
     monkeypatch.setattr(Governor, "observe", observe)
@@ -190,6 +191,44 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
         return
     hurried = [["asked", "overlooked"], *[["overlooked"]] * (unseen - 1), ["observed"]]
     assert seen == [["asked", "observed"], *hurried * 5][:10]
+
+
+@pytest.mark.parametrize(("in_use", "at_stake"), [(NONE, 0.1), (Plan.parse("chain:1"), 0.1), (CHAIN, math.inf)])
+def test_a_probe_and_a_plan_of_unknown_costs_are_always_seen(
+    in_use: Plan, at_stake: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlooked: list[Any] = []
+
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan, self._at_stake = in_use, at_stake
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: overlooked.append(_))
+    monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
+    monkeypatch.setattr(Mail, "is_there", True)
+    session = Paced(Machine(), Costs(in_seats=True))
+    for _ in range(6):
+        session.step()
+    assert not overlooked
+
+
+def test_what_is_lost_unseen_is_booked_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next plan is asked for as soon as one more cycle could lose too much."""
+    asked: list[float] = []
+
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan, self._at_stake = CHAIN, 1.0
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda self, *_: self.ledger.spend(1.0))
+    monkeypatch.setattr(Governor, "choose", lambda self, *_: asked.append(self.ledger.owed) or (CHAIN, None))
+    monkeypatch.setattr(Mail, "is_there", True)
+    session = Paced(Machine(), Costs(in_seats=True))
+    assert session.governor is not None
+    session.governor.ledger.owed = 2.5
+    for _ in range(5):
+        session.step()
+    assert asked.count(3.5) >= 3 and session.governor.ledger.owed == 3.5
 
 
 def test_tokens_are_there_before_anybody_is_told_what_they_came_to() -> None:

@@ -121,6 +121,11 @@ def test_sequences_take_the_first_seats_and_the_others_are_nobodys() -> None:
     seats.empty(0, idle_page=1)
     assert (seats.active.tolist(), seats.lengths.tolist(), seats.seeds[1].item()) == ([0, 1, 0, 0], [0, 20, 0, 0], 7)
     assert seats.page_table.tolist() == [[1, 1, 1], *[[0, 0, 0]] * 3]
+    seats.seat([1, 2, 3], [10, 20, 30], [40, 50, 60], [0, 1, 2], sampling)
+    for place, left in ((1, [10, 0, 30, 0]), (0, [0, 0, 30, 0])):  # another one, and one that was emptied before
+        seats.empty(place, idle_page=2)
+        assert seats.lengths.tolist() == left
+    assert seats.page_table.tolist() == [[2, 2, 2], [2, 2, 2], [0, 0, 0], [0, 0, 0]]
     seats.vacate(2)
     assert not seats.active.any() and not seats.lengths.any() and (seats.page_table == 2).all()
     assert seats.temperature.item() == pytest.approx(0.7)
@@ -134,7 +139,8 @@ def test_who_moves_takes_along_where_it_stands_and_how_it_draws() -> None:
     after.lengths.fill_(99)  # of whoever sat there before
     for seats in (after, before):  # to other seats, then up on the same ones
         move = Move(before, seats, None, None, idle_page=3)
-        move.load([2, 0])
+        move.load([1])
+        move.load([2, 0])  # only what was loaded last counts
         move.launch()
         names = ("seeds", "lengths", "pending", "copies", "active", "waiting")
         taken = [getattr(seats, name)[:2].tolist() for name in names]
@@ -254,7 +260,7 @@ def test_what_an_exit_did_not_see_of_plain_cycles_is_there_when_it_drafts(
     disturbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More plain cycles than can wait, few, and one; others may need the seats meanwhile."""
-    monkeypatch.setattr(device_session, "AT_ONCE", 3)
+    monkeypatch.setattr(device_session, "places_for", lambda sequences: 3)
     plans = [Plan.parse(plan) for plan in ["none"] * 5 + ["chain:1", "none", "none", "chain:1", "none", "chain:1"]]
     monkeypatch.setattr(Session, "choose_plan", lambda self, *_: (plans[min(self.turn, len(plans) - 1)], None))
     monkeypatch.setattr(Session, "turn", 0, raising=False)

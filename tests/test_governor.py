@@ -314,6 +314,23 @@ def test_a_cycle_is_booked_as_its_plan_was_judged(decides: int | None, guessed: 
         assert governor.ledger.owed == pytest.approx(1.25 - tokens)
 
 
+def test_cycles_go_by_unseen_where_it_is_known_what_they_can_lose() -> None:
+    """And may still be lost; a plan that was hardly ever timed is looked at."""
+    plan = Plan.parse("chain:2")
+    governor = Governor(ladder(True), Costs(), Rules(loss_allowance=4.0))
+    allowed = []
+    for seconds in (1.0,) * 3 + (1.5,) * 4:
+        governor.observe([sure()], plan if seconds > 1 else NONE, [2 if seconds > 1 else 0], seconds, 100)
+        governor.ledger.owed = 0.0
+        allowed.append(governor.unseen_cycles)
+    assert allowed == [0] * 5 + [1, 1]
+    found = {}
+    for owed in (-3.0, -2.9, 3.5, 3.6):
+        governor.ledger.owed = owed
+        found[owed] = governor.unseen_cycles
+    assert found == {-3.0: 3, -2.9: 1, 3.5: 1, 3.6: 0}
+
+
 @pytest.mark.parametrize(("rows", "trees"), [(3, True), (4, False)])
 def test_trees_are_for_as_many_rows_as_the_rules_say_whatever_the_seats(rows: int, trees: bool) -> None:
     wide = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.know import AT_ONCE, Waiting, know, know_reference
+from selfspec.kernels.know import Waiting, know, know_reference, places_for
 from selfspec.kernels.norm import normalise
 
 EPS, OFFSET = 1e-5, 1.0
@@ -41,7 +41,8 @@ def test_rows_are_known_as_the_reference_says_with_the_bits_of_the_norm(hidden: 
 @pytest.mark.parametrize("recalls", [False, True])
 def test_states_wait_in_the_order_in_which_they_came_with_what_was_known_before(recalls: bool) -> None:
     sequences, hidden, width = 2, 48, 96 if recalls else 48
-    waiting = Waiting(torch.zeros(sequences, dtype=torch.int32), poisoned(AT_ONCE * 2, 48), poisoned(AT_ONCE * 2, 96))
+    rows = places_for(sequences) * sequences
+    waiting = Waiting(torch.zeros(sequences, dtype=torch.int32), poisoned(rows, 48), poisoned(rows, 96))
     known, weight = drawn(sequences, width, seed=9), drawn(hidden, seed=1)
     waiting.counts[1] = 2  # of one of them more is waiting than of the other
     for step in range(3):
@@ -60,11 +61,18 @@ def test_states_wait_in_the_order_in_which_they_came_with_what_was_known_before(
 
 
 def test_no_more_waits_than_there_is_room_for() -> None:
-    waiting = Waiting.empty(torch.full((1,), AT_ONCE, dtype=torch.int32), 16, torch.float32)
-    around = torch.zeros(AT_ONCE + 1, 16)
-    waiting = Waiting(waiting.counts, around[:AT_ONCE], waiting.previous)
+    room = places_for(1)
+    waiting = Waiting.empty(torch.full((1,), room, dtype=torch.int32), 16, torch.float32)
+    around = torch.zeros(room + 1, 16)
+    waiting = Waiting(waiting.counts, around[:room], waiting.previous)
     know(drawn(1, 16), drawn(16), EPS, 0.0, poisoned(1, 16), hidden=drawn(1, 16) + 9, waiting=waiting)
-    assert not around[AT_ONCE].any()
+    assert not around[room].any()
+
+
+@pytest.mark.parametrize(("sequences", "places"), [(1, 32), (2, 32), (4, 16), (16, 16), (32, 16)])
+def test_of_few_sequences_more_can_wait(sequences: int, places: int) -> None:
+    waiting = Waiting.empty(torch.zeros(sequences, dtype=torch.int32), 16, torch.float32)
+    assert waiting.places == places_for(sequences) == places
 
 
 def test_what_does_not_fit_is_refused() -> None:
