@@ -28,9 +28,9 @@ _OUTLIER = 1.1  # times as long as usual is believed at once; more if the next o
 _KNOWN = 3  # measurements after which something is known
 _NEWS, _SILENCE = 0.01, 64  # by what share a mean changes, or measurements go by, before it is worth looking at again
 _MANY = 16  # measurements after which more of them tell nothing new
-_OUTDATED = 1024  # cycles after which what a plan took is no longer known
+_OUTDATED = 512  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
-_FIRST_TIME = 2.5  # how far above the guess a single measurement is believed
+_FIRST_TIME = 2.5  # how far above the guess a single measurement is believed where nothing else tells how far off it is
 _UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
 
 
@@ -225,17 +225,16 @@ class Costs:
 
     def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
         """Of every plan that ran in a setting where plain steps are known; after a single time, which may have been
-        slow for its own reasons, not too far from a guess."""
+        slow for its own reasons, not too far from a guess that is as right as for plans that are known."""
         here = self._drafting.get(at)
         plain = self._nearest_plain(at.batch, at.length) if here else None
         if here is None or plain is None:
             return {}
-        return {
-            plan: measured.seconds / plain.seconds
-            if measured.times > 1
-            else min(measured.seconds / plain.seconds, _FIRST_TIME * guess(plan.depth, len(plan)))
-            for plan, measured in here.items()
-        }
+        ratios = {plan: measured.seconds / plain.seconds for plan, measured in here.items()}
+        once = [plan for plan, measured in here.items() if measured.times == 1]
+        known = {plan: ratio for plan, ratio in ratios.items() if here[plan].times >= _KNOWN} if once else {}
+        most = _OUTLIER * self._error(at, known, guess) if known else _FIRST_TIME
+        return ratios | {plan: min(ratios[plan], most * guess(plan.depth, len(plan))) for plan in once}
 
     def _near(self, at: Setting) -> list[Setting]:
         """Other settings with the same exit and a batch up to twice or half as large, the nearest first. Of kernels, to

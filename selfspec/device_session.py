@@ -194,7 +194,7 @@ class DeviceSession(Session):
             return
         self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
         self.tell()
-        self._is_behind = self._flight is not None and self._flight.mail.is_there
+        self._is_behind = False
         flight = self._flight = self._flight or self._launch()
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
@@ -236,6 +236,7 @@ class DeviceSession(Session):
         catches_up = looks or self._waiting >= room or (self._waiting > 0 and len(plan) > 0)
         scores = self._keep_up(seats, looks, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
+        self._is_behind = before is not None and before.mail.is_there
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)

@@ -24,6 +24,7 @@ from selfspec.tree import NONE, Plan
 # Why the first cycles of a kind, and some later ones, are plain: to compare with. Also while a prompt is judged.
 MEASURING = "measuring"
 _FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
+_AGAIN = 8  # tokens after which a probe that was due is thought of again, if too much was owed for it
 _MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _UNSEEN = 3  # cycles in a row that go by unseen where the host is slower than the device
@@ -129,6 +130,7 @@ class Governor:
         self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
         self._found_at: tuple[Any, ...] | None = None  # prospects: also with what in use, for what
         self._has_news = True
+        self._why = "goodput"  # nothing was drafted when that was last decided
         self._is_blind = (
             True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
         )
@@ -154,19 +156,20 @@ class Governor:
             return NONE, MEASURING
         plan_in_use = self.plan if in_flight is None or measuring else in_flight[0]
         quiet = self._quiet + (in_flight is not None and not len(in_flight[0]))
-        patience = self._needed_patience
-        if not len(plan_in_use) and quiet < patience and self._has_nothing_to_decide(len(watches)):
-            return NONE, self._why_plain(watches)
+        overdue = quiet - self._needed_patience
+        may_probe = overdue >= 0 and overdue % _AGAIN == 0
+        if not len(plan_in_use) and not may_probe and self._has_nothing_to_decide(len(watches)):
+            return NONE, self._why
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
         if not prospects.plans:
-            return NONE, self._why_plain(watches)
+            return self._stay_plain(watches)
         speeds, lasts = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
-        if chosen is None and quiet >= patience:
+        if chosen is None and may_probe:
             chosen = self._probe(prospects, speeds, at)
         if chosen is None:
-            return NONE, self._why_plain(watches)
+            return self._stay_plain(watches)
         if self._is_blind and len(watches) > self.rules.max_tree_batch:
             chosen = 0
         last = lasts[chosen]
@@ -196,9 +199,10 @@ class Governor:
         """While nothing is drafted: nothing was learned since that was decided."""
         return not self._has_news and batch == self._batch
 
-    @staticmethod
-    def _why_plain(watches: Sequence[Watch]) -> str:
-        return "ood" if all(watch.is_strange for watch in watches) else "goodput"
+    def _stay_plain(self, watches: Sequence[Watch]) -> tuple[Plan, str]:
+        """Until something is learned, for the same reason."""
+        self._why = "ood" if all(watch.is_strange for watch in watches) else "goodput"
+        return NONE, self._why
 
     def _pays(self, speedup: float, batch: int, in_use: Plan) -> bool:
         """Going on takes no less than plain speed; starting takes a little more, and something that was not known

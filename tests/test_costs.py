@@ -45,6 +45,15 @@ def test_a_single_time_is_believed_within_reason() -> None:
     assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.6)
 
 
+def test_a_single_time_is_believed_less_where_others_tell_how_right_guesses_are() -> None:
+    """A host that stalls in its first cycle does not rule a plan out; one that is slow twice is believed."""
+    known = costs((NONE, 0.010), (CHAIN, 0.010 * 1.5 * guess(2, 2)))
+    known.observe(ONE, TREE, 0.090)
+    assert known.ratio(ONE, TREE, guess) == pytest.approx(1.1 * 1.5 * guess(1, 4))
+    known.observe(ONE, TREE, 0.080)
+    assert known.ratio(ONE, TREE, guess) == pytest.approx(8.0)
+
+
 def test_a_plain_step_is_known_after_three_and_by_their_fastest() -> None:
     known = Costs()
     for seconds in (5.0, 0.020):

@@ -193,6 +193,28 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     assert seen == [["asked", "observed"], *hurried * 5][:10]
 
 
+def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing takes time too: the cycle in flight may end meanwhile."""
+    chosen, overlooked = [False], []
+
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan, self._at_stake = CHAIN, 0.1
+
+    def choose(*_: Any) -> tuple[Plan, None]:
+        chosen[0] = True
+        return CHAIN, None
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: overlooked.append(_))
+    monkeypatch.setattr(Governor, "choose", choose)
+    monkeypatch.setattr(Mail, "is_there", property(lambda self: chosen[0]))
+    session = Paced(Machine(), Costs(in_seats=True))
+    for _ in range(6):
+        chosen[0] = False
+        session.step()
+    assert overlooked
+
+
 @pytest.mark.parametrize(("in_use", "at_stake"), [(NONE, 0.1), (Plan.parse("chain:1"), 0.1), (CHAIN, math.inf)])
 def test_a_probe_and_a_plan_of_unknown_costs_are_always_seen(
     in_use: Plan, at_stake: float, monkeypatch: pytest.MonkeyPatch

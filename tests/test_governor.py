@@ -688,6 +688,17 @@ def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() ->
     assert len(long) >= 2 and all(1024 < pause <= 1024 + 33 for pause in long)
 
 
+def test_a_probe_that_cannot_be_afforded_is_thought_of_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the host while nothing is drafted; it comes once enough was paid back."""
+    world = World(new_governor(Rules(probe_allowance=0.01)), [drawn(0.0)], shadows=False).run(200)
+    thought: list[int] = []
+    look_up = Governor._look_up
+    monkeypatch.setattr(Governor, "_look_up", lambda self, *at: thought.append(world.lengths[0]) or look_up(self, *at))
+    world.run(1000)
+    assert 50 < len(thought) < 150
+    assert sum(map(len, world.plans[-600:])) > 0
+
+
 def test_text_that_shadows_watch_is_probed_as_seldom_as_can_be() -> None:
     rules = Rules(probe_allowance=1000.0)
     world = World(new_governor(rules), [drawn(0.0)]).run(200)
