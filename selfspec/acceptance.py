@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
 from math import exp, log, prod, sqrt
-from typing import Any
 
 import numpy as np
 
-from selfspec.tree import Plan
+from selfspec.tree import MAX_NODES, Plan
 
 EXPONENTS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)  # 1 is the text that calibration saw; near 0, nothing can be guessed
 FAMILIAR = (0.01, 0.03, 0.08, 0.25, 0.43, 0.20)  # how likely each kind is, for a prompt like those calibration saw
@@ -108,9 +107,12 @@ def hotter(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], step
     return [_of_kind(of_depth, exponent) for of_depth in hot]
 
 
-def _turned(tokens: Any) -> Any:
-    """The chance that a text has become another one after so many tokens; of one number, or of many."""
+def _turned(tokens: int) -> float:
+    """The chance that a text has become another one after so many tokens."""
     return 1 - (1 - _TURNING) ** tokens
+
+
+_TURNED = np.array([_turned(tokens) for tokens in range(MAX_NODES + 2)])  # of as many as a cycle can bring
 
 
 def _once(of_each: Sequence[Sequence[float]]) -> np.ndarray:
@@ -158,15 +160,15 @@ class Belief:
         self._weights = [value / total for value in together]
 
     @staticmethod
-    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
+    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> list[float]:
         """Each of many learns its own, as `learn` would teach it. But texts of one request are often of one kind: what
-        each might be, before it has shown anything itself, follows what all of them have come to."""
+        each might be, before it has shown anything itself, follows what all of them have come to. Returns how strange
+        each is then."""
         if len(beliefs) == 1 and beliefs[0].home is beliefs[0].prior:  # nobody to compare with, nor has there been
             beliefs[0].learn(chances[0], tokens[0])
-            return
+            return [beliefs[0].strangeness]
         weights, home = np.array([of.weights for of in beliefs]), _once([of.home for of in beliefs])
-        turned = _turned(np.array(tokens))[:, None]
-        learned = (weights + turned * (home - weights)) * np.array(chances)
+        learned = (weights + _TURNED[tokens, None] * (home - weights)) * np.array(chances)
         learned /= learned.sum(1, keepdims=True)
         among = (_ALONE * _once([of.prior for of in beliefs]) + learned.sum(0)) / (_ALONE + len(beliefs))
         learned *= among / home
@@ -174,6 +176,7 @@ class Belief:
         homes = among.tolist() if among.ndim > 1 else repeat(among.tolist(), len(beliefs))
         for belief, of_home, own in zip(beliefs, homes, learned.tolist(), strict=True):
             belief.home, belief._weights = of_home, own
+        return learned[:, :STRANGE].sum(1).tolist()
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

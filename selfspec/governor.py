@@ -61,14 +61,14 @@ class Watch:
         """The exit agreed with the model on this share of so many last positions of the prompt."""
         if places >= _FEWEST:
             self.belief.learn_agreement(agreement, places, usual, deviation)
-            self._notice()
+            self.ood = self.ood or self.belief.strangeness > _SURE
 
     @staticmethod
     def learn_together(watches: Sequence[Watch], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
         """Each learns its own, and something of the others."""
-        Belief.learn_together([watch.belief for watch in watches], chances, tokens)
-        for watch in watches:
-            watch._notice()
+        strangeness = Belief.learn_together([watch.belief for watch in watches], chances, tokens)
+        for watch, of_text in zip(watches, strangeness, strict=True):
+            watch.ood = watch.ood or of_text > _SURE
 
     @property
     def is_unfamiliar(self) -> bool:
@@ -79,9 +79,6 @@ class Watch:
     def is_strange(self) -> bool:
         """It was surely strange, and still is more likely so than not."""
         return self.ood and self.belief.strangeness > 0.5
-
-    def _notice(self) -> None:
-        self.ood = self.ood or self.belief.strangeness > _SURE
 
 
 class Ledger:
@@ -366,14 +363,15 @@ def _speeds(
     strange. Where a plan slows it down, also tells which one that is."""
     weights = np.array([watch.belief.weights for watch in watches])
     tokens = weights @ prospects.tokens
-    together = tokens.mean(0) / prospects.ratios
+    together = tokens.sum(0) / (len(watches) * prospects.ratios)
     if len(watches) == 1:
         return together.tolist(), [None] * len(prospects.plans)
     last, pace = _last_to_end(tokens, left)
     of_last = pace / prospects.ratios
     lowest = np.minimum(together, of_last)
-    is_sure = np.array([watches[row].is_strange for row in last])
-    judged = np.where(is_sure, lowest, 2 / (1 / together + 1 / lowest))
+    judged = 2 / (1 / together + 1 / lowest)
+    if any(watch.ood for watch in watches):
+        judged = np.where([watches[row].is_strange for row in last], lowest, judged)
     decisive = [int(row) if speed < 1 else None for row, speed in zip(last, of_last, strict=True)]
     return judged.tolist(), decisive
 

@@ -2,111 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs, guessed_cost
-from selfspec.device_session import DeviceSession
+from bench import host
+from bench.host import IdleSession, Machine, Mail
+from selfspec.costs import Costs
 from selfspec.governor import MEASURING, Governor
-from selfspec.ladder import Ladder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
-from selfspec.sampling import Sampling
 from selfspec.tree import NONE, Plan
 
 CHAIN = Plan.parse("chain:2")
 
 
-class Mail:
-    """Tells that all drafts of a cycle were right."""
-
-    is_there = False
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.seconds = plan, 1e-3 * (1 + 0.1 * plan.depth)
-
-    def after(self, before: Mail) -> float:
-        return self.seconds
-
-    def start(self) -> None: ...
-
-    def send(self, report: Any) -> None: ...
-
-    def read(self) -> list[list[int]]:
-        deepest = max(range(len(self.plan) + 1), key=lambda node: self.plan.depths[node])
-        count = self.plan.depths[deepest] + 1
-        return [[count, deepest, *[7] * count]]
-
-
-class Machine:
-    """Knows which cycles were captured and launched, and launches none."""
-
-    def __init__(self) -> None:
-        self.captured: set[Any] = set()
-        self.launched: set[Any] = set()
-        self.mails: list[Any] = []
-        self.owners: dict[int, Any] = {}
-        self.current = nullcontext
-        self.newest = NONE
-
-    def take_memory(self) -> None: ...
-
-    def seats(self, rows: int) -> Any:
-        return SimpleNamespace(count=rows)
-
-    def cycle(self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int) -> tuple[Any, Any]:
-        self.newest = plan
-        return plan, SimpleNamespace(report=None)
-
-    def is_captured(self, key: Any) -> bool:
-        return key in self.captured
-
-    def is_new(self, key: Any) -> bool:
-        new = key not in self.launched
-        self.launched.add(key)
-        return new
-
-    def replay(self, key: Any) -> Callable[[], None]:
-        self.captured.add(key)
-        return lambda: None
-
-    def mail(self, report: Any) -> Mail:
-        return Mail(self.newest)
-
-    def take_back(self, *mails: Mail | None) -> None:
-        self.mails += [mail for mail in mails if mail is not None]
-
-
-class Paced(DeviceSession):
-    """A session of one row on such a machine; notes of each cycle whether it was timed."""
+class Paced(IdleSession):
+    """A session of one row whose drafts are all right; notes of each cycle whether it was timed."""
 
     def __init__(self, machine: Machine, costs: Costs, new_tokens: int = 120) -> None:
-        sampling, rules = Sampling(do_sample=False), Rules()
-        ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30, on_gpu=True)}, 1, max_tree_batch=4)
-        row = Row([1] * 10, seed=0, copy=0, max_length=10 + new_tokens)
-        row.sequence = SimpleNamespace(length=9, pages=[])  # type: ignore[assignment]
-        parts: Any = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(close=lambda sequence: None)
-        governor = Governor(ladder, costs, rules)
-        policy = Policy(rules, sampling)
-        super().__init__(*parts, [row], sampling, policy, governor=governor, costs=costs, machine=machine)
+        super().__init__(machine, costs, new_tokens=new_tokens)
         self.timed: list[bool] = []
 
     def step(self) -> None:
         """A cycle, and what is otherwise told when the next one begins."""
         self.cycle()
         self.tell()
-
-    def _reserve(self, *_: Any) -> None: ...
-
-    def _sit(self, rows: list[Row], in_flight: bool = False) -> Any:
-        self._own(self.machine.seats(len(rows)), rows)
 
     def _account(
         self, rows: Any, turn: Any, lasts: Any, seconds: float, passed: float | None, hurry: bool = False
@@ -270,3 +191,16 @@ def test_tokens_are_there_before_anybody_is_told_what_they_came_to() -> None:
     left.close()
     left.close()
     assert len(left.rows[0].turns) == 1
+
+
+@pytest.mark.parametrize(("kind", "drafts"), [("plain", False), ("nothing pays", False), ("drafting", True)])
+def test_what_keeps_the_host_is_measured_where_nothing_and_where_something_is_drafted(kind: str, drafts: bool) -> None:
+    found = host.measure(kind, rows=3, cycles=40)
+    assert 0 < found["us_p50"] <= found["us_p95"]
+    assert (found["drafted"] > 0.5) == drafts
+
+
+def test_the_host_is_told_of_in_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host.main(["--rows", "2", "--cycles", "10"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(found["kind"], found["rows"]) for found in results] == [(kind, 2) for kind in host.KINDS]
