@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice, product
@@ -22,6 +22,8 @@ from selfspec.draft import Draft
 from selfspec.exits import Exit
 from selfspec.fused import Seats
 from selfspec.governor import MEASURING, Governor, Watch
+from selfspec.kernels import know
+from selfspec.kernels.know import places_for
 from selfspec.ladder import Ladder
 from selfspec.machine import head_capacity
 from selfspec.policy import Policy
@@ -41,6 +43,15 @@ LAYER = 1
 CONTEXT, LONG_CONTEXT = 256, 600  # the shorter one where texts are short: fewer programs are interpreted
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_places_wait() -> Iterator[None]:
+    """Passes over what waits are interpreted here, and take as long as there are places."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (know, device_shadow, device_session):
+            patch.setattr(module, "places_for", lambda sequences: 8)
+        yield
 
 
 @cache
@@ -544,7 +555,8 @@ def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings
 
 
 @pytest.mark.parametrize(("seats", "places"), [(1, 32), (2, 32), (4, 16), (8, 8), (16, 4), (32, 4)])
-def test_of_many_texts_some_places_are_scored(seats: int, places: int) -> None:
+def test_of_many_texts_some_places_are_scored(seats: int, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_shadow, "places_for", places_for)
     assert device_shadow.scored_places(seats) == places
 
 
