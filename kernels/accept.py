@@ -1,15 +1,13 @@
 """Acceptance: every sequence walks down its tree, from the root along the children that carry the target's own choice.
 
 The choices of all nodes were drawn before; a node's choice depends on its position alone, never on the walk. Also moves
-what follows from the walk: committed lengths, pending tokens, and how much waits for an exit. Keys and values are moved
-by `kernels.commit`.
+what follows from the walk: committed lengths and pending tokens. Keys and values are moved by `kernels.commit`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from selfspec.kernels.know import Waiting
 from selfspec.kernels.overlap import release, wait
 from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
 
@@ -38,9 +36,9 @@ def accept_reference(
 
 @jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width"])
 def _accept(
-    chosen, tokens, children, active, lengths, bases, pending, paths, report, waiting,
+    chosen, tokens, children, active, lengths, bases, pending, paths, report,
     sequences, path_stride, report_stride, deepest, width,
-    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each sequence."""
     release(PDL)
@@ -70,21 +68,18 @@ def _accept(
     tl.store(pending + sequence, newest)
     tl.store(report + sequence * report_stride, count)
     tl.store(report + sequence * report_stride + 1, last)
-    if waiting is not None:
-        tl.store(waiting + sequence, tl.minimum(tl.load(waiting + sequence) + 1, MOST))
 
 
 def accept(
     chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the target's choice at every node, node-major
     tokens: torch.Tensor,  # [(n + 1) * B] int32: what the nodes carry
     children: torch.Tensor,  # [n + 1, W] int32, -1 where there is none
-    active: torch.Tensor,  # [B] int32: 0 for seats nobody sits on; no text of theirs moves
+    active: torch.Tensor,  # [B] int32: 0 for seats nobody sits on; nothing of theirs moves
     lengths: torch.Tensor,  # [B] int32, advanced by what is accepted
     bases: torch.Tensor,  # [B] int32, to fill: the lengths before
     pending: torch.Tensor,  # [B] int32, replaced by the newest token
     paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
     report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill: for the host
-    waiting: Waiting | None = None,  # what `know` has put aside, of every seat, is counted here
 ) -> None:
     """Walks, and moves lengths and pending tokens."""
     sequences, depths = paths.shape
@@ -92,12 +87,10 @@ def accept(
         raise ValueError(f"a report of {report.shape[1]} columns has no room for {depths} tokens")
     if chosen.numel() != children.shape[0] * sequences or tokens.numel() != chosen.numel():
         raise ValueError(f"{chosen.numel()} choices do not fit {children.shape[0]} nodes of {sequences} sequences")
-    pdl, counts, most = use_pdl(chosen), None, 0
-    if waiting is not None:
-        counts, most = waiting.counts, waiting.places
+    pdl = use_pdl(chosen)
     _accept[(sequences,)](
-        chosen, tokens, children, active, lengths, bases, pending, paths, report, counts,
+        chosen, tokens, children, active, lengths, bases, pending, paths, report,
         sequences, paths.stride(0), report.stride(0), depths - 1, children.shape[1],
         WIDTH_P2=triton.next_power_of_2(children.shape[1]),
-        FIRST_TOKEN=TOKENS, MOST=most, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -64,33 +64,36 @@ def _know(
     K: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     MIDDLE_EPS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row and half of what is known there, side by side: what the model's head reads and, for an
-    exit that recalls it, the middle layer's."""
+    """One program for each row."""
     release(PDL)
-    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = columns < K
     scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    # Everything is asked for before anything is waited for. What was known before goes where this is written.
-    at = known + row * known_stride + half * K + columns
-    source = last + row * last_stride
+    # Everything is asked for before anything is waited for: what was known before goes where this is written.
+    values = tl.load(last + row * last_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if middle is not None:
-        source = source if half == 0 else middle + row * middle_stride
-    values = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+        middle_values = tl.load(middle + row * middle_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    at = known + row * known_stride + columns
     if counts is not None:  # puts aside the exit's states of the row, and what was known before it, where it is free
+        count = tl.minimum(tl.load(counts + row), MOST - 1)
         states = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
-        place = tl.minimum(tl.load(counts + row), MOST - 1).to(tl.int64) * sequences + row
+        place = (count * sequences + row).to(tl.int64)
         if middle is not None:
             before = tl.load(at, mask=inside, other=0.0)
-            tl.store(waiting_previous + (place * 2 + half) * K + columns, before, mask=inside)
-        if half == tl.num_programs(1) - 1:
-            tl.store(waiting_hidden + place * K + columns, states, mask=inside)
-    if half == 0:
-        values = values * row_factor(values, K, BLOCKS, WIDTH, EPS) * scale
-    else:
-        values = values * row_factor(values, K, BLOCKS, WIDTH, MIDDLE_EPS)
+            middle_before = tl.load(at + K, mask=inside, other=0.0)
+            to = waiting_previous + place * 2 * K + columns
+            tl.store(to, before, mask=inside)
+            tl.store(to + K, middle_before, mask=inside)
+        tl.store(waiting_hidden + place * K + columns, states, mask=inside)
+        tl.debug_barrier()  # who stores next may be another thread
+        tl.store(counts + row, count + 1)
+    values = values * row_factor(values, K, BLOCKS, WIDTH, EPS) * scale
     tl.store(at, values.to(known.dtype.element_ty), mask=inside)
+    if middle is not None:
+        middle_values = middle_values * row_factor(middle_values, K, BLOCKS, WIDTH, MIDDLE_EPS)
+        tl.store(at + K, middle_values.to(known.dtype.element_ty), mask=inside)
 
 
 def know(
@@ -102,7 +105,7 @@ def know(
     middle: torch.Tensor | None = None,  # [R, hidden]
     *,
     hidden: torch.Tensor | None = None,  # [B, hidden]: the exit's states of the rows, which are B sequences' newest
-    waiting: Waiting | None = None,  # where they are put aside, with what `known` held before; `accept` counts them
+    waiting: Waiting | None = None,  # where they are put aside, with what `known` held before, and counted
 ) -> None:
     rows, width = last.shape
     check_weight(weight, width)
@@ -112,7 +115,7 @@ def know(
         raise ValueError("rows that wait are one for each sequence, with the exit's states of them")
     pdl = use_pdl(last)
     aside = (None,) * 4 if waiting is None else (hidden, waiting.counts, waiting.hidden, waiting.previous)
-    _know[(rows, 1 if middle is None else 2)](
+    _know[(rows,)](
         last, weight, middle, known, *aside,
         last.stride(0), 0 if middle is None else middle.stride(0), known.stride(0),
         0 if hidden is None else hidden.stride(0), rows,

@@ -19,7 +19,6 @@ from selfspec.kernels.choose import Cuts, Workspace, choose_scored
 from selfspec.kernels.draw import Noise
 from selfspec.kernels.enter import Places, enter
 from selfspec.kernels.head import head_logits, head_top
-from selfspec.kernels.know import Waiting
 from selfspec.kernels.settle import settle
 from selfspec.sampling import TARGET, Sampling
 from selfspec.tree import Plan
@@ -136,7 +135,8 @@ class Cycle:
         """The saved states of all rows through the rest of the model; what its head reads is then in `read`. The exit's
         keys and values of a tree's rows are written anew, from what is now known before each of them; those of a plain
         step wait."""
-        drafter, waiting = self.drafter, self._waiting
+        drafter = self.drafter
+        waiting = None if drafter is None or len(self.plan) else drafter.waiting
         if drafter is None or drafter.known is None:
             layers = range(self.split, self.model.config.num_layers)
             last = self.fused.run(layers, self.stream, self.late, self.everyone)
@@ -148,11 +148,6 @@ class Cycle:
         exit.know(self.stream, self.late, self.everyone, self.known, later, waiting)
         if len(self.plan):
             exit.fill(self.stream.states, Past(drafter.known, self._known_rows), self.everyone)
-
-    @property
-    def _waiting(self) -> Waiting | None:
-        """Where this cycle leaves what its exit does not see."""
-        return None if self.drafter is None or len(self.plan) else self.drafter.waiting
 
     @property
     def known(self) -> torch.Tensor:
@@ -192,7 +187,7 @@ class Cycle:
         seats, cache = self.seats, self.fused.cache
         accept(
             self.chosen.view(-1), self.places.tokens, self.tree.children, seats.active, seats.lengths, seats.bases,
-            seats.pending, self.paths, self.report, self._waiting,
+            seats.pending, self.paths, self.report,
         )  # fmt: skip
         if len(self.plan):
             known = None if self.drafter is None else self.drafter.known

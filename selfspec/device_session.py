@@ -478,7 +478,6 @@ class DeviceSession(Session):
         cycle.verify()
         if self.exit is not None and not len(draft.plan):
             cycle.seats.lengths.add_(1)  # as if accepted: what waits is the newest position
-            cycle.seats.waiting.fill_(1)
             self._catch_up(cycle.seats)
         for row in rows:
             row.sequence.drafted = row.sequence.verified = len(draft.plan) + 1

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels.accept import COUNT, LAST, TOKENS, accept, accept_reference
-from selfspec.kernels.know import Waiting
 from selfspec.kernels.settle import PAGE_SIZE, settle, settle_reference
 from selfspec.tree import Plan
 from tests.strategies import plans
@@ -74,18 +73,6 @@ def test_settling_moves_the_paths_in_all_layers(depths: int, heads: int, dim: in
             last = paths[sequence, counts[sequence] - 1] if counts[sequence] else -1
             assert torch.equal(moved[sequence], states[(last + 1) * sequences + sequence])
         assert torch.equal(moved[sequences:], states[sequences:])
-
-
-@pytest.mark.parametrize("active", [0, 1])
-def test_what_is_put_aside_for_an_exit_is_counted_as_far_as_there_is_room(active: int) -> None:
-    """Also on seats that nobody sits on, which put something aside as well."""
-    waiting = Waiting.empty(torch.tensor([31, 32], dtype=torch.int32), 16, torch.float32)
-    ints = torch.zeros(5, 2, dtype=torch.int32)
-    report, children = torch.zeros(2, TOKENS + 1, dtype=torch.int32), torch.full((1, 1), -1, dtype=torch.int32)
-    ints[0].fill_(active)
-    accept(ints[4], ints[4], children, ints[0], ints[1], ints[2], ints[3], torch.zeros(2, 1).int(), report, waiting)
-    assert waiting.counts.tolist() == [32, 32]
-    assert report[:, COUNT].tolist() == [active, active]
 
 
 def test_a_report_without_room_is_refused() -> None:

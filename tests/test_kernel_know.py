@@ -50,12 +50,12 @@ def test_states_wait_in_the_order_in_which_they_came_with_what_was_known_before(
         middle = drawn(sequences, hidden, seed=30 + step) if recalls else None
         last = drawn(sequences, hidden, seed=40 + step)
         know(last, weight, EPS, OFFSET, known, middle, hidden=states, waiting=waiting)
-        waiting.counts.add_(1)
         torch.testing.assert_close(known, know_reference(last, weight, EPS, OFFSET, middle))
         for sequence, place in enumerate((step, step + 2)):
             at = place * sequences + sequence
             assert torch.equal(waiting.hidden[at], states[sequence])
             assert torch.equal(waiting.previous[at], before[sequence]) if recalls else waiting.previous.isnan().all()
+    assert waiting.counts.tolist() == [3, 5]
     written = ~waiting.hidden.isnan().any(1)
     assert written.nonzero().flatten().tolist() == sorted([0, 2, 4] + [5, 7, 9])
 
@@ -66,6 +66,7 @@ def test_no_more_waits_than_there_is_room_for() -> None:
     around = torch.zeros(room + 1, 16)
     waiting = Waiting(waiting.counts, around[:room], waiting.previous)
     know(drawn(1, 16), drawn(16), EPS, 0.0, poisoned(1, 16), hidden=drawn(1, 16) + 9, waiting=waiting)
+    assert waiting.counts.tolist() == [room]
     assert not around[room].any()
 
 
