@@ -63,11 +63,10 @@ class Mail:
 
 
 class Machine:
-    """Knows which cycles were captured and launched, and launches none."""
+    """Knows which cycles were captured, and launches none."""
 
     def __init__(self, rows: int = 1, right: float = 1.0, seed: int = 0) -> None:
         self.captured: set[Any] = set()
-        self.launched: set[Any] = set()
         self.mails: list[Any] = []
         self.owners: dict[int, Any] = {}
         self.current = nullcontext
@@ -85,11 +84,6 @@ class Machine:
 
     def is_captured(self, key: Any) -> bool:
         return key in self.captured
-
-    def is_new(self, key: Any) -> bool:
-        new = key not in self.launched
-        self.launched.add(key)
-        return new
 
     def replay(self, key: Any) -> Callable[[], None]:
         self.captured.add(key)

@@ -4,7 +4,6 @@ known to the device alone while a cycle is in flight."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
@@ -22,10 +21,19 @@ class Move:
         device = right.page_table.device
         # Of each seat to be taken: who comes, by the seat that is left, and whether anybody does.
         self.who = torch.zeros(2, right.count, dtype=torch.int64, device=device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # what the host wrote last
+        self._host = on_its_way(torch.zeros(2, right.count, dtype=torch.int64), device)
+        self._written = self._host.numpy()
 
     def load(self, places: Sequence[int]) -> None:
         """Who sat in these places takes the first seats; the others will be nobody's."""
-        self.who.copy_(_who(tuple(places), self.right.count, self.who.device), non_blocking=True)
+        if self._sent is not None:
+            self._sent.synchronize()  # that was many cycles ago
+        self._written[:] = 0
+        self._written[:, : len(places)] = [places, [1] * len(places)]
+        self.who.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
     def launch(self) -> None:
         """With what the exit recalls of them and the tokens it drafts from."""
@@ -38,10 +46,3 @@ class Move:
         if self.before.head is not None and self.after.head is not None:
             self.after.head.tokens.copy_(self.before.head.tokens)
             self.after.head.count.copy_(self.before.head.count)
-
-
-@lru_cache(maxsize=256)
-def _who(places: tuple[int, ...], seats: int, device: torch.device) -> torch.Tensor:
-    """For the host, making it takes longer than sending it."""
-    empty = [0] * (seats - len(places))
-    return on_its_way(torch.tensor([[*places, *empty], [1] * len(places) + empty]), device)

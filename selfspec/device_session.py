@@ -7,7 +7,7 @@ need the host between the model's logits and its choice (processors, penalties) 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from selfspec.device_prompts import passes
 from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
+from selfspec.garbage import little_garbage
 from selfspec.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.know import places_for
@@ -31,6 +32,7 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
+_LATE = 1.05  # times its own time on the device: what a plain cycle takes at most, whoever was late
 
 
 @dataclass
@@ -91,6 +93,10 @@ class DeviceSession(Session):
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
         if self.governor is not None and self._host_chooses:
             self.governor.is_watched = False  # nothing waits there, so nothing is scored
+
+    def run(self) -> Generator[None, None, None]:
+        with little_garbage():
+            yield from super().run()
 
     def _timed(self, step: Callable[[], None]) -> None:
         with self.machine.current():
@@ -246,12 +252,10 @@ class DeviceSession(Session):
         elif self.exit is not None:
             self._waiting += 1
             self._unscored += 1
-        # The first of its kind takes longer, and of a request's first one the host's launch is a part; where nothing is
-        # known yet that is better than nothing. Catching up is a part of what drafting takes, but not of being plain;
-        # moving is neither's.
+        # Of a request's first one the host's launch is a part; where nothing is known yet that is better than nothing.
+        # Catching up is a part of what drafting takes, but not of being plain; moving is neither's.
         unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
-        is_usual = not self.machine.is_new(key) and (before is not None or unknown)
-        is_usual = is_usual and (len(plan) > 0 or not catches_up) and not self._has_moved
+        is_usual = (before is not None or unknown) and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
     def _looks(self, reason: str | None, room: int) -> bool:
@@ -320,8 +324,9 @@ class DeviceSession(Session):
         self._hurried = self._hurried + 1 if hurry else 0
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
-        # What others did, or whoever reads the tokens, is no cycle's fault.
+        # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's.
         passed = max(seconds, flight.mail.after(landed) - flight.pause) if flight.follows and landed else seconds
+        passed = passed if len(flight.plan) else min(passed, _LATE * seconds)
         self._learn_prompts()
         self.machine.take_back(landed)
         if flight.scores is not None:

@@ -128,9 +128,7 @@ class Governor:
         self._found_at: tuple[Any, ...] | None = None  # prospects: also with what in use, for what
         self._has_news = True
         self._why = "goodput"  # nothing was drafted when that was last decided
-        self._is_blind = (
-            True  # no draft has been judged yet; of many sequences the first one tells much, so it is small
-        )
+        self._is_blind = True  # no draft has been judged yet
         self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
         self._at_stake = inf  # plain steps that one more cycle of the plan in use can lose
         self._batch = 0  # of the last cycle
@@ -167,11 +165,16 @@ class Governor:
             chosen = self._probe(prospects, speeds, at)
         if chosen is None:
             return self._stay_plain(watches)
-        if self._is_blind and len(watches) > self.rules.max_tree_batch:
+        if self._is_blind and self._starts_small(watches):
             chosen = 0
         last = lasts[chosen]
         self._decisive = None if last is None else watches[last]
         return prospects.plans[chosen], None
+
+    def _starts_small(self, watches: Sequence[Watch]) -> bool:
+        """Whether the first draft is to tell more than to bring: those of many sequences tell much, and of texts unlike
+        all that calibration saw most is unknown."""
+        return len(watches) > self.rules.max_tree_batch or all(watch.is_unfamiliar for watch in watches)
 
     def _best(self, prospects: Prospects, speeds: list[float], batch: int, in_use: Plan) -> int | None:
         """The plan that is expected to be fastest, unless that in use is hardly slower; None if it does not pay."""

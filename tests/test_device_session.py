@@ -756,10 +756,3 @@ def test_prompts_of_batches_too_large_for_trees_are_not_judged(rows: int, judged
     session.prefill()
     assert (session._shares is not None) == judged
     session.close()
-
-
-def test_a_kind_of_cycle_is_new_once() -> None:
-    engine, _ = engines("llama")
-    machine = engine._machine
-    assert machine is not None
-    assert [machine.is_new(10**6) for _ in range(2)] == [True, False]

@@ -349,18 +349,22 @@ def test_a_text_that_is_about_to_end_gets_no_deeper_plan_than_it_can_use() -> No
     assert chosen == {1: NONE, 2: short, 50: deep}
 
 
-@pytest.mark.parametrize(("rows", "is_small"), [(4, False), (5, True)])
-def test_a_batch_too_large_for_trees_begins_with_the_smallest_plan(rows: int, is_small: bool) -> None:
-    """What comes of it tells much of so many rows; then the best one is chosen."""
+@pytest.mark.parametrize(
+    ("rows", "far", "is_small"), [(4, 0, False), (5, 0, True), (1, 1, True), (4, 4, True), (4, 3, False)]
+)
+def test_batches_too_large_for_trees_and_unfamiliar_texts_begin_with_the_smallest_plan(
+    rows: int, far: int, is_small: bool
+) -> None:
+    """What comes of it tells much of so many rows, or of texts of which little is known; then the best is chosen."""
     chains = Ladder(ladder(True).acceptance, ladder(True).guesses, 2, max_tree_batch=4)
     governor = Governor(chains, Costs(), Rules(longest_cycle=inf))
     governor.costs.observe(governor._setting([Watch()] * rows, 100), NONE, 1.0)
     for _ in range(3):
         governor.costs.observe(governor._setting([Watch()] * rows, 100), NONE, 1.0)
-    watches = [sure() for _ in range(rows)]
+    watches = [Watch.of_prompt(far=True)] * far + [sure() for _ in range(rows - far)]
     first = governor.choose(watches, 100)[0]
     assert (first == chains.plans(rows)[0]) == is_small
-    governor.observe(watches, first, [0] * rows, None, 100)
+    governor.observe(watches, first, [len(first)] * rows, None, 100)
     assert governor.choose(watches, 100)[0] != chains.plans(rows)[0]
 
 
