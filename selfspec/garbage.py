@@ -1,7 +1,7 @@
 """Python's search for garbage, told to come less often while something must not be late.
 
-It starts whenever some hundred objects are there that were not when it last did and takes 0.1 ms then, now and then some
-milliseconds; a cycle on a GPU may be over in half a millisecond. Requests leave next to no garbage that needs it.
+It starts whenever there are some hundred objects that were not there when it last did, and takes 0.1 ms then, now and
+then some milliseconds; a cycle on a GPU may be over in half of one. Requests leave next to no garbage that needs it.
 """
 
 from __future__ import annotations
