@@ -756,3 +756,17 @@ def test_prompts_of_batches_too_large_for_trees_are_not_judged(rows: int, judged
     session.prefill()
     assert (session._shares is not None) == judged
     session.close()
+
+
+def test_what_is_captured_is_replayed_at_once_so_that_no_request_waits_for_the_first_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = engines("llama")[0]._machine
+    assert machine is not None
+    done: list[str] = []
+    monkeypatch.setattr(machine, "_on_gpu", True)
+    monkeypatch.setattr(machine, "_captured", lambda launch: lambda: done.append("replayed"))
+    replay = machine._rehearsed(lambda: done.append("launched"))
+    assert done == ["launched", "replayed"]
+    replay()
+    assert done[2:] == ["replayed"]
