@@ -307,7 +307,8 @@ def measure_cell(
             if "compile" in name:
                 mode.rehearse([longest], task)  # it is recorded the second time
     order = list(modes.values())
-    for turn, batch in enumerate(track(batches, description="prompts", console=Console(stderr=True))):
+    bar = track(batches, description="prompts", console=Console(stderr=True), auto_refresh=False)
+    for turn, batch in enumerate(bar):
         for offset in range(len(order)):
             order[(turn + offset) % len(order)].measure(turn, batch, task)
     return [result_of(mode, modes, subject.memory, task) for mode in order]

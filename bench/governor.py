@@ -155,13 +155,14 @@ class Bench:
         plain, *fixed, governor = modes = self.modes(prompts, size, domain)
         self._rehearse(modes, prompts, batches)
         turns = [(number, batch) for _ in range(self.repeat) for number, batch in enumerate(batches)]
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        # Drawn between calls only: a thread that draws keeps the host from its work for half a millisecond at a time.
+        with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
             bar = progress.add_task(f"{prompts.name}, batch {size}", total=len(turns) * len(modes))
             for turn, (number, batch) in enumerate(turns):
                 for offset in range(len(modes)):
                     mode = modes[(turn + offset) % len(modes)]
                     mode.add(number, self.call(mode, prompts, batch))
-                    progress.advance(bar)
+                    progress.update(bar, advance=1, refresh=True)
         return {
             "set": prompts.name,
             "hostile": prompts.is_hostile,

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from selfspec.tree import Plan
 
+Found = TypeVar("Found")
 Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in plain steps, before anybody ran one
 
 _SHORT = 1024  # texts up to this length cost about the same
@@ -143,7 +144,7 @@ class Costs:
     def __init__(self, in_seats: bool = False) -> None:
         # Cycles are graphs with seats for a power of two of rows, whether somebody sits there or not.
         self.in_seats = in_seats
-        self.version = 0  # another one whenever ratios may have changed by something worth looking at
+        self._found: dict[int, dict[Hashable, Any]] = {}  # by batch: what follows from its costs, until they change
         self._cycles = 0  # that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
@@ -164,7 +165,22 @@ class Costs:
         self._cycles += 1
         measured.latest = self._cycles
         measured.add(max(seconds, _TICK))
-        self.version += measured.has_news()
+        if measured.has_news():
+            self._forget(at.batch, is_plain=not len(plan))
+
+    def once(self, batch: int, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What follows from the costs of a batch, found once until they have changed by something worth looking at."""
+        found = self._found.setdefault(batch, {})
+        if key not in found:
+            found[key] = find()
+        return cast(Found, found[key])
+
+    def _forget(self, batch: int, is_plain: bool) -> None:
+        """What was found for a batch, and for those that know nothing better than what it tells."""
+        if not self.in_seats:
+            self._found.clear()
+        for size in (batch // 2, batch, 2 * batch) if is_plain else (batch,):
+            self._found.pop(size, None)
 
     def is_known(self, at: Setting, plan: Plan) -> bool:
         """Whether the plan has been run here often enough, and not too long ago, to be judged by what it took."""

@@ -318,10 +318,8 @@ class DeviceSession(Session):
 
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
-        Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, that
-        is left to a few cycles, and the governor learns only from them."""
-        hurry = self._is_behind and self._hurried < self._may_go_unseen(flight.plan)
-        self._hurried = self._hurried + 1 if hurry else 0
+        Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, or
+        there is more of it to come, that is left to a few cycles, and the governor learns only from them."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
         # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's.
@@ -346,9 +344,17 @@ class DeviceSession(Session):
                 row.tokens += tokens
             rows.append(row)
             lasts.append(last)
+        hurry = (self._is_behind or self._will_move) and self._hurried < self._may_go_unseen(plan)
+        self._hurried = self._hurried + 1 if hurry else 0
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
             self._owed = rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry
+
+    @property
+    def _will_move(self) -> bool:
+        """Whether so few rows are left that they go to other seats before the next cycle."""
+        left = len(self.active)
+        return left > 0 and self.machine.seats(left).count < len(self._seated)
 
     def tell(self) -> None:
         owed, self._owed = self._owed, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ _MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to l
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _UNSEEN = 3  # cycles in a row that go by unseen where the host is slower than the device
 _MISHAP = 1.5  # times its usual cost
+_NOISE = 0.015  # of what is known of a plan's cost
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
@@ -122,10 +123,6 @@ class Governor:
         self.plan = NONE  # the one in use
         self.is_watched = rules.shadow_tokens > 0  # exits are scored while nothing is drafted
         self.ledger = Ledger(rules.probe_share)
-        self._ratios: dict[Plan, float] = {}  # what cycles cost, in plain steps
-        self._found = Prospects([], np.zeros((0, 0)), np.zeros(0))
-        self._looked_up: tuple[Setting, int] | None = None  # where and when ratios were found
-        self._found_at: tuple[Any, ...] | None = None  # prospects: also with what in use, for what
         self._has_news = True
         self._why = "goodput"  # nothing was drafted when that was last decided
         self._is_blind = True  # no draft has been judged yet
@@ -213,13 +210,12 @@ class Governor:
 
     def ratio(self, plan: Plan, at: Setting) -> float:
         """What a cycle costs in plain steps; found once for many cycles."""
-        now = at, self.costs.version
-        if self._looked_up != now:
-            plans, guess = self.ladder.plans(at.batch), self.ladder.guess(at.batch)
-            self._looked_up, self._ratios = now, self.costs.ratios(at, plans, guess)
-        if plan not in self._ratios:
-            self._ratios[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
-        return self._ratios[plan]
+        guess = self.ladder.guess(at.batch)
+        key = self.ladder, at
+        known = self.costs.once(at.batch, key, lambda: self.costs.ratios(at, self.ladder.plans(at.batch), guess))
+        if plan not in known:
+            known[plan] = self.costs.ratio(at, plan, guess)
+        return known[plan]
 
     @property
     def unseen_cycles(self) -> int:
@@ -230,28 +226,26 @@ class Governor:
         return int(self.ledger.allows(self.rules.loss_allowance - self._at_stake))
 
     def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
-        """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles."""
-        most = min(most, _MOST_TOKENS)
-        offered = self.ladder.plans(batch)
-        now = at, id(offered), self.costs.version, in_use, most
-        if self._found_at != now:
-            longest, acceptance = self.rules.cycle_limit, self.ladder.acceptance
-            found = {plan: self.ratio(plan, at) for plan in offered}
-            plans = [
-                plan
-                for plan, ratio in found.items()
-                if ratio <= longest or self._may_be_longer(plan, ratio, at, in_use)
-            ]
-            wanted = [plan.truncated(most - 1) for plan in plans]
-            tokens = np.array([acceptance.tokens(plan) for plan in wanted]).T
-            ratios = np.array([found[plan] for plan in plans])
-            self._found_at, self._found = now, Prospects(plans, tokens, ratios)
-        return self._found
+        """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles, also of
+        other requests."""
+        most, trees = min(most, _MOST_TOKENS), batch <= self.rules.max_tree_batch
+        key = self.ladder, self.rules.cycle_limit, at, trees, in_use, most
+        return self.costs.once(at.batch, key, lambda: self._prospects(at, batch, in_use, most))
+
+    def _prospects(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
+        found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
+        plans = [
+            plan
+            for plan, ratio in found.items()
+            if ratio <= self.rules.cycle_limit or self._may_be_longer(plan, ratio, at, in_use)
+        ]
+        tokens = np.array([self.ladder.acceptance.tokens(plan.truncated(most - 1)) for plan in plans]).T
+        return Prospects(plans, tokens, np.array([found[plan] for plan in plans]))
 
     def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
         """Whether a plan may be chosen although its cycles are longer than the rules allow: the one in use, if only by
         a little, so that noise does not make it come and go; and one that was run too rarely to be judged."""
-        is_close = ratio <= (1 + self.rules.hysteresis) * self.rules.cycle_limit
+        is_close = ratio <= (1 + _NOISE) * self.rules.cycle_limit
         return (is_close and plan == in_use) or not self.costs.is_known(at, plan)
 
     def observe(

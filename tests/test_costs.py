@@ -122,15 +122,34 @@ def test_what_has_become_slow_is_noticed() -> None:
     assert known.ratio(ONE, CHAIN, guess) == pytest.approx(2.8, rel=0.05)
 
 
+def is_found_again(known: Costs, batch: int) -> bool:
+    """Whether what follows from a batch's costs is not there any more; then it is."""
+    finds: list[None] = []
+    known.once(batch, "what follows", lambda: finds.append(None))
+    return bool(finds)
+
+
 def test_nobody_looks_again_before_a_mean_has_changed_by_a_per_cent() -> None:
     """Neither at the first cycle that takes a little longer, nor never: small steps add up."""
     known = costs(*[(CHAIN, 1.0)] * 5)
-    settled = known.version
+    assert [is_found_again(known, 1) for _ in range(2)] == [True, False]
     known.observe(ONE, CHAIN, 1.05)  # the mean is 1.005 now
-    assert known.version == settled
+    assert not is_found_again(known, 1)
     known.observe(ONE, CHAIN, 1.05)
     known.observe(ONE, CHAIN, 1.05)
-    assert known.version == settled + 1
+    assert is_found_again(known, 1)
+
+
+@pytest.mark.parametrize(
+    ("in_seats", "plan", "anew"), [(True, CHAIN, {4}), (True, NONE, {2, 4, 8}), (False, CHAIN, {1, 2, 4, 8, 16})]
+)
+def test_news_of_a_batch_are_others_too_where_they_know_nothing_better(
+    in_seats: bool, plan: Plan, anew: set[int]
+) -> None:
+    known, sizes = Costs(in_seats), (1, 2, 4, 8, 16)
+    assert all(is_found_again(known, size) for size in sizes)
+    known.observe(Setting.of(3, 4, 100), plan, 1.0)
+    assert {size for size in sizes if is_found_again(known, size)} == anew
 
 
 def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:

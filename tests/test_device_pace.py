@@ -130,6 +130,24 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     assert seen == [["asked", "observed"], *hurried * 5][:10]
 
 
+def test_before_rows_move_to_fewer_seats_the_governor_is_not_told_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving and choosing for another batch are work enough for one cycle."""
+    told: list[tuple[str, int]] = []
+
+    def observe(self: Governor, watches: Any, *_: Any) -> None:
+        self.plan, self._at_stake = CHAIN, 0.1
+        told.append(("observed", len(session.active)))
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: told.append(("overlooked", len(session.active))))
+    monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
+    session = IdleSession(Machine(2), Costs(in_seats=True), rows=2, new_tokens=30)
+    session.rows[1].max_length -= 15
+    while session.active:
+        session.cycle()
+    assert told == [("observed", 2)] * 4 + [("overlooked", 1)] + [("observed", 1)] * 4 + [("observed", 0)]
+
+
 def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choosing takes time too: the cycle in flight may end meanwhile."""
     chosen, overlooked = [False], []
