@@ -87,6 +87,7 @@ class DeviceSession(Session):
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
         self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
+        self._has_time = True  # to choose a plan, before the next cycle is launched
         # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
         self._judged: list[tuple[Row, torch.Tensor, int]] = []
         self._shares: Mail | None = None  # all of these, on their way to the host
@@ -306,7 +307,7 @@ class DeviceSession(Session):
             return (NONE, MEASURING) if in_doubt else self.choose_plan(rows)
         if in_doubt:
             self._learn_prompts()
-        if self._hurried and self._may_go_unseen(before.plan) and before.rows == len(rows):
+        if not self._has_time and self._may_go_unseen(before.plan) and before.rows == len(rows):
             return before.plan, before.reason
         return self.choose_plan(rows, (before.plan, before.reason))
 
@@ -319,7 +320,8 @@ class DeviceSession(Session):
     def _land(self, flight: Flight) -> None:
         """Reads a cycle's report: rows take their tokens, at once where nothing can end among them and nobody listens.
         Those of texts that have ended meanwhile are dropped. Where the device had to wait for the host's own work, or
-        there is more of it to come, that is left to a few cycles, and the governor learns only from them."""
+        there is more of it to come, that is left to a few cycles: the governor learns only from some, and chooses again
+        before others."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
         # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's.
@@ -344,8 +346,10 @@ class DeviceSession(Session):
                 row.tokens += tokens
             rows.append(row)
             lasts.append(last)
-        hurry = (self._is_behind or self._will_move) and self._hurried < self._may_go_unseen(plan)
+        unseen = self._may_go_unseen(plan) if self._is_behind or self._will_move else 0
+        hurry = self._hurried < unseen
         self._hurried = self._hurried + 1 if hurry else 0
+        self._has_time = self._hurried == unseen
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
             self._owed = rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry
