@@ -357,8 +357,8 @@ class DeviceSession(Session):
     @property
     def _will_move(self) -> bool:
         """Whether so few rows are left that they go to other seats before the next cycle."""
-        left = len(self.active)
-        return left > 0 and self.machine.seats(left).count < len(self._seated)
+        left, seated = len(self.active), len(self._seated)
+        return 0 < left < seated and self.machine.seats(left).count < seated
 
     def tell(self) -> None:
         owed, self._owed = self._owed, None
