@@ -177,9 +177,8 @@ class Costs:
 
     def _forget(self, batch: int, is_plain: bool) -> None:
         """What was found for a batch, and for those that know nothing better than what it tells."""
-        if not self.in_seats:
-            self._found.clear()
-        for size in (batch // 2, batch, 2 * batch) if is_plain else (batch,):
+        near = (batch // 2, batch, 2 * batch) if is_plain else (batch,)
+        for size in near if self.in_seats else tuple(self._found):
             self._found.pop(size, None)
 
     def is_known(self, at: Setting, plan: Plan) -> bool:

@@ -21,15 +21,12 @@ class Move:
         device = right.page_table.device
         # Of each seat to be taken: who comes, by the seat that is left, and whether anybody does.
         self.who = torch.zeros(2, right.count, dtype=torch.int64, device=device)
-        self._host = on_its_way(torch.zeros(2, right.count, dtype=torch.int64), device)
-        self._written = self._host.numpy()
 
     def load(self, places: Sequence[int]) -> None:
-        """Who sat in these places takes the first seats; the others will be nobody's. What was written before has long
-        been sent: whoever moves has read a cycle on the seats to be left, which came after all moves from there."""
-        self._written[:] = 0
-        self._written[:, : len(places)] = [places, [1] * len(places)]
-        self.who.copy_(self._host, non_blocking=True)
+        """Who sat in these places takes the first seats; the others will be nobody's."""
+        empty = [0] * (self.right.count - len(places))
+        who = torch.tensor([[*places, *empty], [1] * len(places) + empty])
+        self.who.copy_(on_its_way(who, self.who.device), non_blocking=True)
 
     def launch(self) -> None:
         """With what the exit recalls of them and the tokens it drafts from."""

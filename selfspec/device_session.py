@@ -21,7 +21,7 @@ from selfspec.device_prompts import passes
 from selfspec.device_shadow import OFFERED, scored_places
 from selfspec.draft import Draft
 from selfspec.fused import Seats, on_its_way
-from selfspec.garbage import little_garbage
+from selfspec.garbage import garbage_waits
 from selfspec.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.know import places_for
@@ -96,7 +96,7 @@ class DeviceSession(Session):
             self.governor.is_watched = False  # nothing waits there, so nothing is scored
 
     def run(self) -> Generator[None, None, None]:
-        with little_garbage():
+        with garbage_waits():
             yield from super().run()
 
     def _timed(self, step: Callable[[], None]) -> None:

@@ -19,8 +19,9 @@ _usual = gc.get_threshold()
 
 
 @contextmanager
-def little_garbage() -> Iterator[None]:
-    """The first search of the three that Python has waits for many more objects; who switched it off keeps it off."""
+def garbage_waits() -> Iterator[None]:
+    """The first search of the three that Python has waits for many more objects, in the whole process and as long as a
+    request is there, read or not; who switched it off keeps it off."""
     _enter()
     try:
         yield

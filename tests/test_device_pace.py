@@ -149,6 +149,36 @@ def test_before_rows_move_to_fewer_seats_the_governor_is_not_told_much(monkeypat
     assert told == [("observed", 2)] * 4 + [("overlooked", 1)] + [("observed", 1)] * 4 + [("observed", 0)]
 
 
+@pytest.mark.parametrize(("closes", "shrinks"), [(False, False), (True, False), (False, True)])
+def test_a_plan_is_not_used_again_unasked_where_it_may_not_pay_or_is_for_others(
+    closes: bool, shrinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind as the host is: what was just observed may have closed the ledger, or a row have ended."""
+    asked: list[int] = []
+
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan, self.ledger.owed = CHAIN, 9.0 if closes and len(asked) > 3 else -5.0
+
+    def choose(self: Governor, watches: Any, *_: Any) -> tuple[Plan, None]:
+        asked.append(len(watches))
+        return CHAIN, None
+
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: None)
+    monkeypatch.setattr(Governor, "choose", choose)
+    monkeypatch.setattr(Mail, "is_there", True)
+    session = IdleSession(Machine(3), Costs(in_seats=True), rows=3, new_tokens=90)
+    for row in session.rows[1:]:
+        row.max_length -= 54 if shrinks else 0  # at a time at which the plan in flight would be used again
+    while session.active:
+        session.cycle()
+    if closes:
+        assert len(asked) > 20, "once nothing may be lost any more, before every cycle"
+    else:
+        assert len(asked) < 12
+    assert not shrinks or asked.index(1) == asked.count(3)
+
+
 def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choosing takes time too: the cycle in flight may end meanwhile."""
     chosen, overlooked = [False], []

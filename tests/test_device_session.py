@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import islice, product
@@ -31,7 +32,7 @@ from selfspec.routing import marks_of
 from selfspec.row import Row
 from selfspec.runtime import Session
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.tree import NONE, Plan
 from tests.profiles import random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model
@@ -150,7 +151,7 @@ def test_who_moves_takes_along_where_it_stands_and_how_it_draws() -> None:
     after.lengths.fill_(99)  # of whoever sat there before
     for seats in (after, before):  # to other seats, then up on the same ones
         move = Move(before, seats, None, None, idle_page=3)
-        move.load([1])
+        move.load([2, 0, 1])
         move.load([2, 0])  # only what was loaded last counts
         move.launch()
         names = ("seeds", "lengths", "pending", "copies", "active", "waiting")
@@ -770,3 +771,21 @@ def test_what_is_captured_is_replayed_at_once_so_that_no_request_waits_for_the_f
     assert done == ["launched", "replayed"]
     replay()
     assert done[2:] == ["replayed"]
+
+
+def test_what_catches_up_and_moves_is_replayed_before_a_request_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engines("llama")
+    machine, exit = engine._machine, Exit(engine.model, 1)
+    assert machine is not None
+    replayed: list[str] = []
+
+    def captured(launch: Any) -> Any:
+        return lambda: replayed.append(type(launch.__self__).__name__)
+
+    monkeypatch.setattr(machine, "_captured", captured)
+    monkeypatch.setattr(machine, "_replays", {})
+    monkeypatch.setattr(machine, "_on_gpu", True)
+    monkeypatch.setattr(machine, "_took_memory", True)
+    monkeypatch.setattr(machine, "current", nullcontext)
+    machine.prepare(4, NONE, exit, Sampling(do_sample=False), 100)
+    assert sorted(replayed) == ["Cycle", "Move", "Move", "Shadow", "Shadow"]

@@ -9,7 +9,7 @@ import pytest
 
 from bench.host import IdleSession, Machine
 from selfspec.costs import Costs
-from selfspec.garbage import PATIENCE, little_garbage
+from selfspec.garbage import PATIENCE, garbage_waits
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def usual() -> Iterator[None]:
 
 
 def test_it_waits_until_the_last_one_has_left() -> None:
-    first, second = little_garbage(), little_garbage()
+    first, second = garbage_waits(), garbage_waits()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -33,13 +33,13 @@ def test_it_waits_until_the_last_one_has_left() -> None:
 @pytest.mark.parametrize("first", [0, PATIENCE, 2 * PATIENCE])
 def test_who_wants_it_more_seldom_or_not_at_all_keeps_that(first: int) -> None:
     gc.set_threshold(first, 11, 12)
-    with little_garbage():
+    with garbage_waits():
         assert gc.get_threshold() == (first, 11, 12)
     assert gc.get_threshold() == (first, 11, 12)
 
 
 def test_what_somebody_else_wants_meanwhile_is_kept() -> None:
-    with pytest.raises(KeyError), little_garbage():
+    with pytest.raises(KeyError), garbage_waits():
         gc.set_threshold(900)
         raise KeyError
     assert gc.get_threshold()[0] == 900

@@ -10,13 +10,14 @@ from math import inf
 from operator import mul
 from random import Random
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.acceptance import EXPONENTS, Acceptance
-from selfspec.costs import Costs, StepCost, guessed_cost, measured_cost
+from selfspec.costs import Costs, Setting, StepCost, guessed_cost, measured_cost
 from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
 from selfspec.ladder import Ladder
 from selfspec.policy import Rules
@@ -818,3 +819,44 @@ def test_choosing_changes_nothing(seed: int, top1: float) -> None:
         first, second = (world.governor.choose(world.watches, 100) for _ in range(2))
         assert first == second
         world.cycle()
+
+
+@pytest.mark.parametrize("what", ["ladder", "limit", "length", "plan in use", "trees", "tokens left"])
+def test_what_was_found_for_one_request_is_no_other_ones(what: str) -> None:
+    """Governors of an engine share what they find; each finds what it would alone."""
+    usual = ladder(True)
+    worse = Ladder(Acceptance([[0.2, 0.1, 0.05]] * 3), usual.guesses, 3, max_tree_batch=4)
+    narrow = Ladder(usual.acceptance, usual.guesses, 3, max_tree_batch=3)
+    longest = max(usual.plans(4), key=on_gpu)
+    edge = on_gpu(longest) / 1.01  # which it may exceed only where it is in use
+    first: dict[str, Any] = {"ladder": usual, "limit": edge, "context": 100, "rows": 4, "in_use": NONE, "most": 16}
+    others: dict[str, dict[str, Any]] = {
+        "ladder": {"ladder": worse},
+        "limit": {"limit": 1.2},
+        "length": {"context": 5000},
+        "plan in use": {"in_use": longest},
+        "trees": {"ladder": narrow, "rows": 3},
+        "tokens left": {"most": 2},
+    }
+    second = first | others[what]
+    if what == "trees":
+        first["ladder"] = narrow
+
+    def look_up(costs: Costs, asked: dict[str, Any]) -> Any:
+        rules = Rules(longest_cycle=asked["limit"], max_tree_batch=asked["ladder"].max_tree_batch)
+        governor, watches = Governor(asked["ladder"], costs, rules), [Watch()] * asked["rows"]
+        at = governor._setting(watches, asked["context"])
+        found = governor._look_up(at, asked["rows"], asked["in_use"], asked["most"])
+        return found.plans, found.tokens.tolist(), found.ratios.tolist(), governor.ratio(Plan.parse("chain:3"), at)
+
+    def known() -> Costs:
+        costs = Costs(in_seats=True)
+        for context, slower in ((100, 1.0), (5000, 1.2)):
+            for plan in (NONE, *usual.plans(4)):
+                for _ in range(3):
+                    costs.observe(Setting.of(3, 4, context), plan, on_gpu(plan) * (slower if len(plan) else 1.0))
+        return costs
+
+    shared, alone = known(), look_up(known(), second)
+    assert look_up(shared, first) != alone
+    assert look_up(shared, second) == alone
