@@ -149,34 +149,45 @@ def test_before_rows_move_to_fewer_seats_the_governor_is_not_told_much(monkeypat
     assert told == [("observed", 2)] * 4 + [("overlooked", 1)] + [("observed", 1)] * 4 + [("observed", 0)]
 
 
-@pytest.mark.parametrize(("closes", "shrinks"), [(False, False), (True, False), (False, True)])
-def test_a_plan_is_not_used_again_unasked_where_it_may_not_pay_or_is_for_others(
-    closes: bool, shrinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind as the host is: what was just observed may have closed the ledger, or a row have ended."""
-    asked: list[int] = []
+def test_a_plan_that_may_have_lost_too_much_is_not_used_again_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind as the host is: what it was just told may have closed the ledger."""
+    told: list[str] = []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan, self.ledger.owed = CHAIN, 9.0 if closes and len(asked) > 3 else -5.0
-
-    def choose(self: Governor, watches: Any, *_: Any) -> tuple[Plan, None]:
-        asked.append(len(watches))
-        return CHAIN, None
+        closes = len(told) > 10
+        self.plan, self.ledger.owed = CHAIN, 9.0 if closes else -5.0
+        told.append("closed" if closes else "observed")
 
     monkeypatch.setattr(Governor, "observe", observe)
-    monkeypatch.setattr(Governor, "overlook", lambda *_: None)
-    monkeypatch.setattr(Governor, "choose", choose)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: told.append("overlooked"))
+    monkeypatch.setattr(Governor, "choose", lambda *_: told.append("asked") or (CHAIN, None))
     monkeypatch.setattr(Mail, "is_there", True)
-    session = IdleSession(Machine(3), Costs(in_seats=True), rows=3, new_tokens=90)
+    session = Paced(Machine(), Costs(in_seats=True))
+    while "closed" not in told or told[-1] == "closed":
+        session.cycle()
+    assert told[told.index("closed") + 1] == "asked"
+
+
+@pytest.mark.parametrize("cycles", [10, 11, 12, 13])  # in every phase of a host that is behind
+def test_a_plan_for_more_rows_is_not_used_again_unasked(cycles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(self: Governor, *_: Any) -> None:
+        self.plan, self.ledger.owed = CHAIN, -5.0
+
+    one = Plan.parse("chain:1")
+    monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "overlook", lambda *_: None)
+    monkeypatch.setattr(Governor, "choose", lambda self, watches, *_: (one if len(watches) == 1 else CHAIN, None))
+    monkeypatch.setattr(Mail, "is_there", True)
+    machine = Machine(3)
+    machine.captured = {CHAIN, one}
+    session = IdleSession(machine, Costs(in_seats=True), rows=3, new_tokens=90)
     for row in session.rows[1:]:
-        row.max_length -= 54 if shrinks else 0  # at a time at which the plan in flight would be used again
+        row.max_length = len(row.tokens) + cycles * (CHAIN.depth + 1)
     while session.active:
         session.cycle()
-    if closes:
-        assert len(asked) > 20, "once nothing may be lost any more, before every cycle"
-    else:
-        assert len(asked) < 12
-    assert not shrinks or asked.index(1) == asked.count(3)
+    in_flight = 1  # when the others ended
+    plans = [turn.plan for turn in session.rows[0].turns]
+    assert plans[: cycles + in_flight] == [CHAIN] * (cycles + in_flight) and set(plans[cycles + in_flight :]) == {one}
 
 
 def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:

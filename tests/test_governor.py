@@ -821,17 +821,19 @@ def test_choosing_changes_nothing(seed: int, top1: float) -> None:
         world.cycle()
 
 
-@pytest.mark.parametrize("what", ["ladder", "limit", "length", "plan in use", "trees", "tokens left"])
+@pytest.mark.parametrize("what", ["ladder", "guess", "limit", "length", "plan in use", "trees", "tokens left"])
 def test_what_was_found_for_one_request_is_no_other_ones(what: str) -> None:
     """Governors of an engine share what they find; each finds what it would alone."""
     usual = ladder(True)
     worse = Ladder(Acceptance([[0.2, 0.1, 0.05]] * 3), usual.guesses, 3, max_tree_batch=4)
+    dearer = Ladder(usual.acceptance, {16: guessed_cost(9, 30, on_gpu=True)}, 3, max_tree_batch=4)
     narrow = Ladder(usual.acceptance, usual.guesses, 3, max_tree_batch=3)
     longest = max(usual.plans(4), key=on_gpu)
     edge = on_gpu(longest) / 1.01  # which it may exceed only where it is in use
     first: dict[str, Any] = {"ladder": usual, "limit": edge, "context": 100, "rows": 4, "in_use": NONE, "most": 16}
     others: dict[str, dict[str, Any]] = {
         "ladder": {"ladder": worse},
+        "guess": {"ladder": dearer},
         "limit": {"limit": 1.2},
         "length": {"context": 5000},
         "plan in use": {"in_use": longest},
@@ -847,7 +849,7 @@ def test_what_was_found_for_one_request_is_no_other_ones(what: str) -> None:
         governor, watches = Governor(asked["ladder"], costs, rules), [Watch()] * asked["rows"]
         at = governor._setting(watches, asked["context"])
         found = governor._look_up(at, asked["rows"], asked["in_use"], asked["most"])
-        return found.plans, found.tokens.tolist(), found.ratios.tolist(), governor.ratio(Plan.parse("chain:3"), at)
+        return found.plans, found.tokens.tolist(), found.ratios.tolist(), governor.ratio(Plan.parse("chain:4"), at)
 
     def known() -> Costs:
         costs = Costs(in_seats=True)
