@@ -155,7 +155,7 @@ class Bench:
         plain, *fixed, governor = modes = self.modes(prompts, size, domain)
         self._rehearse(modes, prompts, batches)
         turns = [(number, batch) for _ in range(self.repeat) for number, batch in enumerate(batches)]
-        # Drawn between calls only: a thread that draws keeps the host from its work for half a millisecond at a time.
+        # Drawn between calls only: a thread of its own would take the interpreter from the host while it is timed.
         with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
             bar = progress.add_task(f"{prompts.name}, batch {size}", total=len(turns) * len(modes))
             for turn, (number, batch) in enumerate(turns):
