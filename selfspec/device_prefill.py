@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.device_judge import ends_buffer
 from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.fused import on_its_way
 from selfspec.model import Decoder
@@ -54,10 +55,9 @@ class Prefill:
         rows: int,
         slots: int,
         idle_page: int,
-        judge: bool = False,
     ) -> None:
         self.model, self.cache, self.slots, self._idle = model, cache, slots, idle_page
-        self.exit, self.judge = exit, judge and exit is not None
+        self.exit = exit
         # Tokens, where they start and how many they are, and pages: one tensor, told at once.
         self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
         self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
@@ -65,12 +65,12 @@ class Prefill:
         self.load([0], 0, [])
         # What was known before the chunk, and is known after it, for the exit to recall.
         self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.agreement = torch.zeros((), device=model.device)  # of exit and model at the chunk's last positions
+        self.judged = ends_buffer(model, 1)[:, 0]  # what is known of the chunk's last positions
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What it holds."""
-        return [self.told, self.known]
+        return [self.told, self.known, self.judged]
 
     def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Tells which chunk comes next."""
@@ -107,18 +107,7 @@ class Prefill:
         known = recalled(model, middle, last)
         previous = torch.cat((self.known, known[:, :-1]), dim=1)
         exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
-        if self.judge:
-            self._judge(exit, hidden, previous, known)
         self.known.copy_(known.index_select(1, self.span[1:] - 1))
-
-    def _judge(self, exit: Exit, hidden: torch.Tensor, previous: torch.Tensor, known: torch.Tensor) -> None:
-        """Over the whole head, since a captured graph cannot know a request's own."""
-        model, count = exit.model, min(PROMPT_END, self.tokens.shape[1])
-        steps = torch.arange(count, device=self.tokens.device)
-        rows = (self.span[1] - count + steps).clamp(min=0)
-        some = [states.index_select(1, rows) for states in (hidden, previous, known)]
-        drafted = exit.read(some[0], some[1], self.places(rows), self.cache)  # type: ignore[arg-type]
-        reads = torch.cat((drafted, some[2][..., : model.config.hidden_size]))
-        guesses, own = model.project(reads, model.head).argmax(-1)
-        real = steps >= count - self.span[1]
-        self.agreement.copy_(((guesses == own) & real).sum() / real.sum())
+        rows = (self.span[1] - PROMPT_END).clamp(min=0) + torch.arange(PROMPT_END, device=self.told.device)
+        parts = hidden[0], previous[0], known[0, :, : model.config.hidden_size]
+        torch.cat([states.index_select(0, rows) for states in parts], dim=1, out=self.judged)

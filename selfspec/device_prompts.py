@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.cache import PAGE_SIZE, Cache
+from selfspec.device_judge import ends_buffer
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Nodes, Scratch, Stream, Tree, on_its_way
 from selfspec.fused_exit import FusedExit, Past, known_buffer
-from selfspec.kernels.best import Scores, top_merge
 from selfspec.kernels.enter import Places, enter
-from selfspec.kernels.head import head_top
 from selfspec.kernels.norm import tiles
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
@@ -182,27 +181,27 @@ class Marking(Pass):
 
 
 class Prompts(Pass):
-    """Prompts through all layers, and the exit's share of it; of each, what is then known at its end and, if they are
-    to be judged, how often exit and model agreed at its last positions."""
+    """Prompts through all layers, and the exit's share of it; of each, what is then known at its end, and all that is
+    needed to judge it by its last positions."""
 
-    def __init__(self, *place: Any, exit: Exit | None, judge: bool) -> None:
+    def __init__(self, *place: Any, exit: Exit | None) -> None:
         super().__init__(*place)
-        model = self.model
-        self.exit, self.judge = exit, judge and exit is not None
+        model, self.exit = self.model, exit
         self.known = known_buffer(model, self.count)
-        self.agreement = torch.zeros(self.count, device=model.device)
+        size = ends_buffer(model, 1).shape[-1]
+        self.judged = self._take("judged", size, self.ends.numel()).view(*self.ends.shape, size)
         # Of every position but a stretch's first, the one before it.
         self._known_rows = torch.arange(self.rows, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self.known, self.agreement, self._known_rows]
+        return [*super().tensors, self.known, self._known_rows]
 
     def launch(self) -> None:
         fused, exit, layers = self.fused, self.exit, self.model.config.num_layers
         self._known_rows[: self.count].copy_(self.roots)  # before any kernel that may look it up without waiting
         stream = self._enter()
-        if exit is None or (exit.block is None and not self.judge):  # nobody will recall anything
+        if exit is None:  # nobody will recall anything
             stream = fused.run(range(layers - 1), stream, stream, self.nodes)
             last, spec = self.model.layers[-1], self.model.config.layers[-1]
             fused.store(last, spec, layers - 1, stream, self.nodes, None)  # all that is left of them
@@ -212,31 +211,10 @@ class Prompts(Pass):
         known[: self.count].zero_()
         own = FusedExit(fused, exit)
         own.know(stream, own.own(self.rows), self.nodes, known[self.count :])
-        past = Past(known, self._known_rows)
-        if self.judge:
-            self._judge(own, stream, past)
-        elif exit.block is not None:
-            own.fill(stream.states, past, self.nodes)
+        if exit.block is not None:
+            own.fill(stream.states, Past(known, self._known_rows), self.nodes)
         self.known.copy_(known[self.count :].index_select(0, self.lasts))
-
-    def _judge(self, own: FusedExit, stream: Stream, past: Past) -> None:
-        """Over the whole head, since a captured graph cannot know a request's own."""
-        hidden, drafted = self.model.config.hidden_size, own.reads(len(stream.states))
-        own.fused.normalise(own.read(stream.states, past, self.nodes, drafted), own.exit.norm, drafted.values)
-        ends = self.ends.flatten()
-        rows = ends.clamp(min=0)
-        reads = torch.cat(
-            (drafted.values.index_select(0, rows), past.known[self.count :, :hidden].index_select(0, rows))
-        )
-        guesses, truth = self._best(reads).view(2, *self.ends.shape)
-        agreed = (guesses == truth) & (self.ends >= 0)
-        self.agreement.copy_(agreed.sum(1) / (self.ends >= 0).sum(1).clamp(min=1))
-
-    def _best(self, reads: torch.Tensor) -> torch.Tensor:
-        vocabulary = self.model.config.vocab_size
-        keys = Scores.empty(len(reads), vocabulary, 1, "meta").keys
-        scores = Scores(self.scratch.take("scores keys", *keys.shape, dtype=keys.dtype), None, None, None)
-        chosen = self.scratch.take("prompts chosen", len(reads), 1, dtype=torch.int32)
-        head_top(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
-        top_merge(scores, chosen)
-        return chosen
+        rows, hidden = self.ends.flatten().clamp(min=0), self.model.config.hidden_size
+        before = known.index_select(0, self._known_rows.index_select(0, rows))
+        reads = known[self.count :, :hidden].index_select(0, rows)
+        torch.cat((stream.states.index_select(0, rows), before, reads), dim=1, out=self.judged.flatten(0, 1))

@@ -88,9 +88,8 @@ class DeviceSession(Session):
         self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
         self._has_time = True  # to choose a plan, before the next cycle is launched
-        # Rows whose exit was compared with the model at the prompt's end: the share of agreement, and of how many.
-        self._judged: list[tuple[Row, torch.Tensor, int]] = []
-        self._shares: Mail | None = None  # all of these, on their way to the host
+        self._judged: dict[int, int] = {}  # seats whose prompts are judged, and by how many positions
+        self._shares: Mail | None = None  # of these at which exit and model agree, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
         if self.governor is not None and self._host_chooses:
             self.governor.is_watched = False  # nothing waits there, so nothing is scored
@@ -106,25 +105,41 @@ class DeviceSession(Session):
     def _expect(self) -> None:
         """All prompts are on their way, and the rows seated. How the exit agreed with the prompts comes with the first
         cycle's tokens; only a host that chooses waits for it."""
-        if not self._host_chooses:
-            self._reserve(self.active, NONE)
-            self._sit(self.active)
+        if self._judged or not self._host_chooses:
+            self._reserve(self.rows, NONE)
+            seats = self._sit(self.rows)
         super()._expect()
         if self._judged:
-            shares = torch.stack([agreement for _, agreement, _ in self._judged])
-            self._shares = self.machine.mail(shares)
-            self._shares.send(shares)
+            self._judge(seats)
             if self._host_chooses:
                 self._learn_prompts()
+                self.rise()
+
+    def _judge(self, seats: Seats) -> None:
+        """The prompts at these seats, all in one pass."""
+        assert self.exit is not None
+        judge, replay = self.machine.judge(seats, self.exit, self._longest)
+        judge.load([self._judged.get(seat, 0) for seat in range(seats.count)])
+        replay()
+        self._shares = self.machine.mail(judge.agreement)
+        self._shares.send(judge.agreement)
 
     def _learn_prompts(self) -> None:
         """What the exit's agreement with the prompts tells; waits for it."""
-        judged, mail, self._judged, self._shares = self._judged, self._shares, [], None
+        judged, mail, self._judged, self._shares = self._judged, self._shares, {}, None
         if mail is not None and self._usual_agreement is not None:
-            for (row, _, places), share in zip(judged, mail.read(), strict=True):
-                row.watch.learn_prompt(share, places, *self._usual_agreement)
+            shares = mail.read()
+            for seat, places in judged.items():
+                self.rows[seat].watch.learn_prompt(shares[seat], places, *self._usual_agreement)
             self.machine.take_back(mail)
             super()._expect()
+
+    def _keep_end(self, row: Row, end: torch.Tensor, positions: int) -> None:
+        """What a prompt is judged by goes where its row will sit, if prompts are judged."""
+        if self._usual_agreement is not None:
+            seat = self.rows.index(row)
+            self.machine.ends(self.machine.seats(len(self.rows)))[:, seat].copy_(end)
+            self._judged[seat] = min(positions, shadow.PROMPT_END)
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
         """Short ones share passes of the kernels that decode, the others are alone. Which way a prompt goes follows
@@ -139,16 +154,14 @@ class DeviceSession(Session):
         contexts, sequences = [row.prompt[:-1] for row in rows], [row.sequence for row in rows]
         for sequence, context in zip(sequences, contexts, strict=True):
             self.cache.reserve(sequence, len(context))
-        lengths, judge = list(map(len, contexts)), self._usual_agreement is not None
-        prompts, replay = self.machine.prompts(self.exit, lengths, judge)
+        lengths = list(map(len, contexts))
+        prompts, replay = self.machine.prompts(self.exit, lengths)
         prompts.load([(context, sequence.pages) for context, sequence in zip(contexts, sequences, strict=True)])
         replay()
         if self.exit is not None:
-            for row, known in zip(rows, prompts.known[: len(rows)].clone(), strict=True):
+            for row, known, end in zip(rows, prompts.known[: len(rows)].clone(), prompts.judged, strict=False):
                 row.known = known
-        if judge:
-            ends = [min(length, shadow.PROMPT_END) for length in lengths]
-            self._judged += zip(rows, prompts.agreement[: len(rows)].clone(), ends, strict=True)
+                self._keep_end(row, end, len(row.prompt) - 1)
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.drafted = sequence.verified = length
         self.cache.commit(sequences, list(map(range, lengths)))
@@ -161,16 +174,15 @@ class DeviceSession(Session):
             super()._prefill_chunk(rows, tokens)
             return
         self.cache.reserve(sequence, sequence.length + count)
-        judge = self._usual_agreement is not None and sequence.length + count == len(row.prompt) - 1
-        prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count, judge)
+        prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count)
         prefill.load(chunk, sequence.length, sequence.pages)
         if self.exit is not None:
             prefill.remember(row.known)
         replay()
         if self.exit is not None:
             row.known = prefill.known[0, 0].clone()
-        if judge:
-            self._judged.append((row, prefill.agreement.clone(), min(count, shadow.PROMPT_END)))
+            if sequence.length + count == len(row.prompt) - 1:
+                self._keep_end(row, prefill.judged, count)
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 

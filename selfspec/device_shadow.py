@@ -14,7 +14,7 @@ from selfspec.device_cycle import Drawing
 from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
 from selfspec.fused_exit import Drafter, FusedExit, Past
 from selfspec.kernels.best import top_merge
-from selfspec.kernels.enter import Places, enter
+from selfspec.kernels.enter import Places
 from selfspec.kernels.know import places_for
 from selfspec.model import Decoder
 from selfspec.tree import Plan
@@ -65,7 +65,7 @@ class Shadow:
         exit, past = FusedExit(self.fused, drafter.exit), Past(waiting.previous, None)
         torch.sub(self.seats.lengths, waiting.counts, out=self.lengths)
         self.lengths.clamp_(min=0)  # seats that nobody sits on count too, and have no text
-        self._enter(exit)
+        exit.stand(self.nodes, self.seats.pending, waiting.counts)
         rows = len(self.report)
         if rows < len(waiting.hidden) and drafter.exit.block is not None:
             exit.fill(waiting.hidden, past, self.nodes)
@@ -76,13 +76,3 @@ class Shadow:
             ranking = exit.rank(drafter.head, reads, OFFERED, noise)
             top_merge(ranking.scores, self.report, rows=ranking.rows)
         waiting.counts.zero_()
-
-    def _enter(self, exit: FusedExit) -> None:
-        """Only to find where the rows stand; their states are known."""
-        fused, seats, model = self.fused, self.seats, self.model
-        nobodys = exit.own(len(self.drafter.waiting.hidden))
-        enter(
-            self.nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys),
-            model.embedding, model._embedding_scale, self.lengths, self.page_table, self.nodes.depths, fused.inv_freq,
-            fused.rope_scaling, 0, pending=seats.pending, counts=self.drafter.waiting.counts,
-        )  # fmt: skip

@@ -215,12 +215,9 @@ class Engine:
         judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
         most_judged = min(batch, self.rules.max_tree_batch) if judged else 0  # as sessions do
         for exit in dict.fromkeys(exit for _, _, exit, _ in cycles):
-            if exit is not None and most_judged:
-                self._machine.prepare_prompts(exit, most_judged, True, marked)
-            if exit is None or batch > most_judged:
-                self._machine.prepare_prompts(exit, batch, False, marked)
+            self._machine.prepare_prompts(exit, batch, marked)
         for cycle in track(cycles, description="capturing cycles", transient=True):
-            self._machine.prepare(*cycle, longest)
+            self._machine.prepare(*cycle, longest, judged=cycle[0] <= most_judged)
         return len(cycles)
 
     def _expected_cycles(

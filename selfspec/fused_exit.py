@@ -11,6 +11,7 @@ from selfspec.exits import RECALLED, Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Nodes, Stream
 from selfspec.kernels.best import Ranking, Scores
 from selfspec.kernels.draw import Noise
+from selfspec.kernels.enter import enter
 from selfspec.kernels.head import head_top
 from selfspec.kernels.know import Waiting
 from selfspec.kernels.linear import linear
@@ -101,6 +102,16 @@ class FusedExit:
         else:
             last, states = fused.run(rest, middle, later, nodes), None if waiting is None else stream.states
             fused.know(last, known, middle, hidden=states, waiting=waiting)
+
+    def stand(self, nodes: Nodes, pending: torch.Tensor, counts: torch.Tensor) -> None:
+        """Where rows stand whose states are known; of each text the first few, `counts` of them, store something."""
+        fused, model = self.fused, self.fused.model
+        nobodys = self.own(len(nodes.places.tokens))
+        enter(
+            nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys), model.embedding,
+            model._embedding_scale, fused.texts.lengths, fused.texts.page_table, nodes.depths, fused.inv_freq,
+            fused.rope_scaling, 0, pending=pending, counts=counts,
+        )  # fmt: skip
 
     def fill(self, states: torch.Tensor, past: Past, nodes: Nodes) -> None:
         """The block's keys and values of all rows, from the states after layer N and what was known before each."""

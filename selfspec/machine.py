@@ -14,6 +14,7 @@ import torch
 
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_judge import Judge, ends_buffer
 from selfspec.device_move import Move
 from selfspec.device_prefill import SMALLEST, Prefill, padded
 from selfspec.device_prompts import LONGEST, Marking, Prompts, pass_size, passes, passes_up_to, stretches
@@ -100,6 +101,7 @@ class Machine:
         self._seats: dict[int, Seats] = {}
         self._known: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, Waiting] = {}
+        self._ends: dict[int, torch.Tensor] = {}
         self._heads: dict[tuple[int, int], DraftHead] = {}
         self.new_cycle: Callable[..., Cycle] = Cycle  # a benchmark may put in its own before the first
         self._numbers: dict[tuple, int] = {}  # of cycles, which are looked up by it several times before each
@@ -141,13 +143,15 @@ class Machine:
         tensors += [tensor for seats in self._seats.values() for tensor in seats.tensors]
         tensors += [tensor for waiting in self._waiting.values() for tensor in (waiting.hidden, waiting.previous)]
         tensors += [tensor for made, _ in self._passes.values() for tensor in made.tensors]
-        tensors += [*self._known.values(), *(head.tokens for head in self._heads.values())]
+        tensors += [*self._known.values(), *self._ends.values(), *(head.tokens for head in self._heads.values())]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.inference_mode()
-    def prepare(self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int) -> None:
+    def prepare(
+        self, rows: int, plan: Plan, exit: Exit | None, sampling: Sampling, longest: int, judged: bool = False
+    ) -> None:
         """Compiles and captures the cycle that requests of this kind will replay; with a plain one, what catches up on
-        many of it, and what moves rows to fewer seats."""
+        many of it, what moves rows to fewer seats, and what judges their prompts."""
         with self.current():
             self.take_memory()
             seats, drawing = self.seats(rows), Drawing.of(sampling)
@@ -155,6 +159,8 @@ class Machine:
             self.replay(key)
             if len(plan):
                 return
+            if exit is not None and judged:
+                self.judge(seats, exit, longest)
             self.vacate(seats)  # or it would catch up with what waits there, and others move
             for _ in range(2 if self._on_gpu else 1):  # replayed for the first time they take longer than ever again
                 if exit is not None:
@@ -164,15 +170,15 @@ class Machine:
                     self.move(seats, self.seats(count), exit, [])
 
     @torch.inference_mode()
-    def prepare_prompts(self, exit: Exit | None, batch: int, judge: bool, mark_layer: int | None) -> None:
-        """The same for passes of up to `batch` short prompts of one or two stretches each, judged or not, and told
-        apart by their states after a layer or not."""
+    def prepare_prompts(self, exit: Exit | None, batch: int, mark_layer: int | None) -> None:
+        """The same for passes of up to `batch` short prompts of one or two stretches each, told apart by their states
+        after a layer or not."""
         if not self.short_prompt:
             return
         with self.current():
             self.take_memory()
             for lengths in passes_up_to(batch):
-                self.prompts(exit, lengths, judge)
+                self.prompts(exit, lengths)
                 if mark_layer is not None:
                     self._marking(lengths, mark_layer)
 
@@ -280,18 +286,30 @@ class Machine:
             self._replays[key] = self._rehearsed(cycle.launch)
         return self._replays[key]
 
-    def prefill(self, exit: Exit | None, count: int, end: int, judge: bool = False) -> tuple[Prefill, Launch]:
-        """For a chunk of `count` tokens that ends at position `end`, and is judged or not."""
+    def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
+        """For a chunk of `count` tokens that ends at position `end`."""
         rows = padded(count, SMALLEST)
         slots = padded(end - count + rows, PAGE_SIZE)
-        key = ("prefill", rows, slots, *_identity(exit), judge)
-        return self._pass(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle, judge))
+        key = ("prefill", rows, slots, *_identity(exit))
+        return self._pass(key, lambda idle: Prefill(self.model, self.cache, exit, rows, slots, idle))
 
-    def prompts(self, exit: Exit | None, lengths: Sequence[int], judge: bool = False) -> tuple[Prompts, Launch]:
+    def prompts(self, exit: Exit | None, lengths: Sequence[int]) -> tuple[Prompts, Launch]:
         """For short prompts of so many tokens, in one pass."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
-        key = ("prompts", *size, *_identity(exit), judge)
-        return self._pass(key, lambda idle: Prompts(*parts, *size, idle, exit=exit, judge=judge))
+        key = ("prompts", *size, *_identity(exit))
+        return self._pass(key, lambda idle: Prompts(*parts, *size, idle, exit=exit))
+
+    def ends(self, seats: Seats) -> torch.Tensor:
+        """Where passes over prompts leave what these are judged by, each at its own seat: [places, seats, ...]."""
+        if seats.count not in self._ends:
+            self._ends[seats.count] = ends_buffer(self.model, seats.count)
+        return self._ends[seats.count]
+
+    def judge(self, seats: Seats, exit: Exit, longest: int) -> tuple[Judge, Launch]:
+        """For prompts of texts of up to `longest` whose rows sit and whose ends are there."""
+        parts, ends, reach = (self.model, self.cache, self.scratch), self.ends(seats), self._reach(longest)
+        key = ("judge", seats.count, reach, *_identity(exit))
+        return self._pass(key, lambda _: Judge(*parts, seats, reach, exit, ends))
 
     @torch.inference_mode()
     def marks(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from bench.synthetic import config_of
 from selfspec.cache import Cache
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_judge import Judge, ends_buffer
 from selfspec.device_prompts import Prompts
 from selfspec.device_shadow import Shadow
 from selfspec.exits import Exit, ExitBlock
@@ -68,7 +69,12 @@ def _prompts(shape: str) -> Prompts:
     model, scratch = _model(shape), Scratch(META)
     cache = Cache(model.config, META, model.dtype)
     cache.provide(64)
-    return Prompts(model, cache, scratch, 2, 64, 0, exit=_exit(model), judge=True)
+    return Prompts(model, cache, scratch, 2, 64, 0, exit=_exit(model))
+
+
+def _judge(shape: str) -> Judge:
+    model, cache, seats = _seats(shape, 4)
+    return Judge(model, cache, Scratch(META), seats, 2048, _exit(model), ends_buffer(model, seats.count))
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -77,5 +83,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "plain, with a trained exit that waits", _cycle("smollm2-135m", 1, "none", Sampling(), "trained").launch
     yield "what a trained exit has missed", _shadow("smollm2-135m", 2).launch
     yield "a tree with a trained exit", _cycle("smollm2-135m", 2, "tree:4,2", sampled, "trained").launch
-    yield "prompts that are judged", _prompts("smollm2-135m").launch
+    yield "prompts", _prompts("smollm2-135m").launch
+    yield "prompts that are judged", _judge("smollm2-135m").launch
     yield "8b, a chain without a block", _cycle("llama-8b", 1, "chain:2", Sampling(do_sample=True)).launch

@@ -13,7 +13,17 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine, Rules, device_session, device_shadow, runtime, shadow
+from selfspec import (
+    Engine,
+    Rules,
+    device_judge,
+    device_prefill,
+    device_prompts,
+    device_session,
+    device_shadow,
+    runtime,
+    shadow,
+)
 from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
@@ -620,21 +630,55 @@ def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: p
     torch.testing.assert_close(our_keys, their_keys, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("length", [2, 20, 33, 50])
-def test_a_prompt_is_judged_as_pytorch_judges_it(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow, "FEW", shadow.PROMPT_END)
-    shares: list[float] = []
-    monkeypatch.setattr(Watch, "learn_prompt", lambda self, share, *usual: shares.append(share))
-    prompt = torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for engine in engines("llama"):
-        exit = engine.drafters.exits[LAYER]
-        with mock.patch.dict(engine.drafters.exits, {LAYER: Exit(exit.model, LAYER, exit.norm, exit.block)}):
-            session = governed(engine, [prompt], 2, {})
-            session.prefill()
-            session.cycle()
-            session.close()
-    assert len(shares) == 2
-    assert shares[0] == pytest.approx(shares[1])
+@pytest.mark.parametrize("short", [0, 24])
+@pytest.mark.parametrize("trained", [True, False])
+def test_prompts_are_judged_as_pytorch_judges_them(short: int, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way they went, and whoever sits beside them."""
+    monkeypatch.setattr(shadow, "FEW", 12)
+    for module in (shadow, device_judge, device_prefill, device_prompts):
+        monkeypatch.setattr(module, "PROMPT_END", 12)
+    shares: dict[int, tuple[float, int]] = {}
+    monkeypatch.setattr(
+        Watch, "learn_prompt", lambda self, share, places, *_: shares.update({id(self): (share, places)})
+    )
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in (33, 2, 20)]
+    ours, theirs = engines("llama")
+    found, fresh = [], Engine(ours.model, kernels=True)
+    assert fresh._machine is not None
+    fresh._machine.short_prompt = short
+    exit = ours.drafters.exits[LAYER]
+    whole = Exit(exit.model, LAYER, exit.norm, exit.block) if trained else Exit(exit.model, LAYER)
+    for engine, batches in ((fresh, [texts, texts[::-1], texts[2:]]), (theirs, [[text] for text in texts])):
+        with mock.patch.dict(engine.drafters.exits, {LAYER: whole}):
+            for batch in batches:
+                shares.clear()
+                session = governed(engine, batch, 2, {})
+                session.prefill()
+                session.cycle()
+                session.close()
+                found.append([shares[id(row.watch)] for row in session.rows])
+    together, backwards, alone, *of_pytorch = found
+    expected = [share for (share,) in of_pytorch]
+    assert [places for _, places in expected] == [12, 1, 12] and len({share for share, _ in expected}) > 1
+    assert together == backwards[::-1] == [pytest.approx(share) for share in expected]
+    assert alone == [pytest.approx(expected[2])]
+
+
+def test_judging_prompts_stores_nothing() -> None:
+    engine, _ = engines("llama")
+    session = governed(engine, [random_rows(20, seed=1).tolist()] * 2, 9, {})
+    kept: list[torch.Tensor] = []
+    judge = device_session.DeviceSession._judge
+
+    def noting(self: Any, seats: Seats) -> None:
+        kept.extend(tensor.clone() for tensor in (engine.cache.keys, engine.cache.values))
+        judge(self, seats)
+
+    with mock.patch.object(device_session.DeviceSession, "_judge", noting):
+        session.prefill()
+    assert torch.equal(engine.cache.keys, kept[0]) and torch.equal(engine.cache.values, kept[1])
+    session.close()
 
 
 def test_a_governed_request_gives_the_tokens_of_pytorch() -> None:

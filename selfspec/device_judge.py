@@ -1,0 +1,81 @@
+"""Prompts judged on the device: how often exit and model agree at the last positions of the texts on some seats.
+
+Passes over prompts leave what they know of those positions, each of its own; one pass over all of them, once the rows
+sit, tells the shares. What follows from these is the governor's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from selfspec.cache import Cache
+from selfspec.exits import RECALLED, Exit
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree, on_its_way
+from selfspec.fused_exit import FusedExit, Past
+from selfspec.kernels.best import Scores, top_merge
+from selfspec.kernels.enter import Places
+from selfspec.kernels.head import head_top
+from selfspec.model import Decoder
+from selfspec.shadow import PROMPT_END
+from selfspec.tree import Plan
+
+
+def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
+    """Room for what is known of the last positions of so many texts, [PROMPT_END, texts, ...]: of each the state after
+    layer N, what was known one position before, and what the model's head reads."""
+    width = (2 + RECALLED) * model.config.hidden_size
+    return torch.zeros(PROMPT_END, texts, width, dtype=model.dtype, device=model.device)
+
+
+class Judge:
+    """A pass over the ends of the prompts at all seats. Nothing is stored: the exit's cache has these positions."""
+
+    def __init__(
+        self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int, exit: Exit, ends: torch.Tensor
+    ) -> None:
+        self.model, self.seats, self.exit, self.ends = model, seats, exit, ends
+        self.count, self.page_table, device = seats.count, seats.page_table, model.device
+        self.counts, self._stored = torch.zeros_like(seats.lengths), torch.zeros_like(seats.lengths)
+        self.lengths = torch.zeros_like(seats.lengths)  # of the texts before what is judged
+        self.agreement = torch.zeros(seats.count, device=device)  # the share of it, by seat
+        self.fused = FusedDecoder(model, cache, scratch, self, reach)
+        chain, config = Tree(Plan.tree((1,) * (len(ends) - 1)), seats.count, device), model.config
+        rows = len(ends) * seats.count
+        places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, device)
+        self.nodes, self._place = Nodes(places, chain.paths, chain.depths), chain.depths[:, None]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds."""
+        return [self.counts, self._stored, self.lengths, self.agreement, *vars(self.nodes.places).values()]
+
+    def load(self, counts: Sequence[int]) -> None:
+        """Tells how many positions are judged at each seat."""
+        told = torch.tensor([*counts, *[0] * (self.count - len(counts))], dtype=torch.int32)
+        self.counts.copy_(on_its_way(told, self.counts.device), non_blocking=True)
+
+    def launch(self) -> None:
+        hidden, fused = self.model.config.hidden_size, self.fused
+        torch.sub(self.seats.lengths, self.counts, out=self.lengths)
+        self.lengths.clamp_(min=0)  # where nobody sits
+        states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
+        exit, rows = FusedExit(fused, self.exit), len(states)
+        exit.stand(self.nodes, self.seats.pending, self._stored)
+        reads = fused.scratch.take("judged reads", 2 * rows, hidden, dtype=self.model.dtype)
+        left = exit.read(states, Past(previous, None), self.nodes, exit.reads(rows))
+        fused.normalise(left, self.exit.norm, reads[:rows])
+        reads[rows:].copy_(own)
+        guesses, truth = self._best(reads).view(2, -1, self.count)
+        agreed = (guesses == truth) & (self._place < self.counts)
+        torch.div(agreed.sum(0), self.counts.clamp(min=1), out=self.agreement)
+
+    def _best(self, reads: torch.Tensor) -> torch.Tensor:
+        """Over the whole head, since what is captured cannot know a request's own."""
+        vocabulary, scratch = self.model.config.vocab_size, self.fused.scratch
+        scores = scratch.take_like(Scores.empty(len(reads), vocabulary, 1, "meta"))
+        chosen = scratch.take("judged", len(reads), 1, dtype=torch.int32)
+        head_top(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
+        top_merge(scores, chosen)
+        return chosen
