@@ -129,8 +129,8 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
     them; the shortest sums by few warps."""
     width = block_width(n) if kind == "linear" else 16 if n <= 2048 else 32
     is_short = k <= 1024 and width == 16
-    wider = max(width, 32)
-    if rows <= 16 or (rows <= 32 and is_short):
+    wider, most_in_low_tiles = max(width, 32), 16 if not is_short else 48 if kind == "qkv" else 32
+    if rows <= most_in_low_tiles:
         block_m, block_n = 16, width
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
@@ -138,9 +138,10 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
         block_m, block_n = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, wider
     else:
         block_m, block_n = MAX_ROW_TILE, width
-    warps = 2 if is_short and rows <= 32 else 4
+    warps = 2 if is_short and rows <= most_in_low_tiles else 4
     ahead = k // 512 * 512  # as many columns as can be asked for in equal parts, each of them aligned
-    return Config(block_n, block_k=64, stages=8, warps=warps, block_m=block_m, ahead=ahead, early=True)
+    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # fewer leave room for the launch after it
+    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=ahead, early=True)
 
 
 def _choose_long(n: int, k: int, rows: int) -> Config:

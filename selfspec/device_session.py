@@ -33,6 +33,7 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 _LATE = 1.05  # times its own time on the device: what a plain cycle takes at most, whoever was late
+_OFTEN, _FORGETTING = 1.5, 0.97  # so many late launches, each counting less with every one since, and a host is behind
 
 
 @dataclass
@@ -81,7 +82,8 @@ class DeviceSession(Session):
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._unscored = 0  # and those that nobody has looked at, although it may have them
-        self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
+        self._is_behind = False  # the device had finished before the next cycle was launched, now or often of late
+        self._lateness = 0.0
         self._owed: tuple[Any, ...] | None = None  # what is still to be told of the newest cycle that was read
         self._has_moved = False  # to other seats, for the cycle to be launched
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
@@ -255,10 +257,10 @@ class DeviceSession(Session):
         catches_up = looks or self._waiting >= room or (self._waiting > 0 and len(plan) > 0)
         scores = self._keep_up(seats, looks, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
-        self._is_behind = before is not None and before.mail.is_there
         mail.start()
         self.machine.replay(key)()
         mail.send(cycle.report)
+        self._note_lateness(before is not None and before.mail.is_there)
         if len(plan):
             self._unscored = 0
             self._be_patient(looked=False)
@@ -270,6 +272,12 @@ class DeviceSession(Session):
         unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
         is_usual = (before is not None or unknown) and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
+
+    def _note_lateness(self, late: bool) -> None:
+        """Or a host that is late only where it learns and chooses would be so in every second cycle: in time once, it
+        would do both again."""
+        self._lateness = _FORGETTING * self._lateness + late
+        self._is_behind = late or self._lateness > _OFTEN
 
     def _looks(self, reason: str | None, room: int) -> bool:
         """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""

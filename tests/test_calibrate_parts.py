@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from selfspec.calibrate import heads, resources
 from selfspec.calibrate.corpus import Corpus, Document, hidden_states
+from selfspec.calibrate.display import Display
 from selfspec.calibrate.prompts import SHIPPED, parse_domain, read_domain, shipped_domains
 from selfspec.calibrate.resources import Resources, fit
 from selfspec.calibrate.settings import Settings
@@ -435,3 +439,18 @@ def test_a_recipe_is_smaller_elsewhere_than_on_a_gpu_and_fits_the_context() -> N
     assert gpu == replace(Recipe(), seed=3)
     assert cpu.length < gpu.length and cpu.rows < gpu.rows
     assert [Recipe.for_device(torch.device(kind), 64, 0).length for kind in ("cuda", "cpu")] == [64, 64]
+
+
+# What is seen of it
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_nothing_is_drawn_beside_what_is_timed(timed: bool) -> None:
+    seen, before = StringIO(), set(threading.enumerate())
+    display = Display(Console(file=seen, force_terminal=True, width=100))
+    with display.stage("time", total=2, timed=timed) as stage:
+        assert (set(threading.enumerate()) == before) == timed
+        stage.advance(1, "half of it")
+        if timed:
+            assert "half of it" in seen.getvalue()
+    assert "half of it" in seen.getvalue().splitlines()[-1]

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 class Stage:
     """One stage at work. `total` may be set late, once it is known."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, progress: Progress, task: TaskID, timed: bool) -> None:
+        self._progress, self._task, self._timed = progress, task, timed
         self.note = ""
 
     def total(self, total: float) -> None:
@@ -22,7 +22,7 @@ class Stage:
 
     def advance(self, count: float, note: str | None = None) -> None:
         self.note = self.note if note is None else note
-        self._progress.update(self._task, advance=count, note=self.note)
+        self._progress.update(self._task, advance=count, note=self.note, refresh=self._timed)
 
 
 class Display:
@@ -36,7 +36,8 @@ class Display:
         self.console.print(text, soft_wrap=True, highlight=False)
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None) -> Iterator[Stage]:
+    def stage(self, name: str, total: float | None = None, timed: bool = False) -> Iterator[Stage]:
+        """Where something is timed its line is drawn only when it advances: a thread that draws takes time from it."""
         columns = (
             TextColumn("{task.description:<9}"),
             BarColumn(bar_width=24),
@@ -47,8 +48,10 @@ class Display:
         )
         began = time.perf_counter()
         live = self.console.is_terminal
-        with Progress(*columns, console=self.console, transient=True, disable=not live) as progress:
-            stage = Stage(progress, progress.add_task(name, total=total, note=""))
+        with Progress(
+            *columns, console=self.console, auto_refresh=not timed, transient=True, disable=not live
+        ) as progress:
+            stage = Stage(progress, progress.add_task(name, total=total, note=""), timed)
             yield stage
         took = time.perf_counter() - began
         self.say(f"{name:<9} {took:6.1f} s   {stage.note}")

@@ -86,7 +86,7 @@ def try_out(run: Calibration, profile: Profile, plain_step: float) -> Profile:
     profile = _save(run, profile)
     length = trial_length(TRYING_SHARE * run.settings.minutes * 60 / len(run.domains), plain_step)
     engine = Engine(run.model, run.engine.tokenizer, run.engine.generation_config, profile)
-    with run.display.stage("try", total=len(run.domains) * (len(SETTINGS) + 1)) as stage:
+    with run.display.stage("try", len(run.domains) * (len(SETTINGS) + 1), timed=True) as stage:
         domains = {}
         for domain in run.domains:
             choice, prompts = profile.domains[domain.name], run.measuring_prompts(domain)

@@ -371,7 +371,7 @@ class Calibration:
 
     def _measured_costs(self) -> Costs:
         costs: Costs = {}
-        with self.display.stage("time", total=len(BATCHES) * (len(self.exits) + 1)) as stage:
+        with self.display.stage("time", len(BATCHES) * (len(self.exits) + 1), timed=True) as stage:
             rows = self.head_rows(0, heads.largest_head(self.vocabulary))
             exits = [exit.offering(rows, []) for exit in self.exits]
             for batch in BATCHES.values():
