@@ -111,30 +111,35 @@ class _Measured:
         self.memory = memory  # weight of the newest measurement
         self.times = 0
         self.seconds = 0.0
+        self.beside = 0.0  # what a plain step took at that time; 0 where nobody knew
         self.newest = 0.0
-        self.told = 0.0  # what it was when it was last said to be worth looking at
+        self.told = 0.0  # the level when it was last said to be worth looking at
         self.latest = 0  # the cycle of its newest measurement
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, plain: float = 0.0) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
         then the mean follows, slowly, and hardly to a single outlier: of plain steps it might be the last for long."""
         self.times += 1
-        if self.times == 1:
-            self.seconds = seconds
-        elif self.times <= _SETTLED:
-            self.seconds = min(self.seconds, seconds)
-        else:
+        if self.times == 1 or (self.times <= _SETTLED and seconds < self.seconds):
+            self.seconds, self.beside = seconds, plain
+        elif self.times > _SETTLED:
             believed = min(seconds, max(_OUTLIER * self.seconds, self.newest))
             self.seconds += self.memory * (believed - self.seconds)
+            self.beside += self.memory * (plain - self.beside) if self.beside else plain
         self.newest = min(seconds, 2 * self.seconds)
+
+    def ratio(self, plain: float) -> float:
+        """Over the plain steps of its own time, or else those of today: texts of another length may have come since,
+        with which all cycles take longer, or less long."""
+        return self.seconds / (self.beside or plain)
 
     def has_news(self) -> bool:
         """Whether it is worth looking at again: the first few always are, later ones when the mean has changed, and
         now and then, since others may be outdated by then."""
-        is_settled = self.times > _SETTLED and self.times % _SILENCE
-        if is_settled and abs(self.seconds - self.told) <= _NEWS * self.told:
+        is_settled, level = self.times > _SETTLED and self.times % _SILENCE, self.ratio(1.0)
+        if is_settled and abs(level - self.told) <= _NEWS * self.told:
             return False
-        self.told = self.seconds
+        self.told = level
         return True
 
 
@@ -152,11 +157,13 @@ class Costs:
 
     def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
         """A cycle took this long."""
-        key = at.batch, at.length
+        key, plain = (at.batch, at.length), 0.0
+        own = self._plain.get(key)
         if not len(plan):
-            measured = self._plain.get(key) or self._plain.setdefault(key, _Measured(_MEMORY_OF_PLAIN))
+            measured = own or self._plain.setdefault(key, _Measured(_MEMORY_OF_PLAIN))
             self._since_plain[key] = 0
         else:
+            plain = own.seconds if own is not None and own.times >= _KNOWN else 0.0
             here = self._drafting.setdefault(at, {})
             measured = here.get(plan) or here.setdefault(plan, _Measured(_MEMORY))
             self._since_plain[key] += 1
@@ -164,7 +171,7 @@ class Costs:
                 measured.times = 0
         self._cycles += 1
         measured.latest = self._cycles
-        measured.add(max(seconds, _TICK))
+        measured.add(max(seconds, _TICK), plain)
         if measured.has_news():
             self._forget(at.batch, is_plain=not len(plan))
 
@@ -245,7 +252,7 @@ class Costs:
         plain = self._nearest_plain(at.batch, at.length) if here else None
         if here is None or plain is None:
             return {}
-        ratios = {plan: measured.seconds / plain.seconds for plan, measured in here.items()}
+        ratios = {plan: measured.ratio(plain.seconds) for plan, measured in here.items()}
         once = [plan for plan, measured in here.items() if measured.times == 1]
         known = {plan: ratio for plan, ratio in ratios.items() if here[plan].times >= _KNOWN} if once else {}
         most = _OUTLIER * self._error(at, known, guess) if known else _FIRST_TIME

@@ -34,6 +34,27 @@ def test_what_was_run_is_measured_in_plain_steps() -> None:
     assert known.plain(1, 100) == pytest.approx(0.010)
 
 
+def test_what_was_run_with_other_texts_is_compared_with_the_plain_steps_of_its_time() -> None:
+    """All cycles take longer with longer texts: a plan that was last used there would look dear beside one in use."""
+    known = costs((NONE, 0.0100), (CHAIN, 0.0150))
+    for _ in range(60):
+        known.observe(ONE, NONE, 0.0080)
+        known.observe(ONE, TREE, 0.0120)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.5)
+    assert known.ratio(ONE, TREE, guess) == pytest.approx(1.5, rel=0.01)
+
+
+def test_what_was_run_before_any_plain_step_is_compared_with_those_that_came() -> None:
+    known = costs((CHAIN, 0.0150), (NONE, 0.0100))
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.5)
+    for _ in range(60):
+        known.observe(ONE, NONE, 0.0080)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(0.015 / 0.008, rel=0.01)
+    for _ in range(60):
+        known.observe(ONE, CHAIN, 0.0120)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.5, rel=0.01)
+
+
 def test_a_single_time_is_believed_within_reason() -> None:
     known = costs((NONE, 0.010))
     known.observe(ONE, CHAIN, 0.020)
@@ -108,11 +129,14 @@ def test_a_batch_that_borrows_a_plain_step_soon_measures_its_own() -> None:
 def test_a_single_slow_plain_step_flatters_no_plan() -> None:
     """It may be the last one for a hundred cycles; a second one after it is no accident."""
     known = costs(*[(NONE, 0.010), (CHAIN, 0.011)] * 8)
-    usual = known.ratio(ONE, CHAIN, guess)
+    usual = known.plain(1, 100)
     known.observe(ONE, NONE, 0.030)
-    assert known.ratio(ONE, CHAIN, guess) > 0.97 * usual
+    assert usual == pytest.approx(0.010) and known.plain(1, 100) < 1.03 * usual
     known.observe(ONE, NONE, 0.030)
-    assert known.ratio(ONE, CHAIN, guess) < 0.85 * usual
+    assert known.plain(1, 100) > 1.2 * usual
+    for _ in range(30):
+        known.observe(ONE, CHAIN, 0.011)
+    assert known.ratio(ONE, CHAIN, guess) < 0.85 * 1.1
 
 
 def test_what_has_become_slow_is_noticed() -> None:
