@@ -129,7 +129,8 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
     them; the shortest sums by few warps."""
     width = block_width(n) if kind == "linear" else 16 if n <= 2048 else 32
     is_short = k <= 1024 and width == 16
-    wider, most_in_low_tiles = max(width, 32), 16 if not is_short else 48 if kind == "qkv" else 32
+    wider = max(width, 32)
+    most_in_low_tiles = 16 if not is_short else 48 if kind == "qkv" else 32
     if rows <= most_in_low_tiles:
         block_m, block_n = 16, width
     elif rows <= 32:

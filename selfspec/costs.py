@@ -66,7 +66,7 @@ class StepCost:
 
 def _tiles(rows: int) -> int:
     """Rows that most kernels compute for so many: where a pass begins to take longer."""
-    return -(-rows // 16) * 16 if rows <= 48 else -(-rows // 64) * 64
+    return 16 if rows <= 16 else 32 if rows <= 32 else -(-rows // 64) * 64
 
 
 def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool, batch: int = 1) -> Guess:

@@ -59,7 +59,6 @@ class Judge:
     def launch(self) -> None:
         hidden, fused = self.model.config.hidden_size, self.fused
         torch.sub(self.seats.lengths, self.counts, out=self.lengths)
-        self.lengths.clamp_(min=0)  # where nobody sits
         states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
         exit, rows = FusedExit(fused, self.exit), len(states)
         exit.stand(self.nodes, self.seats.pending, self._stored)

@@ -18,7 +18,7 @@ from selfspec.fused import on_its_way
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
 
-SMALLEST = 32  # rows that a chunk is padded to at least
+SMALLEST = max(32, PROMPT_END)  # rows that a chunk is padded to at least
 
 
 def padded(count: int, least: int) -> int:
@@ -65,7 +65,7 @@ class Prefill:
         self.load([0], 0, [])
         # What was known before the chunk, and is known after it, for the exit to recall.
         self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.judged = ends_buffer(model, 1)[:, 0]  # what is known of the chunk's last positions
+        self.judged = ends_buffer(model, 1)[:, 0]  # what is known of the text's last positions, before and after it
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -81,9 +81,11 @@ class Prefill:
         told[rows + 2 + len(held) :] = self._idle
         self.told.copy_(on_its_way(told, self.told.device), non_blocking=True)
 
-    def remember(self, known: torch.Tensor | None) -> None:
+    def remember(self, known: torch.Tensor | None, judged: torch.Tensor | None = None) -> None:
         """What was known before the chunk; nothing where a text begins."""
         self.known.zero_() if known is None else self.known[0, 0].copy_(known)
+        if judged is not None:
+            self.judged.copy_(judged)
 
     def places(self, row: torch.Tensor | None = None) -> Causal:
         """Where these rows stand, or all of them."""
@@ -108,6 +110,9 @@ class Prefill:
         previous = torch.cat((self.known, known[:, :-1]), dim=1)
         exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
         self.known.copy_(known.index_select(1, self.span[1:] - 1))
-        rows = (self.span[1] - PROMPT_END).clamp(min=0) + torch.arange(PROMPT_END, device=self.told.device)
         parts = hidden[0], previous[0], known[0, :, : model.config.hidden_size]
-        torch.cat([states.index_select(0, rows) for states in parts], dim=1, out=self.judged)
+        places, begin = torch.arange(PROMPT_END, device=self.told.device), self.span[1] - PROMPT_END
+        rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + places  # below 0: of the chunk before
+        before = self.judged.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))
+        some = torch.cat([states.index_select(0, rows.clamp(min=0)) for states in parts], dim=1)
+        self.judged.copy_(torch.where(rows[:, None] < 0, before, some))

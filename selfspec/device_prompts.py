@@ -201,7 +201,7 @@ class Prompts(Pass):
         fused, exit, layers = self.fused, self.exit, self.model.config.num_layers
         self._known_rows[: self.count].copy_(self.roots)  # before any kernel that may look it up without waiting
         stream = self._enter()
-        if exit is None:  # nobody will recall anything
+        if exit is None:  # nobody will recall anything, or judge
             stream = fused.run(range(layers - 1), stream, stream, self.nodes)
             last, spec = self.model.layers[-1], self.model.config.layers[-1]
             fused.store(last, spec, layers - 1, stream, self.nodes, None)  # all that is left of them

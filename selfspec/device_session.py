@@ -33,7 +33,8 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 _LATE = 1.05  # times its own time on the device: what a plain cycle takes at most, whoever was late
-_OFTEN, _FORGETTING = 1.5, 0.97  # so many late launches, each counting less with every one since, and a host is behind
+# Late launches, each counting less with every one since: with so many a host is behind, and more do not count.
+_FORGETTING, _OFTEN, _ALWAYS = 0.97, 1.5, 4.0
 
 
 @dataclass
@@ -91,6 +92,7 @@ class DeviceSession(Session):
         self._hurried = 0  # cycles since the governor saw one
         self._has_time = True  # to choose a plan, before the next cycle is launched
         self._judged: dict[int, int] = {}  # seats whose prompts are judged, and by how many positions
+        self._end_so_far: torch.Tensor | None = None  # of a prompt that comes in chunks, what it will be judged by
         self._shares: Mail | None = None  # of these at which exit and model agree, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
         if self.governor is not None and self._host_chooses:
@@ -115,7 +117,6 @@ class DeviceSession(Session):
             self._judge(seats)
             if self._host_chooses:
                 self._learn_prompts()
-                self.rise()
 
     def _judge(self, seats: Seats) -> None:
         """The prompts at these seats, all in one pass."""
@@ -179,12 +180,12 @@ class DeviceSession(Session):
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count)
         prefill.load(chunk, sequence.length, sequence.pages)
         if self.exit is not None:
-            prefill.remember(row.known)
+            prefill.remember(row.known, self._end_so_far)
         replay()
         if self.exit is not None:
-            row.known = prefill.known[0, 0].clone()
+            row.known, self._end_so_far = prefill.known[0, 0].clone(), prefill.judged.clone()
             if sequence.length + count == len(row.prompt) - 1:
-                self._keep_end(row, prefill.judged, count)
+                self._keep_end(row, prefill.judged, len(row.prompt) - 1)
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 
@@ -194,10 +195,10 @@ class DeviceSession(Session):
 
     def close(self) -> None:
         self.tell()
-        self.machine.take_back(self._landed)
+        self.machine.take_back(self._landed, self._shares)
         if self._flight is not None:
             self.machine.take_back(self._flight.mail, self._flight.scores.mail if self._flight.scores else None)
-        self._landed = None
+        self._landed = self._shares = None
         self._leave_seats()
         self._seated, self._flight = [], None
         super().close()
@@ -259,8 +260,8 @@ class DeviceSession(Session):
         mail = self.machine.mail(cycle.report)
         mail.start()
         self.machine.replay(key)()
-        mail.send(cycle.report)
         self._note_lateness(before is not None and before.mail.is_there)
+        mail.send(cycle.report)
         if len(plan):
             self._unscored = 0
             self._be_patient(looked=False)
@@ -276,7 +277,7 @@ class DeviceSession(Session):
     def _note_lateness(self, late: bool) -> None:
         """Or a host that is late only where it learns and chooses would be so in every second cycle: in time once, it
         would do both again."""
-        self._lateness = _FORGETTING * self._lateness + late
+        self._lateness = min(_ALWAYS, _FORGETTING * self._lateness + late)
         self._is_behind = late or self._lateness > _OFTEN
 
     def _looks(self, reason: str | None, room: int) -> bool:

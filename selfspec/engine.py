@@ -213,11 +213,11 @@ class Engine:
         cycles = list(dict.fromkeys(self._expected_cycles(batch, domain, temperatures)))
         marked = self.profile.router_layer if self.profile is not None and self.profile.routes else None
         judged = self.profile is not None and any(c.prompt_agreement for c in self.profile.domains.values())
-        most_judged = self.rules.max_tree_batch if judged else 0  # rows, as in sessions
+        most_judged = self.rules.max_tree_batch if judged else 0  # rows, as in sessions; on up to twice as many seats
         for exit in dict.fromkeys(exit for _, _, exit, _ in cycles):
             self._machine.prepare_prompts(exit, batch, marked)
         for cycle in track(cycles, description="capturing cycles", transient=True):
-            self._machine.prepare(*cycle, longest, judged=cycle[0] // 2 < most_judged)  # half of its seats may be empty
+            self._machine.prepare(*cycle, longest, judged=cycle[0] // 2 < most_judged)
         return len(cycles)
 
     def _expected_cycles(

@@ -24,6 +24,7 @@ from selfspec import (
     runtime,
     shadow,
 )
+from selfspec import machine as machine_module
 from selfspec.acceptance import Acceptance
 from selfspec.cache import flat_slot
 from selfspec.costs import Costs, guessed_cost
@@ -630,11 +631,15 @@ def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: p
     torch.testing.assert_close(our_keys, their_keys, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("short", [0, 24])
-@pytest.mark.parametrize("trained", [True, False])
-def test_prompts_are_judged_as_pytorch_judges_them(short: int, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way they went, and whoever sits beside them."""
+@pytest.mark.parametrize(
+    ("short", "chunk", "trained"), [(0, 512, True), (24, 512, True), (0, 16, True), (24, 512, False)]
+)
+def test_prompts_are_judged_as_pytorch_judges_them(
+    short: int, chunk: int, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way they went, in however many chunks, and whoever sits beside them."""
     monkeypatch.setattr(shadow, "FEW", 12)
+    monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
     for module in (shadow, device_judge, device_prefill, device_prompts):
         monkeypatch.setattr(module, "PROMPT_END", 12)
     shares: dict[int, tuple[float, int]] = {}
@@ -663,6 +668,23 @@ def test_prompts_are_judged_as_pytorch_judges_them(short: int, trained: bool, mo
     assert [places for _, places in expected] == [12, 1, 12] and len({share for share, _ in expected}) > 1
     assert together == backwards[::-1] == [pytest.approx(share) for share in expected]
     assert alone == [pytest.approx(expected[2])]
+
+
+def test_what_judges_prompts_is_captured_for_each_exit_and_reach_before_the_first_request() -> None:
+    ours, _ = engines("llama", LONG_CONTEXT)
+    engine = Engine(ours.model, kernels=True)
+    machine, exit = engine._machine, ours.drafters.exits[LAYER]
+    assert machine is not None
+    other = random_exit(engine.model, LAYER)
+    with mock.patch.object(machine_module, "SHORTEST_REACH", 64):
+        machine.prepare(1, NONE, exit, Sampling(do_sample=False), 100, judged=True)
+        held = len(machine._passes)
+        judge, seats = machine.judge(machine.seats(1), exit, 100), machine.seats(1)
+        assert len(machine._passes) == held, "captured before"
+        assert judge[0] is machine.judge(seats, replace(exit, head_rows=None), 100)[0]
+        assert judge[0].fused.ranges != machine.judge(seats, exit, 600)[0].fused.ranges
+        assert judge[0] is not machine.judge(seats, other, 100)[0]
+        assert judge[0] is not machine.judge(machine.seats(2), exit, 100)[0]
 
 
 def test_judging_prompts_stores_nothing() -> None:

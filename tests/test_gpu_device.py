@@ -198,6 +198,7 @@ def test_prompts_are_judged_alike_in_any_company_and_nearly_as_by_pytorch(monkey
         engine = Engine.from_model(model, kernels=kernels)
         engine.drafters.exits = {LAYER: random_exit(engine.model, LAYER)}
         for batch in batches:
+            shares.clear()
             session = governed_session(engine, batch, 4, {})
             for _ in session.run():
                 pass

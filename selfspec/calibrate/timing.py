@@ -21,18 +21,8 @@ from selfspec.tree import NONE, Plan
 
 _LARGEST_TREE_BATCH = Rules().max_tree_batch
 _STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root
-_FULL_TILES = (
-    3,
-    4,
-    7,
-    8,
-    11,
-    12,
-    15,
-    16,
-    31,
-    32,
-)  # also, on kernels: before and after rows of 1 or 4 texts need another tile
+# Also, on kernels: before and after rows of 1 or 4 texts need another tile, those of 4 also where few kernels do.
+_FULL_TILES = (3, 4, 7, 8, 11, 12, 15, 16, 31, 32)
 _CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # as many nodes, two depths apart
 _HEAD_STEP = 4  # every fourth row makes the smaller head that is timed
 _MOST_IN_LARGE_BATCHES = 8  # nodes that are timed where only chains are drafted
