@@ -6,13 +6,11 @@ sit, tells the shares. What follows from these is the governor's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from selfspec.cache import Cache
 from selfspec.exits import RECALLED, Exit
-from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree, on_its_way
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
 from selfspec.fused_exit import FusedExit, Past
 from selfspec.kernels.best import Scores, top_merge
 from selfspec.kernels.enter import Places
@@ -51,13 +49,9 @@ class Judge:
         """What it holds."""
         return [self.counts, self._stored, self.lengths, self.agreement, *vars(self.nodes.places).values()]
 
-    def load(self, counts: Sequence[int]) -> None:
-        """Tells how many positions are judged at each seat."""
-        told = torch.tensor([*counts, *[0] * (self.count - len(counts))], dtype=torch.int32)
-        self.counts.copy_(on_its_way(told, self.counts.device), non_blocking=True)
-
     def launch(self) -> None:
         hidden, fused = self.model.config.hidden_size, self.fused
+        torch.clamp(self.seats.lengths, max=len(self.ends), out=self.counts)  # none where nobody sits
         torch.sub(self.seats.lengths, self.counts, out=self.lengths)
         states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
         exit, rows = FusedExit(fused, self.exit), len(states)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from selfspec import shadow
 from selfspec.cache import PAGE_SIZE, CacheFull
 from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_prompts import passes
@@ -28,13 +27,12 @@ from selfspec.kernels.know import places_for
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
 from selfspec.runtime import Session, is_governed
+from selfspec.shadow import PROMPT_END
 from selfspec.tree import MAX_NODES, NONE, Plan
 
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
 _LATE = 1.05  # times its own time on the device: what a plain cycle takes at most, whoever was late
-# Late launches, each counting less with every one since: with so many a host is behind, and more do not count.
-_FORGETTING, _OFTEN, _ALWAYS = 0.97, 1.5, 4.0
 
 
 @dataclass
@@ -83,15 +81,14 @@ class DeviceSession(Session):
         self._longest = max(row.max_length for row in self.rows)
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._unscored = 0  # and those that nobody has looked at, although it may have them
-        self._is_behind = False  # the device had finished before the next cycle was launched, now or often of late
-        self._lateness = 0.0
+        self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
         self._owed: tuple[Any, ...] | None = None  # what is still to be told of the newest cycle that was read
         self._has_moved = False  # to other seats, for the cycle to be launched
         self._left_at = 0.0  # when the cycle before was over, and how long ago that was when this one was asked for
         self._pause = 0.0
         self._hurried = 0  # cycles since the governor saw one
         self._has_time = True  # to choose a plan, before the next cycle is launched
-        self._judged: dict[int, int] = {}  # seats whose prompts are judged, and by how many positions
+        self._judged: list[int] = []  # seats whose prompts are judged
         self._end_so_far: torch.Tensor | None = None  # of a prompt that comes in chunks, what it will be judged by
         self._shares: Mail | None = None  # of these at which exit and model agree, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
@@ -122,27 +119,27 @@ class DeviceSession(Session):
         """The prompts at these seats, all in one pass."""
         assert self.exit is not None
         judge, replay = self.machine.judge(seats, self.exit, self._longest)
-        judge.load([self._judged.get(seat, 0) for seat in range(seats.count)])
         replay()
         self._shares = self.machine.mail(judge.agreement)
         self._shares.send(judge.agreement)
 
     def _learn_prompts(self) -> None:
         """What the exit's agreement with the prompts tells; waits for it."""
-        judged, mail, self._judged, self._shares = self._judged, self._shares, {}, None
+        judged, mail, self._judged, self._shares = self._judged, self._shares, [], None
         if mail is not None and self._usual_agreement is not None:
             shares = mail.read()
-            for seat, places in judged.items():
-                self.rows[seat].watch.learn_prompt(shares[seat], places, *self._usual_agreement)
+            for seat in judged:
+                row = self.rows[seat]
+                row.watch.learn_prompt(shares[seat], min(len(row.prompt) - 1, PROMPT_END), *self._usual_agreement)
             self.machine.take_back(mail)
             super()._expect()
 
-    def _keep_end(self, row: Row, end: torch.Tensor, positions: int) -> None:
+    def _keep_end(self, row: Row, end: torch.Tensor) -> None:
         """What a prompt is judged by goes where its row will sit, if prompts are judged."""
         if self._usual_agreement is not None:
             seat = self.rows.index(row)
             self.machine.ends(self.machine.seats(len(self.rows)))[:, seat].copy_(end)
-            self._judged[seat] = min(positions, shadow.PROMPT_END)
+            self._judged.append(seat)
 
     def _prefill_prompts(self, firsts: list[Row]) -> None:
         """Short ones share passes of the kernels that decode, the others are alone. Which way a prompt goes follows
@@ -164,7 +161,7 @@ class DeviceSession(Session):
         if self.exit is not None:
             for row, known, end in zip(rows, prompts.known[: len(rows)].clone(), prompts.judged, strict=False):
                 row.known = known
-                self._keep_end(row, end, len(row.prompt) - 1)
+                self._keep_end(row, end)
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.drafted = sequence.verified = length
         self.cache.commit(sequences, list(map(range, lengths)))
@@ -185,7 +182,7 @@ class DeviceSession(Session):
         if self.exit is not None:
             row.known, self._end_so_far = prefill.known[0, 0].clone(), prefill.judged.clone()
             if sequence.length + count == len(row.prompt) - 1:
-                self._keep_end(row, prefill.judged, len(row.prompt) - 1)
+                self._keep_end(row, prefill.judged)
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 
@@ -258,9 +255,9 @@ class DeviceSession(Session):
         catches_up = looks or self._waiting >= room or (self._waiting > 0 and len(plan) > 0)
         scores = self._keep_up(seats, looks, before) if catches_up else None
         mail = self.machine.mail(cycle.report)
+        self._is_behind = before is not None and before.mail.is_there
         mail.start()
         self.machine.replay(key)()
-        self._note_lateness(before is not None and before.mail.is_there)
         mail.send(cycle.report)
         if len(plan):
             self._unscored = 0
@@ -273,12 +270,6 @@ class DeviceSession(Session):
         unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
         is_usual = (before is not None or unknown) and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
-
-    def _note_lateness(self, late: bool) -> None:
-        """Or a host that is late only where it learns and chooses would be so in every second cycle: in time once, it
-        would do both again."""
-        self._lateness = min(_ALWAYS, _FORGETTING * self._lateness + late)
-        self._is_behind = late or self._lateness > _OFTEN
 
     def _looks(self, reason: str | None, room: int) -> bool:
         """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""

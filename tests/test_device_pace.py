@@ -212,61 +212,6 @@ def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(mon
     assert overlooked
 
 
-@pytest.mark.parametrize("owed", [3.0, -5.0])
-def test_a_host_that_is_late_only_where_it_learns_and_chooses_soon_does_one_of_them_at_a_time(
-    owed: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, late = {"learned": False, "chosen": False}, []
-
-    def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 0.1
-        work["learned"] = True
-
-    def choose(*_: Any) -> tuple[Plan, None]:
-        work["chosen"] = True
-        return CHAIN, None
-
-    def is_there(_: Mail) -> bool:
-        late.append(all(work.values()))
-        work.update(learned=False, chosen=False)
-        return late[-1]
-
-    monkeypatch.setattr(Governor, "observe", observe)
-    monkeypatch.setattr(Governor, "overlook", lambda *_: None)
-    monkeypatch.setattr(Governor, "choose", choose)
-    monkeypatch.setattr(Mail, "is_there", property(is_there))
-    session = Paced(Machine(), Costs(in_seats=True), new_tokens=400)
-    assert session.governor is not None
-    session.governor.ledger.owed = owed
-    for _ in range(100):
-        session.cycle()
-    assert len(late) >= 99 and 0 < sum(late) <= 8, "every second one, if being late were forgotten at once"
-
-
-@pytest.mark.parametrize(("late", "last"), [({5}, 5), (set(range(5, 60)), 95)])
-def test_a_host_that_is_no_longer_late_looks_at_every_cycle_again(
-    late: set[int], last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once if it was so only once, and after a while however long it was."""
-    launches, overlooked = [0], []
-
-    def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 0.1
-
-    def is_there(_: Mail) -> bool:
-        launches[0] += 1
-        return launches[0] in late
-
-    monkeypatch.setattr(Governor, "observe", observe)
-    monkeypatch.setattr(Governor, "overlook", lambda *_: overlooked.append(launches[0]))
-    monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
-    monkeypatch.setattr(Mail, "is_there", property(is_there))
-    session = Paced(Machine(), Costs(in_seats=True), new_tokens=600)
-    for _ in range(140):
-        session.step()
-    assert max(late) <= overlooked[-1] <= last
-
-
 @pytest.mark.parametrize(("in_use", "at_stake"), [(NONE, 0.1), (Plan.parse("chain:1"), 0.1), (CHAIN, math.inf)])
 def test_a_probe_and_a_plan_of_unknown_costs_are_always_seen(
     in_use: Plan, at_stake: float, monkeypatch: pytest.MonkeyPatch

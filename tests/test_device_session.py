@@ -640,7 +640,7 @@ def test_prompts_are_judged_as_pytorch_judges_them(
     """Whichever way they went, in however many chunks, and whoever sits beside them."""
     monkeypatch.setattr(shadow, "FEW", 12)
     monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
-    for module in (shadow, device_judge, device_prefill, device_prompts):
+    for module in (shadow, device_judge, device_prefill, device_prompts, device_session):
         monkeypatch.setattr(module, "PROMPT_END", 12)
     shares: dict[int, tuple[float, int]] = {}
     monkeypatch.setattr(
