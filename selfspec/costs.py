@@ -157,8 +157,8 @@ class Costs:
 
     def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
         """A cycle took this long."""
-        key, plain = (at.batch, at.length), 0.0
-        own = self._plain.get(key)
+        key = at.batch, at.length
+        own, plain = self._plain.get(key), 0.0
         if not len(plan):
             measured = own or self._plain.setdefault(key, _Measured(_MEMORY_OF_PLAIN))
             self._since_plain[key] = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree
+from selfspec.fused import FusedDecoder, Nodes, Seats, Stream, Tree, empty_places
 from selfspec.fused_exit import Drafter, FusedExit, Past, Reads
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.best import FEW, MOST, Ranking, Scores, top_merge
@@ -70,8 +70,7 @@ class Cycle:
         self.rows = batch * (len(plan) + 1)
         self.stream = Stream.empty(self.rows, self.model)  # states of all rows after the draft partition
         self.late = self.stream if drafter is None else FusedExit(fused, drafter.exit).own(self.rows)
-        config = self.model.config
-        self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, self.model.dtype, device)
+        self.places = empty_places(self.model, self.rows)
         self.everyone = self._nodes(range(len(plan) + 1))
         self._levels = [_Level(self.tree, level) for level in plan.levels]
         self.reads = Reads.empty(self.rows, self.model)

@@ -10,14 +10,12 @@ import torch
 
 from selfspec.cache import Cache
 from selfspec.exits import RECALLED, Exit
-from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats
 from selfspec.fused_exit import FusedExit, Past
 from selfspec.kernels.best import Scores, top_merge
-from selfspec.kernels.enter import Places
 from selfspec.kernels.head import head_top
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
-from selfspec.tree import Plan
 
 
 def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
@@ -34,15 +32,12 @@ class Judge:
         self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int, exit: Exit, ends: torch.Tensor
     ) -> None:
         self.model, self.seats, self.exit, self.ends = model, seats, exit, ends
-        self.count, self.page_table, device = seats.count, seats.page_table, model.device
+        self.count, self.page_table = seats.count, seats.page_table
         self.counts, self._stored = torch.zeros_like(seats.lengths), torch.zeros_like(seats.lengths)
         self.lengths = torch.zeros_like(seats.lengths)  # of the texts before what is judged
-        self.agreement = torch.zeros(seats.count, device=device)  # the share of it, by seat
+        self.agreement = torch.zeros(seats.count, device=model.device)  # the share of it, by seat
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        chain, config = Tree(Plan.tree((1,) * (len(ends) - 1)), seats.count, device), model.config
-        rows = len(ends) * seats.count
-        places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, device)
-        self.nodes, self._place = Nodes(places, chain.paths, chain.depths), chain.depths[:, None]
+        self.nodes = Nodes.chain(model, len(ends), seats.count)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -61,7 +56,7 @@ class Judge:
         fused.normalise(left, self.exit.norm, reads[:rows])
         reads[rows:].copy_(own)
         guesses, truth = self._best(reads).view(2, -1, self.count)
-        agreed = (guesses == truth) & (self._place < self.counts)
+        agreed = (guesses == truth) & (self.nodes.depths[:, None] < self.counts)
         torch.div(agreed.sum(0), self.counts.clamp(min=1), out=self.agreement)
 
     def _best(self, reads: torch.Tensor) -> torch.Tensor:

@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from selfspec.cache import PAGE_SIZE, Cache
 from selfspec.device_judge import ends_buffer
 from selfspec.exits import Exit
-from selfspec.fused import FusedDecoder, Nodes, Scratch, Stream, Tree, on_its_way
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Stream, on_its_way
 from selfspec.fused_exit import FusedExit, Past, known_buffer
-from selfspec.kernels.enter import Places, enter
+from selfspec.kernels.enter import enter
 from selfspec.kernels.norm import tiles
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
-from selfspec.tree import Plan
 
 LONGEST = 256  # tokens of a text; longer ones are worth large products of PyTorch
 STRETCH = PAGE_SIZE
@@ -91,10 +90,9 @@ class Pass:
         long = self._parts(self.told)
         self.filled, self.roots, self.lasts, self.ends = (long[n] for n in ("filled", "roots", "lasts", "ends"))
         self.load([])
-        tree, config = Tree(Plan.tree((1,) * (stretch - 1)), count, device), model.config
-        self.places = Places.empty(self.rows, len(config.ropes), config.head_dim // 2, model.dtype, device)
-        self.nodes = Nodes(self.places, tree.paths, tree.depths)
-        self._first, self._steps = torch.zeros_like(tree.depths), tree.depths
+        self.nodes = Nodes.chain(model, stretch, count)
+        self.places, self._steps = self.nodes.places, self.nodes.depths
+        self._first = torch.zeros_like(self._steps)
         self.fused = FusedDecoder(model, cache, scratch, self, LONGEST)
 
     def _parts(self, whole: torch.Tensor | np.ndarray) -> dict:

@@ -177,12 +177,14 @@ class DeviceSession(Session):
         prefill, replay = self.machine.prefill(self.exit, count, sequence.length + count)
         prefill.load(chunk, sequence.length, sequence.pages)
         if self.exit is not None:
-            prefill.remember(row.known, self._end_so_far)
+            prefill.remember(row.known, self._end_so_far if sequence.length else None)
         replay()
         if self.exit is not None:
-            row.known, self._end_so_far = prefill.known[0, 0].clone(), prefill.judged.clone()
+            row.known = prefill.known[0, 0].clone()
             if sequence.length + count == len(row.prompt) - 1:
                 self._keep_end(row, prefill.judged)
+            else:
+                self._end_so_far = prefill.judged.clone()
         sequence.drafted = sequence.verified = count
         self.cache.commit([sequence], [range(count)])
 

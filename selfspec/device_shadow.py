@@ -11,13 +11,11 @@ import torch
 
 from selfspec.cache import Cache
 from selfspec.device_cycle import Drawing
-from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats, Tree
+from selfspec.fused import FusedDecoder, Nodes, Scratch, Seats
 from selfspec.fused_exit import Drafter, FusedExit, Past
 from selfspec.kernels.best import top_merge
-from selfspec.kernels.enter import Places
 from selfspec.kernels.know import places_for
 from selfspec.model import Decoder
-from selfspec.tree import Plan
 
 OFFERED = 1  # best draft tokens that are looked at: more would take scores of all tokens, for every place
 _FEWEST, _ENOUGH = 4, 64  # places of a text, and rows of all texts, that are scored at once
@@ -47,12 +45,9 @@ class Shadow:
         self.count, self.page_table = seats.count, seats.page_table
         self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        chain = Tree(Plan.tree((1,) * (drafter.waiting.places - 1)), seats.count, model.device)
-        rows, config = len(drafter.waiting.hidden), model.config
-        places = Places.empty(rows, len(config.ropes), config.head_dim // 2, model.dtype, model.device)
-        self.nodes = Nodes(places, chain.paths, chain.depths)
+        self.nodes = Nodes.chain(model, drafter.waiting.places, seats.count)
         scored = scored_places(seats.count) if scores else 0
-        self.scored = Nodes(places.rows(0, scored * seats.count), chain.paths[:scored], chain.depths[:scored])
+        self.scored = self.nodes.first(scored)
         # The best draft token after each place that is scored.
         self.report = torch.zeros(scored * seats.count, OFFERED, dtype=torch.int32, device=model.device)
 

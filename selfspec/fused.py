@@ -203,6 +203,22 @@ class Nodes:
     paths: torch.Tensor  # [M, depth + 1]
     depths: torch.Tensor  # [M]
 
+    @classmethod
+    def chain(cls, model: Decoder, length: int, texts: int) -> Nodes:
+        """So many positions one after the other, in each of some texts."""
+        tree = Tree(Plan.tree((1,) * (length - 1)), texts, model.device)
+        return cls(empty_places(model, length * texts), tree.paths, tree.depths)
+
+    def first(self, count: int) -> Nodes:
+        """The first few of them, in all texts."""
+        rows = count * (len(self.places.tokens) // len(self.depths))
+        return Nodes(self.places.rows(0, rows), self.paths[:count], self.depths[:count])
+
+
+def empty_places(model: Decoder, rows: int) -> Places:
+    """Room for where so many rows of a model stand."""
+    return Places.empty(rows, len(model.config.ropes), model.config.head_dim // 2, model.dtype, model.device)
+
 
 class Scratch:
     """Buffers that no kernel needs after the next few, shared by all passes: they run one after the other."""

@@ -49,9 +49,9 @@ class Rules:
     def on(self, device: str) -> Rules:
         """The same on this type of device: what is left to it is settled. Long cycles make tokens come in bursts. On a
         GPU they gain a few per cent; on a CPU, where every row costs, there would be nothing without them."""
-        return (
-            self if self.longest_cycle is not None else replace(self, longest_cycle=1.67 if device == "cuda" else inf)
-        )
+        if self.longest_cycle is not None:
+            return self
+        return replace(self, longest_cycle=1.67 if device == "cuda" else inf)
 
     @property
     def cycle_limit(self) -> float:
