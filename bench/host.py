@@ -54,9 +54,9 @@ class Mail:
     def after(self, before: Mail) -> float:
         return self.seconds
 
-    def start(self) -> None: ...
+    def start(self, stream: None, after: Mail | None) -> None: ...
 
-    def send(self, report: Any) -> None: ...
+    def send(self, report: Any, stream: None) -> None: ...
 
     def read(self) -> list[list[int]]:
         return self._reports
@@ -70,6 +70,7 @@ class Machine:
         self.mails: list[Any] = []
         self.owners: dict[int, Any] = {}
         self.current = nullcontext
+        self.stream = None
         self.newest = NONE
         self._rows, self._right, self._drawn = rows, right, random.Random(seed)
 
@@ -81,6 +82,9 @@ class Machine:
     def cycle(self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int) -> tuple[Any, Any]:
         self.newest = plan
         return plan, SimpleNamespace(report=None)
+
+    def kept(self, key: Any) -> None:
+        """Nothing is."""
 
     def is_captured(self, key: Any) -> bool:
         return key in self.captured

@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import repeat
 from math import exp, log, prod, sqrt
-
-import numpy as np
 
 from selfspec.tree import MAX_NODES, Plan
 
@@ -112,13 +109,7 @@ def _turned(tokens: int) -> float:
     return 1 - (1 - _TURNING) ** tokens
 
 
-_TURNED = np.array([_turned(tokens) for tokens in range(MAX_NODES + 2)])  # of as many as a cycle can bring
-
-
-def _once(of_each: Sequence[Sequence[float]]) -> np.ndarray:
-    """Of many, or of one for all where they have the same."""
-    first = of_each[0]
-    return np.array(first if all(one is first for one in of_each) else of_each)
+_TURNED = [_turned(tokens) for tokens in range(MAX_NODES + 2)]  # of as many as a cycle can bring
 
 
 @dataclass
@@ -151,32 +142,40 @@ class Belief:
 
     def learn(self, chances: Chances, tokens: int = 0) -> None:
         """Something happened that had this chance with each kind, after some tokens had gone by."""
-        turned = _turned(tokens)
-        together = [
-            (weight + turned * (home - weight)) * chance
-            for weight, home, chance in zip(self.weights, self.home, chances, strict=True)
-        ]
-        total = sum(together)
-        self._weights = [value / total for value in together]
+        turned = _TURNED[tokens]
+        self._become(
+            [
+                (weight + turned * (home - weight)) * chance
+                for weight, home, chance in zip(self.weights, self.home, chances, strict=True)
+            ]
+        )
 
     @staticmethod
-    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> list[float]:
-        """Each of many learns its own, as `learn` would teach it. But texts of one request are often of one kind: what
-        each might be, before it has shown anything itself, follows what all of them have come to. Returns how strange
-        each is then."""
+    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
+        """Each of many learns its own. But texts of one request are often of one kind: what each might be, before it
+        has shown anything itself, follows what all of them have come to."""
+        for belief, of_text, new in zip(beliefs, chances, tokens, strict=True):
+            belief.learn(of_text, new)
         if len(beliefs) == 1 and beliefs[0].home is beliefs[0].prior:  # nobody to compare with, nor has there been
-            beliefs[0].learn(chances[0], tokens[0])
-            return [beliefs[0].strangeness]
-        weights, home = np.array([of.weights for of in beliefs]), _once([of.home for of in beliefs])
-        learned = (weights + _TURNED[tokens, None] * (home - weights)) * np.array(chances)
-        learned /= learned.sum(1, keepdims=True)
-        among = (_ALONE * _once([of.prior for of in beliefs]) + learned.sum(0)) / (_ALONE + len(beliefs))
-        learned *= among / home
-        learned /= learned.sum(1, keepdims=True)
-        homes = among.tolist() if among.ndim > 1 else repeat(among.tolist(), len(beliefs))
-        for belief, of_home, own in zip(beliefs, homes, learned.tolist(), strict=True):
-            belief.home, belief._weights = of_home, own
-        return learned[:, :STRANGE].sum(1).tolist()
+            return
+        of_all = [sum(of_kind) for of_kind in zip(*(belief._weights for belief in beliefs), strict=True)]
+        whole, homes = _ALONE + len(beliefs), dict[Chances, list[float]]()
+        for belief in beliefs:
+            home = homes.get(belief.prior)
+            if home is None:
+                home = [(_ALONE * own + all_) / whole for own, all_ in zip(belief.prior, of_all, strict=True)]
+                homes[belief.prior] = home
+            belief._expect(home)
+
+    def _expect(self, home: Sequence[float]) -> None:
+        """Of a text that has shown nothing yet something else; what it has shown counts as before."""
+        self._become([own * new / old for own, new, old in zip(self._weights, home, self.home, strict=True)])
+        self.home = home
+
+    def _become(self, parts: Sequence[float]) -> None:
+        """The weights are in the proportion of these."""
+        total = sum(parts)
+        self._weights = [part / total for part in parts]
 
     def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
         """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are

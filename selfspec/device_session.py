@@ -79,6 +79,9 @@ class DeviceSession(Session):
         self._drawing = Drawing.of(self.sampling)
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
+        self._numbers: dict[
+            tuple[int, Plan], int
+        ] = {}  # of cycles, by seats and plan: what the machine keeps them under
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._unscored = 0  # and those that nobody has looked at, although it may have them
         self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
@@ -121,7 +124,7 @@ class DeviceSession(Session):
         judge, replay = self.machine.judge(seats, self.exit, self._longest)
         replay()
         self._shares = self.machine.mail(judge.agreement)
-        self._shares.send(judge.agreement)
+        self._shares.send(judge.agreement, self.machine.stream)
 
     def _learn_prompts(self) -> None:
         """What the exit's agreement with the prompts tells; waits for it."""
@@ -245,7 +248,7 @@ class DeviceSession(Session):
                 return None
             raise
         seats = self.machine.seats(len(rows))
-        key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
+        key, cycle = self._kept(seats, plan)
         if not self.machine.is_captured(key):
             if before is not None:
                 return None
@@ -256,11 +259,12 @@ class DeviceSession(Session):
         looks = self._looks(reason, room)
         catches_up = looks or self._waiting >= room or (self._waiting > 0 and len(plan) > 0)
         scores = self._keep_up(seats, looks, before) if catches_up else None
-        mail = self.machine.mail(cycle.report)
+        mail, stream = self.machine.mail(cycle.report), self.machine.stream
         self._is_behind = before is not None and before.mail.is_there
-        mail.start()
+        is_delayed = self._is_behind or catches_up or self._has_moved
+        mail.start(stream, None if before is None or is_delayed else before.mail)
         self.machine.replay(key)()
-        mail.send(cycle.report)
+        mail.send(cycle.report, stream)
         if len(plan):
             self._unscored = 0
             self._be_patient(looked=False)
@@ -272,6 +276,15 @@ class DeviceSession(Session):
         unknown = reason == MEASURING and self.costs.plain(len(rows), max(len(row.tokens) for row in rows)) is None
         is_usual = (before is not None or unknown) and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
+
+    def _kept(self, seats: Seats, plan: Plan) -> tuple[int, Cycle]:
+        """The cycle of these seats with this plan, and what the machine keeps it under."""
+        key = self._numbers.get((seats.count, plan), -1)
+        cycle = self.machine.kept(key)
+        if cycle is None:
+            key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
+            self._numbers[seats.count, plan] = key
+        return key, cycle
 
     def _looks(self, reason: str | None, room: int) -> bool:
         """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""
@@ -287,7 +300,7 @@ class DeviceSession(Session):
         if not report.numel():
             return None
         mail = self.machine.mail(report)
-        mail.send(report)
+        mail.send(report, self.machine.stream)
         more = 0 if before is None else 1  # one that is plain, or nothing would be waiting
         ends = [0 if row is None else len(row.tokens) + more for row in self._seated]
         return Scores(list(self._seated), ends, count, mail)

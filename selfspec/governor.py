@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from math import inf
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from selfspec.tree import NONE, Plan
 MEASURING = "measuring"
 _FIRST_PROBE = 8  # tokens after stepping aside, where nobody watches; twice as many after every one without effect
 _AGAIN = 8  # tokens after which a probe that was due is thought of again, if too much was owed for it
+_RETHOUGHT = 4  # plain cycles after which news that did not make a difference are thought of again
 _MOST_FEARED = 0.5  # plain steps that a probe of unknown costs is expected to lose
 _MOST_CREDIT = 6.0  # plain steps won earlier that may be lost again before the ledger closes
 _UNSEEN = 3  # cycles in a row that go by unseen where the host is slower than the device
@@ -67,9 +69,9 @@ class Watch:
     @staticmethod
     def learn_together(watches: Sequence[Watch], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
         """Each learns its own, and something of the others."""
-        strangeness = Belief.learn_together([watch.belief for watch in watches], chances, tokens)
-        for watch, of_text in zip(watches, strangeness, strict=True):
-            watch.ood = watch.ood or of_text > _SURE
+        Belief.learn_together([watch.belief for watch in watches], chances, tokens)
+        for watch in watches:
+            watch.ood = watch.ood or watch.belief.strangeness > _SURE
 
     @property
     def is_unfamiliar(self) -> bool:
@@ -124,6 +126,7 @@ class Governor:
         self.is_watched = rules.shadow_tokens > 0  # exits are scored while nothing is drafted
         self.ledger = Ledger(rules.probe_share)
         self._has_news = True
+        self._age = 0  # of these, in plain cycles
         self._why = "goodput"  # nothing was drafted when that was last decided
         self._is_blind = True  # no draft has been judged yet
         self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
@@ -156,7 +159,7 @@ class Governor:
         prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
         if not prospects.plans:
             return self._stay_plain(watches)
-        speeds, lasts = _speeds(watches, prospects, left)
+        speeds, lasts, slows = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
         if chosen is None and may_probe:
             chosen = self._probe(prospects, speeds, at)
@@ -164,8 +167,7 @@ class Governor:
             return self._stay_plain(watches)
         if self._is_blind and self._starts_small(watches):
             chosen = 0
-        last = lasts[chosen]
-        self._decisive = None if last is None else watches[last]
+        self._decisive = watches[lasts[chosen]] if slows[chosen] else None
         return prospects.plans[chosen], None
 
     def _starts_small(self, watches: Sequence[Watch]) -> bool:
@@ -193,8 +195,9 @@ class Governor:
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
-        """While nothing is drafted: nothing was learned since that was decided."""
-        return not self._has_news and batch == self._batch
+        """While nothing is drafted: nothing was learned since that was decided, or some time ago."""
+        is_old = self._age > 1 and self._age % _RETHOUGHT  # they may be a cycle old when they are first thought of
+        return batch == self._batch and (not self._has_news or bool(is_old))
 
     def _stay_plain(self, watches: Sequence[Watch]) -> tuple[Plan, str]:
         """Until something is learned, for the same reason."""
@@ -209,13 +212,18 @@ class Governor:
         return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
 
     def ratio(self, plan: Plan, at: Setting) -> float:
-        """What a cycle costs in plain steps; found once for many cycles."""
-        guess = self.ladder.guess(at.batch)
-        key = self.ladder, at
-        known = self.costs.once(at.batch, key, lambda: self.costs.ratios(at, self.ladder.plans(at.batch), guess))
+        """What a cycle costs in plain steps."""
+        if not len(plan):
+            return 1.0
+        known = self._ratios(at)
         if plan not in known:
-            known[plan] = self.costs.ratio(at, plan, guess)
+            known[plan] = self.costs.ratio(at, plan, self.ladder.guess(at.batch))
         return known[plan]
+
+    def _ratios(self, at: Setting) -> dict[Plan, float]:
+        """Of all plans that may be chosen; found once for many cycles."""
+        plans, guess = self.ladder.plans(at.batch), self.ladder.guess(at.batch)
+        return self.costs.once(at.batch, (self.ladder, at), lambda: self.costs.ratios(at, plans, guess))
 
     @property
     def unseen_cycles(self) -> int:
@@ -233,20 +241,18 @@ class Governor:
         return self.costs.once(at.batch, key, lambda: self._prospects(at, batch, in_use, most))
 
     def _prospects(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
-        found = {plan: self.ratio(plan, at) for plan in self.ladder.plans(batch)}
-        plans = [
-            plan
-            for plan, ratio in found.items()
-            if ratio <= self.rules.cycle_limit or self._may_be_longer(plan, ratio, at, in_use)
-        ]
-        tokens = np.array([self.ladder.acceptance.tokens(plan.truncated(most - 1)) for plan in plans]).T
-        return Prospects(plans, tokens, np.array([found[plan] for plan in plans]))
+        plans, known = self.ladder.plans(batch), self._ratios(at)
+        ratios = [known.get(plan) or self.ratio(plan, at) for plan in plans]
+        may = [self._may_be_chosen(plan, ratio, at, in_use) for plan, ratio in zip(plans, ratios, strict=True)]
+        tokens = self.ladder.tokens(batch, most)
+        return Prospects(list(compress(plans, may)), tokens[:, may], np.array(ratios)[may])
 
-    def _may_be_longer(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
-        """Whether a plan may be chosen although its cycles are longer than the rules allow: the one in use, if only by
-        a little, so that noise does not make it come and go; and one that was run too rarely to be judged."""
-        is_close = ratio <= (1 + _NOISE) * self.rules.cycle_limit
-        return (is_close and plan == in_use) or not self.costs.is_known(at, plan)
+    def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
+        """Whether a plan's cycles are no longer than the rules allow. That in use may be so by a little, lest noise
+        make it come and go; one that was run too rarely to be judged, by any length."""
+        limit = self.rules.cycle_limit
+        is_close = ratio <= (1 + _NOISE) * limit
+        return ratio <= limit or (is_close and plan == in_use) or not self.costs.is_known(at, plan)
 
     def observe(
         self,
@@ -270,6 +276,7 @@ class Governor:
                 watch.belief.fade(tokens=1)
             self.ledger.pay_back()
             self._quiet += 1
+            self._age += 1
             if reason != MEASURING:
                 self._has_news = self._has_news and not len(self.plan)
                 self.plan, self._batch = NONE, len(watches)
@@ -339,7 +346,7 @@ class Governor:
 
     def scored(self, watches: Sequence[Watch], ranks: Sequence[Sequence[int]], offered: int) -> None:
         """While nothing was drafted, first draft tokens among `offered` would have had these ranks in each text."""
-        self._has_news = True
+        self._has_news, self._age = True, 0
         scores = [self.ladder.acceptance.scores(of_text, offered) for of_text in ranks]
         Watch.learn_together(watches, scores, [0] * len(watches))
 
@@ -354,28 +361,20 @@ def _emitted(plan: Plan, lasts: Sequence[int | None]) -> list[int]:
 
 def _speeds(
     watches: Sequence[Watch], prospects: Prospects, left: Sequence[int] | None
-) -> tuple[list[float], list[int | None]]:
+) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Of each plan, over plain decoding. A request takes as long as the sequence that ends last, but which one that
     will be, nobody knows yet: the one that is expected to counts as much as all together, and alone if it is surely
-    strange. Where a plan slows it down, also tells which one that is."""
-    weights = np.array([watch.belief.weights for watch in watches])
-    tokens = weights @ prospects.tokens
-    together = tokens.sum(0) / (len(watches) * prospects.ratios)
+    strange. Also tells which one that is with each plan, and whether it would end sooner without."""
+    ratios, weights = prospects.ratios, np.array([watch.belief.weights for watch in watches])
+    tokens = weights.dot(prospects.tokens)  # [sequences, plans]
     if len(watches) == 1:
-        return together.tolist(), [None] * len(prospects.plans)
-    last, pace = _last_to_end(tokens, left)
-    of_last = pace / prospects.ratios
-    lowest = np.minimum(together, of_last)
-    judged = 2 / (1 / together + 1 / lowest)
+        return (tokens[0] / ratios).tolist(), np.zeros(len(ratios), int), np.zeros(len(ratios), bool)
+    of_all = tokens.sum(0) / len(watches)
+    plainly = np.full(len(watches), _LONG) if left is None else np.array(left)
+    cycles = plainly[:, None] / tokens  # that each sequence needs for what it has left
+    last, of_last = cycles.argmax(0), plainly.max() / cycles.max(0)
+    lowest = np.minimum(of_all, of_last)
+    judged = 2 * of_all * lowest / (of_all + lowest)
     if any(watch.ood for watch in watches):
         judged = np.where([watches[row].is_strange for row in last], lowest, judged)
-    decisive = [int(row) if speed < 1 else None for row, speed in zip(last, of_last, strict=True)]
-    return judged.tolist(), decisive
-
-
-def _last_to_end(tokens: np.ndarray, left: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """With each plan, the sequence that needs most cycles for what it has left, and how many times fewer cycles the
-    request then takes than plainly; from the tokens [sequences, plans] that a cycle brings each."""
-    plainly = np.full(len(tokens), _LONG) if left is None else np.maximum(left, 1)
-    cycles = plainly[:, None] / tokens
-    return cycles.argmax(0), plainly.max() / cycles.max(0)
+    return (judged / ratios).tolist(), last, of_last < ratios

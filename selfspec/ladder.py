@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
 
+import numpy as np
+
 from selfspec.acceptance import EXPONENTS, STRANGE, Acceptance
 from selfspec.costs import Guess
 from selfspec.tree import MAX_NODES, NONE, Plan
@@ -36,6 +38,7 @@ class Ladder:
         self.max_tree_batch, self.widest, self.longest_cycle = max_tree_batch, min(widest, _WIDEST), longest_cycle
         self._sizes = sorted(guesses)
         self._plans: dict[tuple[int, bool], list[Plan]] = {}
+        self._tokens: dict[tuple[int, bool, int], np.ndarray] = {}
 
     def guess(self, batch: int) -> Guess:
         return self.guesses[self._size(batch)]
@@ -53,6 +56,14 @@ class Ladder:
                 plans += [Plan.tree((1,)), Plan.tree((1, 1)), Plan.tree((1 if chains else min(4, self.widest),))]
             self._plans[key] = sorted({plan for plan in plans if len(plan)}, key=lambda plan: (len(plan), str(plan)))
         return self._plans[key]
+
+    def tokens(self, batch: int, most: int) -> np.ndarray:
+        """What these bring to texts that get `most` tokens more at most: [kinds, plans]."""
+        key = self._size(batch), batch > self.max_tree_batch, most
+        if key not in self._tokens:
+            cut = [plan.truncated(most - 1) for plan in self.plans(batch)]
+            self._tokens[key] = np.array([self.acceptance.tokens(plan) for plan in cut]).reshape(-1, len(EXPONENTS)).T
+        return self._tokens[key]
 
     @property
     def all_plans(self) -> list[Plan]:

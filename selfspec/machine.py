@@ -52,19 +52,21 @@ class Mail:
         self.like = like.shape, like.dtype
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
         # Timers on the device: nobody waits for them who does not wait for the report.
-        self._began, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._began = self._start
         self._clock = [0.0, 0.0]
 
-    def start(self) -> None:
-        """The cycle to be reported begins."""
+    def start(self, stream: torch.cuda.Stream | None, after: Mail | None = None) -> None:
+        """The cycle to be reported begins; on a device that is still busy, right after another one's report."""
         self._clock[0] = time.perf_counter()
-        if self._began is not None:
-            self._began.record()
+        self._began = self._start if after is None else after._event
+        if self._start is not None and after is None:
+            self._start.record(stream)
 
-    def send(self, report: torch.Tensor) -> None:
+    def send(self, report: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._copy.copy_(report, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(stream)
         self._clock[1] = time.perf_counter()
 
     @property
@@ -80,7 +82,7 @@ class Mail:
 
     @property
     def seconds(self) -> float:
-        """How long the cycle took, once its report was read."""
+        """How long the cycle took, once its report was read and before that of one it followed is used again."""
         if self._began is None or self._event is None:
             return self._clock[1] - self._clock[0]
         return self._began.elapsed_time(self._event) / 1e3
@@ -116,8 +118,8 @@ class Machine:
         # Prompts up to this length go through the kernels that decode, together; interpreted ones would take ages.
         self.short_prompt = LONGEST if self._on_gpu else 0
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
-        self._latest: torch.cuda.Stream | None = None  # that something was launched on
+        self._capturing: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None  # that launches go to
         self._took_memory = False
         self._mails: dict[tuple, list[Mail]] = {}  # that are free, by what they can carry
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
@@ -191,9 +193,9 @@ class Machine:
             return
         with torch.cuda.device(self.model.device):
             stream = torch.cuda.current_stream()
-            if self._latest is not None and self._latest != stream:
-                stream.wait_stream(self._latest)
-            self._latest = stream
+            if self.stream is not None and self.stream != stream:
+                stream.wait_stream(self.stream)
+            self.stream = stream
             yield
 
     def seats(self, rows: int) -> Seats:
@@ -240,6 +242,11 @@ class Machine:
             fused = FusedDecoder(self.model, self.cache, self.scratch, seats, reach)
             self._cycles[key] = self.new_cycle(fused, seats, plan, drafter, drawing)
         return key, self._cycles[key]
+
+    def kept(self, key: int) -> Cycle | None:
+        """The cycle under a key that somebody knows; None if it is not there any more."""
+        self._forget_if_moved()
+        return self._cycles.get(key)
 
     def catch_up(self, seats: Seats, exit: Exit, drawing: Drawing, longest: int, scores: bool) -> torch.Tensor:
         """Launches the pass over what waits at these seats, and captures it when that is done for the first time;
@@ -363,9 +370,9 @@ class Machine:
         """All of a machine's graphs share one pool of memory, and a stream that no other machine captures on."""
         if self._on_gpu and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        if self._on_gpu and self._stream is None:
-            self._stream = torch.cuda.Stream(self.model.device)
-        return captured(launch, self._pool, self._stream)
+        if self._on_gpu and self._capturing is None:
+            self._capturing = torch.cuda.Stream(self.model.device)
+        return captured(launch, self._pool, self._capturing)
 
     def mail(self, report: torch.Tensor) -> Mail:
         """Something to send what looks like this with; who has read it gives it back."""

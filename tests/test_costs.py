@@ -176,6 +176,18 @@ def test_news_of_a_batch_are_others_too_where_they_know_nothing_better(
     assert {size for size in sizes if is_found_again(known, size)} == anew
 
 
+def test_plain_steps_that_are_well_known_make_nobody_look_again() -> None:
+    """Plans are compared with the plain steps of their own time; the first few tell what nobody knew."""
+    known = costs(*[(NONE, 1.0)] * 16)
+    is_found_again(known, 1)
+    for _ in range(8):
+        known.observe(ONE, NONE, 1.1)
+    assert known.plain(1, 100) == pytest.approx(1.09, abs=0.01)
+    assert not is_found_again(known, 1)
+    known.observe(ONE, CHAIN, 1.3)
+    assert is_found_again(known, 1)
+
+
 def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.010 * 2 * guess(2, 2)))
     before, after = Costs().ratio(ONE, TREE, guess), known.ratio(ONE, TREE, guess)

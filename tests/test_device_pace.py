@@ -7,9 +7,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from bench import host
 from bench.host import IdleSession, Machine, Mail
+from selfspec import machine
 from selfspec.costs import Costs
 from selfspec.governor import MEASURING, Governor
 from selfspec.tree import NONE, Plan
@@ -50,6 +52,28 @@ def test_a_cycle_that_was_captured_first_and_the_first_of_a_request_are_not_time
     assert second.timed == [False] + [True] * 19
 
 
+class Event:
+    """A timer that was recorded at a time."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.recorded = at, 0
+
+    def record(self, stream: Any) -> None:
+        self.recorded += 1
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+def test_a_report_tells_the_time_since_its_own_beginning_or_the_report_before() -> None:
+    before, mail = (machine.Mail(torch.zeros(1)) for _ in range(2))
+    before._event, mail._start, mail._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
+    mail.start(None, before)
+    assert mail.seconds == pytest.approx(7e-3) and not mail._start.recorded  # type: ignore[attr-defined]
+    mail.start(None)
+    assert mail.seconds == pytest.approx(4e-3) and mail._start.recorded  # type: ignore[attr-defined]
+
+
 def observed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Paced, Machine, list[float | None]]:
     """A session that uses this plan, with a host that takes 7 seconds for every cycle; and what its governor is told
     that they took."""
@@ -61,6 +85,24 @@ def observed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Paced, Machin
     monkeypatch.setattr(Governor, "choose", lambda *_: (plan, None if len(plan) else "goodput"))
     monkeypatch.setattr(Governor, "observe", lambda self, watches, plan, ends, passed, *_: told.append(passed))
     return session, machine, told
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_cycle_begins_where_the_one_before_ended_unless_the_device_may_have_waited(
+    behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nobody has to tell a device that is busy when it begins."""
+    begins: list[Mail | None] = []
+    monkeypatch.setattr(Mail, "start", lambda self, stream, after: begins.append(after))
+    monkeypatch.setattr(Mail, "is_there", behind)
+    session, _, _ = observed(NONE, monkeypatch)
+    flights = []
+    for _ in range(4):
+        session.step()
+        assert session._flight is not None
+        flights.append(session._flight.mail)
+    assert begins[0] is None and (begins[1] is None) == behind
+    assert begins[2:] == ([None] * 3 if behind else flights[:-1])
 
 
 def test_that_the_host_was_late_is_no_plain_cycles_fault(monkeypatch: pytest.MonkeyPatch) -> None:
