@@ -106,6 +106,7 @@ class Prospects(NamedTuple):
     """The plans that may be chosen in some setting."""
 
     plans: list[Plan]  # the smallest first
+    places: dict[Plan, int]  # of these among them
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
@@ -130,7 +131,7 @@ class Governor:
         self._why = "goodput"  # nothing was drafted when that was last decided
         self._is_blind = True  # no draft has been judged yet
         self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
-        self._at_stake = inf  # plain steps that one more cycle of the plan in use can lose
+        self._at: Setting | None = None  # where the plan in use was seen last
         self._batch = 0  # of the last cycle
         self._quiet = 0  # cycles since something was drafted
         self._patience = min(_FIRST_PROBE, rules.probe_interval)  # of them before a probe
@@ -178,8 +179,8 @@ class Governor:
     def _best(self, prospects: Prospects, speeds: list[float], batch: int, in_use: Plan) -> int | None:
         """The plan that is expected to be fastest, unless that in use is hardly slower; None if it does not pay."""
         best = speeds.index(max(speeds))
-        if in_use in prospects.plans:
-            place = prospects.plans.index(in_use)
+        place = prospects.places.get(in_use)
+        if place is not None:
             best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
         pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
         return best if pays else None
@@ -233,6 +234,12 @@ class Governor:
             return _UNSEEN
         return int(self.ledger.allows(self.rules.loss_allowance - self._at_stake))
 
+    @property
+    def _at_stake(self) -> float:
+        """Plain steps that one more cycle of the plan in use can lose."""
+        at = self._at
+        return self.ratio(self.plan, at) - 1 if at is not None and self.costs.is_known(at, self.plan) else inf
+
     def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
         """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles, also of
         other requests."""
@@ -244,8 +251,8 @@ class Governor:
         plans, known = self.ladder.plans(batch), self._ratios(at)
         ratios = [known.get(plan) or self.ratio(plan, at) for plan in plans]
         may = [self._may_be_chosen(plan, ratio, at, in_use) for plan, ratio in zip(plans, ratios, strict=True)]
-        tokens = self.ladder.tokens(batch, most)
-        return Prospects(list(compress(plans, may)), tokens[:, may], np.array(ratios)[may])
+        allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)
+        return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens[:, may], np.array(ratios)[may])
 
     def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
         """Whether a plan's cycles are no longer than the rules allow. That in use may be so by a little, lest noise
@@ -268,7 +275,7 @@ class Governor:
         unless others had a part in that. A cycle that was there to measure changes nothing of what is in use. What it
         cost is booked by what plans are chosen by."""
         at = self._setting(watches, context)
-        spent = self._spent(plan, at, seconds, context)
+        spent = self._spent(plan, at, seconds, context) if len(plan) else 1.0
         if seconds is not None:
             self.costs.observe(at, plan, seconds)
         if not len(plan):
@@ -287,8 +294,7 @@ class Governor:
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
         self._patience = self._patience_after(plan, paid=loss < 0)
-        self.plan, self._quiet, self._batch = plan, 0, len(watches)
-        self._at_stake = self.ratio(plan, at) - 1 if self.costs.is_known(at, plan) else inf
+        self.plan, self._quiet, self._batch, self._at = plan, 0, len(watches), at
 
     def overlook(
         self,

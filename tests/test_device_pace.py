@@ -150,10 +150,11 @@ def test_a_host_that_is_behind_asks_the_governor_only_now_and_then(
     told: list[str] = []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 1.0
+        self.plan = CHAIN
         told.append("observed")
 
     monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "_at_stake", 1.0)
     monkeypatch.setattr(Governor, "overlook", lambda *_: told.append("overlooked"))
     monkeypatch.setattr(Governor, "choose", lambda *_: told.append("asked") or (CHAIN, None))
     monkeypatch.setattr(Mail, "is_there", behind)
@@ -178,10 +179,11 @@ def test_before_rows_move_to_fewer_seats_the_governor_is_not_told_much(monkeypat
     told: list[tuple[str, int]] = []
 
     def observe(self: Governor, watches: Any, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 0.1
+        self.plan = CHAIN
         told.append(("observed", len(session.active)))
 
     monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "_at_stake", 0.1)
     monkeypatch.setattr(Governor, "overlook", lambda *_: told.append(("overlooked", len(session.active))))
     monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
     session = IdleSession(Machine(2), Costs(in_seats=True), rows=2, new_tokens=30)
@@ -237,13 +239,14 @@ def test_a_host_is_behind_if_the_device_is_idle_by_the_time_that_it_launches(mon
     chosen, overlooked = [False], []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 0.1
+        self.plan = CHAIN
 
     def choose(*_: Any) -> tuple[Plan, None]:
         chosen[0] = True
         return CHAIN, None
 
     monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "_at_stake", 0.1)
     monkeypatch.setattr(Governor, "overlook", lambda *_: overlooked.append(_))
     monkeypatch.setattr(Governor, "choose", choose)
     monkeypatch.setattr(Mail, "is_there", property(lambda self: chosen[0]))
@@ -261,9 +264,10 @@ def test_a_probe_and_a_plan_of_unknown_costs_are_always_seen(
     overlooked: list[Any] = []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = in_use, at_stake
+        self.plan = in_use
 
     monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "_at_stake", at_stake)
     monkeypatch.setattr(Governor, "overlook", lambda *_: overlooked.append(_))
     monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
     monkeypatch.setattr(Mail, "is_there", True)
@@ -278,9 +282,10 @@ def test_what_is_lost_unseen_is_booked_and_ends_it(monkeypatch: pytest.MonkeyPat
     asked: list[float] = []
 
     def observe(self: Governor, *_: Any) -> None:
-        self.plan, self._at_stake = CHAIN, 1.0
+        self.plan = CHAIN
 
     monkeypatch.setattr(Governor, "observe", observe)
+    monkeypatch.setattr(Governor, "_at_stake", 1.0)
     monkeypatch.setattr(Governor, "overlook", lambda self, *_: self.ledger.spend(1.0))
     monkeypatch.setattr(Governor, "choose", lambda self, *_: asked.append(self.ledger.owed) or (CHAIN, None))
     monkeypatch.setattr(Mail, "is_there", True)
