@@ -69,7 +69,7 @@ class Pass:
         self, model: Decoder, cache: Cache, scratch: Scratch, count: int, stretch: int, idle_page: int
     ) -> None:
         self.model, self.cache, self.scratch, self.count, self.stretch = model, cache, scratch, count, stretch
-        self.rows, device, self._idle = count * stretch, model.device, idle_page
+        self.rows, device = count * stretch, model.device
         sizes = {
             "tokens": (count, stretch),
             "lengths": (count,),  # where each stretch begins
@@ -80,9 +80,14 @@ class Pass:
             "ends": (count, PROMPT_END),  # of each text, the rows of its last tokens, -1 where there are no more
         }
         # One tensor, told at once; all parts at multiples of 16 bytes, so that one compiled kernel serves every size.
-        self._sizes = {name: (int(np.prod(size)) + 3) // 4 * 4 for name, size in sizes.items()}
-        self._shapes = sizes
-        total = sum(self._sizes.values())
+        self._where, total = {}, 0
+        for name, shape in sizes.items():
+            count_of = int(np.prod(shape))
+            self._where[name] = slice(total, total + count_of), shape
+            total += (count_of + 3) // 4 * 4
+        self._nothing = np.zeros(total, dtype=np.int64)  # what is told where there is no text
+        nothing = self._parts(self._nothing)
+        nothing["pages"][:], nothing["roots"][:], nothing["ends"][:] = idle_page, np.arange(count), -1
         self.told = torch.zeros(total, dtype=torch.int64, device=device)
         self._ints = torch.zeros(total, dtype=torch.int32, device=device)
         short = self._parts(self._ints)
@@ -97,11 +102,7 @@ class Pass:
 
     def _parts(self, whole: torch.Tensor | np.ndarray) -> dict:
         """Views of the parts of what is told."""
-        starts = np.cumsum([0, *self._sizes.values()])
-        return {
-            name: whole[start : start + int(np.prod(shape))].reshape(shape)
-            for start, (name, shape) in zip(starts[:-1], self._shapes.items(), strict=True)
-        }
+        return {name: whole[where].reshape(shape) for name, (where, shape) in self._where.items()}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -110,11 +111,8 @@ class Pass:
 
     def load(self, texts: Sequence[Text]) -> None:
         """Tells which texts come next."""
-        told = np.zeros(len(self.told), dtype=np.int64)
+        told = self._nothing.copy()
         parts = self._parts(told)
-        parts["pages"][:] = self._idle
-        parts["roots"][:] = np.arange(self.count)
-        parts["ends"][:] = -1
         at = 0
         for number, (tokens, pages) in enumerate(texts):
             first, length = at, len(tokens)

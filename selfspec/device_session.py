@@ -217,8 +217,10 @@ class DeviceSession(Session):
                 self.rise()
             return
         self._pause = time.perf_counter() - self._left_at if self._left_at else 0.0
-        self.tell()
         self._is_behind = False
+        if self._flight is None and self._untold is not None:  # the device has nothing to do: that comes first
+            self._flight = self._launch()
+        self.tell()
         flight = self._flight = self._flight or self._launch()
         assert flight is not None
         self._flight = self._launch(flight) if self._goes_on(flight) else None
@@ -226,6 +228,15 @@ class DeviceSession(Session):
         if not self.active:
             self.tell()
         self._left_at = time.perf_counter()
+
+    @property
+    def _untold(self) -> tuple[Plan, str | None] | None:
+        """The plan, and its reason, of a cycle that is over and that nobody was told of; none in which a text ended,
+        since that frees its pages."""
+        if self._owed is None or any(row.finish_reason is not None for row in self._owed[0]):
+            return None
+        turn = self._owed[1]
+        return turn.plan, turn.reason
 
     def _goes_on(self, flight: Flight) -> bool:
         """Whether the next cycle can be launched before this one has landed: likely needed, for rows that all sit where
@@ -331,7 +342,7 @@ class DeviceSession(Session):
         saw nothing is drafted before it is known how the exit agreed with it: that shows while the first cycle runs."""
         in_doubt = self._shares is not None and any(row.watch.is_unfamiliar for row in rows)
         if before is None:
-            return (NONE, MEASURING) if in_doubt else self.choose_plan(rows)
+            return (NONE, MEASURING) if in_doubt else self.choose_plan(rows, self._untold, is_over=True)
         if in_doubt:
             self._learn_prompts()
         if not self._has_time and self._may_go_unseen(before.plan) and before.rows == len(rows):

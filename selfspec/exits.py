@@ -66,9 +66,9 @@ class HeadRows:
         new = sorted({token for prompt in prompts for token in prompt} - self._known) if prompts else []
         if not new:
             return self.ids
-        joined = torch.from_numpy(np.append(self._host, np.array(new, self._host.dtype)))
-        on_gpu = self.ids.device.type == "cuda"
-        return (joined.pin_memory() if on_gpu else joined).to(self.ids.device, non_blocking=on_gpu)
+        guests, on_gpu = torch.tensor(new, dtype=self.ids.dtype), self.ids.device.type == "cuda"
+        guests = (guests.pin_memory() if on_gpu else guests).to(self.ids.device, non_blocking=on_gpu)
+        return torch.cat((self.ids, guests))
 
     def of(self, head: torch.Tensor) -> torch.Tensor:
         """Copied once: for PyTorch a gather at every step would cost more than the rows it saves."""

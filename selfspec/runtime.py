@@ -236,14 +236,16 @@ class Session:
         """With what waits, once a look at it has not led to drafting."""
         self._patience = more_patient(self._patience, self._at_once) if looked else self._at_once
 
-    def choose_plan(self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None) -> tuple[Plan, str | None]:
+    def choose_plan(
+        self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None, is_over: bool = False
+    ) -> tuple[Plan, str | None]:
         """The governor's, where there is one and the rules allow any; with `none`, the reason. `in_flight` was chosen
-        for the cycle before, if that is not over yet."""
+        for the cycle before, if that is not over yet, or if it is and the governor was not told."""
         plan, reason = self.policy.choose(len(rows))
         if self.governor is None or reason is not None:
             return plan, reason
         left = [row.max_length - len(row.tokens) for row in rows]
-        if in_flight is not None and max(left) < ENDING:
+        if in_flight is not None and not is_over and max(left) < ENDING:
             left = [max(1, n - round(row.usual_tokens(in_flight[0]))) for n, row in zip(left, rows, strict=True)]
         return self.governor.choose([row.watch for row in rows], max(len(row.tokens) for row in rows), in_flight, left)
 

@@ -74,6 +74,24 @@ def test_a_report_tells_the_time_since_its_own_beginning_or_the_report_before() 
     assert mail.seconds == pytest.approx(4e-3) and mail._start.recorded  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_device_that_has_nothing_to_do_comes_before_the_governor(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which chooses without what it was not told yet; but whose text has ended gives its pages back first."""
+    done: list[Any] = []
+    monkeypatch.setattr(Mail, "start", lambda *_: done.append("launched"))
+    monkeypatch.setattr(IdleSession, "_goes_on", lambda *_: False)
+    monkeypatch.setattr(Governor, "observe", lambda *_: done.append("told"))
+    monkeypatch.setattr(
+        Governor, "choose", lambda self, watches, context, untold, left: done.append(untold) or (CHAIN, None)
+    )
+    session = IdleSession(Machine(2), Costs(in_seats=True), rows=2, new_tokens=120)
+    session.rows[1].max_length -= 119 if ends else 0
+    session.cycle()
+    done.clear()
+    session.cycle()
+    assert done == (["told", None, "launched"] if ends else [(CHAIN, None), "launched", "told"])
+
+
 def observed(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Paced, Machine, list[float | None]]:
     """A session that uses this plan, with a host that takes 7 seconds for every cycle; and what its governor is told
     that they took."""
