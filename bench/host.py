@@ -71,6 +71,7 @@ class Machine:
         self.owners: dict[int, Any] = {}
         self.current = nullcontext
         self.stream = None
+        self.newest_mail: Mail | None = None
         self.newest = NONE
         self._rows, self._right, self._drawn = rows, right, random.Random(seed)
 
@@ -83,7 +84,7 @@ class Machine:
         self.newest = plan
         return plan, SimpleNamespace(report=None)
 
-    def kept(self, key: Any) -> None:
+    def kept_cycle(self, key: Any) -> None:
         """Nothing is."""
 
     def is_captured(self, key: Any) -> bool:

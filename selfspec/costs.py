@@ -172,7 +172,8 @@ class Costs:
         self._cycles += 1
         measured.latest = self._cycles
         measured.add(max(seconds, _TICK), plain)
-        if measured.has_news() and (len(plan) or measured.times <= _MANY):  # later, plans are told from their own times
+        # Well known plain steps change nothing but what is outdated by then: plans remember those of their own time.
+        if measured.has_news() and (len(plan) or measured.times <= _MANY or not measured.times % _SILENCE):
             self._forget(at.batch, is_plain=not len(plan))
 
     def once(self, batch: int, key: Hashable, find: Callable[[], Found]) -> Found:
@@ -237,7 +238,7 @@ class Costs:
         here = self._measured(at, guess)
         missing = [plan for plan in plans if plan not in here]
         if missing:
-            near = {at: here.copy()} | {setting: self._measured(setting, guess) for setting in self._near(at)}
+            near = {at: here} | {setting: self._measured(setting, guess) for setting in self._near(at)}
             known = next((setting for setting, found in near.items() if found), None)
             correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
             for plan in missing:

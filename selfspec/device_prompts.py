@@ -82,9 +82,9 @@ class Pass:
         # One tensor, told at once; all parts at multiples of 16 bytes, so that one compiled kernel serves every size.
         self._where, total = {}, 0
         for name, shape in sizes.items():
-            count_of = int(np.prod(shape))
-            self._where[name] = slice(total, total + count_of), shape
-            total += (count_of + 3) // 4 * 4
+            size = int(np.prod(shape))
+            self._where[name] = slice(total, total + size), shape
+            total += (size + 3) // 4 * 4
         self._nothing = np.zeros(total, dtype=np.int64)  # what is told where there is no text
         nothing = self._parts(self._nothing)
         nothing["pages"][:], nothing["roots"][:], nothing["ends"][:] = idle_page, np.arange(count), -1

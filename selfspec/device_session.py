@@ -79,9 +79,7 @@ class DeviceSession(Session):
         self._drawing = Drawing.of(self.sampling)
         self._ends = frozenset(self.sampling.eos_token_ids)
         self._longest = max(row.max_length for row in self.rows)
-        self._numbers: dict[
-            tuple[int, Plan], int
-        ] = {}  # of cycles, by seats and plan: what the machine keeps them under
+        self._keys: dict[tuple[int, Plan], int] = {}  # by seats and plan, what the machine keeps their cycle under
         self._waiting = 0  # plain cycles that the exit's cache lacks, those in flight included
         self._unscored = 0  # and those that nobody has looked at, although it may have them
         self._is_behind = False  # the device had finished before anybody was ready to launch the next cycle
@@ -259,7 +257,7 @@ class DeviceSession(Session):
                 return None
             raise
         seats = self.machine.seats(len(rows))
-        key, cycle = self._kept(seats, plan)
+        key, cycle = self._find_cycle(seats, plan)
         if not self.machine.is_captured(key):
             if before is not None:
                 return None
@@ -272,10 +270,11 @@ class DeviceSession(Session):
         scores = self._keep_up(seats, looks, before) if catches_up else None
         mail, stream = self.machine.mail(cycle.report), self.machine.stream
         self._is_behind = before is not None and before.mail.is_there
-        is_delayed = self._is_behind or catches_up or self._has_moved
-        mail.start(stream, None if before is None or is_delayed else before.mail)
+        is_next = before is not None and before.mail is self.machine.newest_mail and not self._is_behind
+        mail.start(stream, self.machine.newest_mail if is_next else None)
         self.machine.replay(key)()
         mail.send(cycle.report, stream)
+        self.machine.newest_mail = mail
         if len(plan):
             self._unscored = 0
             self._be_patient(looked=False)
@@ -288,13 +287,13 @@ class DeviceSession(Session):
         is_usual = (before is not None or unknown) and (len(plan) > 0 or not catches_up) and not self._has_moved
         return Flight(list(self._seated), plan, reason, mail, is_usual, before is not None, self._pause, scores)
 
-    def _kept(self, seats: Seats, plan: Plan) -> tuple[int, Cycle]:
+    def _find_cycle(self, seats: Seats, plan: Plan) -> tuple[int, Cycle]:
         """The cycle of these seats with this plan, and what the machine keeps it under."""
-        key = self._numbers.get((seats.count, plan), -1)
-        cycle = self.machine.kept(key)
-        if cycle is None:
+        key = self._keys.get((seats.count, plan))
+        cycle = None if key is None else self.machine.kept_cycle(key)
+        if key is None or cycle is None:
             key, cycle = self.machine.cycle(seats, plan, self.exit, self._drawing, self._longest)
-            self._numbers[seats.count, plan] = key
+            self._keys[seats.count, plan] = key
         return key, cycle
 
     def _looks(self, reason: str | None, room: int) -> bool:

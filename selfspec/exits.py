@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,14 +51,10 @@ class HeadRows:
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids  # [K]
         self.copy: torch.Tensor | None = None  # [K, hidden], once somebody wanted it
-        self._host: np.ndarray = ids.cpu().numpy()
+        self._known = frozenset(ids.tolist())
 
     def __len__(self) -> int:
-        return len(self._host)
-
-    @cached_property
-    def _known(self) -> frozenset[int]:
-        return frozenset(self._host.tolist())
+        return len(self.ids)
 
     def joined_by(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """These rows, and after them the prompts' own tokens."""

@@ -106,7 +106,7 @@ class Prospects(NamedTuple):
     """The plans that may be chosen in some setting."""
 
     plans: list[Plan]  # the smallest first
-    places: dict[Plan, int]  # of these among them
+    places: dict[Plan, int]  # where each of them is in that list
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
 
@@ -197,8 +197,8 @@ class Governor:
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, or some time ago."""
-        is_old = self._age > 1 and self._age % _RETHOUGHT  # they may be a cycle old when they are first thought of
-        return batch == self._batch and (not self._has_news or bool(is_old))
+        is_old = self._age > 1 and self._age % _RETHOUGHT != 0  # when first thought of they may be a cycle old
+        return batch == self._batch and (is_old or not self._has_news)
 
     def _stay_plain(self, watches: Sequence[Watch]) -> tuple[Plan, str]:
         """Until something is learned, for the same reason."""

@@ -58,7 +58,7 @@ class Ladder:
         return self._plans[key]
 
     def tokens(self, batch: int, most: int) -> np.ndarray:
-        """What these bring to texts that get `most` tokens more at most: [kinds, plans]."""
+        """What the plans for a batch bring to texts that get `most` tokens more at most: [kinds, plans]."""
         key = self._size(batch), batch > self.max_tree_batch, most
         if key not in self._tokens:
             cut = [plan.truncated(most - 1) for plan in self.plans(batch)]

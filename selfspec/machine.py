@@ -52,16 +52,16 @@ class Mail:
         self.like = like.shape, like.dtype
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
         # Timers on the device: nobody waits for them who does not wait for the report.
-        self._start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
-        self._began = self._start
+        self._own_start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._began = self._own_start
         self._clock = [0.0, 0.0]
 
     def start(self, stream: torch.cuda.Stream | None, after: Mail | None = None) -> None:
         """The cycle to be reported begins; on a device that is still busy, right after another one's report."""
         self._clock[0] = time.perf_counter()
-        self._began = self._start if after is None else after._event
-        if self._start is not None and after is None:
-            self._start.record(stream)
+        self._began = self._own_start if after is None else after._event
+        if self._own_start is not None and after is None:
+            self._own_start.record(stream)
 
     def send(self, report: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._copy.copy_(report, non_blocking=True)
@@ -119,7 +119,8 @@ class Machine:
         self.short_prompt = LONGEST if self._on_gpu else 0
         self._pool: Any = None
         self._capturing: torch.cuda.Stream | None = None
-        self.stream: torch.cuda.Stream | None = None  # that launches go to
+        self.stream: torch.cuda.Stream | None = None  # that launches go to, within `current`
+        self.newest_mail: Mail | None = None  # of the cycle that was launched last, if nothing was since
         self._took_memory = False
         self._mails: dict[tuple, list[Mail]] = {}  # that are free, by what they can carry
         self.owners: dict[int, Occupant] = {}  # who sits on the seats of each size
@@ -243,8 +244,8 @@ class Machine:
             self._cycles[key] = self.new_cycle(fused, seats, plan, drafter, drawing)
         return key, self._cycles[key]
 
-    def kept(self, key: int) -> Cycle | None:
-        """The cycle under a key that somebody knows; None if it is not there any more."""
+    def kept_cycle(self, key: int) -> Cycle | None:
+        """The one that was kept under `key`, if it still is."""
         self._forget_if_moved()
         return self._cycles.get(key)
 
@@ -275,6 +276,7 @@ class Machine:
 
     def _launch(self, key: tuple, launch: Launch) -> None:
         """What is kept under `key`; captured once it has been done for the first time."""
+        self.newest_mail = None
         if key in self._replays:
             self._replays[key]()
         else:
@@ -288,7 +290,7 @@ class Machine:
     def replay(self, key: int) -> Launch:
         """The cycle kept under `key` as something to replay; captured on first use, from idle seats."""
         if key not in self._replays:
-            cycle = self._cycles[key]
+            cycle, self.newest_mail = self._cycles[key], None
             self.vacate(cycle.seats)  # so that nothing of anybody's moves
             self._replays[key] = self._rehearsed(cycle.launch)
         return self._replays[key]
@@ -352,6 +354,7 @@ class Machine:
     def _pass(self, key: tuple, build: Callable[[int], Any]) -> tuple[Any, Launch]:
         """The pass over prompts kept under `key`, built around the idle page and captured on first use."""
         self._forget_if_moved()
+        self.newest_mail = None
         if key not in self._passes:
             made = build(self.idle_page())
             self._passes[key] = made, self._rehearsed(made.launch)

@@ -67,11 +67,11 @@ class Event:
 
 def test_a_report_tells_the_time_since_its_own_beginning_or_the_report_before() -> None:
     before, mail = (machine.Mail(torch.zeros(1)) for _ in range(2))
-    before._event, mail._start, mail._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
+    before._event, mail._own_start, mail._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
     mail.start(None, before)
-    assert mail.seconds == pytest.approx(7e-3) and not mail._start.recorded  # type: ignore[attr-defined]
+    assert mail.seconds == pytest.approx(7e-3) and not mail._own_start.recorded  # type: ignore[attr-defined]
     mail.start(None)
-    assert mail.seconds == pytest.approx(4e-3) and mail._start.recorded  # type: ignore[attr-defined]
+    assert mail.seconds == pytest.approx(4e-3) and mail._own_start.recorded  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("ends", [False, True])

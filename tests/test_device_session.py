@@ -250,7 +250,7 @@ def test_rows_go_on_behind_cycles_in_flight_and_draft_what_pytorch_drafts(
     what an exit recalls, but drafts do; plain cycles are among them."""
     monkeypatch.setattr(device_session, "AHEAD", 0)
     plans = [Plan.parse(plan) for plan in ("chain:1", "none", "chain:1", "none", "chain:1")]
-    monkeypatch.setattr(Session, "choose_plan", lambda self, *_: (plans[min(self.turn, len(plans) - 1)], None))
+    monkeypatch.setattr(Session, "choose_plan", lambda self, *_, **__: (plans[min(self.turn, len(plans) - 1)], None))
     monkeypatch.setattr(Session, "turn", 0, raising=False)
     moves: list[tuple[int, int]] = []
     move_up = device_session.DeviceSession._move_up
@@ -285,7 +285,7 @@ def test_what_an_exit_did_not_see_of_plain_cycles_is_there_when_it_drafts(
     """More plain cycles than can wait, few, and one; others may need the seats meanwhile."""
     monkeypatch.setattr(device_session, "places_for", lambda sequences: 3)
     plans = [Plan.parse(plan) for plan in ["none"] * 5 + ["chain:1", "none", "none", "chain:1", "none", "chain:1"]]
-    monkeypatch.setattr(Session, "choose_plan", lambda self, *_: (plans[min(self.turn, len(plans) - 1)], None))
+    monkeypatch.setattr(Session, "choose_plan", lambda self, *_, **__: (plans[min(self.turn, len(plans) - 1)], None))
     monkeypatch.setattr(Session, "turn", 0, raising=False)
 
     def disturb(engine: Engine) -> None:
@@ -319,7 +319,7 @@ def plain_rows(count: int, seed: int = 1) -> list[Row]:
 
 def test_where_the_host_chooses_others_on_the_same_seats_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an exit recalls is a text's own, whatever the buffers that it was found in are used for next."""
-    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    monkeypatch.setattr(Session, "choose_plan", lambda *_, **__: (Plan(), None))
     engine, _ = engines("llama")
     keys = []
     for interleaved in (False, True):
@@ -347,7 +347,7 @@ def test_where_pages_ahead_cannot_be_had_those_needed_now_are_enough() -> None:
 
 
 def test_where_the_host_chooses_an_exit_misses_nothing_of_plain_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    monkeypatch.setattr(Session, "choose_plan", lambda *_, **__: (Plan(), None))
     found = []
     for engine in engines("llama"):
         rows = plain_rows(1)
@@ -364,7 +364,7 @@ def test_where_the_host_chooses_an_exit_misses_nothing_of_plain_cycles(monkeypat
 
 
 def test_seats_that_nobody_sits_on_write_to_no_page_of_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    monkeypatch.setattr(Session, "choose_plan", lambda *_, **__: (Plan(), None))
     engine = Engine(engines("llama")[0].model, kernels=True)
     engine.drafters.exits = engines("llama")[0].drafters.exits
     other = engine.cache.open()
@@ -383,7 +383,7 @@ def test_seats_that_nobody_sits_on_write_to_no_page_of_anybodys(monkeypatch: pyt
 
 
 def test_preparing_cycles_leaves_alone_what_waits_for_another_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "choose_plan", lambda *_: (Plan(), None))
+    monkeypatch.setattr(Session, "choose_plan", lambda *_, **__: (Plan(), None))
     engine, found = engines("llama")[0], []
     exit = engine.drafters.exits[LAYER]
     assert exit.block is not None and exit.block.recall is not None and engine._machine is not None

@@ -693,6 +693,20 @@ def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() ->
     assert len(long) >= 2 and all(1024 < pause <= 1024 + 33 for pause in long)
 
 
+def test_plans_that_were_too_long_long_ago_are_tried_again_though_nothing_but_plain_cycles_ran() -> None:
+    """On a device that was busy with something else then; texts are guessed well, as their shadows tell."""
+    governor, watches = governor_of(1.5, dict.fromkeys(ladder(True).plans(1), 3.0)), [sure()]
+    drafted = 0
+    for cycle in range(1300):
+        plan, reason = governor.choose(watches, 100)
+        governor.observe(watches, plan, [len(plan)], 1.0, 100, reason)
+        drafted += len(plan) > 0
+        if not cycle % 32:
+            governor.scored(watches, [[0] * 8], offered=1)
+        assert cycle > 900 or not drafted
+    assert drafted > 100
+
+
 def test_a_probe_that_cannot_be_afforded_is_thought_of_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the host while nothing is drafted; it comes once enough was paid back."""
     world = World(new_governor(Rules(probe_allowance=0.01)), [drawn(0.0)], shadows=False).run(200)

@@ -24,10 +24,10 @@ def test_kernels_compile_and_fit_the_smallest_gpus(op: str) -> None:
     check(compile_op(op, 86))
 
 
-@pytest.mark.parametrize(("arch", "match"), [(80, "a tree"), (89, "a tree"), (90, "")])
-def test_whole_cycles_compile_and_fit(arch: int, match: str) -> None:
-    """One with a tree has every kernel of decoding; more of their variants are compiled where they have run."""
-    check(compile_op("cycle", arch, match))
+@pytest.mark.parametrize("arch", [80, 86, 89])
+def test_whole_cycles_compile_and_fit(arch: int) -> None:
+    """With every kernel of decoding; more of their variants are run by the tests that need a GPU."""
+    check(compile_op("cycle", arch))
 
 
 def test_attention_of_many_rows_compiles_and_fits() -> None:
