@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from selfspec.costs import Costs, Setting, StepCost, doubled, guessed_cost, measured_cost
@@ -186,6 +188,34 @@ def test_plain_steps_that_are_well_known_make_nobody_look_again() -> None:
     assert not is_found_again(known, 1)
     known.observe(ONE, CHAIN, 1.3)
     assert is_found_again(known, 1)
+
+
+def test_plans_that_ran_with_texts_of_other_lengths_are_compared_as_if_they_had_not() -> None:
+    """Every token of a text adds to a cycle; plain steps are rare, and were last seen with short texts."""
+    known, drawn = Costs(), random.Random(0)
+
+    def text(plan: Plan, seconds: float, contexts: range) -> None:
+        for context in contexts:
+            took = (seconds + 0.0004 * context) * (1 + 0.02 * drawn.gauss(0, 1))
+            known.observe(ONE, plan, took, context)
+
+    text(NONE, 1.0, range(60, 70))
+    for start in (60, 80, 70, 90):  # with the prompts' own lengths
+        text(CHAIN, 1.5, range(start, start + 128, 3))
+    text(TREE, 1.65, range(250, 400, 3))
+    at_length = {plan: (seconds + 0.13) / 1.13 for plan, seconds in ((CHAIN, 1.5), (TREE, 1.65))}
+    assert known.plain(1, 325) == pytest.approx(1.13, rel=0.03)
+    assert known.ratio(ONE, CHAIN, guess) == pytest.approx(at_length[CHAIN], rel=0.04)
+    assert known.ratio(ONE, TREE, guess) == pytest.approx(at_length[TREE], rel=0.04), "not 1.73, by short plain steps"
+
+
+def test_what_a_longer_text_adds_has_its_limits() -> None:
+    """Whatever noise makes of it: a text of half the length takes half as long at least."""
+    known = Costs()
+    for context in [*range(100, 200), *range(100, 200)]:
+        known.observe(ONE, NONE, 1.0 + 0.1 * (context - 100), context)
+    assert 0.5 * known.plain(1, 200) <= known.plain(1, 1) <= known.plain(1, 200)
+    assert known.plain(1, 1000) < 4 * known.plain(1, 200)
 
 
 def test_guesses_become_as_right_as_they_were_for_other_plans() -> None:
