@@ -7,7 +7,7 @@ is unknown here.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,9 +33,6 @@ _OUTDATED = 1024  # cycles after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed where nothing else tells how far off it is
 _UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
-_STEADY = 1 / 64  # weight of the newest cycle in what is known of longer texts
-_CLOSE = 8.0  # tokens: texts whose lengths differ by no more tell nothing of that
-_STEEPEST = 1 / 512  # of a cycle's time: what each token of a text adds to it at most
 
 
 @dataclass(frozen=True)
@@ -107,22 +104,6 @@ def _length(context: int) -> int:
     return 0 if context <= _SHORT else (context - 1).bit_length() - _SHORT.bit_length() + 1
 
 
-class _Slope:
-    """What each token by which texts are longer adds to a cycle, whatever its plan: found from how far cycles are from
-    the mean of their kind, and their texts' lengths from the mean of these."""
-
-    def __init__(self) -> None:
-        self._spread = self._along = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self._spread += _STEADY * (tokens * tokens - self._spread)
-        self._along += _STEADY * (tokens * seconds - self._along)
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self._along / (self._spread + _CLOSE * _CLOSE))
-
-
 class _Measured:
     """A running mean of how long something takes."""
 
@@ -130,31 +111,22 @@ class _Measured:
         self.memory = memory  # weight of the newest measurement
         self.times = 0
         self.seconds = 0.0
-        self.context = 0.0  # the length of the texts that it took so long with
-        self.beside = 0.0  # what a plain step took at that time with such texts; 0 where nobody knew
+        self.beside = 0.0  # what a plain step took at that time; 0 where nobody knew
         self.newest = 0.0
         self.told = 0.0  # the level when it was last said to be worth looking at
         self.latest = 0  # the cycle of its newest measurement
 
-    def add(self, seconds: float, context: int, slope: _Slope, plain: float = 0.0) -> None:
+    def add(self, seconds: float, plain: float = 0.0) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
         then the mean follows, slowly, and hardly to a single outlier: of plain steps it might be the last for long."""
         self.times += 1
         if self.times == 1 or (self.times <= _SETTLED and seconds < self.seconds):
-            self.seconds, self.context, self.beside = seconds, context, plain
+            self.seconds, self.beside = seconds, plain
         elif self.times > _SETTLED:
             believed = min(seconds, max(_OUTLIER * self.seconds, self.newest))
-            longer, later = context - self.context, believed - self.seconds
-            slope.add(longer, later)
-            self.seconds += self.memory * later
-            self.context += self.memory * longer
+            self.seconds += self.memory * (believed - self.seconds)
             self.beside += self.memory * (plain - self.beside) if self.beside else plain
         self.newest = min(seconds, 2 * self.seconds)
-
-    def at(self, context: float, slope: _Slope) -> float:
-        """How long it would take with texts of this length."""
-        added = min(slope.seconds, _STEEPEST * self.seconds) * (context - self.context)
-        return max(self.seconds + added, self.seconds / 2)
 
     def ratio(self, plain: float) -> float:
         """Over the plain steps of its own time, or else those of today: texts of another length may have come since,
@@ -182,25 +154,24 @@ class Costs:
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
         self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
-        self._slopes: defaultdict[tuple[int, int], _Slope] = defaultdict(_Slope)  # (batch, length)
 
-    def observe(self, at: Setting, plan: Plan, seconds: float, context: int = 0) -> None:
-        """A cycle took this long, with texts of up to so many tokens."""
+    def observe(self, at: Setting, plan: Plan, seconds: float) -> None:
+        """A cycle took this long."""
         key = at.batch, at.length
-        own, plain, slope = self._plain.get(key), 0.0, self._slopes[key]
+        own, plain = self._plain.get(key), 0.0
         if not len(plan):
             measured = own or self._plain.setdefault(key, _Measured(_MEMORY_OF_PLAIN))
             self._since_plain[key] = 0
         else:
-            plain = own.at(context, slope) if own is not None and own.times >= _KNOWN else 0.0
+            plain = own.seconds if own is not None and own.times >= _KNOWN else 0.0
             here = self._drafting.setdefault(at, {})
             measured = here.get(plan) or here.setdefault(plan, _Measured(_MEMORY))
             self._since_plain[key] += 1
             if self._is_outdated(measured):
-                measured.times = 0
+                measured.times = 1  # as if it had been measured once: what is faster now is believed at once
         self._cycles += 1
         measured.latest = self._cycles
-        measured.add(max(seconds, _TICK), context, slope, plain)
+        measured.add(max(seconds, _TICK), plain)
         # Well known plain steps change nothing but what is outdated by then: plans remember those of their own time.
         if measured.has_news() and (len(plan) or measured.times <= _MANY or not measured.times % _SILENCE):
             self._forget(at.batch, is_plain=not len(plan))
@@ -232,9 +203,8 @@ class Costs:
 
     def plain(self, batch: int, context: int) -> float | None:
         """Seconds of a plain step; None where none like it was measured."""
-        size, length = self.size(batch), _length(context)
-        measured = self._nearest_plain(size, length)
-        return None if measured is None else measured.at(context, self._slopes[size, length])
+        measured = self._nearest_plain(self.size(batch), _length(context))
+        return None if measured is None else measured.seconds
 
     def _nearest_plain(self, batch: int, length: int) -> _Measured | None:
         """This batch's, or that of the one most like it, up to twice or half as large."""
@@ -278,13 +248,14 @@ class Costs:
 
     def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
         """Of every plan that ran in a setting where plain steps are known; after a single time, which may have been
-        slow for its own reasons, not too far from a guess that is as right as for plans that are known."""
-        here = self._drafting.get(at)
+        slow for its own reasons, not too far from a guess that is as right as for plans that are known. One that ran
+        too rarely to be known, and long ago, may as well not have."""
+        ran = self._drafting.get(at, {})
+        here = {plan: of for plan, of in ran.items() if of.times >= _KNOWN or not self._is_outdated(of)}
         plain = self._nearest_plain(at.batch, at.length) if here else None
-        if here is None or plain is None:
+        if plain is None:
             return {}
-        slope = self._slopes[at.batch, at.length]
-        ratios = {plan: measured.ratio(plain.at(measured.context, slope)) for plan, measured in here.items()}
+        ratios = {plan: measured.ratio(plain.seconds) for plan, measured in here.items()}
         once = [plan for plan, measured in here.items() if measured.times == 1]
         known = {plan: ratio for plan, ratio in ratios.items() if here[plan].times >= _KNOWN} if once else {}
         most = _OUTLIER * self._error(at, known, guess) if known else _FIRST_TIME

@@ -277,7 +277,7 @@ class Governor:
         at = self._setting(watches, context)
         spent = self._spent(plan, at, seconds, context) if len(plan) else 1.0
         if seconds is not None:
-            self.costs.observe(at, plan, seconds, context)
+            self.costs.observe(at, plan, seconds)
         if not len(plan):
             for watch in watches:
                 watch.belief.fade(tokens=1)

@@ -51,7 +51,7 @@ class Rules:
         GPU they gain a few per cent; on a CPU, where every row costs, there would be nothing without them."""
         if self.longest_cycle is not None:
             return self
-        return replace(self, longest_cycle=1.7 if device == "cuda" else inf)
+        return replace(self, longest_cycle=1.67 if device == "cuda" else inf)
 
     @property
     def cycle_limit(self) -> float:

@@ -468,7 +468,7 @@ class Session:
             else:
                 self.governor.observe(watches, plan, ends, passed, context, turn.reason, left)
         elif not len(plan) and passed is not None:
-            self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, passed, context)
+            self.costs.observe(Setting.of(0, self.costs.size(len(rows)), context), plan, passed)
         if turn.chosen != self._plan:
             self.metrics.change(turn.reason)
             self._plan = turn.chosen

@@ -361,5 +361,5 @@ def test_rules_cannot_be_changed() -> None:
 
 
 def test_what_rules_leave_to_the_device_is_settled_there() -> None:
-    assert (Rules().on("cuda").cycle_limit, Rules().on("cpu").cycle_limit) == (1.7, inf)
+    assert (Rules().on("cuda").cycle_limit, Rules().on("cpu").cycle_limit) == (1.67, inf)
     assert Rules(longest_cycle=2.0).on("cuda") == Rules(longest_cycle=2.0).on("cpu") == Rules(longest_cycle=2.0)
