@@ -167,7 +167,7 @@ class Costs:
             here = self._drafting.setdefault(at, {})
             measured = here.get(plan) or here.setdefault(plan, _Measured(_MEMORY))
             self._since_plain[key] += 1
-            if self._is_outdated(measured):
+            if measured.times and self._is_outdated(measured):
                 measured.times = 1  # as if it had been measured once: what is faster now is believed at once
         self._cycles += 1
         measured.latest = self._cycles

@@ -205,6 +205,8 @@ def test_what_a_plan_took_long_ago_is_not_forgotten_for_one_slow_cycle() -> None
     known = long_after(known)
     known.observe(ONE, CHAIN, 0.013)
     assert known.ratio(ONE, CHAIN, guess) == pytest.approx(1.3)
+    known.observe(ONE, TREE, 0.016)  # for the first time ever
+    assert known.ratio(ONE, TREE, guess) == pytest.approx(1.6)
 
 
 def test_what_was_tried_once_or_twice_long_ago_has_the_benefit_of_the_doubt_again() -> None:
