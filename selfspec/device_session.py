@@ -32,7 +32,7 @@ from selfspec.tree import MAX_NODES, NONE, Plan
 
 AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
 LONGEST_CAPTURED_PROMPT = 8192
-_LATE = 1.05  # times its own time on the device: what a plain cycle takes at most, whoever was late
+_LATE = 1.05  # times its own time on the device: what a cycle takes at most that is not to blame for a late host
 
 
 @dataclass
@@ -361,9 +361,10 @@ class DeviceSession(Session):
         before others."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
-        # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's.
+        # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's, nor that
+        # of a plan which nobody knows yet: its first cycles take the host longer than any later.
         passed = max(seconds, flight.mail.after(landed) - flight.pause) if flight.follows and landed else seconds
-        passed = passed if len(flight.plan) else min(passed, _LATE * seconds)
+        passed = passed if self._is_known(flight) else min(passed, _LATE * seconds)
         self._learn_prompts()
         self.machine.take_back(landed)
         if flight.scores is not None:
@@ -390,6 +391,12 @@ class DeviceSession(Session):
         if rows:
             usual = len(rows) == flight.rows and flight.is_usual
             self._owed = rows, Turn.of(plan, plan, flight.reason), lasts, seconds, passed if usual else None, hurry
+
+    def _is_known(self, flight: Flight) -> bool:
+        """Whether such cycles, which draft, have been timed before."""
+        if self.governor is None or not len(flight.plan):
+            return False
+        return self.governor.knows(flight.plan, flight.rows, max(len(row.tokens) for row in self.rows))
 
     @property
     def _will_move(self) -> bool:

@@ -226,6 +226,10 @@ class Governor:
         plans, guess = self.ladder.plans(at.batch), self.ladder.guess(at.batch)
         return self.costs.once(at.batch, (self.ladder, at), lambda: self.costs.ratios(at, plans, guess))
 
+    def knows(self, plan: Plan, sequences: int, context: int) -> bool:
+        """Whether the plan has been run here, of late and often enough to be judged by what it took."""
+        return self.costs.is_known(Setting.of(self.ladder.exit_layer, self.costs.size(sequences), context), plan)
+
     @property
     def unseen_cycles(self) -> int:
         """How many cycles of the plan in use may go by before anybody looks: some where drafting has won much, one

@@ -131,11 +131,32 @@ def test_that_the_host_was_late_is_no_plain_cycles_fault(monkeypatch: pytest.Mon
     assert told[0] is None and told[1:] == pytest.approx([1.05e-3] * 3)
 
 
+def test_that_the_host_was_late_is_not_the_fault_of_a_plan_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first cycles take the host longer than any later; once it has been timed a few times, being late counts."""
+    session, _, _ = observed(CHAIN, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(Mail, "after", lambda self, before: 7.0)
+    monkeypatch.setattr(Governor, "choose", lambda *_: (CHAIN, None))
+    told: list[float | None] = []
+    observe = Governor.observe
+
+    def noted(self: Governor, *of: Any) -> None:
+        told.append(of[3])
+        observe(self, *of)
+
+    monkeypatch.setattr(Governor, "observe", noted)
+    for _ in range(6):
+        session.step()
+    assert told[0] is None and told[1:4] == pytest.approx([1.05 * 1.2e-3] * 3)
+    assert told[4:] == pytest.approx([7.0] * 2, abs=0.5)
+
+
 def test_plans_are_judged_by_the_time_that_passes_and_not_by_that_of_the_device_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host may take longer than the device; of a cycle that nothing went before, only its own time is known."""
     session, machine, told = observed(CHAIN, monkeypatch)
+    monkeypatch.setattr(Governor, "knows", lambda *_: True)
     for _ in range(4):
         session.step()
     assert told[0] is None and told[1:] == pytest.approx([7.0] * 3, abs=0.5)
