@@ -361,8 +361,8 @@ class DeviceSession(Session):
         before others."""
         reports, seconds = flight.mail.read(), flight.mail.seconds
         landed, self._landed = self._landed, flight.mail
-        # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's, nor that
-        # of a plan which nobody knows yet: its first cycles take the host longer than any later.
+        # What others did, or whoever reads the tokens, is no cycle's fault; that a host was late, no plain one's, nor
+        # that of a plan which nobody knows yet: its first cycles take the host longer than any later.
         passed = max(seconds, flight.mail.after(landed) - flight.pause) if flight.follows and landed else seconds
         passed = passed if self._is_known(flight) else min(passed, _LATE * seconds)
         self._learn_prompts()
