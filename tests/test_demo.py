@@ -97,8 +97,8 @@ def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTraine
     ("rows", "speculation"),
     [
         (slice(0, 20), {"speculative_decoding": False}),
-        (slice(0, 4), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
-        (slice(16, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
+        (slice(0, 2), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(18, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
     ],
     ids=["plain", "chain", "tree"],
 )
