@@ -9,6 +9,7 @@ import torch
 from bench.synthetic import config_of
 from selfspec.cache import Cache
 from selfspec.device_cycle import Cycle, Drawing
+from selfspec.device_shadow import Shadow
 from selfspec.exits import Exit, ExitBlock
 from selfspec.fused import FusedDecoder, Scratch, Seats
 from selfspec.fused_exit import Drafter, DraftHead, known_buffer
@@ -37,7 +38,7 @@ def _exit(model: Decoder) -> Exit:
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Of two texts, by a trained exit; so small that few variants of each kernel are needed."""
+    """Of two texts, by a trained exit; those after the first share most of their kernels with it."""
     model, seats = _model(), Seats(2, 64, META)
     cache = Cache(model.config, META, model.dtype)
     cache.provide(64)
@@ -45,5 +46,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     drafter = Drafter(_exit(model), DraftHead.empty(16384, META), known_buffer(model, 66 * seats.count), waiting)
     fused = FusedDecoder(model, cache, Scratch(META), seats, 2048)
     drawing = Drawing.of(Sampling(do_sample=True, temperature=0.7, top_k=50))
-    yield "a tree", Cycle(fused, seats, Plan.parse("tree:3"), drafter, drawing).launch
+    yield "a tree", Cycle(fused, seats, Plan.parse("tree:4,2"), drafter, drawing).launch
     yield "a plain step that waits", Cycle(fused, seats, Plan(), drafter, drawing).launch
+    yield "what was missed", Shadow(model, cache, Scratch(META), seats, 2048, drafter, drawing, scores=True).launch

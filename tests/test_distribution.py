@@ -39,7 +39,7 @@ from tests.tiny import tiny_model
 VOCABULARY = 8
 NEW_TOKENS = 3
 PROMPT = 3  # a single token: its rows need no prefill
-DRAWS, FEWER_DRAWS = 10_000, 4_000
+DRAWS, FEWER_DRAWS = 20_000, 4_000
 BATCH = 2_000
 
 RIGHT, WRONG = 1e-3, 1e-6  # p-values: a right rule stays above the first, a wrong one below the second
