@@ -21,7 +21,7 @@ from selfspec.tree import Plan
 Found = TypeVar("Found")
 Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in plain steps, before anybody ran one
 
-_SHORT = 1024  # texts up to this length cost about the same
+_SHORT = 64  # texts up to this length cost about the same: cycles take longer from one page to the next
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
@@ -92,7 +92,7 @@ class Setting(NamedTuple):
 
     exit_layer: int
     batch: int
-    length: int  # of the texts: 0 for short ones, one more for each doubling
+    length: int  # of the longest text: 0 for a short one, one more for each doubling
 
     @classmethod
     def of(cls, exit_layer: int, batch: int, context: int) -> Setting:
@@ -233,17 +233,20 @@ class Costs:
         return self.ratios(at, [plan], guess)[plan] if len(plan) else 1.0
 
     def ratios(self, at: Setting, plans: Sequence[Plan], guess: Guess) -> dict[Plan, float]:
-        """What cycles of at least these plans, all of which draft, cost in plain steps: measured here, or with the
-        batch most like it, or guessed, as right as guesses have been for other plans."""
+        """What cycles of at least these plans, all of which draft, cost in plain steps: measured here; or where it is
+        most alike, and as much more or less as plans that ran in both; or guessed, as right as guesses have been for
+        other plans."""
         here = self._measured(at, guess)
         missing = [plan for plan in plans if plan not in here]
         if missing:
             near = {at: here} | {setting: self._measured(setting, guess) for setting in self._near(at)}
             known = next((setting for setting, found in near.items() if found), None)
             correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
+            changes = {setting: _change(found, here) for setting, found in near.items()}
             for plan in missing:
-                elsewhere = next((found[plan] for found in near.values() if plan in found), None)
-                here[plan] = elsewhere or correction * guess(plan.depth, len(plan))
+                there = next((setting for setting, found in near.items() if plan in found), None)
+                of_guess = correction * guess(plan.depth, len(plan))
+                here[plan] = of_guess if there is None else changes[there] * near[there][plan]
         return here
 
     def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
@@ -275,3 +278,9 @@ class Costs:
         times = {plan: min(self._drafting[at][plan].times, _MANY) for plan in ratios}
         errors = {plan: log(ratio / guess(plan.depth, len(plan))) for plan, ratio in ratios.items()}
         return exp(sum(times[plan] * error for plan, error in errors.items()) / sum(times.values()))
+
+
+def _change(there: dict[Plan, float], here: dict[Plan, float]) -> float:
+    """How much more cycles cost here than there, on the mean, by plans that are known in both."""
+    both = there.keys() & here.keys()
+    return exp(sum(log(here[plan] / there[plan]) for plan in both) / len(both)) if both else 1.0

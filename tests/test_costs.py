@@ -242,11 +242,34 @@ def test_batches_with_as_many_seats_are_one() -> None:
     assert not known.wants_plain(7, 100), "it is this batch's own, not one like it"
 
 
-def test_long_texts_are_measured_for_themselves() -> None:
-    known = costs((NONE, 0.010))
-    assert known.plain(1, 1024) is not None
-    assert known.plain(1, 1025) is None
+def test_longer_texts_are_measured_for_themselves() -> None:
+    known = costs((NONE, 0.010), at=Setting.of(3, 1, 128))
+    assert known.plain(1, 65) == known.plain(1, 128) is not None
+    assert known.plain(1, 64) is known.plain(1, 129) is None
+    assert known.wants_plain(1, 64) and known.wants_plain(1, 129) and not known.wants_plain(1, 128)
+    assert Setting.of(3, 1, 1) == Setting.of(3, 1, 64) != Setting.of(3, 1, 65)
     assert Setting.of(3, 1, 1025) == Setting.of(3, 1, 2048) != Setting.of(3, 1, 2049)
+
+
+def test_a_plan_that_ran_with_texts_of_another_length_costs_as_much_more_as_others_do() -> None:
+    """The one that ran with both takes 10% more with longer ones."""
+    short, longer = Setting.of(3, 1, 64), Setting.of(3, 1, 200)
+    known = Costs(in_seats=True)
+    for at, plan, ratio in [
+        (short, NONE, 1.0), (longer, NONE, 1.2), (short, CHAIN, 1.5), (short, TREE, 1.6), (longer, CHAIN, 1.2 * 1.65),
+    ]:  # fmt: skip
+        for _ in range(3):
+            known.observe(at, plan, 0.010 * ratio)
+    assert known.ratio(short, TREE, guess) == pytest.approx(1.6)
+    assert known.ratio(longer, CHAIN, guess) == pytest.approx(1.65)
+    assert known.ratio(longer, TREE, guess) == pytest.approx(1.6 * 1.1)
+
+
+def test_a_plan_that_ran_with_texts_of_another_length_alone_costs_what_it_took_there() -> None:
+    known, short = Costs(in_seats=True), Setting.of(3, 1, 64)
+    for plan, seconds in [(NONE, 0.010), (TREE, 0.016)] * 3:
+        known.observe(short, plan, seconds)
+    assert known.ratio(Setting.of(3, 1, 200), TREE, guess) == pytest.approx(1.6)
 
 
 def test_another_exit_costs_something_else() -> None:
