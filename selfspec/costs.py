@@ -149,7 +149,8 @@ class Costs:
     def __init__(self, in_seats: bool = False) -> None:
         # Cycles are graphs with seats for a power of two of rows, whether somebody sits there or not.
         self.in_seats = in_seats
-        self._found: dict[int, dict[Hashable, Any]] = {}  # by batch: what follows from its costs, until they change
+        # By batch and length: what follows from the costs there, until they change.
+        self._found: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self._cycles = 0  # that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
@@ -174,20 +175,21 @@ class Costs:
         measured.add(max(seconds, _TICK), plain)
         # Well known plain steps change nothing but what is outdated by then: plans remember those of their own time.
         if measured.has_news() and (len(plan) or measured.times <= _MANY or not measured.times % _SILENCE):
-            self._forget(at.batch, is_plain=not len(plan))
+            self._forget(at, is_plain=not len(plan))
 
-    def once(self, batch: int, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What follows from the costs of a batch, found once until they have changed by something worth looking at."""
-        found = self._found.setdefault(batch, {})
+    def once(self, at: Setting, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What follows from the costs in a setting, found once until they have changed by something worth looking at.
+        What is borrowed from texts of other lengths may be older than what is known of these."""
+        found = self._found.setdefault((at.batch, at.length), {})
         if key not in found:
             found[key] = find()
         return cast(Found, found[key])
 
-    def _forget(self, batch: int, is_plain: bool) -> None:
-        """What was found for a batch, and for those that know nothing better than what it tells."""
-        near = (batch // 2, batch, 2 * batch) if is_plain else (batch,)
-        for size in near if self.in_seats else tuple(self._found):
-            self._found.pop(size, None)
+    def _forget(self, at: Setting, is_plain: bool) -> None:
+        """What was found in a setting, and for batches that know nothing better than what it tells."""
+        near = (at.batch // 2, at.batch, 2 * at.batch) if is_plain else (at.batch,)
+        for place in [(batch, at.length) for batch in near] if self.in_seats else tuple(self._found):
+            self._found.pop(place, None)
 
     def is_known(self, at: Setting, plan: Plan) -> bool:
         """Whether the plan has been run here often enough, and not too long ago, to be judged by what it took."""
@@ -237,22 +239,29 @@ class Costs:
         most alike, and as much more or less as plans that ran in both; or guessed, as right as guesses have been for
         other plans."""
         here = self._measured(at, guess)
-        missing = [plan for plan in plans if plan not in here]
-        if missing:
-            near = {at: here} | {setting: self._measured(setting, guess) for setting in self._near(at)}
-            known = next((setting for setting, found in near.items() if found), None)
-            correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
-            changes = {setting: _change(found, here) for setting, found in near.items()}
-            for plan in missing:
-                there = next((setting for setting, found in near.items() if plan in found), None)
-                of_guess = correction * guess(plan.depth, len(plan))
-                here[plan] = of_guess if there is None else changes[there] * near[there][plan]
-        return here
+        ratios, missing = dict(here), [plan for plan in plans if plan not in here]
+        if not missing:
+            return ratios
+        near = {at: here} | {setting: self._measured(setting, guess) for setting in self._near(at)}
+        known = next((setting for setting, found in near.items() if found), None)
+        correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
+        changes: dict[Setting, float] = {}
+        for plan in missing:
+            there = next((setting for setting, found in near.items() if plan in found), None)
+            if there is None:
+                ratios[plan] = correction * guess(plan.depth, len(plan))
+            else:
+                change = changes.get(there) or changes.setdefault(there, _change(near[there], here))
+                ratios[plan] = change * near[there][plan]
+        return ratios
 
     def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
-        """Of every plan that ran in a setting where plain steps are known; after a single time, which may have been
-        slow for its own reasons, not too far from a guess that is as right as for plans that are known. One that ran
-        too rarely to be known, and long ago, may as well not have."""
+        """Of every plan that ran in a setting where plain steps are known; found once, for whoever asks."""
+        return self.once(at, (at, guess), lambda: self._measure(at, guess))
+
+    def _measure(self, at: Setting, guess: Guess) -> dict[Plan, float]:
+        """After a single time, which may have been slow for its own reasons, not too far from a guess that is as right
+        as for plans that are known. One that ran too rarely to be known, and long ago, may as well not have."""
         ran = self._drafting.get(at, {})
         here = {plan: of for plan, of in ran.items() if of.times >= _KNOWN or not self._is_outdated(of)}
         plain = self._nearest_plain(at.batch, at.length) if here else None
@@ -282,5 +291,5 @@ class Costs:
 
 def _change(there: dict[Plan, float], here: dict[Plan, float]) -> float:
     """How much more cycles cost here than there, on the mean, by plans that are known in both."""
-    both = there.keys() & here.keys()
-    return exp(sum(log(here[plan] / there[plan]) for plan in both) / len(both)) if both else 1.0
+    changes = [log(here[plan] / ratio) for plan, ratio in there.items() if plan in here]
+    return exp(sum(changes) / len(changes)) if changes else 1.0

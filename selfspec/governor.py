@@ -18,7 +18,7 @@ import numpy as np
 
 from selfspec.acceptance import FAMILIAR, UNFAMILIAR, Belief, Chances
 from selfspec.costs import Costs, Setting
-from selfspec.ladder import Ladder
+from selfspec.ladder import DEEPEST, Ladder
 from selfspec.policy import Rules
 from selfspec.tree import NONE, Plan
 
@@ -35,7 +35,6 @@ _NOISE = 0.015  # by which the plan in use may turn out to be longer than a cycl
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
-_MOST_TOKENS = 16  # of a cycle: no plan is that deep
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Governor:
         if not len(plan_in_use) and not may_probe and self._has_nothing_to_decide(len(watches)):
             return NONE, self._why
         at = self._setting(watches, context)
-        prospects = self._look_up(at, len(watches), plan_in_use, _MOST_TOKENS if left is None else max(left))
+        prospects = self._look_up(at, len(watches), plan_in_use, _LONG if left is None else max(left))
         if not prospects.plans:
             return self._stay_plain(watches)
         speeds, lasts, slows = _speeds(watches, prospects, left)
@@ -224,7 +223,7 @@ class Governor:
     def _ratios(self, at: Setting) -> dict[Plan, float]:
         """Of all plans that may be chosen; found once for many cycles."""
         plans, guess = self.ladder.plans(at.batch), self.ladder.guess(at.batch)
-        return self.costs.once(at.batch, (self.ladder, at), lambda: self.costs.ratios(at, plans, guess))
+        return self.costs.once(at, (self.ladder, at), lambda: self.costs.ratios(at, plans, guess))
 
     def knows(self, plan: Plan, sequences: int, context: int) -> bool:
         """Whether the plan has been run here, of late and often enough to be judged by what it took."""
@@ -246,24 +245,24 @@ class Governor:
 
     def _look_up(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
         """What plans cost and bring, to texts that get `most` tokens more at most; found once for many cycles, also of
-        other requests."""
-        most, trees = min(most, _MOST_TOKENS), batch <= self.rules.max_tree_batch
-        key = self.ladder, self.rules.cycle_limit, at, trees, in_use, most
-        return self.costs.once(at.batch, key, lambda: self._prospects(at, batch, in_use, most))
+        other requests. Whether a plan may be chosen depends on that in use only where it is a little too long."""
+        limit, trees = self.rules.cycle_limit, batch <= self.rules.max_tree_batch
+        kept = in_use if limit < self.ratio(in_use, at) <= (1 + _NOISE) * limit else None
+        most = min(most, DEEPEST + 1)
+        key = self.ladder, limit, at, trees, kept, most
+        return self.costs.once(at, key, lambda: self._prospects(at, batch, kept, most))
 
-    def _prospects(self, at: Setting, batch: int, in_use: Plan, most: int) -> Prospects:
+    def _prospects(self, at: Setting, batch: int, kept: Plan | None, most: int) -> Prospects:
         plans, known = self.ladder.plans(batch), self._ratios(at)
         ratios = [known.get(plan) or self.ratio(plan, at) for plan in plans]
-        may = [self._may_be_chosen(plan, ratio, at, in_use) for plan, ratio in zip(plans, ratios, strict=True)]
+        may = [self._may_be_chosen(plan, ratio, at, kept) for plan, ratio in zip(plans, ratios, strict=True)]
         allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)
         return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens[:, may], np.array(ratios)[may])
 
-    def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, in_use: Plan) -> bool:
+    def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, kept: Plan | None) -> bool:
         """Whether a plan's cycles are no longer than the rules allow. That in use may be so by a little, lest noise
         make it come and go; one that was run too rarely to be judged, by any length."""
-        limit = self.rules.cycle_limit
-        is_close = ratio <= (1 + _NOISE) * limit
-        return ratio <= limit or (is_close and plan == in_use) or not self.costs.is_known(at, plan)
+        return ratio <= self.rules.cycle_limit or plan == kept or not self.costs.is_known(at, plan)
 
     def observe(
         self,

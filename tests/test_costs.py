@@ -149,7 +149,7 @@ def test_what_has_become_slow_is_noticed() -> None:
 def is_found_again(known: Costs, batch: int) -> bool:
     """Whether what follows from a batch's costs is not there any more; then it is."""
     finds: list[None] = []
-    known.once(batch, "what follows", lambda: finds.append(None))
+    known.once(Setting.of(3, batch, 100), "what follows", lambda: finds.append(None))
     return bool(finds)
 
 
