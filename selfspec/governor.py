@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.acceptance import FAMILIAR, UNFAMILIAR, Belief, Chances
+from selfspec.acceptance import FAMILIAR, STRANGE, UNFAMILIAR, Belief, Chances
 from selfspec.costs import Costs, Setting
 from selfspec.ladder import DEEPEST, Ladder
 from selfspec.policy import Rules
@@ -314,12 +314,13 @@ class Governor:
 
     def _counted(self, watches: Sequence[Watch], emitted: Sequence[int], left: Sequence[int] | None) -> float:
         """The tokens of a cycle that its plan is judged by, as in `_speeds`: of all sequences that go on and of the one
-        that will be last, each for half, or of that one alone."""
+        that will be last, each for its share."""
         rows = zip(watches, emitted, left or emitted, strict=True)
         went_on = [(watch, tokens) for watch, tokens, row_left in rows if row_left]
         mean = sum(tokens for _, tokens in went_on) / len(went_on) if went_on else 1.0
         last = min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
-        return last if self._decisive is not None and self._decisive.is_strange else (mean + last) / 2
+        share = 0.5 if self._decisive is None else 0.5 + max(self._decisive.belief.strangeness - 0.5, 0.0)
+        return share * last + (1 - share) * mean
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
         """From where sequences stopped in their trees; from those whose text ended, nothing."""
@@ -372,8 +373,9 @@ def _speeds(
     watches: Sequence[Watch], prospects: Prospects, left: Sequence[int] | None
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Of each plan, over plain decoding. A request takes as long as the sequence that ends last, but which one that
-    will be, nobody knows yet: the one that is expected to counts as much as all together, and alone if it is surely
-    strange. Also tells which one that is with each plan, and whether it would end sooner without."""
+    will be, nobody knows yet: the one that is expected to counts as much as all together, more if it is rather strange
+    than not, and alone if it surely is. Also tells which one that is with each plan, and whether it would end sooner
+    without."""
     ratios, weights = prospects.ratios, np.array([watch.belief.weights for watch in watches])
     tokens = weights.dot(prospects.tokens)  # [sequences, plans]
     if len(watches) == 1:
@@ -382,8 +384,6 @@ def _speeds(
     plainly = np.full(len(watches), _LONG) if left is None else np.array(left)
     cycles = plainly[:, None] / tokens  # that each sequence needs for what it has left
     last, of_last = cycles.argmax(0), plainly.max() / cycles.max(0)
-    lowest = np.minimum(of_all, of_last)
-    judged = 2 * of_all * lowest / (of_all + lowest)
-    if any(watch.ood for watch in watches):
-        judged = np.where([watches[row].is_strange for row in last], lowest, judged)
+    share = 0.5 + np.maximum(weights[:, :STRANGE].sum(1)[last] - 0.5, 0.0)
+    judged = 1 / (share / np.minimum(of_all, of_last) + (1 - share) / of_all)
     return (judged / ratios).tolist(), last, of_last < ratios

@@ -271,17 +271,20 @@ def test_a_request_is_over_when_its_last_row_is(left: list[int] | None, drafts: 
     assert governor.choose([sure(), sure()], 100, left=left)[1] is None
 
 
-@pytest.mark.parametrize(("cost", "surely", "drafts"), [(1.15, False, True), (1.15, True, False), (1.3, False, False)])
-def test_a_row_that_may_be_the_last_counts_as_much_as_all_together(cost: float, surely: bool, drafts: bool) -> None:
-    """With `chain:1` two rows get 1.87 and 1.10 tokens a cycle: at 1.15 plain steps that is 1.29x together and 0.95x
-    for the one behind, 1.10x by both; at 1.3 steps 0.97x. One that is surely strange will be the last."""
+@pytest.mark.parametrize(("strange", "share"), [(0.0, 0.5), (0.5, 0.5), (0.75, 0.75), (1.0, 1.0)])
+def test_a_row_that_may_be_the_last_counts_as_much_as_all_together(strange: float, share: float) -> None:
+    """More if it is rather strange than not, and alone if it surely is: with `chain:1` one row gets 1.87 tokens a
+    cycle, the one behind fewer, and drafting begins where that is worth 5% more than a plain step."""
     only, *others = ladder(True).plans(2)
-    governor = governor_of(inf, {only: cost} | dict.fromkeys(others, 9.0))
     behind = Watch()
-    behind.belief._weights, behind.ood = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], surely
-    tokens = [sum(map(mul, of.belief.weights, governor.ladder.acceptance.tokens(only))) for of in (sure(), behind)]
-    assert tokens == pytest.approx([1.87, 1.10], abs=0.01)
-    assert (len(governor.choose([sure(), behind], 100, left=[50, 50])[0]) > 0) == drafts
+    behind.belief._weights = [0.0, strange, 0.0, 1 - strange, 0.0, 0.0]
+    ahead, last = (sum(map(mul, of.belief.weights, ladder(True).acceptance.tokens(only))) for of in (sure(), behind))
+    assert ahead == pytest.approx(1.87, abs=0.01) and 1.0 < last < 1.5
+    together = (ahead + last) / 2
+    worth = 1 / (share / last + (1 - share) / together)
+    for cost, drafts in ((worth / 1.06, True), (worth / 1.04, False)):
+        governor = governor_of(inf, {only: cost} | dict.fromkeys(others, 9.0))
+        assert (len(governor.choose([sure(), behind], 100, left=[50, 50])[0]) > 0) == drafts
 
 
 @pytest.mark.parametrize("decides", [None, 0])
@@ -299,8 +302,8 @@ def test_rows_that_have_ended_are_no_loss(decides: int | None) -> None:
     ("decides", "guessed", "tokens"), [(None, True, 2), (0, True, 1.5), (0, False, 1), (1, True, 2)]
 )
 def test_a_cycle_is_booked_as_its_plan_was_judged(decides: int | None, guessed: bool, tokens: float) -> None:
-    """By all, and for half by the one that is behind; by that one alone if it is strange. Also if there is no time to
-    learn from it."""
+    """By all, and for half by the one that is behind; by that one alone if it is surely strange. Also if there is no
+    time to learn from it."""
     plan = Plan.parse("chain:2")
     for overlooked in (False, True):
         governor = governor_of(inf, {plan: 1.25})
