@@ -209,7 +209,7 @@ class Governor:
         when drafting was given up."""
         if len(in_use):
             return speedup >= 1
-        return speedup > 1 + self.rules.hysteresis and (self._has_news or batch != self._batch)
+        return speedup > 1 + self.rules.least_gain and (self._has_news or batch != self._batch)
 
     def ratio(self, plan: Plan, at: Setting) -> float:
         """What a cycle costs in plain steps."""

@@ -32,7 +32,8 @@ class Rules:
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
     longest_cycle: float | None = None  # plain steps that the governor's cycles may take; None: by the device, see `on`
     max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
-    hysteresis: float = 0.05  # how much better another plan must be expected to be, to change to it
+    least_gain: float = 0.05  # how much drafting must be expected to bring, to begin with it
+    hysteresis: float = 0.02  # and how much more another plan than that in use, to change to it
     probe_interval: int = 32  # tokens: while nothing pays, it is tried again after no more than these, if it may be
     loss_allowance: float = 4.0  # plain steps that may be lost, in all, to plans that were expected to pay
     probe_allowance: float = 0.5  # and to trying whether they would

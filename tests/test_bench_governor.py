@@ -27,7 +27,7 @@ from tests.scripted import endless
 from tests.tiny import tiny_model
 
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]], "1": [[0.4, 0.2, 0.1]]}
-CHEAP = Rules(probe_allowance=1000.0, hysteresis=0.0, longest_cycle=inf)
+CHEAP = Rules(probe_allowance=1000.0, least_gain=0.0, hysteresis=0.0, longest_cycle=inf)
 
 
 @cache

@@ -77,6 +77,7 @@ def test_no_decision_changes_a_token(
     plain = generate(engine, PROMPTS[:rows], speculative_decoding=False, **sampling)
     rules = Rules(
         shadow_tokens=shadows,
+        least_gain=0.0,
         hysteresis=0.0,
         probe_interval=3,
         probe_allowance=50,
@@ -92,7 +93,9 @@ def test_no_decision_changes_a_token(
 
 def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test before this one relies on."""
-    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
+    rules = Rules(
+        least_gain=0.0, hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf
+    )
     changes = []
     for seed in range(4):
         monkeypatch.setattr(runtime, "time", RandomClock(seed))
@@ -276,7 +279,9 @@ def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "time", RandomClock(5))
     engine = engine_of("llama", folder / "told")
-    rules = Rules(hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf)
+    rules = Rules(
+        least_gain=0.0, hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf
+    )
     session = session_of_tokens(engine, 60, rules)
     for row in session.rows:
         origins = Counter(row.origins)
