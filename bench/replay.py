@@ -154,7 +154,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
     unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    first = patience = stage.rules.shadow_tokens
+    first = patience = stage.rules.scored_after(len(texts))
     total, waiting, unscored = 0.0, 0, 0
 
     def judge() -> None:

@@ -38,7 +38,7 @@ class Rules:
     loss_allowance: float = 4.0  # plain steps that may be lost, in all, to plans that were expected to pay
     probe_allowance: float = 0.5  # and to trying whether they would
     probe_share: float = 0.01  # every plain step allows so much more of both
-    shadow_tokens: int = 16  # while nothing is drafted, the exit is scored after so many, then half as often; 0: never
+    shadow_tokens: int = 16  # while nothing is drafted, the exit is scored after so many, then more seldom; 0: never
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -53,6 +53,11 @@ class Rules:
         if self.longest_cycle is not None:
             return self
         return replace(self, longest_cycle=1.67 if device == "cuda" else inf)
+
+    def scored_after(self, rows: int) -> int:
+        """Tokens after which the exit of a request with so many rows is first scored while nothing is drafted. Sooner
+        where a few rows are: one of them may have made all step aside, and to look at a few is cheap."""
+        return (self.shadow_tokens + 1) // 2 if 1 < rows <= self.max_tree_batch else self.shadow_tokens
 
     @property
     def cycle_limit(self) -> float:

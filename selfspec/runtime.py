@@ -85,7 +85,7 @@ class Session:
         self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
         self._prompt_end: list[torch.Tensor] = []
         self._plan: Plan | None = None  # the one in use
-        self._scoring = governor.rules.shadow_tokens if governor is not None else 0
+        self._scoring = governor.rules.scored_after(len(rows)) if governor is not None else 0
         self._at_once = self._patience = self._scoring or AT_ONCE
         self._looked_at = shadow.FEW if model.device.type == "cpu" else shadow.PROMPT_END
 

@@ -363,3 +363,9 @@ def test_rules_cannot_be_changed() -> None:
 def test_what_rules_leave_to_the_device_is_settled_there() -> None:
     assert (Rules().on("cuda").cycle_limit, Rules().on("cpu").cycle_limit) == (1.67, inf)
     assert Rules(longest_cycle=2.0).on("cuda") == Rules(longest_cycle=2.0).on("cpu") == Rules(longest_cycle=2.0)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (2, 8), (4, 8), (5, 16), (16, 16)])
+def test_of_a_few_rows_the_exit_is_scored_sooner(rows: int, tokens: int) -> None:
+    assert Rules().scored_after(rows) == tokens
+    assert Rules(shadow_tokens=0).scored_after(rows) == 0

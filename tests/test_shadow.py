@@ -149,8 +149,14 @@ def test_copies_take_over_what_their_prompt_told() -> None:
     assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
 
 
-def test_while_nothing_is_drafted_scores_come_every_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)])
+@pytest.mark.parametrize(
+    ("rows", "steps", "waiting"), [(1, [16, 48, 80, 96, 113], 7), (2, [8, 24, 56, 88, 96, 105], 15)]
+)
+def test_while_nothing_is_drafted_scores_come_every_few_tokens(
+    rows: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, later, and at once again; of two rows sooner."""
+    session = governed(trained_once("llama").exit, [random_tokens(20 + 10 * row) for row in range(rows)])
     session.prefill()
     monkeypatch.setattr(session, "choose_plan", lambda rows: (plan, None if len(plan) else "goodput"))
     scored: list[tuple[int, list[int]]] = []
@@ -162,9 +168,8 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(monkeypatch: pyte
     for step in range(120):
         plan = Plan.parse("chain:1") if step == 96 else Plan()
         session.cycle()
-    few = [shadow.FEW] * 2
-    assert scored == [(16, few), (48, few), (80, few), (96, few), (113, few)], "at once, later, and at once again"
-    assert all(len(row.waiting) == 7 for row in session.rows)
+    assert scored == [(step, [shadow.FEW] * rows) for step in steps]
+    assert all(len(row.waiting) == waiting for row in session.rows)
 
 
 def test_of_what_waits_the_newest_few_are_read_and_all_is_filled() -> None:
