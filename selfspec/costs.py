@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import exp, log
+from math import exp, inf, log
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from selfspec.tree import Plan
 Found = TypeVar("Found")
 Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in plain steps, before anybody ran one
 
-_SHORT = 64  # texts up to this length cost about the same: cycles take longer from one page to the next
+_SHORT = 64  # texts up to this length cost about the same; a second page takes kernels a step more, so does a third
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
@@ -29,7 +29,7 @@ _OUTLIER = 1.1  # times as long as usual is believed at once; more if the next o
 _KNOWN = 3  # measurements after which something is known
 _NEWS, _SILENCE = 0.01, 64  # by what share a mean changes, or measurements go by, before it is worth looking at again
 _MANY = 16  # measurements after which more of them tell nothing new
-_OUTDATED = 1024  # cycles after which what a plan took is no longer known
+_OUTDATED = 1024  # cycles, with as many texts of such lengths, after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed where nothing else tells how far off it is
 _UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
@@ -151,7 +151,7 @@ class Costs:
         self.in_seats = in_seats
         # By batch and length: what follows from the costs there, until they change.
         self._found: dict[tuple[int, int], dict[Hashable, Any]] = {}
-        self._cycles = 0  # that were measured
+        self._cycles: Counter[tuple[int, int]] = Counter()  # (batch, length): that were measured
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
         self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
@@ -168,10 +168,10 @@ class Costs:
             here = self._drafting.setdefault(at, {})
             measured = here.get(plan) or here.setdefault(plan, _Measured(_MEMORY))
             self._since_plain[key] += 1
-            if measured.times and self._is_outdated(measured):
+            if measured.times and self._is_outdated(at, measured):
                 measured.times = 1  # as if it had been measured once: what is faster now is believed at once
-        self._cycles += 1
-        measured.latest = self._cycles
+        self._cycles[key] += 1
+        measured.latest = self._cycles[key]
         measured.add(max(seconds, _TICK), plain)
         # Well known plain steps change nothing but what is outdated by then: plans remember those of their own time.
         if measured.has_news() and (len(plan) or measured.times <= _MANY or not measured.times % _SILENCE):
@@ -194,10 +194,10 @@ class Costs:
     def is_known(self, at: Setting, plan: Plan) -> bool:
         """Whether the plan has been run here often enough, and not too long ago, to be judged by what it took."""
         measured = self._drafting.get(at, {}).get(plan)
-        return measured is not None and measured.times >= _KNOWN and not self._is_outdated(measured)
+        return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
-    def _is_outdated(self, measured: _Measured) -> bool:
-        return self._cycles - measured.latest > _OUTDATED
+    def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
+        return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED
 
     def size(self, batch: int) -> int:
         """The batch by which cycles of this one are known."""
@@ -242,28 +242,55 @@ class Costs:
         ratios, missing = dict(here), [plan for plan in plans if plan not in here]
         if not missing:
             return ratios
-        near = {at: here} | {setting: self._measured(setting, guess) for setting in self._near(at)}
-        known = next((setting for setting, found in near.items() if found), None)
-        correction = _UNTRIED * (1.0 if known is None else self._error(known, near[known], guess))
-        changes: dict[Setting, float] = {}
+        near = self._near(at)
+        found = {setting: self._measured(setting, guess) for setting in (at, *near)}
+        known = next((setting for setting in found if found[setting]), None)
+        correction = _UNTRIED * (1.0 if known is None else self._error(known, found[known], guess))
         for plan in missing:
-            there = next((setting for setting, found in near.items() if plan in found), None)
+            there, ratio = self._elsewhere(plan, near)
             if there is None:
                 ratios[plan] = correction * guess(plan.depth, len(plan))
             else:
-                change = changes.get(there) or changes.setdefault(there, _change(near[there], here))
-                ratios[plan] = change * near[there][plan]
+                ratios[plan] = ratio * self._change(there, at)
         return ratios
+
+    def _elsewhere(self, plan: Plan, near: Sequence[Setting]) -> tuple[Setting | None, float]:
+        """The first of these settings in which a plan is known well enough to tell of others, and what it costs."""
+        for setting in near:
+            ratio = self._known_ratio(setting, plan)
+            if ratio is not None:
+                return setting, ratio
+        return None, inf
+
+    def _known_ratio(self, at: Setting, plan: Plan) -> float | None:
+        """Of a plan that ran often enough."""
+        measured = self._drafting.get(at, {}).get(plan)
+        if measured is None or measured.times < _KNOWN:
+            return None
+        plain = self._nearest_plain(at.batch, at.length)
+        return None if plain is None else measured.ratio(plain.seconds)
+
+    def _change(self, there: Setting, here: Setting) -> float:
+        """How much more cycles cost here than there, on the mean, by plans that are known in both; found once."""
+
+        def find() -> float:
+            plans = self._drafting.get(here, ())
+            pairs = [(self._known_ratio(here, plan), self._known_ratio(there, plan)) for plan in plans]
+            changes = [log(own / other) for own, other in pairs if own is not None and other is not None]
+            return exp(sum(changes) / len(changes)) if changes else 1.0
+
+        return self.once(here, there, find)
 
     def _measured(self, at: Setting, guess: Guess) -> dict[Plan, float]:
         """Of every plan that ran in a setting where plain steps are known; found once, for whoever asks."""
         return self.once(at, (at, guess), lambda: self._measure(at, guess))
 
     def _measure(self, at: Setting, guess: Guess) -> dict[Plan, float]:
-        """After a single time, which may have been slow for its own reasons, not too far from a guess that is as right
-        as for plans that are known. One that ran too rarely to be known, and long ago, may as well not have."""
+        """After a single time, which may have been slow for its own reasons, not too far from what it took where it is
+        known, or from a guess that is as right as for plans that are known. One that ran too rarely to be known, and
+        long ago, may as well not have."""
         ran = self._drafting.get(at, {})
-        here = {plan: of for plan, of in ran.items() if of.times >= _KNOWN or not self._is_outdated(of)}
+        here = {plan: of for plan, of in ran.items() if of.times >= _KNOWN or not self._is_outdated(at, of)}
         plain = self._nearest_plain(at.batch, at.length) if here else None
         if plain is None:
             return {}
@@ -271,7 +298,11 @@ class Costs:
         once = [plan for plan, measured in here.items() if measured.times == 1]
         known = {plan: ratio for plan, ratio in ratios.items() if here[plan].times >= _KNOWN} if once else {}
         most = _OUTLIER * self._error(at, known, guess) if known else _FIRST_TIME
-        return ratios | {plan: min(ratios[plan], most * guess(plan.depth, len(plan))) for plan in once}
+        near = self._near(at) if once else []
+        for plan in once:
+            limits = _OUTLIER * self._elsewhere(plan, near)[1], most * guess(plan.depth, len(plan))
+            ratios[plan] = min(ratios[plan], *limits)
+        return ratios
 
     def _near(self, at: Setting) -> list[Setting]:
         """Other settings with the same exit and a batch up to twice or half as large, the nearest first. Of kernels, to
@@ -287,9 +318,3 @@ class Costs:
         times = {plan: min(self._drafting[at][plan].times, _MANY) for plan in ratios}
         errors = {plan: log(ratio / guess(plan.depth, len(plan))) for plan, ratio in ratios.items()}
         return exp(sum(times[plan] * error for plan, error in errors.items()) / sum(times.values()))
-
-
-def _change(there: dict[Plan, float], here: dict[Plan, float]) -> float:
-    """How much more cycles cost here than there, on the mean, by plans that are known in both."""
-    changes = [log(here[plan] / ratio) for plan, ratio in there.items() if plan in here]
-    return exp(sum(changes) / len(changes)) if changes else 1.0

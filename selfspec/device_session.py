@@ -396,7 +396,8 @@ class DeviceSession(Session):
         """Whether such cycles, which draft, have been timed before."""
         if self.governor is None or not len(flight.plan):
             return False
-        return self.governor.knows(flight.plan, flight.rows, max(len(row.tokens) for row in self.rows))
+        context = max(len(row.tokens) for row in flight.seated if row is not None)
+        return self.governor.knows(flight.plan, flight.rows, context)
 
     @property
     def _will_move(self) -> bool:

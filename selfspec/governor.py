@@ -319,7 +319,7 @@ class Governor:
         went_on = [(watch, tokens) for watch, tokens, row_left in rows if row_left]
         mean = sum(tokens for _, tokens in went_on) / len(went_on) if went_on else 1.0
         last = min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
-        share = 0.5 if self._decisive is None else 0.5 + max(self._decisive.belief.strangeness - 0.5, 0.0)
+        share = 0.5 if self._decisive is None else max(self._decisive.belief.strangeness, 0.5)
         return share * last + (1 - share) * mean
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
@@ -384,6 +384,6 @@ def _speeds(
     plainly = np.full(len(watches), _LONG) if left is None else np.array(left)
     cycles = plainly[:, None] / tokens  # that each sequence needs for what it has left
     last, of_last = cycles.argmax(0), plainly.max() / cycles.max(0)
-    share = 0.5 + np.maximum(weights[:, :STRANGE].sum(1)[last] - 0.5, 0.0)
+    share = np.maximum(weights[:, :STRANGE].sum(1)[last], 0.5)
     judged = 1 / (share / np.minimum(of_all, of_last) + (1 - share) / of_all)
     return (judged / ratios).tolist(), last, of_last < ratios

@@ -449,13 +449,13 @@ class Session:
         """A cycle that took some seconds is over: tells everybody who keeps count. Plans are judged by the time that
         passed until it was, if such cycles usually take it; in a hurry the governor learns only what it cost."""
         plan, depths = turn.plan, turn.plan.depths
-        context, left = 0, []  # the length of the longest text, and how many tokens each may still get
+        context, left = 0, []  # how long the longest text was before, and how many tokens each may still get
         ends: list[int | None] = list(lasts)  # None where a text has ended
         for place, row in enumerate(rows):
             row.turns.append(turn)
             row.lasts.append(lasts[place])
             length = len(row.tokens)
-            context = length if length > context else context
+            context = max(context, length - depths[lasts[place]] - 1)
             left.append(row.max_length - length)
             if row.finish_reason is not None:
                 ends[place], left[place] = None, 0

@@ -265,6 +265,61 @@ def test_a_plan_that_ran_with_texts_of_another_length_costs_as_much_more_as_othe
     assert known.ratio(longer, TREE, guess) == pytest.approx(1.6 * 1.1)
 
 
+def test_a_single_slow_cycle_makes_no_other_plan_look_dear_nor_itself_by_much() -> None:
+    """The first one with texts of another length stalls: what is known elsewhere counts more."""
+    known, short, longer = Costs(in_seats=True), Setting.of(3, 1, 64), Setting.of(3, 1, 200)
+    for plan, seconds in [(NONE, 0.010), (CHAIN, 0.015), (TREE, 0.016)] * 3:
+        known.observe(short, plan, seconds)
+    for _ in range(3):
+        known.observe(longer, NONE, 0.010)
+    known.observe(longer, CHAIN, 0.030)
+    assert known.ratio(longer, TREE, guess) == pytest.approx(1.6)
+    assert 1.5 < known.ratio(longer, CHAIN, guess) < 1.7
+
+
+def test_what_ran_once_or_twice_with_texts_of_another_length_tells_nothing() -> None:
+    known, short, longer = Costs(in_seats=True), Setting.of(3, 1, 64), Setting.of(3, 1, 200)
+    for at in (short, longer):
+        for _ in range(3):
+            known.observe(at, NONE, 0.010)
+    for _ in range(2):
+        known.observe(short, TREE, 0.050)
+    assert known.ratio(longer, TREE, guess) < 5.0
+    known.observe(short, TREE, 0.050)
+    known.observe(longer, NONE, 0.010)
+    assert known.ratio(longer, TREE, guess) == pytest.approx(5.0)
+
+
+def test_what_is_found_is_forgotten_with_what_it_follows_from_alone() -> None:
+    """Of one length: what cycles with longer texts take is no reason to look again at short ones."""
+    known, short, longer = Costs(in_seats=True), Setting.of(3, 1, 64), Setting.of(3, 1, 200)
+    finds: list[Setting] = []
+
+    def look() -> list[Setting]:
+        finds.clear()
+        for at in (short, longer):
+            known.once(at, "what follows", lambda at=at: finds.append(at))  # type: ignore[misc]
+        return list(finds)
+
+    assert look() == [short, longer] and look() == []
+    known.observe(longer, CHAIN, 0.015)
+    assert look() == [longer]
+    known.observe(short, NONE, 0.010)
+    assert look() == [short]
+
+
+def test_a_plan_is_outdated_by_cycles_with_such_texts_alone() -> None:
+    known, short, longer = Costs(in_seats=True), Setting.of(3, 1, 64), Setting.of(3, 1, 200)
+    for plan, seconds in [(NONE, 0.010), (CHAIN, 0.015)] * 3:
+        known.observe(short, plan, seconds)
+    for _ in range(2000):
+        known.observe(longer, NONE, 0.010)
+    assert known.is_known(short, CHAIN)
+    for _ in range(1025):
+        known.observe(short, NONE, 0.010)
+    assert not known.is_known(short, CHAIN)
+
+
 def test_a_plan_that_ran_with_texts_of_another_length_alone_costs_what_it_took_there() -> None:
     known, short = Costs(in_seats=True), Setting.of(3, 1, 64)
     for plan, seconds in [(NONE, 0.010), (TREE, 0.016)] * 3:

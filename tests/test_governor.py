@@ -299,15 +299,16 @@ def test_rows_that_have_ended_are_no_loss(decides: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decides", "guessed", "tokens"), [(None, True, 2), (0, True, 1.5), (0, False, 1), (1, True, 2)]
+    ("decides", "strange", "tokens"), [(None, 0, 2), (0, 0, 1.5), (0, 0.75, 1.25), (0, 1, 1), (1, 0, 2)]
 )
-def test_a_cycle_is_booked_as_its_plan_was_judged(decides: int | None, guessed: bool, tokens: float) -> None:
-    """By all, and for half by the one that is behind; by that one alone if it is surely strange. Also if there is no
-    time to learn from it."""
+def test_a_cycle_is_booked_as_its_plan_was_judged(decides: int | None, strange: float, tokens: float) -> None:
+    """By all, and for half by the one that is behind; more by that one if it is rather strange than not, and by it
+    alone if it surely is. Also if there is no time to learn from it."""
     plan = Plan.parse("chain:2")
     for overlooked in (False, True):
         governor = governor_of(inf, {plan: 1.25})
-        watches = [sure(guessed), sure()]
+        watches = [sure(), sure()]
+        watches[0].belief._weights = [strange, 0.0, 0.0, 0.0, 0.0, 1 - strange]
         governor._decisive = None if decides is None else watches[decides]
         known = [list(watch.belief.weights) for watch in watches]
         if overlooked:
@@ -493,6 +494,7 @@ def test_choosing_ahead_does_not_make_it_change_plans_all_the_time() -> None:
 
     assert changes(Rules(hysteresis=0.05), ahead=False) < 8
     assert changes(Rules(hysteresis=0.05), ahead=True) < 8 + 6
+    assert changes(Rules(), ahead=False) < 16
     assert changes(Rules(), ahead=True) < changes(Rules(), ahead=False) + 6
 
 

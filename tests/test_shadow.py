@@ -211,3 +211,23 @@ def test_a_row_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPa
     assert [len(row.waiting) for row in session.rows] == [0, 5]
     session.close()
     assert not any(len(row.waiting) for row in session.rows)
+
+
+def test_cycles_are_booked_by_how_long_texts_were_when_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were chosen: one that brings a text to its next page has not paid for that page yet."""
+    session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)])
+    session.prefill()
+    contexts: list[int] = []
+    observe = type(session.governor).observe
+
+    def remember(self: Governor, *told: Any) -> None:
+        contexts.append(told[4])
+        observe(self, *told)
+
+    monkeypatch.setattr(type(session.governor), "observe", remember)
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan.parse("chain:2"), None))
+    before = []
+    for _ in range(6):
+        before.append(max(len(row.tokens) for row in session.rows))
+        session.cycle()
+    assert contexts == before
