@@ -271,7 +271,7 @@ def test_rows_tell_what_happened_token_by_token(
         active = [index for index, row in enumerate(before) if row.finish_reason is None]
         plan, _, reason = after[active[0]].cycles[-1]
         ends, left = [after[i].end() for i in active], [after[i].left(lengths[i]) for i in active]
-        context = LENGTHS["prompt"] + max(len(after[i].tokens) for i in active)
+        context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the cycle began
         assert seen == (plan, ends, context, reason, left)
     ended = [sum(row.finish_reason is not None for row in rows) for rows in ([Counted()] * 3, *told[:-1])]
     sent_ahead = [kind != "host" and now > before for before, now in zip([0, *ended], ended, strict=False)]
