@@ -129,8 +129,8 @@ class _Measured:
         self.newest = min(seconds, 2 * self.seconds)
 
     def ratio(self, plain: float) -> float:
-        """Over the plain steps of its own time, or else those of today: texts of another length may have come since,
-        with which all cycles take longer, or less long."""
+        """Over the plain steps of its own time, or else those of today: the device may have become faster or slower
+        since, and texts a little longer or shorter."""
         return self.seconds / (self.beside or plain)
 
     def has_news(self) -> bool:
@@ -243,9 +243,8 @@ class Costs:
         if not missing:
             return ratios
         near = self._near(at)
-        found = {setting: self._measured(setting, guess) for setting in (at, *near)}
-        known = next((setting for setting in found if found[setting]), None)
-        correction = _UNTRIED * (1.0 if known is None else self._error(known, found[known], guess))
+        known = next((setting for setting in (at, *near) if self._measured(setting, guess)), None)
+        correction = _UNTRIED * (1.0 if known is None else self._error(known, self._measured(known, guess), guess))
         for plan in missing:
             there, ratio = self._elsewhere(plan, near)
             if there is None:

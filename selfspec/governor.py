@@ -34,6 +34,7 @@ _MISHAP = 1.5  # times its usual cost
 _NOISE = 0.015  # by which the plan in use may turn out to be longer than a cycle may be
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
+_LEAST_SHARE = 0.5  # of the sequence that will be the last one, in what plans are judged by
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
 
 
@@ -318,8 +319,10 @@ class Governor:
         rows = zip(watches, emitted, left or emitted, strict=True)
         went_on = [(watch, tokens) for watch, tokens, row_left in rows if row_left]
         mean = sum(tokens for _, tokens in went_on) / len(went_on) if went_on else 1.0
+        if self._decisive is None:
+            return mean
         last = min(mean, next((tokens for watch, tokens in went_on if watch is self._decisive), mean))
-        share = 0.5 if self._decisive is None else max(self._decisive.belief.strangeness, 0.5)
+        share = max(self._decisive.belief.strangeness, _LEAST_SHARE)
         return share * last + (1 - share) * mean
 
     def _learn(self, watches: Sequence[Watch], plan: Plan, lasts: Sequence[int | None], emitted: Sequence[int]) -> None:
@@ -384,6 +387,6 @@ def _speeds(
     plainly = np.full(len(watches), _LONG) if left is None else np.array(left)
     cycles = plainly[:, None] / tokens  # that each sequence needs for what it has left
     last, of_last = cycles.argmax(0), plainly.max() / cycles.max(0)
-    share = np.maximum(weights[:, :STRANGE].sum(1)[last], 0.5)
+    share = np.maximum(weights[:, :STRANGE].sum(1)[last], _LEAST_SHARE)
     judged = 1 / (share / np.minimum(of_all, of_last) + (1 - share) / of_all)
     return (judged / ratios).tolist(), last, of_last < ratios
