@@ -21,6 +21,7 @@ from selfspec.costs import Costs, Setting, StepCost, guessed_cost, measured_cost
 from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
 from selfspec.ladder import Ladder
 from selfspec.policy import Rules
+from selfspec.runtime import more_patient
 from selfspec.shadow import OFFERED
 from selfspec.tree import NONE, Plan
 from tests.strategies import SETTINGS
@@ -75,7 +76,9 @@ class World:
         self.watches = [Watch() for _ in self.texts]
         self.lengths = [0] * len(self.texts)
         self.waiting = [[] for _ in self.texts]
-        self.patience, self.unscored = 16, 0  # as sessions look at what waits: at first, and then half as often
+        # As sessions look at what waits: at first, and then more seldom.
+        self.first = self.patience = self.governor.rules.scored_after(len(self.texts)) or 16
+        self.unscored = 0
         self.chosen: tuple[Plan, str | None] | None = None
 
     def run(self, tokens: int) -> World:
@@ -97,11 +100,12 @@ class World:
         for row, (text, length) in enumerate(zip(self.texts, self.lengths, strict=True)):
             self.waiting[row] += [] if len(plan) else [text(length)]
             self.lengths[row] += emitted[row]
-        self.unscored, self.patience = (0, 16) if len(plan) else (self.unscored + 1, self.patience)
-        if len(self.waiting[0]) >= 16:
+        self.unscored, self.patience = (0, self.first) if len(plan) else (self.unscored + 1, self.patience)
+        if len(self.waiting[0]) >= self.first:
             looks = self.unscored >= self.patience
             self._score(looks)
-            self.unscored, self.patience = (0, 32) if looks else (self.unscored, self.patience)
+            if looks:
+                self.unscored, self.patience = 0, more_patient(self.patience, self.first)
         self.plans.append(plan)
         self.reasons.append(reason)
         self.seconds += seconds
