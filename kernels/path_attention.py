@@ -23,6 +23,7 @@ DEEPEST = 63  # a node may stand this far behind the root
 LOG2_E = 1.4426950408889634
 _ROOMY = 200 * 1024  # bytes of shared memory that leave room for two programs of what every GPU has, 99 KB
 _MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that it is better to share one
+_MANY_NODES = 1024  # of all texts and key heads: more keep SMs busy even if some share a program
 
 
 def reference(
@@ -532,7 +533,7 @@ def path_attention(
         apart = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
     apart = apart and ranges > 0
     many, together = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
-    pack = pack or (gcd(4 if many else 2, together) if apart else 1)
+    pack = pack or _pack(together, apart, many, batch * rows * kv_heads)
     if together % pack:
         raise ValueError(f"pack must divide {together}, not be {pack}")
     # Within a window no tile of nodes sees more ranges than this, wherever it stands.
@@ -554,6 +555,13 @@ def path_attention(
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
+
+
+def _pack(together: int, apart: bool, many: bool, nodes: int) -> int:
+    """How many nodes share a program: a part of those that fill a tile of queries."""
+    if apart:
+        return gcd(4 if many else 2, together)
+    return next(count for count in (5, 4, 3, 2, 1) if together % count == 0) if nodes > _MANY_NODES else 1
 
 
 def _tiles(dim: int, element_size: int) -> dict[str, int]:

@@ -116,12 +116,18 @@ def choose(kind: str, n: int, k: int, rows: int) -> Config:
     height = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
     if kind == "heads":
         return Config(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
-    if k <= 2048 and (kind == "linear" or n <= 8192):
+    if rows > MAX_ROW_TILE:
+        return _choose_many(kind, n, k, rows)
+    if _is_small(kind, n, k):
         return _choose_small(kind, n, k, rows)
     if kind == "linear":
         return _choose_long(n, k, rows)
     stages = 3 if kind == "gated" and height == MAX_ROW_TILE else 5  # fewer leave room for a second program
     return Config(block_n=64, block_k=128, stages=stages, warps=4, block_m=height)
+
+
+def _is_small(kind: str, n: int, k: int) -> bool:
+    return k <= 2048 and (kind == "linear" or n <= 8192)
 
 
 def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
@@ -135,14 +141,36 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
         block_m, block_n = 16, width
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
-    elif rows <= MAX_ROW_TILE and n * k <= _TINY:
+    elif n * k <= _TINY:
         block_m, block_n = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, wider
     else:
         block_m, block_n = MAX_ROW_TILE, width
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
-    ahead = k // 512 * 512  # as many columns as can be asked for in equal parts, each of them aligned
     stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # fewer leave room for the launch after it
-    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=ahead, early=True)
+    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
+
+
+def _ahead(k: int) -> int:
+    """As many columns as can be asked for in equal parts, each of them aligned."""
+    return k // 512 * 512
+
+
+def _choose_many(kind: str, n: int, k: int, rows: int) -> Config:
+    """Rows of prompts, most of all: there are programs enough, so that large tiles, which read less, are better."""
+    few, high = rows <= 4 * MAX_ROW_TILE, 2 * MAX_ROW_TILE
+    if _is_small(kind, n, k):
+        is_high = kind == "gated" and not few
+        stages = 4 if few else 3 if is_high else 6
+        block_m, block_n = high if is_high else MAX_ROW_TILE, 32 if kind == "linear" and few else 64
+        block_n = max(block_n, block_width(n))
+        warps = 8 if is_high else 4
+        return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
+    ahead = 512 if kind == "linear" else 0
+    if kind == "linear" and n <= 2048:
+        return Config(32 if few else 64, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
+    if kind == "linear" and rows <= high:
+        return Config(block_n=64, block_k=128, stages=4, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
+    return Config(block_n=64, block_k=128, stages=4, warps=8, block_m=high, ahead=ahead)
 
 
 def _choose_long(n: int, k: int, rows: int) -> Config:
@@ -162,7 +190,7 @@ def launch_settings(
     k, size = x.shape[1], x.element_size()
     block_n = block_n or config.block_n
     # A wide and high tile does not fit the registers.
-    highest = 16 if block_n > 128 else 32 if block_n == 128 else MAX_ROW_TILE
+    highest = 16 if block_n > 128 else 32 if block_n == 128 else 2 * MAX_ROW_TILE
     block_m = min(config.block_m, highest)
     block_k = min(config.block_k, power_of_two(k))
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike

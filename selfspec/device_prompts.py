@@ -24,12 +24,18 @@ from selfspec.kernels.norm import tiles
 from selfspec.model import Decoder
 from selfspec.shadow import PROMPT_END
 
-LONGEST = 256  # tokens of a text; longer ones are worth large products of PyTorch
+SHORT, LONGEST = 256, 1024  # tokens of the texts that passes are made for
+SMALL_MODEL = 2048  # its width: texts of larger ones are worth large products of PyTorch if they are not short
 STRETCH = PAGE_SIZE
 SHORTEST = 16  # positions of a stretch, where no text is longer
 MOST_STRETCHES = 16  # in a pass
 
 Text = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages that they go to
+
+
+def longest_together(model: Decoder) -> int:
+    """Tokens of texts that share passes."""
+    return LONGEST if model.config.hidden_size <= SMALL_MODEL else SHORT
 
 
 def stretches(tokens: int) -> int:
@@ -49,10 +55,12 @@ def passes(lengths: Sequence[int]) -> Iterator[range]:
         yield range(start, len(lengths))
 
 
-def pass_size(lengths: Sequence[int]) -> tuple[int, int]:
-    """How many stretches, of how many positions, a pass of such texts is captured for: few sizes, powers of two."""
-    count = sum(map(stretches, lengths))
-    return 1 << (count - 1).bit_length(), SHORTEST if max(lengths) <= SHORTEST else STRETCH
+def pass_size(lengths: Sequence[int]) -> tuple[int, int, int]:
+    """How many stretches, of how many positions, of texts of how many, a pass of such texts is captured for: few sizes,
+    powers of two."""
+    count, longest = sum(map(stretches, lengths)), max(lengths)
+    stretch = SHORTEST if longest <= SHORTEST else STRETCH
+    return 1 << (count - 1).bit_length(), stretch, SHORT if longest <= SHORT else LONGEST
 
 
 def passes_up_to(texts: int) -> Iterator[list[int]]:
@@ -63,10 +71,10 @@ def passes_up_to(texts: int) -> Iterator[list[int]]:
 
 
 class Pass:
-    """Some layers over up to `count` stretches of texts."""
+    """Some layers over up to `count` stretches of texts of up to `longest` tokens."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, scratch: Scratch, count: int, stretch: int, idle_page: int
+        self, model: Decoder, cache: Cache, scratch: Scratch, count: int, stretch: int, longest: int, idle_page: int
     ) -> None:
         self.model, self.cache, self.scratch, self.count, self.stretch = model, cache, scratch, count, stretch
         self.rows, device = count * stretch, model.device
@@ -74,7 +82,7 @@ class Pass:
             "tokens": (count, stretch),
             "lengths": (count,),  # where each stretch begins
             "filled": (count,),  # how many positions of it there are
-            "pages": (count, LONGEST // PAGE_SIZE),
+            "pages": (count, longest // PAGE_SIZE),
             "roots": (count,),  # the row that comes before the stretch, among what is known: first `count` of nothing
             "lasts": (count,),  # of each text, the row of its last token
             "ends": (count, PROMPT_END),  # of each text, the rows of its last tokens, -1 where there are no more
@@ -98,7 +106,7 @@ class Pass:
         self.nodes = Nodes.chain(model, stretch, count)
         self.places, self._steps = self.nodes.places, self.nodes.depths
         self._first = torch.zeros_like(self._steps)
-        self.fused = FusedDecoder(model, cache, scratch, self, LONGEST)
+        self.fused = FusedDecoder(model, cache, scratch, self, longest)
 
     def _parts(self, whole: torch.Tensor | np.ndarray) -> dict:
         """Views of the parts of what is told."""

@@ -17,7 +17,7 @@ from selfspec.device_cycle import Cycle, Drawing
 from selfspec.device_judge import Judge, ends_buffer
 from selfspec.device_move import Move
 from selfspec.device_prefill import SMALLEST, Prefill, padded
-from selfspec.device_prompts import LONGEST, Marking, Prompts, pass_size, passes, passes_up_to, stretches
+from selfspec.device_prompts import Marking, Prompts, longest_together, pass_size, passes, passes_up_to, stretches
 from selfspec.device_shadow import Shadow
 from selfspec.exits import Exit
 from selfspec.fused import FusedDecoder, Launch, Scratch, Seats, captured, table_pages
@@ -116,7 +116,7 @@ class Machine:
         self._idle = cache.open()
         self._on_gpu = model.device.type == "cuda"
         # Prompts up to this length go through the kernels that decode, together; interpreted ones would take ages.
-        self.short_prompt = LONGEST if self._on_gpu else 0
+        self.short_prompt = longest_together(model) if self._on_gpu else 0
         self._pool: Any = None
         self._capturing: torch.cuda.Stream | None = None
         self.stream: torch.cuda.Stream | None = None  # that launches go to, within `current`

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -25,7 +27,54 @@ def interpret_without_delay() -> None:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
+def keep_shapes() -> None:
+    """Every value of an interpreted kernel makes its type anew, of several objects. There are few: types of one shape
+    share it here, so that those alike need not be compared size by size before something is done with two of them."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
+    broadcast, np_dtype = semantic.TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
+    made = core.block_type(core.float32, [4, 2]), core.tensor(None, core.int32)
+    expected = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
+    if tuple(set(vars(value)) for value in made) != expected:  # other versions may do it in another way
+        return
+
+    @cache
+    def of_block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = core.block_type.__new__(core.block_type)
+        block_init(made, core.int1, list(shape))
+        return made.shape, made.numel, str(made.shape)
+
+    @cache
+    def of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        made = core.tensor.__new__(core.tensor)
+        tensor_init(made, None, core.block_type(core.int1, list(shape)) if shape else core.int1)
+        return made.shape, made.numel
+
+    def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.shape, self.numel, text = of_block(tuple(getattr(size, "value", size) for size in shape))
+        self.element_ty, self.name = element_ty, f"<{text}, {element_ty}>"
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensor(tuple(type.shape) if type.is_block() else ())
+
+    def broadcast_unlike(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
+    def kept_np_dtype(dtype: Any) -> Any:
+        if dtype.name not in np_dtypes:
+            np_dtypes[dtype.name] = np_dtype(dtype)
+        return np_dtypes[dtype.name]
+
+    np_dtypes: dict[str, Any] = {}
+    core.block_type.__init__, core.tensor.__init__ = new_block_type, new_tensor
+    semantic.TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype = broadcast_unlike, kept_np_dtype
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
         interpret_without_delay()
+        keep_shapes()

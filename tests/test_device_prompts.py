@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, device_judge, device_prompts
 from selfspec.cache import CacheFull, Rows, Sequence, flat_slot
-from selfspec.device_prompts import LONGEST, MOST_STRETCHES, Marking, Prompts, pass_size, passes, stretches
+from selfspec.device_prompts import LONGEST, MOST_STRETCHES, SHORT, Marking, Prompts, pass_size, passes, stretches
 from selfspec.exits import Exit, recalled
 from selfspec.machine import Machine
 from selfspec.routing import marks_of
@@ -29,9 +29,10 @@ def test_texts_are_passed_in_their_order_and_no_pass_is_too_large(lengths: list[
     assert [index for group in groups for index in group] == list(range(len(lengths)))
     for group in groups:
         inside = [lengths[index] for index in group]
-        count, stretch = pass_size(inside)
+        count, stretch, longest = pass_size(inside)
         assert sum(map(stretches, inside)) <= count <= MOST_STRETCHES
         assert max(inside) <= stretch or stretch == 64
+        assert max(inside) <= longest
     fuller = [
         sum(stretches(lengths[i]) for i in (*one, other[0])) for one, other in zip(groups, groups[1:], strict=False)
     ]
@@ -56,7 +57,7 @@ def run(engine: Engine, made: Any, texts: list[list[int]]) -> list[Sequence]:
 
 def small(engine: Engine) -> tuple:
     machine = machine_of(engine)
-    return engine.model, engine.cache, machine.scratch, COUNT, STRETCH, machine.idle_page()
+    return engine.model, engine.cache, machine.scratch, COUNT, STRETCH, SHORT, machine.idle_page()
 
 
 def left_in_cache(engine: Engine, sequence: Sequence, count: int) -> list[torch.Tensor]:

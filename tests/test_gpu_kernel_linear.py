@@ -27,9 +27,9 @@ MODELS = {
     "gemma3-1b": (1152, 6912, 4, 1, 256, True),
     "phi-mini": (3072, 8192, 32, 32, 96, False),
 }
-ROWS = 256
-PAGES = 5
-COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 200, 256]
+ROWS = 600
+PAGES = 10
+COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 129, 200, 256, 257]
 Inputs = dict[str, torch.Tensor]
 Op = Callable[[Inputs, Config | None], Inputs]
 
@@ -164,12 +164,12 @@ def test_accuracy_and_rows_in_any_company(model: str, dtype: torch.dtype) -> Non
                 assert torch.equal(value, whole[key][start : start + count]), (name, key, count)
 
 
-@pytest.mark.parametrize("warps", [2, 4])
+@pytest.mark.parametrize("warps", [2, 4, 8])
 @pytest.mark.parametrize("model", ["smollm2", "llama-8b"])
 def test_the_height_of_a_tile_changes_no_bit(model: str, warps: int) -> None:
     for name, inputs, op, _ in operations(model, torch.bfloat16):
         config = Config(block_n=32, block_k=128, stages=3, warps=warps)
-        results = [op(inputs, replace(config, block_m=height)) for height in (16, 32, 64)]
+        results = [op(inputs, replace(config, block_m=height)) for height in (16, 32, 64, 128)]
         for other in results[1:]:
             for key in other:
                 assert torch.equal(results[0][key], other[key]), (name, key)

@@ -231,7 +231,7 @@ def test_a_negative_slot_stores_nothing_but_its_query() -> None:
     assert torch.equal(keys.isnan(), fewer.isnan())
 
 
-@pytest.mark.parametrize("rows", [2, 17, 40, 70])
+@pytest.mark.parametrize("rows", [2, 17, 40, 70, 260])
 def test_a_row_has_the_same_bits_in_any_company(rows: int) -> None:
     x, weight = linear_arguments(rows, 48, 96, HALF).values()
     arguments = normed(x)
@@ -273,7 +273,7 @@ def test_every_column_belongs_to_one_entry_of_squares() -> None:
     for width in (16, 576, 2048, 2064, 4096, 4112, 8192):
         block = norms.block_width(width)
         assert (norms.tiles(width) - 1) * block < width <= norms.tiles(width) * block
-        for k, rows in product((64, 1536, 4096), (1, 17, 33)):
+        for k, rows in product((64, 1536, 4096), (1, 17, 33, 65, 129, 257)):
             assert choose("linear", width, k, rows).block_n % block == 0
 
 
@@ -334,7 +334,10 @@ def test_gated_linear_refuses_what_does_not_fit() -> None:
         norms.normalise(nan(2, 16), nan(15), 1e-5, 0.0, nan(2, 16))
 
 
-@pytest.mark.parametrize(("rows", "heights"), [(16, (16,) * 4), (17, (64, 32, 16, 16)), (33, (64,) * 4)])
+@pytest.mark.parametrize(
+    ("rows", "heights"),
+    [(16, (16,) * 4), (17, (64, 32, 16, 16)), (33, (64,) * 4), (65, (64, 128, 64, 64)), (129, (128, 128, 64, 64))],
+)
 def test_the_height_of_tiles_follows_from_rows_and_layer(rows: int, heights: tuple[int, ...]) -> None:
     """Of a long product, a wide one, and two so small that low tiles leave SMs free."""
     found = []
@@ -349,7 +352,7 @@ def test_the_height_of_tiles_follows_from_rows_and_layer(rows: int, heights: tup
 @pytest.mark.parametrize("dtype", [HALF, FULL])
 def test_sums_go_on_in_steps_that_follow_from_the_layer_alone(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
     weight, steps = torch.empty(1, k, dtype=dtype).expand(n, k), set()
-    for rows in (1, 16, 17, 32, 33, 64, 256):
+    for rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024):
         x = torch.empty(1, k, dtype=dtype).expand(rows, k)
         steps.add(launch_settings(x, weight, None, choose(kind, n, k, rows), 64 if kind == "heads" else None)[0]["BK"])
     assert len(steps) == 1
