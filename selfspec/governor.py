@@ -182,8 +182,9 @@ class Governor:
         place = prospects.places.get(in_use)
         if place is not None:
             best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
-        pays = self._pays(speeds[best], batch, in_use) and self.ledger.allows(self.rules.loss_allowance)
-        return best if pays else None
+        # Beginning is a trial too: what plans have lost shall not keep a text that turned from being drafted again.
+        allowance = self.rules.loss_allowance + (0.0 if len(in_use) else self.rules.probe_allowance)
+        return best if self._pays(speeds[best], batch, in_use) and self.ledger.allows(allowance) else None
 
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No

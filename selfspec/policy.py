@@ -36,7 +36,7 @@ class Rules:
     hysteresis: float = 0.02  # and how much more another plan than that in use, to change to it
     probe_interval: int = 32  # tokens: while nothing pays, it is tried again after no more than these, if it may be
     loss_allowance: float = 4.0  # plain steps that may be lost, in all, to plans that were expected to pay
-    probe_allowance: float = 0.5  # and to trying whether they would
+    probe_allowance: float = 0.5  # and to trying whether they would, which beginning is too
     probe_share: float = 0.01  # every plain step allows so much more of both
     shadow_tokens: int = 16  # while nothing is drafted, the exit is scored after so many, then more seldom; 0: never
 

@@ -826,6 +826,24 @@ def test_a_ledger_allows_up_to_its_allowance_and_is_paid_back_slowly() -> None:
     assert ledger.owed > -10, "but not without limit"
 
 
+def test_what_was_lost_does_not_keep_a_text_that_turned_from_being_drafted() -> None:
+    """A plan in use stops where it has lost what it may; beginning, after a look that convinces, may lose as much more
+    as trying may."""
+    governor, watches = new_governor(Rules(loss_allowance=4.0, probe_allowance=0.5)), [Watch()]
+    for _ in range(3):
+        governor.observe(watches, NONE, [0], 1.0, 100, MEASURING)
+    governor.observe(watches, NONE, [0], 1.0, 100, "goodput")
+    governor.scored(watches, [[0] * 16], offered=1)
+    governor.ledger.owed = 4.6
+    assert not len(governor.choose(watches, 100)[0])
+    governor.ledger.owed = 4.4
+    plan, _ = governor.choose(watches, 100)
+    assert len(plan)
+    governor.observe(watches, plan, [0], on_gpu(plan), 100)
+    governor.ledger.owed = 4.4
+    assert not len(governor.choose(watches, 100)[0])
+
+
 @settings(SETTINGS, max_examples=80)
 @given(
     ranks=st.lists(st.integers(0, NEVER), min_size=1, max_size=150),
@@ -836,7 +854,7 @@ def test_a_ledger_allows_up_to_its_allowance_and_is_paid_back_slowly() -> None:
 def test_whatever_happens_trying_costs_no_more_than_its_bound(
     ranks: list[int], of_row: float, of_depth: float, shadows: bool
 ) -> None:
-    """Against plain decoding, at every moment: the allowance, a share of every plain step, and a cycle in progress."""
+    """Against plain decoding, at every moment: both allowances, a share of every plain step, and one cycle."""
 
     def clock(plan: Plan) -> float:
         return 1 + of_depth * plan.depth + of_row * len(plan) if len(plan) else 1.0
@@ -852,7 +870,8 @@ def test_whatever_happens_trying_costs_no_more_than_its_bound(
     for _ in range(150):
         world.cycle()
         plain = sum(not len(plan) for plan in world.plans)
-        assert world.losses <= rules.loss_allowance + rules.probe_share * plain + worst + 1e-6
+        allowed = rules.loss_allowance + rules.probe_allowance + rules.probe_share * plain
+        assert world.losses <= allowed + worst + 1e-6
 
 
 @settings(SETTINGS, max_examples=60)
