@@ -67,6 +67,8 @@ class Flight:
 class DeviceSession(Session):
     """A session whose cycles are kernels. On the device everything is as in Session, to the token."""
 
+    ease = 1
+
     def __init__(self, *args: Any, machine: Machine, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.machine = machine

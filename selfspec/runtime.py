@@ -49,6 +49,8 @@ Stop = Callable[[torch.Tensor], bool]  # prefix [1, t] -> whether the text ends 
 class Session:
     """One request in progress. Closing it, at any moment, returns every page."""
 
+    ease = 2  # times as seldom are exits scored whose passes are the host's own work
+
     def __init__(
         self,
         model: Decoder,
@@ -234,7 +236,8 @@ class Session:
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
-        self._patience = more_patient(self._patience, self._at_once) if looked else self._at_once
+        least = self._at_once
+        self._patience = more_patient(self._patience, least, self.ease * SELDOM) if looked else least
 
     def choose_plan(
         self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None, is_over: bool = False
@@ -533,9 +536,9 @@ class Session:
         return at_nodes.flatten(0, 1)
 
 
-def more_patient(patience: int, first: int) -> int:
+def more_patient(patience: int, first: int, most: int = SELDOM) -> int:
     """Tokens before the exit is scored again, after a look that has not led to drafting; `first` before the first."""
-    return max(first, min(2 * patience, SELDOM))
+    return max(first, min(2 * patience, most))
 
 
 def is_governed(reason: str | None) -> bool:

@@ -611,6 +611,7 @@ def test_plain_cycles_score_the_exit_as_pytorch_does(enough: int, monkeypatch: p
     monkeypatch.setattr(device_shadow, "_FEWEST", 1)
     monkeypatch.setattr(device_shadow, "_ENOUGH", enough)
     monkeypatch.setattr(runtime, "SELDOM", 3)
+    monkeypatch.setattr(runtime.Session, "ease", 1)
     scores = scores_told(monkeypatch)
     texts, found = [random_rows(9, seed=seed).tolist() for seed in (1, 2, 3)], []
     ours, theirs = engines("llama")

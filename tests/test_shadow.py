@@ -150,7 +150,7 @@ def test_copies_take_over_what_their_prompt_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "waiting"), [(1, [16, 48, 80, 96, 113], 7), (2, [8, 24, 56, 88, 96, 105], 15)]
+    ("rows", "steps", "waiting"), [(1, [16, 48, 112, 130, 147], 13), (2, [8, 24, 56, 120, 130, 139, 155], 5)]
 )
 def test_while_nothing_is_drafted_scores_come_every_few_tokens(
     rows: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
@@ -165,8 +165,8 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
         scored.append((step, [len(of_row) for of_row in ranks]))
 
     monkeypatch.setattr(session.governor, "scored", remember)
-    for step in range(120):
-        plan = Plan.parse("chain:1") if step == 96 else Plan()
+    for step in range(160):
+        plan = Plan.parse("chain:1") if step == 130 else Plan()
         session.cycle()
     assert scored == [(step, [shadow.FEW] * rows) for step in steps]
     assert all(len(row.waiting) == waiting for row in session.rows)
