@@ -117,7 +117,7 @@ def gated_linear(
     config = config or choose("gated", 2 * n, x.shape[1], x.shape[0])
     squares, squares_stride = norm_squares(norm)
     shape, options = launch_settings(x, weight, norm, config)
-    _gated_kernel[(-(-x.shape[0] // shape["BM"]), -(-n // (config.block_n // 2)))](
+    _gated_kernel[(-(-x.shape[0] // shape["BM"]), -(-n // (shape["BN"] // 2)))](
         x, weight, out, bias, squares, x.shape[0],
         x.stride(0), weight.stride(0), out.stride(0), squares_stride,
         N=n, ACTIVATION=activation, EARLY=config.early, **shape, **options,

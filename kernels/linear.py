@@ -125,11 +125,11 @@ def linear(
     width = block_width(n)
     if next_norm is not None:
         next_norm.check(out)
-        if config.block_n % width:
-            raise ValueError(f"tiles of {config.block_n} columns cannot sum squares over {width}")
     squares, squares_stride = norm_squares(norm)
     shape, options = launch_settings(taken, weight, norm, config)
-    _linear_kernel[(-(-rows // shape["BM"]), -(-n // config.block_n))](
+    if next_norm is not None and shape["BN"] % width:
+        raise ValueError(f"tiles of {shape['BN']} columns cannot sum squares over {width}")
+    _linear_kernel[(-(-rows // shape["BM"]), -(-n // shape["BN"]))](
         x, gather, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
         x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,

@@ -21,6 +21,8 @@ from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64
 _TINY, _SMALL = 1 << 21, 1 << 23  # weights of products that fill few SMs, and of those that leave some free
+_TILE = 2048  # sums of a tile to a warp, at most
+_WIDEST = 256  # bytes: so wide a tile has room for the steps of any
 LEAST_SHARED_BYTES = 96 * 1024  # of shared memory for the stages of a program on any GPU
 
 
@@ -122,8 +124,10 @@ def choose(kind: str, n: int, k: int, rows: int) -> Config:
         return _choose_small(kind, n, k, rows)
     if kind == "linear":
         return _choose_long(n, k, rows)
-    stages = 3 if kind == "gated" and height == MAX_ROW_TILE else 5  # fewer leave room for a second program
-    return Config(block_n=64, block_k=128, stages=stages, warps=4, block_m=height)
+    if kind == "qkv":
+        return Config(block_n=64, block_k=128, stages=5, warps=4, block_m=height)
+    block_n, stages = (128, 4) if height == 16 else (64, 3)  # all programs at once, with room for the launch after them
+    return Config(block_n, block_k=64, stages=stages, warps=4, block_m=height)
 
 
 def _is_small(kind: str, n: int, k: int) -> bool:
@@ -170,7 +174,8 @@ def _choose_many(kind: str, n: int, k: int, rows: int) -> Config:
         return Config(32 if few else 64, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
     if kind == "linear" and rows <= high:
         return Config(block_n=64, block_k=128, stages=4, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
-    return Config(block_n=64, block_k=128, stages=4, warps=8, block_m=high, ahead=ahead)
+    block_n, block_k = (128, 64) if kind == "gated" else (64, 128)
+    return Config(block_n, block_k, stages=4, warps=8, block_m=high, ahead=ahead)
 
 
 def _choose_long(n: int, k: int, rows: int) -> Config:
@@ -186,12 +191,12 @@ def _choose_long(n: int, k: int, rows: int) -> Config:
 def launch_settings(
     x: torch.Tensor, weight: torch.Tensor, norm: Norm | None, config: Config, block_n: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants all kernels share, and the options of the launch."""
+    """Constants all kernels share, and the options of the launch; `block_n` where it is heads, or parts of them."""
     k, size = x.shape[1], x.element_size()
-    block_n = block_n or config.block_n
-    # A wide and high tile does not fit the registers.
-    highest = 16 if block_n > 128 else 32 if block_n == 128 else 2 * MAX_ROW_TILE
-    block_m = min(config.block_m, highest)
+    # A wide and high tile does not fit the registers, least of all where heads are normed in it.
+    largest = (_TILE if block_n is None else _TILE // 2) * config.warps
+    block_n = block_n or min(config.block_n, _WIDEST // size)
+    block_m = min(config.block_m, max(16, largest // block_n))
     block_k = min(config.block_k, power_of_two(k))
     while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
         block_k //= 2
