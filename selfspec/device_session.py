@@ -67,8 +67,6 @@ class Flight:
 class DeviceSession(Session):
     """A session whose cycles are kernels. On the device everything is as in Session, to the token."""
 
-    ease = 1
-
     def __init__(self, *args: Any, machine: Machine, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.machine = machine
@@ -95,6 +93,8 @@ class DeviceSession(Session):
         self._end_so_far: torch.Tensor | None = None  # of a prompt that comes in chunks, what it will be judged by
         self._shares: Mail | None = None  # of these at which exit and model agree, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
+        if self.governor is not None and len(self.rows) <= self.governor.rules.max_tree_batch:
+            self.ease = 1  # what waits of a few rows takes the device no time worth mentioning
         if self.governor is not None and self._host_chooses:
             self.governor.is_watched = False  # nothing waits there, so nothing is scored
 

@@ -197,9 +197,11 @@ class Governor:
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
-        """While nothing is drafted: nothing was learned since that was decided, or some time ago."""
-        is_old = self._age > 1 and self._age % _RETHOUGHT != 0  # when first thought of they may be a cycle old
-        return batch == self._batch and (is_old or not self._has_news)
+        """While nothing is drafted: nothing was learned since that was decided, or some time ago. When news are first
+        thought of they may be a cycle old; of many sequences, learning keeps the host long enough for one cycle."""
+        first = 2 if batch > self.rules.max_tree_batch else 0
+        is_new, is_old = self._age < first, self._age > max(first, 1) and self._age % _RETHOUGHT != 0
+        return batch == self._batch and (is_new or is_old or not self._has_news)
 
     def _stay_plain(self, watches: Sequence[Watch]) -> tuple[Plan, str]:
         """Until something is learned, for the same reason."""

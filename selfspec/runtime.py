@@ -49,7 +49,7 @@ Stop = Callable[[torch.Tensor], bool]  # prefix [1, t] -> whether the text ends 
 class Session:
     """One request in progress. Closing it, at any moment, returns every page."""
 
-    ease = 2  # times as seldom are exits scored whose passes are the host's own work
+    ease = 2  # times as seldom are exits scored where that takes time
 
     def __init__(
         self,

@@ -729,23 +729,27 @@ def test_a_probe_that_cannot_be_afforded_is_thought_of_only_now_and_then(monkeyp
     assert sum(map(len, world.plans[-600:])) > 0
 
 
-def test_news_that_make_no_difference_are_thought_of_again_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and then in every fourth cycle: what was believed before fades, but the device shall not wait for it."""
-    governor, watches = new_governor(Rules(probe_interval=64)), [Watch(), Watch()]
+@pytest.mark.parametrize(("rows", "expected"), [(2, [4, 5, 8, 12]), (8, [6, 8, 12])])
+def test_news_that_make_no_difference_are_thought_of_again_only_now_and_then(
+    rows: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, of many rows two cycles later, and then in every fourth cycle: what was believed before fades, but the
+    device shall not wait for it."""
+    governor, watches, roots = new_governor(Rules(probe_interval=64)), [Watch() for _ in range(rows)], [0] * rows
     for _ in range(3):
-        governor.observe(watches, NONE, [0, 0], 1.0, 100, MEASURING)
+        governor.observe(watches, NONE, roots, 1.0, 100, MEASURING)
     while len(plan := governor.choose(watches, 100)[0]):
-        governor.observe(watches, plan, [0, 0], on_gpu(plan), 100)
-    governor.observe(watches, NONE, [0, 0], 1.0, 100, "goodput")
+        governor.observe(watches, plan, roots, on_gpu(plan), 100)
+    governor.observe(watches, NONE, roots, 1.0, 100, "goodput")
     thought: list[int] = []
     look_up = Governor._look_up
     monkeypatch.setattr(Governor, "_look_up", lambda self, *at: thought.append(cycle) or look_up(self, *at))
     for cycle in range(16):
         if cycle == 4:
-            governor.scored(watches, [[1] * 16] * 2, offered=1)
+            governor.scored(watches, [[1] * 16] * rows, offered=1)
         assert governor.choose(watches, 100)[0] == NONE
-        governor.observe(watches, NONE, [0, 0], 1.0, 100, "goodput")
-    assert thought == [4, 5, 8, 12]
+        governor.observe(watches, NONE, roots, 1.0, 100, "goodput")
+    assert thought == expected
 
 
 def test_text_that_shadows_watch_is_probed_as_seldom_as_can_be() -> None:
