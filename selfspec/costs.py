@@ -196,6 +196,10 @@ class Costs:
         measured = self._drafting.get(at, {}).get(plan)
         return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
+    def knows_any(self, at: Setting) -> bool:
+        """Whether that is so of any plan, here or where it is much alike."""
+        return any(self.is_known(like, plan) for like in (at, *self._near(at)) for plan in self._drafting.get(like, ()))
+
     def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
         return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED
 

@@ -35,6 +35,7 @@ _NOISE = 0.015  # by which the plan in use may turn out to be longer than a cycl
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LEAST_SHARE = 0.5  # of the sequence that will be the last one, in what plans are judged by
+_WORTH = 1.1  # times plain speed: where not even texts that are guessed best would get it, nobody looks for them
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
 
 
@@ -109,6 +110,7 @@ class Prospects(NamedTuple):
     places: dict[Plan, int]  # where each of them is in that list
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
+    can_pay: bool  # some text might be worth looking for
 
 
 class Governor:
@@ -125,6 +127,7 @@ class Governor:
         self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
         self.plan = NONE  # the one in use
         self.is_watched = rules.shadow_tokens > 0  # exits are scored while nothing is drafted
+        self.can_pay = True  # some text might be worth looking for: taken for granted until plans were run
         self.ledger = Ledger(rules.probe_share)
         self._has_news = True
         self._age = 0  # of these, in plain cycles
@@ -158,7 +161,8 @@ class Governor:
             return NONE, self._why
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use, _LONG if left is None else max(left))
-        if not prospects.plans:
+        self.can_pay = prospects.can_pay or not self.is_watched or not self.costs.knows_any(at)
+        if not prospects.plans or not self.can_pay:
             return self._stay_plain(watches)
         speeds, lasts, slows = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
@@ -260,8 +264,10 @@ class Governor:
         plans, known = self.ladder.plans(batch), self._ratios(at)
         ratios = [known.get(plan) or self.ratio(plan, at) for plan in plans]
         may = [self._may_be_chosen(plan, ratio, at, kept) for plan, ratio in zip(plans, ratios, strict=True)]
-        allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)
-        return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens[:, may], np.array(ratios)[may])
+        allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)[:, may]
+        costs = np.array(ratios)[may]
+        can_pay = bool((self.ladder.tokens(batch, DEEPEST + 1)[-1, may] > _WORTH * costs).any())
+        return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens, costs, can_pay)
 
     def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, kept: Plan | None) -> bool:
         """Whether a plan's cycles are no longer than the rules allow. That in use may be so by a little, lest noise

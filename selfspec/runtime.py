@@ -87,7 +87,7 @@ class Session:
         self._elapsed_s = 0.0  # in prefill and cycles; what a consumer does between them is not ours
         self._prompt_end: list[torch.Tensor] = []
         self._plan: Plan | None = None  # the one in use
-        self._scoring = governor.rules.scored_after(len(rows)) if governor is not None else 0
+        self._scoring = self.ease * governor.rules.scored_after(len(rows)) if governor is not None else 0
         self._at_once = self._patience = self._scoring or AT_ONCE
         self._looked_at = shadow.FEW if model.device.type == "cpu" else shadow.PROMPT_END
 
@@ -216,7 +216,7 @@ class Session:
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
         if len(plan) or len(rows[0].waiting) >= self._patience:
-            looks = self._scoring > 0 and is_governed(reason)
+            looks = self._may_look(reason)
             self.catch_up(rows, score=looks)
             self._be_patient(looked=looks and not len(plan))
         started = time.perf_counter()
@@ -233,6 +233,10 @@ class Session:
         lasts = [path[-1] for path in paths]
         seconds = time.perf_counter() - started
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
+
+    def _may_look(self, reason: str | None) -> bool:
+        """Whether the exit may be scored while nothing is drafted for this reason."""
+        return self.governor is not None and self.governor.can_pay and self._scoring > 0 and is_governed(reason)
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""

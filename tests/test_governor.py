@@ -696,6 +696,34 @@ def test_what_is_known_to_cost_too_much_is_tried_only_where_nobody_watches(shado
     assert all(drafted) if not shadows else not any(drafted)
 
 
+@pytest.mark.parametrize(("times", "can_pay"), [(1.0, True), (2.0, True), (9.0, False)])
+def test_nobody_looks_for_texts_that_could_not_pay(times: float, can_pay: bool) -> None:
+    """Where cycles that draft take so long that not even the best guessed text would be a tenth faster with them; taken
+    for granted as long as none has run, or long ago, and where nobody watches."""
+
+    def clock(plan: Plan) -> float:
+        return 1.0 + times * 0.1 * (plan.depth + len(plan)) if len(plan) else 1.0
+
+    costs = Costs()
+    for watched in (False, True):
+        governor = new_governor(costs=costs, gpu=False)
+        governor.is_watched = watched
+        watches, at = [sure()], governor._setting([Watch()], 100)
+        governor.observe(watches, NONE, [0], 1.0, 100, MEASURING)
+        assert governor.can_pay
+        for plan in [NONE, *governor.ladder.plans(1)]:
+            for _ in range(3):
+                costs.observe(at, plan, clock(plan))
+        plan, _ = governor.choose(watches, 100)
+        assert governor.can_pay == (can_pay or not watched)
+        assert len(plan) > 0 or not can_pay
+    for _ in range(1100):
+        governor.observe(watches, NONE, [0], 1.0, 100, "goodput")
+    governor.scored(watches, [[0] * 8], offered=1)
+    governor.choose(watches, 100)
+    assert governor.can_pay
+
+
 def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() -> None:
     world = World(new_governor(gpu=False), [drawn(0.0)], two_cores).run(5000)
     drafted = [place for place, plan in enumerate(world.plans) if len(plan)]

@@ -149,9 +149,7 @@ def test_copies_take_over_what_their_prompt_told() -> None:
     assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
 
 
-@pytest.mark.parametrize(
-    ("rows", "steps", "waiting"), [(1, [16, 48, 112, 130, 147], 13), (2, [8, 24, 56, 120, 130, 139, 155], 5)]
-)
+@pytest.mark.parametrize(("rows", "steps", "waiting"), [(1, [32, 96, 130, 163], 7), (2, [16, 48, 112, 130, 147], 23)])
 def test_while_nothing_is_drafted_scores_come_every_few_tokens(
     rows: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +163,7 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
         scored.append((step, [len(of_row) for of_row in ranks]))
 
     monkeypatch.setattr(session.governor, "scored", remember)
-    for step in range(160):
+    for step in range(170):
         plan = Plan.parse("chain:1") if step == 130 else Plan()
         session.cycle()
     assert scored == [(step, [shadow.FEW] * rows) for step in steps]
@@ -186,7 +184,7 @@ def test_of_what_waits_the_newest_few_are_read_and_all_is_filled() -> None:
     assert_same_rows(few, all_of_it)
 
 
-@pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 17), ("ood", 1, 17), ("batch", 0, 1)])
+@pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 1)])
 def test_nothing_is_scored_where_a_rule_forbids_drafting(
     reason: str, expected: int, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,10 +193,21 @@ def test_nothing_is_scored_where_a_rule_forbids_drafting(
     monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), reason))
     scored: list[int] = []
     monkeypatch.setattr(session.governor, "scored", lambda watch, ranks, offered: scored.append(len(ranks)))
-    for _ in range(33):
+    for _ in range(65):
         session.cycle()
     assert len(scored) == expected
     assert len(session.rows[0].waiting) == waiting, "the exit's cache is kept up all the same"
+
+
+def test_nothing_is_scored_where_no_text_could_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = governed(trained_once("llama").exit, [random_tokens(20)])
+    session.prefill()
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), "goodput"))
+    monkeypatch.setattr(session.governor, "scored", lambda *_: pytest.fail("nobody looks"))
+    monkeypatch.setattr(session.governor, "can_pay", False)
+    for _ in range(65):
+        session.cycle()
+    assert len(session.rows[0].waiting) == 1, "the exit's cache is kept up all the same"
 
 
 def test_a_row_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
