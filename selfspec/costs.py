@@ -197,8 +197,10 @@ class Costs:
         return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
     def knows_any(self, at: Setting) -> bool:
-        """Whether that is so of any plan, here or where it is much alike."""
-        return any(self.is_known(like, plan) for like in (at, *self._near(at)) for plan in self._drafting.get(like, ()))
+        """Whether plans have been run often enough, and not too long ago, here or where it is much alike, to say what
+        any of them takes."""
+        ran = [(like, of) for like in (at, *self._near(at)) for of in self._drafting.get(like, {}).values()]
+        return sum(of.times for like, of in ran if not self._is_outdated(like, of)) >= _KNOWN
 
     def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
         return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED

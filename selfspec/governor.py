@@ -196,7 +196,7 @@ class Governor:
         does not forbid to try it."""
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
-        told = self.is_watched and self.costs.is_known(at, prospects.plans[cheapest])
+        told = self.is_watched and self.costs.knows_any(at)
         expected_loss = max(0.0, losses[cheapest] if told else min(losses[cheapest], _MOST_FEARED))
         return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
 

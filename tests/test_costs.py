@@ -327,6 +327,18 @@ def test_a_plan_that_ran_with_texts_of_another_length_alone_costs_what_it_took_t
     assert known.ratio(Setting.of(3, 1, 200), TREE, guess) == pytest.approx(1.6)
 
 
+def test_costs_are_known_after_a_few_cycles_of_any_plans_with_texts_of_any_length() -> None:
+    costs, long = Costs(in_seats=True), Setting.of(3, 1, 500)
+    for at, plan in ((ONE, Plan.parse("chain:1")), (ONE, Plan.parse("chain:2")), (long, Plan.parse("chain:1"))):
+        assert not costs.knows_any(ONE) and not costs.knows_any(long)
+        costs.observe(at, plan, 1.5)
+    assert costs.knows_any(ONE) and costs.knows_any(long)
+    assert not costs.knows_any(Setting.of(3, 2, 100)) and not costs.knows_any(Setting.of(4, 1, 100))
+    for _ in range(1100):
+        costs.observe(ONE, NONE, 1.0)
+    assert not costs.knows_any(ONE), "but for one they were too long ago"
+
+
 def test_another_exit_costs_something_else() -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.030))
     assert known.ratio(Setting.of(9, 1, 100), CHAIN, guess) == pytest.approx(Costs().ratio(ONE, CHAIN, guess))
