@@ -35,7 +35,7 @@ from selfspec.kernels.know import places_for
 from selfspec.ladder import Ladder
 from selfspec.policy import BATCHES, Policy
 from selfspec.profile import DomainChoice
-from selfspec.runtime import more_patient
+from selfspec.runtime import more_patient, most_patience
 from selfspec.sampling import Sampling
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import NONE, Plan
@@ -179,7 +179,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
         catching_up = _SHADOW * plain if looks or waiting >= room or (waiting and len(plan)) else 0.0
         if looks:
             _score(governor, watches, rows, waiting)
-            unscored, patience = 0, more_patient(patience, first)
+            unscored, patience = 0, more_patient(patience, first, most_patience(len(rows.active), stage.rules))
         waiting = (0 if catching_up else waiting) + (not len(plan))
         unscored, patience = (0, first) if len(plan) else (unscored + 1, patience)
         taken = stage.seconds(len(rows.active), plan) + catching_up

@@ -22,7 +22,7 @@ from selfspec.kernels.triton_or_none import jit, shared_bytes, tl, use_pdl
 MAX_ROW_TILE = 64
 _TINY, _SMALL = 1 << 21, 1 << 23  # weights of products that fill few SMs, and of those that leave some free
 _TILE = 2048  # sums of a tile to a warp, at most
-_WIDEST = 256  # bytes: so wide a tile has room for the steps of any
+_WIDEST = 256  # bytes, a tile's width: those of float32 would have no room for the steps that narrow ones take
 LEAST_SHARED_BYTES = 96 * 1024  # of shared memory for the stages of a program on any GPU
 
 

@@ -114,7 +114,7 @@ class _Measured:
         self.beside = 0.0  # what a plain step took at that time; 0 where nobody knew
         self.newest = 0.0
         self.told = 0.0  # the level when it was last said to be worth looking at
-        self.latest = 0  # the cycle of its newest measurement
+        self.latest = self.latest_of_all = 0  # the cycle of its newest measurement: among those like it, and all
 
     def add(self, seconds: float, plain: float = 0.0) -> None:
         """The first few give their fastest, since what disturbs a cycle, and what is done only once, make it slower;
@@ -152,6 +152,7 @@ class Costs:
         # By batch and length: what follows from the costs there, until they change.
         self._found: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self._cycles: Counter[tuple[int, int]] = Counter()  # (batch, length): that were measured
+        self._all_cycles = 0
         self._plain: dict[tuple[int, int], _Measured] = {}  # (batch, length)
         self._since_plain: Counter[tuple[int, int]] = Counter()  # cycles that drafted, since the last plain one
         self._drafting: dict[Setting, dict[Plan, _Measured]] = {}
@@ -171,7 +172,8 @@ class Costs:
             if measured.times and self._is_outdated(at, measured):
                 measured.times = 1  # as if it had been measured once: what is faster now is believed at once
         self._cycles[key] += 1
-        measured.latest = self._cycles[key]
+        self._all_cycles += 1
+        measured.latest, measured.latest_of_all = self._cycles[key], self._all_cycles
         measured.add(max(seconds, _TICK), plain)
         # Well known plain steps change nothing but what is outdated by then: plans remember those of their own time.
         if measured.has_news() and (len(plan) or measured.times <= _MANY or not measured.times % _SILENCE):
@@ -197,10 +199,10 @@ class Costs:
         return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
     def knows_any(self, at: Setting) -> bool:
-        """Whether plans have been run often enough, and not too long ago, here or where it is much alike, to say what
-        any of them takes."""
-        ran = [(like, of) for like in (at, *self._near(at)) for of in self._drafting.get(like, {}).values()]
-        return sum(of.times for like, of in ran if not self._is_outdated(like, of)) >= _KNOWN
+        """Whether plans have been run often enough, and of late, here or where it is much alike, to say what any of
+        them takes. What was learned elsewhere becomes old by cycles of all kinds."""
+        ran = [of for like in (at, *self._near(at)) for of in self._drafting.get(like, {}).values()]
+        return sum(of.times for of in ran if self._all_cycles - of.latest_of_all <= _OUTDATED) >= _KNOWN
 
     def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
         return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED

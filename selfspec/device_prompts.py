@@ -63,11 +63,15 @@ def pass_size(lengths: Sequence[int]) -> tuple[int, int, int]:
     return 1 << (count - 1).bit_length(), stretch, SHORT if longest <= SHORT else LONGEST
 
 
-def passes_up_to(texts: int) -> Iterator[list[int]]:
-    """Lengths of texts for each size of the passes that as many texts of one or two whole stretches take."""
-    most = min(2 * texts, MOST_STRETCHES)
+def passes_up_to(texts: int, longest: int) -> Iterator[list[int]]:
+    """Lengths of texts for each size of the passes that as many texts of one or two whole stretches take, or a longer
+    one alone."""
+    most = min(max(2 * texts, stretches(SHORT)), MOST_STRETCHES)
     for power in range((most - 1).bit_length() + 1):
         yield [STRETCH] * (1 << power)
+    while longest > SHORT:
+        yield [longest]
+        longest //= 2
 
 
 class Pass:

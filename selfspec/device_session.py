@@ -26,7 +26,7 @@ from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.know import places_for
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
-from selfspec.runtime import Session
+from selfspec.runtime import Session, is_governed, most_patience
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import MAX_NODES, NONE, Plan
 
@@ -95,8 +95,6 @@ class DeviceSession(Session):
         self._end_so_far: torch.Tensor | None = None  # of a prompt that comes in chunks, what it will be judged by
         self._shares: Mail | None = None  # of these at which exit and model agree, on their way to the host
         self._cycle: Cycle | None = None  # of the pass in progress, where the host chooses
-        if self.governor is not None and len(self.rows) > self.governor.rules.max_tree_batch:
-            self.ease = 2  # from the second time on
         if self.governor is not None and self._host_chooses:
             self.governor.is_watched = False  # nothing waits there, so nothing is scored
 
@@ -303,7 +301,11 @@ class DeviceSession(Session):
     def _looks(self, reason: str | None, room: int) -> bool:
         """Whether the exit is to be scored: nobody has looked for long, and enough waits to tell something."""
         is_much = self._waiting >= min(self._at_once, room)
-        return is_much and self._unscored >= self._patience and self._may_look(reason)
+        return is_much and self._unscored >= self._patience and self._scoring > 0 and is_governed(reason)
+
+    @property
+    def _most_patience(self) -> int:
+        return most_patience(len(self.active), self.policy.rules)
 
     def _keep_up(self, seats: Seats, looks: bool, before: Flight | None) -> Scores | None:
         """The exit sees what it has missed, and is scored by it if somebody looks."""

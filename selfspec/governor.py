@@ -35,7 +35,6 @@ _NOISE = 0.015  # by which the plan in use may turn out to be longer than a cycl
 _FEWEST = 8  # positions of a prompt that can tell anything
 _SURE = 0.8  # of being strange text
 _LEAST_SHARE = 0.5  # of the sequence that will be the last one, in what plans are judged by
-_WORTH = 1.1  # times plain speed: where not even texts that are guessed best would get it, nobody looks for them
 _LONG = 1 << 20  # tokens that a text may still get where nobody says how many
 
 
@@ -110,7 +109,6 @@ class Prospects(NamedTuple):
     places: dict[Plan, int]  # where each of them is in that list
     tokens: np.ndarray  # [kinds, plans]: what they bring for each kind of text
     ratios: np.ndarray  # [plans]: what they cost, in plain steps
-    can_pay: bool  # some text might be worth looking for
 
 
 class Governor:
@@ -127,12 +125,12 @@ class Governor:
         self.ladder, self.costs, self.rules, self.usual_agreement = ladder, costs, rules, usual_agreement
         self.plan = NONE  # the one in use
         self.is_watched = rules.shadow_tokens > 0  # exits are scored while nothing is drafted
-        self.can_pay = True  # some text might be worth looking for: taken for granted until plans were run
         self.ledger = Ledger(rules.probe_share)
         self._has_news = True
         self._age = 0  # of these, in plain cycles
         self._why = "goodput"  # nothing was drafted when that was last decided
         self._is_blind = True  # no draft has been judged yet
+        self._has_paid = False  # the newest cycle that drafted
         self._decisive: Watch | None = None  # the sequence that the newest plan will slow down, if any
         self._at: Setting | None = None  # where the plan in use was seen last
         self._batch = 0  # of the last cycle
@@ -161,8 +159,7 @@ class Governor:
             return NONE, self._why
         at = self._setting(watches, context)
         prospects = self._look_up(at, len(watches), plan_in_use, _LONG if left is None else max(left))
-        self.can_pay = prospects.can_pay or not self.is_watched or not self.costs.knows_any(at)
-        if not prospects.plans or not self.can_pay:
+        if not prospects.plans:
             return self._stay_plain(watches)
         speeds, lasts, slows = _speeds(watches, prospects, left)
         chosen = self._best(prospects, speeds, len(watches), plan_in_use)
@@ -186,13 +183,17 @@ class Governor:
         place = prospects.places.get(in_use)
         if place is not None:
             best = place if speeds[best] <= (1 + self.rules.hysteresis) * speeds[place] else best
-        # Beginning is a trial too: what plans have lost shall not keep a text that turned from being drafted again.
-        allowance = self.rules.loss_allowance + (0.0 if len(in_use) else self.rules.probe_allowance)
-        return best if self._pays(speeds[best], batch, in_use) and self.ledger.allows(allowance) else None
+        return best if self._pays(speeds[best], batch, in_use) and self.ledger.allows(self._allowance(in_use)) else None
+
+    def _allowance(self, in_use: Plan) -> float:
+        """What may be owed where drafting begins or goes on. Beginning is a trial too, and goes on while it pays: what
+        plans have lost before shall not keep a text that turned from being drafted again."""
+        is_trial = self._has_paid or not len(in_use)
+        return self.rules.loss_allowance + (self.rules.probe_allowance if is_trial else 0.0)
 
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
-        plan is given up for good: where its costs may have changed, or nobody watches the texts, what is expected of it
+        plan is given up for good: where costs may have changed, or nobody watches the texts, what is expected of it
         does not forbid to try it."""
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
@@ -203,9 +204,9 @@ class Governor:
     def _has_nothing_to_decide(self, batch: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, or some time ago. When news are first
         thought of they may be a cycle old; of many sequences, learning keeps the host long enough for one cycle."""
-        first = 2 if batch > self.rules.max_tree_batch else 0
-        is_new, is_old = self._age < first, self._age > max(first, 1) and self._age % _RETHOUGHT != 0
-        return batch == self._batch and (is_new or is_old or not self._has_news)
+        earliest = 2 if batch > self.rules.max_tree_batch else 0
+        is_too_new, is_old = self._age < earliest, self._age > max(earliest, 1) and self._age % _RETHOUGHT != 0
+        return batch == self._batch and (is_too_new or is_old or not self._has_news)
 
     def _stay_plain(self, watches: Sequence[Watch]) -> tuple[Plan, str]:
         """Until something is learned, for the same reason."""
@@ -264,10 +265,8 @@ class Governor:
         plans, known = self.ladder.plans(batch), self._ratios(at)
         ratios = [known.get(plan) or self.ratio(plan, at) for plan in plans]
         may = [self._may_be_chosen(plan, ratio, at, kept) for plan, ratio in zip(plans, ratios, strict=True)]
-        allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)[:, may]
-        costs = np.array(ratios)[may]
-        can_pay = bool((self.ladder.tokens(batch, DEEPEST + 1)[-1, may] > _WORTH * costs).any())
-        return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens, costs, can_pay)
+        allowed, tokens = list(compress(plans, may)), self.ladder.tokens(batch, most)
+        return Prospects(allowed, {plan: i for i, plan in enumerate(allowed)}, tokens[:, may], np.array(ratios)[may])
 
     def _may_be_chosen(self, plan: Plan, ratio: float, at: Setting, kept: Plan | None) -> bool:
         """Whether a plan's cycles are no longer than the rules allow. That in use may be so by a little, lest noise
@@ -306,7 +305,8 @@ class Governor:
         loss = spent - self._counted(watches, emitted, left)
         self._learn(watches, plan, lasts, emitted)
         self.ledger.spend(loss)
-        self._patience = self._patience_after(plan, paid=loss < 0)
+        self._has_paid = loss < 0
+        self._patience = self._patience_after(plan, self._has_paid)
         self.plan, self._quiet, self._batch, self._at = plan, 0, len(watches), at
 
     def overlook(

@@ -174,15 +174,15 @@ class Machine:
 
     @torch.inference_mode()
     def prepare_prompts(self, exit: Exit | None, batch: int, mark_layer: int | None) -> None:
-        """The same for passes of up to `batch` short prompts of one or two stretches each, told apart by their states
-        after a layer or not."""
+        """The same for passes of up to `batch` short prompts of one or two stretches each, or a longer one alone, told
+        apart by their states after a layer or not."""
         if not self.short_prompt:
             return
         with self.current():
             self.take_memory()
-            for lengths in passes_up_to(batch):
+            for lengths in passes_up_to(batch, min(self.short_prompt, _rounded(self.context))):
                 self.prompts(exit, lengths)
-                if mark_layer is not None:
+                if mark_layer is not None and max(lengths) <= MARKED:
                     self._marking(lengths, mark_layer)
 
     @contextmanager

@@ -21,7 +21,7 @@ from selfspec.exits import RECALLED, Exit, recalled
 from selfspec.governor import MEASURING, Governor
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
-from selfspec.policy import Policy
+from selfspec.policy import Policy, Rules
 from selfspec.row import Row, Turn
 from selfspec.sampling import (
     CHILDREN,
@@ -49,7 +49,7 @@ Stop = Callable[[torch.Tensor], bool]  # prefix [1, t] -> whether the text ends 
 class Session:
     """One request in progress. Closing it, at any moment, returns every page."""
 
-    ease = 2  # times as seldom are exits scored where that takes time
+    ease = 2  # times as seldom are exits scored whose passes are the host's own work
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Session:
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
         if len(plan) or len(rows[0].waiting) >= self._patience:
-            looks = self._may_look(reason)
+            looks = self._scoring > 0 and is_governed(reason)
             self.catch_up(rows, score=looks)
             self._be_patient(looked=looks and not len(plan))
         started = time.perf_counter()
@@ -234,14 +234,14 @@ class Session:
         seconds = time.perf_counter() - started
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
 
-    def _may_look(self, reason: str | None) -> bool:
-        """Whether the exit may be scored while nothing is drafted for this reason."""
-        return self.governor is not None and self.governor.can_pay and self._scoring > 0 and is_governed(reason)
-
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
         least = self._at_once
-        self._patience = more_patient(self._patience, least, self.ease * SELDOM) if looked else least
+        self._patience = more_patient(self._patience, least, self._most_patience) if looked else least
+
+    @property
+    def _most_patience(self) -> int:
+        return self.ease * SELDOM
 
     def choose_plan(
         self, rows: list[Row], in_flight: tuple[Plan, str | None] | None = None, is_over: bool = False
@@ -540,9 +540,14 @@ class Session:
         return at_nodes.flatten(0, 1)
 
 
-def more_patient(patience: int, first: int, most: int = SELDOM) -> int:
+def more_patient(patience: int, first: int, most: int) -> int:
     """Tokens before the exit is scored again, after a look that has not led to drafting; `first` before the first."""
     return max(first, min(2 * patience, most))
+
+
+def most_patience(rows: int, rules: Rules) -> int:
+    """The most of them, on a device: to look at many rows keeps it, and the host, for a while."""
+    return SELDOM if rows <= rules.max_tree_batch else 2 * SELDOM
 
 
 def is_governed(reason: str | None) -> bool:

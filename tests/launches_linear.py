@@ -69,6 +69,7 @@ def launches() -> Launches:
         yield f"down {name} rows 64", partial(project, 64, hidden, inner)
         yield f"gated {name} rows 1024", partial(gated, 1024, inner, hidden)
         yield f"out {name} rows 1024", partial(project, 1024, hidden, hidden)
+    yield "qkv llama-8b rows 1024", partial(qkv, 1024, 4096, 32, 8, 128, False, True)
     yield "down llama-8b rows 128", partial(project, 128, 4096, 14336)
     yield "qkv llama-8b rows 64", partial(qkv, 64, 4096, 32, 8, 128, False, True)
     yield "qkv smollm2 rows 64", partial(qkv, 64, 576, 9, 3, 64, False, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,12 @@ def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(smal
     assert machine is not None
     machine.take_memory()
     generator = torch.Generator().manual_seed(3)
-    texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 5, 64, 65, 100, 200, 256)]
-    shared = _left_by(engine, exit, texts)
-    for text, together in zip(texts, shared, strict=True):
+    groups = [
+        [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in lengths]
+        for lengths in ((1, 5, 64, 65, 100, 200, 256), (5, 257, 200, 300), (1000,))
+    ]
+    shared = [left for group in groups for left in _left_by(engine, exit, group)]
+    for text, together in zip(chain.from_iterable(groups), shared, strict=True):
         (alone,) = _left_by(engine, exit, [text])
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)), len(text)
         of_pytorch = _left_by_pytorch(engine, exit, text)
@@ -182,9 +186,10 @@ def test_warming_up_leaves_nothing_of_usual_prompts_to_capture(tmp_path: Path) -
     assert machine is not None
     engine.warmup(3)
     held = set(machine._passes)
-    ids, mask = prompts(3, 100)
-    engine.generate(ids % 90 + 3, mask, max_new_tokens=8, pad_token_id=0, **GREEDY)
-    assert set(machine._passes) == held
+    for count, longest in ((3, 100), (1, 250), (1, 400)):
+        ids, mask = prompts(count, longest)
+        engine.generate(ids % 90 + 3, mask, max_new_tokens=8, pad_token_id=0, **GREEDY)
+        assert set(machine._passes) == held
 
 
 def test_prompts_are_judged_alike_in_any_company_and_nearly_as_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +202,8 @@ def test_prompts_are_judged_alike_in_any_company_and_nearly_as_by_pytorch(monkey
     for kernels, batches in ((True, [texts, *([text] for text in texts)]), (False, [[text] for text in texts])):
         engine = Engine.from_model(model, kernels=kernels)
         engine.drafters.exits = {LAYER: random_exit(engine.model, LAYER)}
+        if engine._machine is not None:
+            engine._machine.short_prompt = 256  # longer ones are alone
         for batch in batches:
             shares.clear()
             session = governed_session(engine, batch, 4, {})
@@ -273,8 +280,9 @@ def test_tokens_are_nearly_always_those_of_pytorch(small: Decoder) -> None:
 
 def test_texts_grow_over_pages_and_ranges(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=2048, max_batch=1)
-    plain = generate(engine, 1, "none", 400, longest=900, **GREEDY)
-    assert torch.equal(generate(engine, 1, "tree:4,2", 400, longest=900, **GREEDY).sequences, plain.sequences)
+    for longest in (900, 1100):  # with others, if there are any, and alone
+        plain = generate(engine, 1, "none", 400, longest=longest, **GREEDY)
+        assert torch.equal(generate(engine, 1, "tree:4,2", 400, longest=longest, **GREEDY).sequences, plain.sequences)
 
 
 def test_processors_leave_the_graph_and_keep_the_tokens(small: Decoder) -> None:

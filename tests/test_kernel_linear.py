@@ -249,6 +249,24 @@ def test_a_row_has_the_same_bits_in_any_company(rows: int) -> None:
             assert torch.equal(alone[0], all_rows[row])
 
 
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_a_row_of_a_wide_gated_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    """Tiles for a row alone are low and wide, for many they are high, and narrower in float32."""
+    x, weight = linear_arguments(130, 8224, 80, dtype).values()
+    arguments = normed(x)
+
+    def run(here: slice) -> torch.Tensor:
+        out = nan(*x[here].shape[:1], 4112, dtype=dtype)
+        norm = norms.Norm(1e-5, arguments["norm"].squares[here])
+        gated_linear(arguments["x"][here], weight, out, norm=norm, activation="silu")
+        return out
+
+    together = run(slice(0, 130))
+    for row in (0, 129):
+        assert torch.equal(run(slice(row, row + 1))[0], together[row])
+    assert torch.equal(run(slice(20, 80)), together[20:80])
+
+
 @pytest.mark.parametrize("width", [48, 144, 2064])
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
 def test_normalise(width: int, dtype: torch.dtype) -> None:

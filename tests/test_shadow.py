@@ -199,17 +199,6 @@ def test_nothing_is_scored_where_a_rule_forbids_drafting(
     assert len(session.rows[0].waiting) == waiting, "the exit's cache is kept up all the same"
 
 
-def test_nothing_is_scored_where_no_text_could_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = governed(trained_once("llama").exit, [random_tokens(20)])
-    session.prefill()
-    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), "goodput"))
-    monkeypatch.setattr(session.governor, "scored", lambda *_: pytest.fail("nobody looks"))
-    monkeypatch.setattr(session.governor, "can_pay", False)
-    for _ in range(65):
-        session.cycle()
-    assert len(session.rows[0].waiting) == 1, "the exit's cache is kept up all the same"
-
-
 def test_a_row_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     session = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(20)])
     session.rows[0].max_length = 23
