@@ -34,10 +34,15 @@ def keep_shapes() -> None:
     from triton.runtime import interpreter
 
     block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
-    broadcast, np_dtype = semantic.TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
+    try:
+        unwrap, np_dtype = core._unwrap_if_constexpr, interpreter._get_np_dtype
+        of_two = semantic.TritonSemantic
+        broadcast, common_type = of_two.broadcast_impl_value, of_two.computation_type_impl
+    except AttributeError:  # other versions may do it in another way
+        return
     made = core.block_type(core.float32, [4, 2]), core.tensor(None, core.int32)
     expected = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
-    if tuple(set(vars(value)) for value in made) != expected:  # other versions may do it in another way
+    if tuple(set(vars(value)) for value in made) != expected:
         return
 
     @cache
@@ -68,9 +73,21 @@ def keep_shapes() -> None:
             np_dtypes[dtype.name] = np_dtype(dtype)
         return np_dtypes[dtype.name]
 
+    def kept_common_type(self: Any, left: Any, left_is_scalar: bool, right: Any, *others: bool) -> Any:
+        key = left.name, left_is_scalar, right.name, *others
+        if key not in common_types:
+            common_types[key] = common_type(self, left, left_is_scalar, right, *others)
+        return common_types[key]
+
+    def unwrap_if_needed(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    plain = {core.tensor, int, bool, float, str, type(None)}
     np_dtypes: dict[str, Any] = {}
+    common_types: dict[tuple, Any] = {}
     core.block_type.__init__, core.tensor.__init__ = new_block_type, new_tensor
-    semantic.TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype = broadcast_unlike, kept_np_dtype
+    core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap_if_needed, kept_np_dtype
+    of_two.broadcast_impl_value, of_two.computation_type_impl = broadcast_unlike, kept_common_type
 
 
 if not torch.cuda.is_available():
