@@ -46,7 +46,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m selfspec.generate",
         description="Complete a prompt with a model that drafts and verifies itself.",
     )
-    parser.add_argument("prompt", nargs="?", default=PROMPT, help="what to say; '-' reads standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        default=PROMPT,
+        help="what to say (default: a question about Python); '-' reads standard input",
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     model.add_argument("--device", default="auto", help="cpu, cuda, mps (default: the best there is)")
@@ -54,16 +59,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     model.add_argument("--profile", default="auto", help="profile folder (default: the newest made for this model)")
     text = parser.add_argument_group("text")
     text.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    text.add_argument("--max-new-tokens", type=int, default=128)
+    text.add_argument("--max-new-tokens", type=int, default=128, help="(default: 128)")
     text.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    text.add_argument("--top-k", type=int, default=50, help="0 switches it off")
-    text.add_argument("--top-p", type=float, default=1.0)
-    text.add_argument("--seed", type=int, default=0)
+    text.add_argument("--top-k", type=int, default=50, help="0 switches it off (default: 50)")
+    text.add_argument("--top-p", type=float, default=1.0, help="(default: 1, off)")
+    text.add_argument("--seed", type=int, default=0, help="of what is drawn; the same one, the same text (default: 0)")
     speculation = parser.add_argument_group("speculation")
-    speculation.add_argument("--speculative", choices=list(MODES), default="auto")
+    speculation.add_argument("--speculative", choices=list(MODES), default="auto", help="auto: where it pays (default)")
     speculation.add_argument("--exit-layer", type=int, help="draft with the first N layers")
     speculation.add_argument("--plan", help="none, chain:4, tree:4,2,2,1")
-    speculation.add_argument("--domain", default="auto")
+    speculation.add_argument("--domain", default="auto", help="one of the profile's (default: by the prompt)")
     speculation.add_argument("--show", action="store_true", help="colour tokens by origin, tell every change of plan")
     speculation.add_argument("--compare", action="store_true", help="decode plainly too, and compare speed and tokens")
     return parser.parse_args(arguments)

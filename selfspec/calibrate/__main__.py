@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--exits", default="", metavar="1,2,3", help="layers to train exits after (default: three shallow ones)")
     told = "aim for the whole run; measuring may run over (default: %(default)g)"
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=told)
-    add("--objective", choices=OBJECTIVES, default="throughput")
+    add("--objective", choices=OBJECTIVES, default="throughput", help="tokens per second (default), or the accept rate")
     add("--no-train", action="store_true", help="measure and choose anew with exits trained before")
     add("--resume", action="store_true", help="go on with a run that was stopped")
     add("--text", action="append", default=[], type=Path, metavar="FILE", help="also train on this text; repeatable")
