@@ -118,10 +118,10 @@ def choose(kind: str, n: int, k: int, rows: int) -> Config:
     height = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
     if kind == "heads":
         return Config(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
-    if rows > MAX_ROW_TILE:
-        return _choose_many(kind, n, k, rows)
     if _is_small(kind, n, k):
-        return _choose_small(kind, n, k, rows)
+        return (_choose_small if rows <= MAX_ROW_TILE else _choose_many_of_small)(kind, n, k, rows)
+    if rows > MAX_ROW_TILE:
+        return _choose_many_of_large(kind, n, rows)
     if kind == "linear":
         return _choose_long(n, k, rows)
     if kind == "qkv":
@@ -159,23 +159,28 @@ def _ahead(k: int) -> int:
     return k // 512 * 512
 
 
-def _choose_many(kind: str, n: int, k: int, rows: int) -> Config:
+def _choose_many_of_small(kind: str, n: int, k: int, rows: int) -> Config:
     """Rows of prompts, most of all: there are programs enough, so that large tiles, which read less, are better."""
-    few, high = rows <= 4 * MAX_ROW_TILE, 2 * MAX_ROW_TILE
-    if _is_small(kind, n, k):
-        is_high = kind == "gated" and not few
-        stages = 4 if few else 3 if is_high else 6
-        block_m, block_n = high if is_high else MAX_ROW_TILE, 32 if kind == "linear" and few else 64
-        block_n = max(block_n, block_width(n))
-        warps = 8 if is_high else 4
-        return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
-    ahead = 512 if kind == "linear" else 0
-    if kind == "linear" and n <= 2048:
-        return Config(32 if few else 64, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
-    if kind == "linear" and rows <= high:
-        return Config(block_n=64, block_k=128, stages=4, warps=4, block_m=MAX_ROW_TILE, ahead=ahead)
-    block_n, block_k = (128, 64) if kind == "gated" else (64, 128)
-    return Config(block_n, block_k, stages=4, warps=8, block_m=high, ahead=ahead)
+    few = rows <= 4 * MAX_ROW_TILE
+    block_n = max(32 if kind == "linear" and few else 64, block_width(n))
+    if kind == "gated" and not few:
+        block_m, stages, warps = 2 * MAX_ROW_TILE, 3, 8
+    else:
+        block_m, stages, warps = MAX_ROW_TILE, 4 if few else 6, 4
+    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
+
+
+def _choose_many_of_large(kind: str, n: int, rows: int) -> Config:
+    """The same where sums are long or there are many: the highest tiles, unless too few programs would be left."""
+    if kind == "gated":
+        return Config(block_n=128, block_k=64, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
+    if kind == "qkv":
+        return Config(block_n=64, block_k=128, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
+    if n <= 2048:
+        block_n = 32 if rows <= 4 * MAX_ROW_TILE else 64
+        return Config(block_n, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, ahead=512)
+    block_m, warps = (MAX_ROW_TILE, 4) if rows <= 2 * MAX_ROW_TILE else (2 * MAX_ROW_TILE, 8)
+    return Config(block_n=64, block_k=128, stages=4, warps=warps, block_m=block_m, ahead=512)
 
 
 def _choose_long(n: int, k: int, rows: int) -> Config:
