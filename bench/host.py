@@ -108,7 +108,7 @@ class IdleSession(DeviceSession):
         self, machine: Machine, costs: Costs, rows: int = 1, new_tokens: int = 120, governed: bool = True
     ) -> None:
         sampling, rules = Sampling(do_sample=False), Rules()
-        ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30, on_gpu=True)}, 1, max_tree_batch=4)
+        ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30)}, 1, max_tree_batch=4)
         parts: Any = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(close=lambda sequence: None)
         of_rows = [Row([1] * PROMPT, seed=seed, copy=0, max_length=PROMPT + new_tokens) for seed in range(rows)]
         for row in of_rows:

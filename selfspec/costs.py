@@ -20,8 +20,10 @@ from selfspec.tree import Plan
 
 Found = TypeVar("Found")
 Guess = Callable[[int, int], float]  # (depth, nodes) -> what a cycle costs, in plain steps, before anybody ran one
+OfRows = Callable[[int], float]  # rows -> what a pass over them takes, in passes over one
 
 _SHORT = 64  # texts up to this length cost about the same; a second page takes kernels a step more, so does a third
+_ROW = 0.008  # passes over one row that a row more takes on a GPU
 _TICK = 1e-7  # seconds: a clock that stands still shall not divide by zero
 _SETTLED = 4  # measurements after which it changes slowly
 _MEMORY, _MEMORY_OF_PLAIN = 0.1, 0.25  # weight of the newest measurement; plain steps may be rare
@@ -32,7 +34,7 @@ _MANY = 16  # measurements after which more of them tell nothing new
 _OUTDATED = 1024  # cycles, with as many texts of such lengths, after which what a plan took is no longer known
 _BORROWED, _OWN = 16, 128  # cycles that drafted before a plain step is measured again: another batch's, this one's
 _FIRST_TIME = 2.5  # how far above the guess a single measurement is believed where nothing else tells how far off it is
-_UNTRIED = 0.95  # a plan that nobody has run yet gets the benefit of the doubt
+_UNTRIED = 0.95  # a plan that nobody has run yet, nor anything like it here, gets the benefit of the doubt
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,18 @@ def _tiles(rows: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else -(-rows // 64) * 64
 
 
-def guessed_cost(exit_layer: int, num_layers: int, on_gpu: bool, batch: int = 1) -> Guess:
-    """Where nobody has measured anything: a depth is the layers below the exit, its block and head; a node is a row
-    more for each sequence, almost free for a GPU and not at all for a CPU."""
-    of_depth, of_row = (exit_layer + 2) / num_layers, 0.008 if on_gpu else 0.15
-    of_node = batch * of_row / (1 + (batch - 1) * of_row)  # of a plain step, whose rows cost too
-    return lambda depth, nodes: 1 + depth * of_depth + nodes * of_node
+def almost_free(rows: int) -> float:
+    """What a pass over so many rows takes on a GPU, which waits for the weights, in passes over one."""
+    return 1 + (rows - 1) * _ROW
+
+
+def guessed_cost(exit_layer: int, num_layers: int, batch: int = 1, of_rows: OfRows = almost_free) -> Guess:
+    """Where nobody has measured a cycle: a depth is the layers below the exit, its block and head; a node is a row more
+    for each sequence, through the whole model and, once verified, into the block's cache."""
+    of_layer, of_pass = 1 / num_layers, cache(of_rows)
+    return lambda depth, nodes: (
+        of_pass(batch * (nodes + 1)) / of_pass(batch) * (1 + of_layer) + depth * (exit_layer + 2) * of_layer
+    )
 
 
 def measured_cost(cost: StepCost, head_rows: int | None = None, tiled: int | None = None) -> Guess:
@@ -146,9 +154,10 @@ class _Measured:
 class Costs:
     """What cycles of an engine cost, for every plan, exit, batch and length of text that it has met."""
 
-    def __init__(self, in_seats: bool = False) -> None:
+    def __init__(self, in_seats: bool = False, guessed_here: bool = False) -> None:
         # Cycles are graphs with seats for a power of two of rows, whether somebody sits there or not.
         self.in_seats = in_seats
+        self.guessed_here = guessed_here  # guesses come from passes that were timed on this very machine
         # By batch and length: what follows from the costs there, until they change.
         self._found: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self._cycles: Counter[tuple[int, int]] = Counter()  # (batch, length): that were measured
@@ -252,7 +261,8 @@ class Costs:
             return ratios
         near = self._near(at)
         known = next((setting for setting in (at, *near) if self._measured(setting, guess)), None)
-        correction = _UNTRIED * (1.0 if known is None else self._error(known, self._measured(known, guess), guess))
+        correction = 1.0 if known is None else self._error(known, self._measured(known, guess), guess)
+        correction *= 1.0 if self.guessed_here else _UNTRIED
         for plan in missing:
             there, ratio = self._elsewhere(plan, near)
             if there is None:

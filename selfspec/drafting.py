@@ -12,13 +12,13 @@ from weakref import WeakSet
 import torch
 
 from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs, Guess, StepCost, doubled, guessed_cost, measured_cost
+from selfspec.costs import Costs, Guess, OfRows, StepCost, almost_free, doubled, guessed_cost, measured_cost
 from selfspec.exits import Exit, HeadRows, check_exit_layer
 from selfspec.governor import Governor
 from selfspec.ladder import Ladder
 from selfspec.model import Decoder
 from selfspec.policy import BATCHES, Policy
-from selfspec.profile import DomainChoice, Profile
+from selfspec.profile import CycleCost, DomainChoice, Profile
 from selfspec.request import SpeculationRequest
 from selfspec.tree import NONE, Plan
 
@@ -37,9 +37,17 @@ class Drafter:
 class Drafters:
     """Everything that requests of one engine draft with."""
 
-    def __init__(self, model: Decoder, profile: Profile | None, mark: Marker, kernels: bool = False) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        profile: Profile | None,
+        mark: Marker,
+        kernels: bool = False,
+        time_rows: Callable[[], OfRows] | None = None,  # None: as on a GPU
+    ) -> None:
         self.model, self.profile = model, profile
         self._mark, self._kernels = mark, kernels
+        self._of_rows = time_rows() if time_rows is not None and self._has_to_guess else None
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str, HeadRows | None] = {}  # by domain
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
@@ -103,7 +111,7 @@ class Drafters:
 
     def costs(self, kind: Hashable) -> Costs:
         """What cycles of this kind of session cost; other kinds do other things in theirs."""
-        return self._costs.setdefault(kind, Costs(in_seats=self._kernels))
+        return self._costs.setdefault(kind, Costs(self._kernels, guessed_here=self._of_rows is not None))
 
     def _governor(self, domain: str, choice: DomainChoice, policy: Policy, costs: Costs) -> Governor | None:
         """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""
@@ -136,18 +144,27 @@ class Drafters:
         return self._ladders[key]
 
     def _guess(self, choice: DomainChoice, batch: int) -> Guess:
-        """What cycles cost: as calibration measured it with the same operations on this kind of device, on kernels also
-        with half as many sequences, or by the numbers of layers and rows."""
-        device = self.profile.device if self.profile is not None else None
-        alike = self._is_at_home and (device is None or device.kernels == self._kernels)
-        measured = {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
+        """What cycles cost: as calibration measured it, on kernels also with half as many sequences, or by the numbers
+        of layers and rows."""
+        measured = self._measured(choice)
         for size in (batch, batch // 2):
             if size in measured:
                 cost = StepCost(**measured[size].model_dump())
                 guess = measured_cost(cost, choice.head_rows or None, size if self._kernels else None)
                 return guess if size == batch else doubled(guess)
-        layers, on_gpu = self.model.config.num_layers, self.model.device.type == "cuda"
-        return guessed_cost(choice.exit_layer, layers, on_gpu, batch)
+        return guessed_cost(choice.exit_layer, self.model.config.num_layers, batch, self._of_rows or almost_free)
+
+    def _measured(self, choice: DomainChoice) -> dict[int, CycleCost]:
+        """What calibration measured with the same operations on this kind of device, by the size of the batch."""
+        device = self.profile.device if self.profile is not None else None
+        alike = self._is_at_home and (device is None or device.kernels == self._kernels)
+        return {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
+
+    @property
+    def _has_to_guess(self) -> bool:
+        """Whether there are domains that calibration has not measured here."""
+        domains = self.profile.domains.values() if self.profile is not None else ()
+        return any(choice.ranks and not self._measured(choice) for choice in domains)
 
     def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
         """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""

@@ -48,6 +48,7 @@ from selfspec.request import (
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
 from selfspec.routing import marks_of
 from selfspec.row import Row
+from selfspec.row_times import time_rows
 from selfspec.runtime import Session, Stop
 from selfspec.sampling import Sampling
 from selfspec.text import Message, encode, is_messages
@@ -89,7 +90,9 @@ class Engine:
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
         self.profile = self._read_profile(profile)
         mark = partial(marks_of, model, self.cache) if self._machine is None else self._machine.marks
-        self.drafters = Drafters(model, self.profile, mark, self.has_kernels)
+        alone = self._machine is None and model.device.type == "cpu"
+        timed = partial(time_rows, model, self.cache) if alone else None
+        self.drafters = Drafters(model, self.profile, mark, self.has_kernels, timed)
         self._metrics = Metrics()
         self._warned_no_profile = False
 

@@ -172,6 +172,12 @@ class Governor:
         self._decisive = watches[lasts[chosen]] if slows[chosen] else None
         return prospects.plans[chosen], None
 
+    def would_draft(self, watches: Sequence[Watch], context: int) -> bool:
+        """Whether something would be drafted for these sequences if nothing more were learned of them."""
+        prospects = self._look_up(self._setting(watches, context), len(watches), NONE, _LONG)
+        speeds = _speeds(watches, prospects, None)[0] if prospects.plans else []
+        return any(speed > 1 + self.rules.least_gain for speed in speeds)
+
     def _starts_small(self, watches: Sequence[Watch]) -> bool:
         """Whether the first draft is to tell more than to bring: those of many sequences tell much, and of texts unlike
         all that calibration saw most is unknown."""
@@ -194,7 +200,10 @@ class Governor:
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
         plan is given up for good: where costs may have changed, or nobody watches the texts, what is expected of it
-        does not forbid to try it."""
+        does not forbid to try it. Where looks tell of the texts and this machine's own passes of the costs, there is
+        nothing left to find out."""
+        if self.is_watched and self.costs.guessed_here:
+            return None
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
         told = self.is_watched and self.costs.knows_any(at)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +39,7 @@ class Ladder:
         self.acceptance, self.guesses, self.exit_layer = acceptance, guesses, exit_layer
         self.max_tree_batch, self.widest, self.longest_cycle = max_tree_batch, min(widest, _WIDEST), longest_cycle
         self._sizes = sorted(guesses)
+        self._nodes: dict[tuple[int, int, int], Sequence[Node]] = {}  # by kind, depth and width
         self._plans: dict[tuple[int, bool], list[Plan]] = {}
         self._tokens: dict[tuple[int, bool, int], np.ndarray] = {}
 
@@ -87,18 +90,52 @@ class Ladder:
                     best, speed = nodes[:count], expected / cost
         return Plan.from_paths([path for _, path in best]) if best else NONE
 
-    def _likeliest(self, kind: int, depth: int, width: int) -> list[Node]:
-        """The nodes most likely to be right; a node never comes before its parent."""
-        level: list[Node] = [(1.0, ())]
-        found: list[Node] = []
-        for above in range(depth):
-            chances = [self.acceptance.chance(kind, above, rank) for rank in range(width)]
-            children = [(own * chance, (*path, rank)) for own, path in level for rank, chance in enumerate(chances)]
-            level = sorted(children, key=_likelier)[:MAX_NODES]
-            found += level
-        return sorted(found, key=_likelier)[:MAX_NODES]
+    def _likeliest(self, kind: int, depth: int, width: int) -> Sequence[Node]:
+        """The nodes most likely to be right; found once for all costs."""
+        key = kind, depth, width
+        if key not in self._nodes:
+            chances = [[self.acceptance.chance(kind, above, rank) for rank in range(width)] for above in range(depth)]
+            self._nodes[key] = likeliest(chances)
+        return self._nodes[key]
 
 
-def _likelier(node: Node) -> tuple[float, int, tuple[int, ...]]:
-    chance, path = node
-    return -chance, len(path), path
+def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
+    """Of all nodes whose token has these chances [depth][rank], the MAX_NODES that are most likely to be right, in that
+    order, without those that cannot be. No node comes before its parent, nor before a likelier sibling: the next one is
+    always the best child of a node taken already, or the next best sibling of one."""
+    ranks = [sorted(range(len(level)), key=level.__getitem__, reverse=True) for level in chances]
+    found: list[Node] = []
+    nearest = [_Candidate.of((1.0, ()), 0, chances, ranks)]
+    while nearest and len(found) < MAX_NODES:
+        taken = heappop(nearest)
+        if not taken.unlikeliness:
+            break
+        found.append(taken.node)
+        above = len(taken.parent[1])
+        if taken.place + 1 < len(ranks[above]):
+            heappush(nearest, _Candidate.of(taken.parent, taken.place + 1, chances, ranks))
+        if above + 1 < len(ranks):
+            heappush(nearest, _Candidate.of(taken.node, 0, chances, ranks))
+    return found
+
+
+class _Candidate(NamedTuple):
+    """A node that may be the next one; the likeliest, the shallowest, the first in order is the least."""
+
+    unlikeliness: float
+    depth: int
+    path: tuple[int, ...]
+    place: int  # among its siblings, the likeliest first
+    parent: Node
+
+    @classmethod
+    def of(
+        cls, parent: Node, place: int, chances: Sequence[Sequence[float]], ranks: Sequence[Sequence[int]]
+    ) -> _Candidate:
+        chance, path = parent
+        rank = ranks[len(path)][place]
+        return cls(-chance * chances[len(path)][rank], len(path) + 1, (*path, rank), place, parent)
+
+    @property
+    def node(self) -> Node:
+        return -self.unlikeliness, self.path

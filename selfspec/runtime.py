@@ -196,9 +196,10 @@ class Session:
             self._prompt_end = [state[:, -self._looked_at :] for state in joined]
 
     def _judge_prompts(self, rows: list[Row]) -> None:
-        """How well the exit agrees with the model at the prompts' ends tells what to expect of it."""
+        """How well the exit agrees with the model at the prompts' ends tells what to expect of it. That is the host's
+        own work here, done only where something would be drafted at once without it."""
         end, self._prompt_end = self._prompt_end, []
-        if self._usual_agreement is None or not end:
+        if self._usual_agreement is None or not end or not self._would_draft:
             return
         assert self.exit is not None
         hidden, previous, known = end
@@ -208,17 +209,23 @@ class Session:
         for row, share in zip(rows, shares, strict=True):
             row.watch.learn_prompt(share, hidden.shape[1], *self._usual_agreement)
 
+    @property
+    def _would_draft(self) -> bool:
+        context = max(len(row.tokens) for row in self.rows)
+        return self.governor is not None and self.governor.would_draft([row.watch for row in self.rows], context)
+
     @torch.inference_mode()
     def cycle(self) -> None:
         """Every active row advances by at least one token."""
         rows = self.active
+        if len(rows[0].waiting) >= self._patience:
+            self._look(rows)
         chosen, reason = self.choose_plan(rows)
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
-        if len(plan) or len(rows[0].waiting) >= self._patience:
-            looks = self._scoring > 0 and is_governed(reason)
-            self.catch_up(rows, score=looks)
-            self._be_patient(looked=looks and not len(plan))
+        if len(plan):
+            self.catch_up(rows, score=self._looks(rows))
+            self._be_patient(looked=False)
         started = time.perf_counter()
         for sequence in sequences:
             self.cache.reserve(sequence, sequence.length + len(plan) + 1)
@@ -233,6 +240,15 @@ class Session:
         lasts = [path[-1] for path in paths]
         seconds = time.perf_counter() - started
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
+
+    def _look(self, rows: list[Row]) -> None:
+        """At what waits, before the next plan is chosen."""
+        self.catch_up(rows, score=self._looks(rows))
+        self._be_patient(looked=self._looks(rows))
+
+    def _looks(self, rows: list[Row]) -> bool:
+        """Whether exits are scored: it is for the governor to say when something is drafted again."""
+        return self._scoring > 0 and self.policy.choose(len(rows))[1] is None
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
@@ -268,7 +284,7 @@ class Session:
             draft.rows = at = self._rows_at(rows, plan, level)
             states = self.model.embed(draft.tokens[:, level.start : level.stop])
             hidden.append(self._run_draft_partition(states, at))
-            if self.exit is not None:
+            if self.exit is not None and depth < plan.depth:
                 self._leave(rows, draft, level, hidden[-1], at)
         draft.hidden = torch.cat(hidden, dim=1) if len(plan) else hidden[0]
         return draft
@@ -277,8 +293,6 @@ class Session:
         """Takes the exit at one level: ranks the children of its nodes."""
         assert self.exit is not None
         width = draft.plan.width(level)
-        if not width:
-            return
         previous = draft.reads[-1][:, self._shape(draft.plan, level).parents] if draft.reads else self._last_known(rows)
         read = self.exit.read(hidden, previous, at, self.cache)
         draft.reads.append(read)

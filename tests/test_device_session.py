@@ -558,7 +558,7 @@ def test_a_model_the_kernels_cannot_run_is_refused_where_they_are_asked_for() ->
 def governed(engine: Engine, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]) -> Session:
     """A session with a governor that has its exit scored after every three tokens."""
     sampling = Sampling(**{"do_sample": False, **settings})
-    guess = guessed_cost(LAYER, 2, on_gpu=True)
+    guess = guessed_cost(LAYER, 2)
     ladder = Ladder(Acceptance([[0.5, 0.1]]), {16: guess}, LAYER, 4, widest=40)
     rules = Rules(shadow_tokens=3 if len(prompts) == 1 else 6)  # of a few rows half as many
     governor = Governor(ladder, Costs(), rules, usual_agreement=(0.5, 0.1))

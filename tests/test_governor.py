@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.acceptance import EXPONENTS, Acceptance
-from selfspec.costs import Costs, Setting, StepCost, guessed_cost, measured_cost
+from selfspec.costs import Costs, Setting, StepCost, almost_free, guessed_cost, measured_cost
 from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
 from selfspec.ladder import Ladder
 from selfspec.policy import Rules
@@ -34,7 +34,7 @@ Clock = Callable[[Plan], float]  # how long a cycle takes
 
 
 def on_gpu(plan: Plan) -> float:
-    return guessed_cost(3, 30, on_gpu=True)(plan.depth, len(plan)) if len(plan) else 1.0
+    return guessed_cost(3, 30)(plan.depth, len(plan)) if len(plan) else 1.0
 
 
 def two_cores(plan: Plan) -> float:
@@ -45,7 +45,7 @@ def two_cores(plan: Plan) -> float:
 
 @cache
 def ladder(gpu: bool) -> Ladder:
-    guess = guessed_cost(3, 30, on_gpu=gpu)
+    guess = guessed_cost(3, 30, of_rows=almost_free if gpu else lambda rows: 0.85 + 0.15 * rows)
     return Ladder(Acceptance(SHARES), {1: guess, 4: guess, 16: guess}, 3, max_tree_batch=4)
 
 
@@ -433,7 +433,7 @@ def test_where_every_cycle_is_too_long_nothing_is_drafted_or_tried() -> None:
 
 
 def test_a_ladder_has_small_plans_and_of_others_those_guessed_short_enough() -> None:
-    guess = guessed_cost(3, 30, on_gpu=True)
+    guess = guessed_cost(3, 30)
     wide = Plan.parse("tree:6")
     free, exact, less, none = (
         Ladder(Acceptance(SHARES), {1: guess, 16: guess}, 3, 4, longest_cycle=limit)
@@ -912,7 +912,7 @@ def test_what_was_found_for_one_request_is_no_other_ones(what: str) -> None:
     """Governors of an engine share what they find; each finds what it would alone."""
     usual = ladder(True)
     worse = Ladder(Acceptance([[0.2, 0.1, 0.05]] * 3), usual.guesses, 3, max_tree_batch=4)
-    dearer = Ladder(usual.acceptance, {16: guessed_cost(9, 30, on_gpu=True)}, 3, max_tree_batch=4)
+    dearer = Ladder(usual.acceptance, {16: guessed_cost(9, 30)}, 3, max_tree_batch=4)
     narrow = Ladder(usual.acceptance, usual.guesses, 3, max_tree_batch=3)
     longest = max(usual.plans(4), key=on_gpu)
     edge = on_gpu(longest) / 1.01  # which it may exceed only where it is in use

@@ -89,7 +89,7 @@ def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
 
 
 def governed(exit: Exit, prompts: list[list[int]], sampling: Sampling = GREEDY, copies: int = 1) -> Session:
-    guess = guessed_cost(exit.layer, 4, on_gpu=False)
+    guess = guessed_cost(exit.layer, 4)
     governor = Governor(
         Ladder(Acceptance([[0.5, 0.1]]), {16: guess}, exit.layer, 4), Costs(), Rules(), usual_agreement=(0.5, 0.1)
     )
