@@ -78,11 +78,9 @@ def almost_free(rows: int) -> float:
 
 def guessed_cost(exit_layer: int, num_layers: int, batch: int = 1, of_rows: OfRows = almost_free) -> Guess:
     """Where nobody has measured a cycle: a depth is the layers below the exit, its block and head; a node is a row more
-    for each sequence, through the whole model and, once verified, into the block's cache."""
-    of_layer, of_pass = 1 / num_layers, cache(of_rows)
-    return lambda depth, nodes: (
-        of_pass(batch * (nodes + 1)) / of_pass(batch) * (1 + of_layer) + depth * (exit_layer + 2) * of_layer
-    )
+    for each sequence."""
+    of_depth, of_pass = (exit_layer + 2) / num_layers, cache(of_rows)
+    return lambda depth, nodes: of_pass(batch * (nodes + 1)) / of_pass(batch) + depth * of_depth
 
 
 def measured_cost(cost: StepCost, head_rows: int | None = None, tiled: int | None = None) -> Guess:
@@ -208,10 +206,12 @@ class Costs:
         return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
     def knows_any(self, at: Setting) -> bool:
-        """Whether plans have been run often enough, and of late, here or where it is much alike, to say what any of
-        them takes. What was learned elsewhere becomes old by cycles of all kinds."""
+        """Whether it can be said what any plan takes: guesses are this machine's own, or plans have been run often
+        enough, and of late, here or where it is much alike. What was learned elsewhere becomes old by cycles of all
+        kinds."""
         ran = [of for like in (at, *self._near(at)) for of in self._drafting.get(like, {}).values()]
-        return sum(of.times for of in ran if self._all_cycles - of.latest_of_all <= _OUTDATED) >= _KNOWN
+        recent = sum(of.times for of in ran if self._all_cycles - of.latest_of_all <= _OUTDATED)
+        return self.guessed_here or recent >= _KNOWN
 
     def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
         return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED

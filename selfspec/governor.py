@@ -200,10 +200,7 @@ class Governor:
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
         plan is given up for good: where costs may have changed, or nobody watches the texts, what is expected of it
-        does not forbid to try it. Where looks tell of the texts and this machine's own passes of the costs, there is
-        nothing left to find out."""
-        if self.is_watched and self.costs.guessed_here:
-            return None
+        does not forbid to try it."""
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
         told = self.is_watched and self.costs.knows_any(at)

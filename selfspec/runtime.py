@@ -211,8 +211,10 @@ class Session:
 
     @property
     def _would_draft(self) -> bool:
-        context = max(len(row.tokens) for row in self.rows)
-        return self.governor is not None and self.governor.would_draft([row.watch for row in self.rows], context)
+        """As far as the governor knows by now."""
+        rows = self.active
+        context = max(len(row.tokens) for row in rows)
+        return self.governor is not None and self.governor.would_draft([row.watch for row in rows], context)
 
     @torch.inference_mode()
     def cycle(self) -> None:
@@ -224,7 +226,7 @@ class Session:
         plan = chosen.truncated(max(row.max_length - len(row.tokens) for row in rows) - 1)
         sequences = [row.sequence for row in rows]
         if len(plan):
-            self.catch_up(rows, score=self._looks(rows))
+            self.catch_up(rows, score=self._scoring > 0)
             self._be_patient(looked=False)
         started = time.perf_counter()
         for sequence in sequences:
@@ -242,13 +244,10 @@ class Session:
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
 
     def _look(self, rows: list[Row]) -> None:
-        """At what waits, before the next plan is chosen."""
-        self.catch_up(rows, score=self._looks(rows))
-        self._be_patient(looked=self._looks(rows))
-
-    def _looks(self, rows: list[Row]) -> bool:
-        """Whether exits are scored: it is for the governor to say when something is drafted again."""
-        return self._scoring > 0 and self.policy.choose(len(rows))[1] is None
+        """At what waits, before the next plan is chosen, if it is for the governor to choose it."""
+        looks = self._scoring > 0 and self.policy.reason(len(rows)) is None
+        self.catch_up(rows, score=looks)
+        self._be_patient(looked=looks)
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
@@ -341,20 +340,30 @@ class Session:
                 row.waiting.add(hidden, self._nothing_known if row.known is None else row.known)
 
     def catch_up(self, rows: list[Row], score: bool = True) -> None:
-        """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile."""
+        """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile, from
+        the newest few and, if these would make it draft, as many before them: drafting in vain costs more here."""
         if self.exit is None or not len(rows[0].waiting):
             return
-        waiting, sequences = [row.waiting for row in rows], [row.sequence for row in rows]
-        read = shadow.catch_up(self.exit, self.cache, sequences, waiting, self._looked_at if score else 0)
-        if read is None or self.governor is None:
+        caught = shadow.catch_up(self.exit, self.cache, [row.sequence for row in rows], [row.waiting for row in rows])
+        if not score or self.governor is None:
             return
-        count = read.shape[1]
-        tokens = torch.tensor([row.tokens[-count:] for row in rows], device=self.model.device)
+        few = max(0, caught.count - self._looked_at)
+        self._score(rows, caught, few, caught.count)
+        if few and self._would_draft:
+            self._score(rows, caught, max(0, few - self._looked_at), few)
+
+    def _score(self, rows: list[Row], caught: shadow.Caught, start: int, stop: int) -> None:
+        """The governor learns which ranks the tokens after some positions would have had in drafts."""
+        assert self.exit is not None and self.governor is not None
+        first, count, device = start - caught.count, stop - start, self.model.device
+        tokens = torch.tensor([row.tokens[first:][:count] for row in rows], device=device)
         key = None
         if self.sampling.do_sample:
-            firsts = self._noise_key(rows, [len(row.tokens) - count for row in rows], repeat=count)
-            steps = torch.arange(count, device=self.model.device).repeat(len(rows))
-            key = NoiseKey(firsts.seeds, firsts.copies, firsts.positions + steps)
+            firsts = self._noise_key(rows, [len(row.tokens) + first for row in rows], repeat=count)
+            key = NoiseKey(
+                firsts.seeds, firsts.copies, firsts.positions + torch.arange(count, device=device).repeat(len(rows))
+            )
+        read = caught.read(self.exit, self.cache, start, stop)
         ranks = shadow.ranks(self.exit, read, tokens, self.sampling, key).tolist()
         self.governor.scored([row.watch for row in rows], ranks, shadow.OFFERED)
 

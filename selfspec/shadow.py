@@ -7,6 +7,7 @@ states that it takes are those plain decoding computed anyway. What follows from
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +18,7 @@ from selfspec.sampling import TARGET, NoiseKey, Sampling
 
 OFFERED = 8  # best draft tokens that are looked at: a token beyond them is a miss
 PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
-FEW = 8  # positions of it, or of what waits, that are looked at where every row costs; fewer would tell nothing
+FEW = 8  # positions of it, or at first of what waits, that are looked at where every row costs; fewer tell nothing
 _NOISY = 256  # best draft tokens whose noise is looked up
 
 
@@ -51,26 +52,38 @@ class Waiting:
         self._count = 0
 
 
+@dataclass(frozen=True)
+class Caught:
+    """What waited, once the exit's cache has it: of the newest positions [B, T, ...] of some sequences."""
+
+    sequences: Seq[Sequence]
+    hidden: torch.Tensor
+    previous: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.hidden.shape[1]
+
+    @torch.inference_mode()
+    def read(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
+        """What the exit's head reads at some of them, [B, M, hidden]."""
+        at = newest(self.sequences, stop - start, exit.model.device, after=self.count - stop)
+        return exit.read(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
+
+
 @torch.inference_mode()
-def catch_up(
-    exit: Exit, cache: Cache, sequences: Seq[Sequence], waiting: Seq[Waiting], read: int
-) -> torch.Tensor | None:
-    """Fills the exit's cache for what is waiting, the same number of positions in every sequence; if asked to,
-    returns what its head reads at the newest few of them [B, M, hidden]."""
+def catch_up(exit: Exit, cache: Cache, sequences: Seq[Sequence], waiting: Seq[Waiting]) -> Caught:
+    """Fills the exit's cache for what is waiting, the same number of positions in every sequence."""
     hidden, previous = (torch.stack(of_rows) for of_rows in zip(*(of_row.states for of_row in waiting), strict=True))
     for of_row in waiting:
         of_row.clear()
-    count, device = hidden.shape[1], exit.model.device
-    if count > read:
-        exit.fill(hidden, previous, newest(sequences, count, device), cache)
-    if not read:
-        return None
-    return exit.read(hidden[:, -read:], previous[:, -read:], newest(sequences, min(count, read), device), cache)
+    exit.fill(hidden, previous, newest(sequences, hidden.shape[1], exit.model.device), cache)
+    return Caught(sequences, hidden, previous)
 
 
-def newest(sequences: Seq[Sequence], count: int, device: torch.device) -> Rows:
-    """The rows of the last `count` committed positions."""
-    before = [Sequence(sequence.pages, sequence.length - count) for sequence in sequences]
+def newest(sequences: Seq[Sequence], count: int, device: torch.device, after: int = 0) -> Rows:
+    """The rows of the last `count` committed positions, but for some after them."""
+    before = [Sequence(sequence.pages, sequence.length - after - count) for sequence in sequences]
     return Rows.causal(before, count, device)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from selfspec import runtime, shadow
 from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs, guessed_cost
+from selfspec.costs import Costs
 from selfspec.exits import Exit
 from selfspec.governor import Governor, Watch
 from selfspec.ladder import Ladder
@@ -47,8 +47,8 @@ def shadow_ranks(session: Session) -> list[list[int]]:
     assert session.exit is not None
     waiting, sequences = [row.waiting for row in session.rows], [row.sequence for row in session.rows]
     assert {len(of_row) for of_row in waiting} == {STEPS}
-    read = shadow.catch_up(session.exit, session.cache, sequences, waiting, read=STEPS)
-    assert read is not None
+    caught = shadow.catch_up(session.exit, session.cache, sequences, waiting)
+    read = caught.read(session.exit, session.cache, 0, STEPS)
     assert {len(of_row) for of_row in waiting} == {0}
     tokens = torch.tensor([row.tokens[-STEPS:] for row in session.rows])
     key = None
@@ -88,10 +88,15 @@ def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
     assert {rank for of_row in ranks for rank in of_row} == {shadow.OFFERED}
 
 
-def governed(exit: Exit, prompts: list[list[int]], sampling: Sampling = GREEDY, copies: int = 1) -> Session:
-    guess = guessed_cost(exit.layer, 4)
+def governed(
+    exit: Exit, prompts: list[list[int]], sampling: Sampling = GREEDY, copies: int = 1, cycle: float = 1.1
+) -> Session:
+    """With a governor to whom every cycle that drafts is as long, and drafting pays up to about 1.4 plain steps."""
     governor = Governor(
-        Ladder(Acceptance([[0.5, 0.1]]), {16: guess}, exit.layer, 4), Costs(), Rules(), usual_agreement=(0.5, 0.1)
+        Ladder(Acceptance([[0.5, 0.1]]), {16: lambda depth, nodes: cycle}, exit.layer, 4),
+        Costs(),
+        Rules(),
+        usual_agreement=(0.5, 0.1),
     )
     model = exit.model
     cache = runtime.Cache(model.config, model.device, model.dtype)
@@ -134,6 +139,13 @@ def test_a_prompt_is_judged_by_its_last_positions(
     assert 0 < min(agreements) < 1
 
 
+def test_no_prompt_is_judged_where_nothing_would_be_drafted_anyway(agreements: list[float]) -> None:
+    for cycle, judged in ((1.1, 1), (3.0, 0)):
+        governed(trained_once("llama").exit, [random_tokens(70)], cycle=cycle).prefill()
+        assert len(agreements) == judged
+        agreements.clear()
+
+
 def test_a_prompt_of_one_token_is_not_judged(agreements: list[float]) -> None:
     governed(trained_once("llama").exit, [[5]]).prefill()
     assert agreements == []
@@ -149,12 +161,13 @@ def test_copies_take_over_what_their_prompt_told() -> None:
     assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
 
 
+@pytest.mark.parametrize(("cycle", "looks"), [(3.0, 1), (1.1, 2)])
 @pytest.mark.parametrize(("rows", "steps", "waiting"), [(1, [32, 96, 130, 163], 7), (2, [16, 48, 112, 130, 147], 23)])
 def test_while_nothing_is_drafted_scores_come_every_few_tokens(
-    rows: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, steps: list[int], waiting: int, cycle: float, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, later, and at once again; of two rows sooner."""
-    session = governed(trained_once("llama").exit, [random_tokens(20 + 10 * row) for row in range(rows)])
+    """At once, later, and at once again; of two rows sooner; a second time before something is drafted."""
+    session = governed(trained_once("llama").exit, [random_tokens(20 + 10 * row) for row in range(rows)], cycle=cycle)
     session.prefill()
     monkeypatch.setattr(session, "choose_plan", lambda rows: (plan, None if len(plan) else "goodput"))
     scored: list[tuple[int, list[int]]] = []
@@ -163,34 +176,36 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
         scored.append((step, [len(of_row) for of_row in ranks]))
 
     monkeypatch.setattr(session.governor, "scored", remember)
+    monkeypatch.setattr(session.governor, "observe", lambda *args: None)
     for step in range(170):
         plan = Plan.parse("chain:1") if step == 130 else Plan()
         session.cycle()
-    assert scored == [(step, [shadow.FEW] * rows) for step in steps]
+    assert scored == [(step, [shadow.FEW] * rows) for step in steps for _ in range(looks)]
     assert all(len(row.waiting) == waiting for row in session.rows)
 
 
-def test_of_what_waits_the_newest_few_are_read_and_all_is_filled() -> None:
+@pytest.mark.parametrize(("start", "stop"), [(STEPS - 4, STEPS), (2, 5)])
+def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) -> None:
     exit = trained_once("llama").exit
-    few, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
+    some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = [
         shadow.catch_up(
-            exit, session.cache, [row.sequence for row in session.rows], [row.waiting for row in session.rows], read
-        )
-        for session, read in ((few, 4), (all_of_it, STEPS))
+            exit, session.cache, [row.sequence for row in session.rows], [row.waiting for row in session.rows]
+        ).read(exit, session.cache, *places)
+        for session, places in ((some, (start, stop)), (all_of_it, (0, STEPS)))
     ]
-    assert reads[0] is not None and reads[1] is not None
-    assert reads[0].shape[1] == 4 and torch.allclose(reads[0], reads[1][:, -4:])
-    assert_same_rows(few, all_of_it)
+    assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
+    assert_same_rows(some, all_of_it)
 
 
 @pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 1)])
 def test_nothing_is_scored_where_a_rule_forbids_drafting(
     reason: str, expected: int, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = governed(trained_once("llama").exit, [random_tokens(20)])
+    session = governed(trained_once("llama").exit, [random_tokens(20)], cycle=3.0)
     session.prefill()
     monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), reason))
+    monkeypatch.setattr(session.policy, "reason", lambda batch: reason if reason == "batch" else None)
     scored: list[int] = []
     monkeypatch.setattr(session.governor, "scored", lambda watch, ranks, offered: scored.append(len(ranks)))
     for _ in range(65):
