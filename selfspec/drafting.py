@@ -162,9 +162,9 @@ class Drafters:
 
     @property
     def _has_to_guess(self) -> bool:
-        """Whether there are domains that calibration has not measured here."""
+        """Whether there are batches of some domain that calibration has not measured here."""
         domains = self.profile.domains.values() if self.profile is not None else ()
-        return any(choice.ranks and not self._measured(choice) for choice in domains)
+        return any(choice.ranks and len(self._measured(choice)) < len(BATCHES) for choice in domains)
 
     def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
         """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""

@@ -339,6 +339,13 @@ def test_costs_are_known_after_a_few_cycles_of_any_plans_with_texts_of_any_lengt
     assert not costs.knows_any(ONE) and not costs.knows_any(long), "whatever ran since"
 
 
+def test_guesses_of_this_very_machine_are_believed_as_they_are() -> None:
+    timed, foreign = Costs(guessed_here=True), Costs()
+    assert timed.knows_any(ONE) and not foreign.knows_any(ONE)
+    assert timed.ratio(ONE, CHAIN, guess) == pytest.approx(guess(CHAIN.depth, len(CHAIN)))
+    assert foreign.ratio(ONE, CHAIN, guess) < timed.ratio(ONE, CHAIN, guess)
+
+
 def test_another_exit_costs_something_else() -> None:
     known = costs((NONE, 0.010), (CHAIN, 0.030))
     assert known.ratio(Setting.of(9, 1, 100), CHAIN, guess) == pytest.approx(Costs().ratio(ONE, CHAIN, guess))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -18,8 +19,13 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, Rules, runtime
 from selfspec.acceptance import FAMILIAR, UNFAMILIAR
+from selfspec.cache import Cache
+from selfspec.costs import almost_free
 from selfspec.governor import MEASURING, Governor
+from selfspec.model import Decoder
+from selfspec.policy import BATCHES
 from selfspec.profile import CycleCost, Device, Spread
+from selfspec.row_times import RowTimes
 from selfspec.runtime import Session
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
@@ -28,6 +34,14 @@ from tests.test_exits import Trained
 
 RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
 PROMPTS = [random_prompt(length) for length in (9, 3, 20, 9, 5)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rows_are_almost_free() -> Iterator[None]:
+    """What is decided shall not depend on how busy this machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.engine.time_rows", lambda model, cache: almost_free)
+        yield
 
 
 class RandomClock:
@@ -238,6 +252,31 @@ def test_kernels_are_guessed_for_sizes_between_those_measured(folder: Path, kern
     governor = session_of(engine).governor
     assert governor is not None and sorted(governor.ladder.guesses) == sizes
     assert (governor.ladder.guess(8)(1, 1) == governor.ladder.guess(4)(1, 3)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("bands", "ranks", "timed"), [([], RANKS, 1), (["1"], RANKS, 1), (list(BATCHES), RANKS, 0), ([], {}, 0)]
+)
+def test_rows_are_timed_at_once_where_calibration_has_not_measured_cycles(
+    folder: Path, bands: list[str], ranks: dict[str, Any], timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then guesses are by these: a second row takes as long as the first, two more as long again."""
+    calls: list[Decoder] = []
+
+    def dear(model: Decoder, cache: Cache) -> RowTimes:
+        calls.append(model)
+        return RowTimes((1, 2, 4), (1.0, 2.0, 3.0))
+
+    monkeypatch.setattr("selfspec.engine.time_rows", dear)
+    cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2)], head_row=0.0, head_rows=0)
+    engine = engine_of("llama", folder / f"timed{len(bands)}{timed}", costs=dict.fromkeys(bands, cost), ranks=ranks)
+    assert calls == [engine.model] * timed
+    governor = session_of(engine).governor if timed else None
+    if governor is not None:
+        assert governor.costs.guessed_here
+        two_in_four, measured = governor.ladder.guess(2), governor.ladder.guess(1)
+        assert two_in_four(1, 1) - two_in_four(1, 0) == pytest.approx((5.0 - 3.0) / 3.0)
+        assert (measured(1, 1) == pytest.approx(1.2)) == ("1" in bands)
 
 
 def test_a_profile_whose_drafts_were_never_right_decodes_as_it_plans(folder: Path) -> None:

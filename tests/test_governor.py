@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from selfspec.acceptance import EXPONENTS, Acceptance
 from selfspec.costs import Costs, Setting, StepCost, almost_free, guessed_cost, measured_cost
 from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
-from selfspec.ladder import Ladder
+from selfspec.ladder import Ladder, likeliest
 from selfspec.policy import Rules
 from selfspec.runtime import more_patient, most_patience
 from selfspec.shadow import OFFERED
-from selfspec.tree import NONE, Plan
+from selfspec.tree import MAX_NODES, NONE, Plan
 from tests.strategies import SETTINGS
 
 SHARES = [[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4
@@ -430,6 +430,21 @@ def test_where_every_cycle_is_too_long_nothing_is_drafted_or_tried() -> None:
     strange = sure(text_is_guessed=False)
     strange.ood = True
     assert governor.choose([strange], 100) == (NONE, "ood")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=3), min_size=1, max_size=4),
+)
+def test_nodes_are_taken_in_the_order_of_their_chances(halvings: list[list[int]]) -> None:
+    """As if all of them had been looked at: powers of two, so that no product is rounded."""
+    chances = [[0.0 if count == 12 else 0.5**count for count in level] for level in halvings]
+    every = {(): 1.0}
+    for level, of_level in enumerate(chances):
+        parents = [path for path in every if len(path) == level]
+        every |= {(*path, rank): every[path] * chance for path in parents for rank, chance in enumerate(of_level)}
+    del every[()]
+    order = sorted((-chance, len(path), path) for path, chance in every.items() if chance)
+    assert likeliest(chances) == [(-chance, path) for chance, _, path in order[:MAX_NODES]]
 
 
 def test_a_ladder_has_small_plans_and_of_others_those_guessed_short_enough() -> None:
