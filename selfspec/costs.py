@@ -206,12 +206,12 @@ class Costs:
         return measured is not None and measured.times >= _KNOWN and not self._is_outdated(at, measured)
 
     def knows_any(self, at: Setting) -> bool:
-        """Whether it can be said what any plan takes: guesses are this machine's own, or plans have been run often
-        enough, and of late, here or where it is much alike. What was learned elsewhere becomes old by cycles of all
-        kinds."""
+        """Whether it can be said what any plan takes: plans have been run often enough, and of late, here or where it
+        is much alike, or guesses are this machine's own. What was learned elsewhere, or timed at first, becomes old by
+        cycles of all kinds."""
         ran = [of for like in (at, *self._near(at)) for of in self._drafting.get(like, {}).values()]
         recent = sum(of.times for of in ran if self._all_cycles - of.latest_of_all <= _OUTDATED)
-        return self.guessed_here or recent >= _KNOWN
+        return recent >= _KNOWN or (self.guessed_here and self._all_cycles <= _OUTDATED)
 
     def _is_outdated(self, at: Setting, measured: _Measured) -> bool:
         return self._cycles[at.batch, at.length] - measured.latest > _OUTDATED

@@ -26,7 +26,7 @@ from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.know import places_for
 from selfspec.machine import Machine, Mail
 from selfspec.row import Row, Turn
-from selfspec.runtime import Session, is_governed, most_patience
+from selfspec.runtime import Session, most_patience
 from selfspec.shadow import PROMPT_END
 from selfspec.tree import MAX_NODES, NONE, Plan
 
@@ -560,3 +560,8 @@ class DeviceSession(Session):
         """Node-major [(n + 1) * B, ...] to [rows, n + 1, ...]."""
         assert self._cycle is not None
         return values.unflatten(0, (-1, self._cycle.seats.count))[:, : len(rows)].transpose(0, 1)
+
+
+def is_governed(reason: str | None) -> bool:
+    """Whether it is for the governor to say when something is drafted again; a rule would forbid it anyway."""
+    return reason in (None, MEASURING, "ood", "goodput")

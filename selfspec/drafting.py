@@ -43,7 +43,7 @@ class Drafters:
         profile: Profile | None,
         mark: Marker,
         kernels: bool = False,
-        time_rows: Callable[[], OfRows] | None = None,  # None: as on a GPU
+        time_rows: Callable[[], OfRows] | None = None,  # None: as kernels on a GPU
     ) -> None:
         self.model, self.profile = model, profile
         self._mark, self._kernels = mark, kernels

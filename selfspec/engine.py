@@ -90,8 +90,7 @@ class Engine:
         self.cache.max_pages = max_batch and max_batch * pages + (self._machine is not None)
         self.profile = self._read_profile(profile)
         mark = partial(marks_of, model, self.cache) if self._machine is None else self._machine.marks
-        alone = self._machine is None and model.device.type == "cpu"
-        timed = partial(time_rows, model, self.cache) if alone else None
+        timed = partial(time_rows, model, self.cache) if self._machine is None else None
         self.drafters = Drafters(model, self.profile, mark, self.has_kernels, timed)
         self._metrics = Metrics()
         self._warned_no_profile = False

@@ -173,7 +173,8 @@ class Governor:
         return prospects.plans[chosen], None
 
     def would_draft(self, watches: Sequence[Watch], context: int) -> bool:
-        """Whether something would be drafted for these sequences if nothing more were learned of them."""
+        """Whether some plan is expected to pay for these sequences by as much as it takes to begin, whatever the ledger
+        says."""
         prospects = self._look_up(self._setting(watches, context), len(watches), NONE, _LONG)
         speeds = _speeds(watches, prospects, None)[0] if prospects.plans else []
         return any(speed > 1 + self.rules.least_gain for speed in speeds)

@@ -29,30 +29,34 @@ class RowTimes:
     seconds: tuple[float, ...]
 
     def __call__(self, rows: int) -> float:
-        """What a pass over so many rows takes, in passes over one: between the measured numbers, and after the last, on
-        a straight line. One of more rows is never the shorter one."""
+        """What a pass over so many rows takes, in passes over one: between the measured numbers on a straight line, and
+        after the last as much more for each row as on the mean before it. One of more rows is never the shorter one."""
         seconds = np.maximum.accumulate(self.seconds)
-        further = max(0, rows - self.counts[-1]) * (seconds[-1] - seconds[-2]) / (self.counts[-1] - self.counts[-2])
+        of_row = (seconds[-1] - seconds[0]) / (self.counts[-1] - self.counts[0])
+        further = max(0, rows - self.counts[-1]) * of_row
         return float((np.interp(rows, self.counts, seconds) + further) / seconds[0])
 
 
 @torch.inference_mode()
 def time_rows(model: Decoder, cache: Cache, clock: Callable[[], float] = time.perf_counter) -> RowTimes:
-    """Of each number of rows the fastest pass through some layers and as large a part of the head; the cache is left as
-    it was."""
+    """Of each number of rows the fastest pass through some layers and as large a part of the head; the cache has its
+    pages back."""
     layers, sequence = model.config.num_layers, cache.open()
     size, seconds = max(1, layers // _SHARE), dict.fromkeys(_COUNTS, float("inf"))
     of_head = len(model.head) // layers
+    tokens = torch.arange(_COUNTS[-1], device=model.device)[None] % model.config.vocab_size
     try:
         cache.reserve(sequence, _COUNTS[-1])
         at = {count: Rows.causal([sequence], count, model.device) for count in _COUNTS}
-        model.logits(model.run(model.embedding[None, :1], 0, layers, at[1], cache))  # weights may still be on a disk
+        model.logits(model.run(model.embed(tokens[:, :1]), 0, layers, at[1], cache))  # weights may still be on a disk
+        for count in _COUNTS[1:]:  # what is made once for such rows
+            model.run(model.embed(tokens[:, :count]), 0, 1, at[count], cache)
         for number, count in enumerate(_COUNTS * _TIMES):
             first = number * size % (layers - size + 1)
-            head = model.head[first * of_head : (first + size) * of_head]
+            head, hidden = model.head[first * of_head : (first + size) * of_head], model.embed(tokens[:, :count])
             started = clock()
-            hidden = model.run(model.embedding[None, :count], first, first + size, at[count], cache)
-            model.project(model.read(hidden), head)
+            hidden = model.run(hidden, first, first + size, at[count], cache)
+            model.project(model.read(hidden), head).sum().item()  # which waits for a device
             seconds[count] = min(seconds[count], clock() - started)
     finally:
         cache.close(sequence)

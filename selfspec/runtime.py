@@ -18,7 +18,7 @@ from selfspec.cache import Cache, Rows
 from selfspec.costs import Costs, Setting
 from selfspec.draft import Draft, Shape
 from selfspec.exits import RECALLED, Exit, recalled
-from selfspec.governor import MEASURING, Governor
+from selfspec.governor import Governor
 from selfspec.metrics import Metrics
 from selfspec.model import Decoder
 from selfspec.policy import Policy, Rules
@@ -89,7 +89,8 @@ class Session:
         self._plan: Plan | None = None  # the one in use
         self._scoring = self.ease * governor.rules.scored_after(len(rows)) if governor is not None else 0
         self._at_once = self._patience = self._scoring or AT_ONCE
-        self._looked_at = shadow.FEW if model.device.type == "cpu" else shadow.PROMPT_END
+        self._rows_cost = model.device.type == "cpu"  # so that as little as can be is looked at
+        self._looked_at = shadow.FEW if self._rows_cost else shadow.PROMPT_END
 
     @property
     def active(self) -> list[Row]:
@@ -196,10 +197,11 @@ class Session:
             self._prompt_end = [state[:, -self._looked_at :] for state in joined]
 
     def _judge_prompts(self, rows: list[Row]) -> None:
-        """How well the exit agrees with the model at the prompts' ends tells what to expect of it. That is the host's
-        own work here, done only where something would be drafted at once without it."""
+        """How well the exit agrees with the model at the prompts' ends tells what to expect of it. Where that takes
+        long, only those are judged for whom something would be drafted at once: others show in a while what they are
+        like, with tokens that are there anyway."""
         end, self._prompt_end = self._prompt_end, []
-        if self._usual_agreement is None or not end or not self._would_draft:
+        if self._usual_agreement is None or not end or (self._rows_cost and not self._would_draft):
             return
         assert self.exit is not None
         hidden, previous, known = end
@@ -244,10 +246,14 @@ class Session:
         self._account(rows, Turn.of(plan, chosen, reason), lasts, seconds, seconds)
 
     def _look(self, rows: list[Row]) -> None:
-        """At what waits, before the next plan is chosen, if it is for the governor to choose it."""
+        """At what waits, before the next plan is chosen, if it is for the governor to choose it: at the newest few and,
+        if these would make it draft, as many before them, since to draft in vain takes longer."""
         looks = self._scoring > 0 and self.policy.reason(len(rows)) is None
-        self.catch_up(rows, score=looks)
+        caught = self.catch_up(rows, score=looks)
         self._be_patient(looked=looks)
+        if looks and caught is not None and self._would_draft:
+            seen = max(0, caught.count - self._looked_at)
+            self._score(rows, caught, max(0, seen - self._looked_at), seen)
 
     def _be_patient(self, looked: bool) -> None:
         """With what waits, once a look at it has not led to drafting."""
@@ -339,21 +345,23 @@ class Session:
             for row, hidden in zip(rows, draft.hidden[:, 0].unbind(), strict=True):
                 row.waiting.add(hidden, self._nothing_known if row.known is None else row.known)
 
-    def catch_up(self, rows: list[Row], score: bool = True) -> None:
-        """Fills the exit's cache for what is waiting; the governor learns what would have been drafted meanwhile, from
-        the newest few and, if these would make it draft, as many before them: drafting in vain costs more here."""
+    def catch_up(self, rows: list[Row], score: bool = True) -> shadow.Caught | None:
+        """Fills the exit's cache for what is waiting, and returns it; the governor learns what would have been drafted
+        at the newest few of these positions."""
         if self.exit is None or not len(rows[0].waiting):
-            return
-        caught = shadow.catch_up(self.exit, self.cache, [row.sequence for row in rows], [row.waiting for row in rows])
-        if not score or self.governor is None:
-            return
-        few = max(0, caught.count - self._looked_at)
-        self._score(rows, caught, few, caught.count)
-        if few and self._would_draft:
-            self._score(rows, caught, max(0, few - self._looked_at), few)
+            return None
+        caught = shadow.Caught.of([row.sequence for row in rows], [row.waiting for row in rows])
+        scored = min(caught.count, self._looked_at) if score and self.governor is not None else 0
+        if scored < caught.count:
+            caught.fill(self.exit, self.cache)
+        self._score(rows, caught, caught.count - scored, caught.count)
+        return caught
 
     def _score(self, rows: list[Row], caught: shadow.Caught, start: int, stop: int) -> None:
-        """The governor learns which ranks the tokens after some positions would have had in drafts."""
+        """The governor learns which ranks the tokens after some positions would have had in drafts. To read a position
+        fills the exit's cache there."""
+        if start == stop:
+            return
         assert self.exit is not None and self.governor is not None
         first, count, device = start - caught.count, stop - start, self.model.device
         tokens = torch.tensor([row.tokens[first:][:count] for row in rows], device=device)
@@ -571,8 +579,3 @@ def more_patient(patience: int, first: int, most: int) -> int:
 def most_patience(rows: int, rules: Rules) -> int:
     """The most of them, on a device: to look at many rows keeps it, and the host, for a while."""
     return SELDOM if rows <= rules.max_tree_batch else 2 * SELDOM
-
-
-def is_governed(reason: str | None) -> bool:
-    """Whether it is for the governor to say when something is drafted again; a rule would forbid it anyway."""
-    return reason in (None, MEASURING, "ood", "goodput")

@@ -54,31 +54,35 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Caught:
-    """What waited, once the exit's cache has it: of the newest positions [B, T, ...] of some sequences."""
+    """What waited, taken for the exit's cache: of the newest positions [B, T, ...] of some sequences."""
 
     sequences: Seq[Sequence]
     hidden: torch.Tensor
     previous: torch.Tensor
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence], waiting: Seq[Waiting]) -> Caught:
+        """The same number of positions of every sequence; nothing waits any more."""
+        states = zip(*(of_row.states for of_row in waiting), strict=True)
+        hidden, previous = (torch.stack(of_rows) for of_rows in states)
+        for of_row in waiting:
+            of_row.clear()
+        return cls(sequences, hidden, previous)
 
     @property
     def count(self) -> int:
         return self.hidden.shape[1]
 
     @torch.inference_mode()
+    def fill(self, exit: Exit, cache: Cache) -> None:
+        """Stores the exit's keys and values of all of them."""
+        exit.fill(self.hidden, self.previous, newest(self.sequences, self.count, exit.model.device), cache)
+
+    @torch.inference_mode()
     def read(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """What the exit's head reads at some of them, [B, M, hidden]."""
+        """What the exit's head reads at some of them [B, M, hidden]; their keys and values are stored too."""
         at = newest(self.sequences, stop - start, exit.model.device, after=self.count - stop)
         return exit.read(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
-
-
-@torch.inference_mode()
-def catch_up(exit: Exit, cache: Cache, sequences: Seq[Sequence], waiting: Seq[Waiting]) -> Caught:
-    """Fills the exit's cache for what is waiting, the same number of positions in every sequence."""
-    hidden, previous = (torch.stack(of_rows) for of_rows in zip(*(of_row.states for of_row in waiting), strict=True))
-    for of_row in waiting:
-        of_row.clear()
-    exit.fill(hidden, previous, newest(sequences, hidden.shape[1], exit.model.device), cache)
-    return Caught(sequences, hidden, previous)
 
 
 def newest(sequences: Seq[Sequence], count: int, device: torch.device, after: int = 0) -> Rows:

@@ -260,12 +260,12 @@ def test_kernels_are_guessed_for_sizes_between_those_measured(folder: Path, kern
 def test_rows_are_timed_at_once_where_calibration_has_not_measured_cycles(
     folder: Path, bands: list[str], ranks: dict[str, Any], timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then guesses are by these: a second row takes as long as the first, two more as long again."""
+    """And then guesses are by these: a second row takes as long as the first, two more as long as one."""
     calls: list[Decoder] = []
 
     def dear(model: Decoder, cache: Cache) -> RowTimes:
         calls.append(model)
-        return RowTimes((1, 2, 4), (1.0, 2.0, 3.0))
+        return RowTimes((1, 2, 8), (1.0, 2.0, 5.0))
 
     monkeypatch.setattr("selfspec.engine.time_rows", dear)
     cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2)], head_row=0.0, head_rows=0)

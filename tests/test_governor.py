@@ -712,9 +712,10 @@ def test_what_is_known_to_cost_too_much_is_tried_only_where_nobody_watches(shado
     assert all(drafted) if not shadows else not any(drafted)
 
 
-def test_what_cost_too_much_with_short_texts_is_tried_again_with_long_ones() -> None:
+@pytest.mark.parametrize("guessed_here", [False, True])
+def test_what_cost_too_much_with_short_texts_is_tried_again_with_long_ones(guessed_here: bool) -> None:
     """Of which no draft is wrong; on a device that had something else to do, and has no longer."""
-    costs, drafted = Costs(), [0, 0]
+    costs, drafted = Costs(guessed_here=guessed_here), [0, 0]
     for number in range(30):
         governor, watches, context = new_governor(costs=costs), [sure()], 50 if number < 6 else 300
         for cycle in range(100):
@@ -727,8 +728,33 @@ def test_what_cost_too_much_with_short_texts_is_tried_again_with_long_ones() -> 
     assert drafted[1] > 800, "of the last thousand"
 
 
-def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched() -> None:
-    world = World(new_governor(gpu=False), [drawn(0.0)], two_cores).run(5000)
+def test_guesses_that_were_timed_at_a_bad_moment_do_not_last() -> None:
+    """Texts are guessed well, and cycles would be short."""
+    guess = guessed_cost(3, 30, of_rows=lambda rows: 3.0 * rows)
+    dear = Ladder(Acceptance(SHARES), {16: guess}, 3, max_tree_batch=4)
+    world = World(Governor(dear, Costs(guessed_here=True), Rules()), [drawn(0.9)]).run(1000)
+    assert not any(map(len, world.plans))
+    world.run(2000)
+    assert sum(len(plan) > 0 for plan in world.plans[-200:]) > 150
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("cost", [1.0, 1.5, 2.0, 2.4, 2.6, 2.8, 3.0, 4.0])
+def test_what_would_be_drafted_is_what_is_begun(cost: float, batch: int) -> None:
+    governor, watches = new_governor(), [Watch() for _ in range(batch)]
+    at = governor._setting(watches, 100)
+    for plan in [NONE, *governor.ladder.plans(batch)] * 4:
+        governor.costs.observe(at, plan, cost if len(plan) else 1.0)
+    would = governor.would_draft(watches, 100)
+    assert would == (len(governor.choose(watches, 100)[0]) > 0)
+    assert would or cost > 1.5
+    assert not would or cost < 4.0
+
+
+@pytest.mark.parametrize("guessed_here", [False, True])
+def test_costs_of_long_ago_are_looked_at_again_even_where_texts_are_watched(guessed_here: bool) -> None:
+    governor = new_governor(gpu=False, costs=Costs(guessed_here=guessed_here))
+    world = World(governor, [drawn(0.0)], two_cores).run(5000)
     drafted = [place for place, plan in enumerate(world.plans) if len(plan)]
     pauses = [after - before for before, after in pairwise(drafted)]
     long = [pause for pause in pauses if pause > 600]

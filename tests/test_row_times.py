@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,21 +58,31 @@ def test_rows_are_timed_with_layers_of_the_model(model: Decoder, monkeypatch: py
 
 
 def test_the_fastest_of_several_passes_counts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = iter([9.0] * (model.config.num_layers + len(row_times._COUNTS)))
+    slow = iter([9.0] * (model.config.num_layers + 2 * len(row_times._COUNTS) - 1))
     clock = Clock(lambda rows: rows * next(slow, 1.0))
     clock.watch(model, monkeypatch)
     times = time_rows(model, Cache(model.config, model.device, model.dtype), clock)
     assert times.seconds == tuple(map(float, row_times._COUNTS))
 
 
-def test_the_cache_is_left_as_it_was(model: Decoder) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_cache_has_its_pages_back(model: Decoder, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(model.config, model.device, model.dtype)
-    time_rows(model, cache)
+    if fails:
+        monkeypatch.setattr(model, "project", lambda *args: 1 // 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        time_rows(model, cache)
     assert cache.free_pages == cache.num_pages
 
 
-def test_between_and_after_the_numbers_timed_it_is_a_straight_line() -> None:
-    assert [TIMED(rows) for rows in (1, 2, 3, 4, 5, 8)] == [1.0, 3.0, 3.25, 3.5, 3.75, 4.5]
+def test_a_vocabulary_may_be_smaller_than_a_pass() -> None:
+    model = adopt(tiny_model("llama", vocab_size=5, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    assert time_rows(model, Cache(model.config, model.device, model.dtype))(2) >= 1.0
+
+
+def test_between_the_numbers_timed_it_is_a_straight_line_and_after_them_the_mean_one() -> None:
+    assert [TIMED(rows) for rows in (1, 2, 3, 4)] == [1.0, 3.0, 3.25, 3.5]
+    assert TIMED(10) == pytest.approx(3.5 + 6 * 2.5 / 3)
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3), st.integers(1, 100))

@@ -42,19 +42,18 @@ def plainly_decoded(exit: Exit, sampling: Sampling = GREEDY) -> Session:
     return session
 
 
-def shadow_ranks(session: Session) -> list[list[int]]:
+def shadow_ranks(session: Session, steps: int = STEPS) -> list[list[int]]:
     """The ranks of all tokens that were decoded plainly."""
     assert session.exit is not None
     waiting, sequences = [row.waiting for row in session.rows], [row.sequence for row in session.rows]
-    assert {len(of_row) for of_row in waiting} == {STEPS}
-    caught = shadow.catch_up(session.exit, session.cache, sequences, waiting)
-    read = caught.read(session.exit, session.cache, 0, STEPS)
+    assert {len(of_row) for of_row in waiting} == {steps}
+    read = shadow.Caught.of(sequences, waiting).read(session.exit, session.cache, 0, steps)
     assert {len(of_row) for of_row in waiting} == {0}
-    tokens = torch.tensor([row.tokens[-STEPS:] for row in session.rows])
+    tokens = torch.tensor([row.tokens[-steps:] for row in session.rows])
     key = None
     if session.sampling.do_sample:
-        positions = [at for row in session.rows for at in range(len(row.tokens) - STEPS, len(row.tokens))]
-        key = session._noise_key([row for row in session.rows for _ in range(STEPS)], positions)
+        positions = [at for row in session.rows for at in range(len(row.tokens) - steps, len(row.tokens))]
+        key = session._noise_key([row for row in session.rows for _ in range(steps)], positions)
     return shadow.ranks(session.exit, read, tokens, session.sampling, key).tolist()
 
 
@@ -166,7 +165,8 @@ def test_copies_take_over_what_their_prompt_told() -> None:
 def test_while_nothing_is_drafted_scores_come_every_few_tokens(
     rows: int, steps: list[int], waiting: int, cycle: float, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, later, and at once again; of two rows sooner; a second time before something is drafted."""
+    """At once, later, and at once again; of two rows sooner; a second time if something would be drafted, unless it is
+    decided already."""
     session = governed(trained_once("llama").exit, [random_tokens(20 + 10 * row) for row in range(rows)], cycle=cycle)
     session.prefill()
     monkeypatch.setattr(session, "choose_plan", lambda rows: (plan, None if len(plan) else "goodput"))
@@ -180,7 +180,7 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
     for step in range(170):
         plan = Plan.parse("chain:1") if step == 130 else Plan()
         session.cycle()
-    assert scored == [(step, [shadow.FEW] * rows) for step in steps for _ in range(looks)]
+    assert scored == [(step, [shadow.FEW] * rows) for step in steps for _ in range(1 if step == 130 else looks)]
     assert all(len(row.waiting) == waiting for row in session.rows)
 
 
@@ -188,14 +188,40 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
 def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) -> None:
     exit = trained_once("llama").exit
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
-    reads = [
-        shadow.catch_up(
-            exit, session.cache, [row.sequence for row in session.rows], [row.waiting for row in session.rows]
-        ).read(exit, session.cache, *places)
-        for session, places in ((some, (start, stop)), (all_of_it, (0, STEPS)))
-    ]
+    reads = []
+    for session, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
+        caught = shadow.Caught.of([row.sequence for row in session.rows], [row.waiting for row in session.rows])
+        if session is some:
+            caught.fill(exit, session.cache)
+        reads.append(caught.read(exit, session.cache, *places))
     assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
     assert_same_rows(some, all_of_it)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_look_tells_the_ranks_of_the_newest_tokens_and_then_of_those_before(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exit, prompts, scored = trained_once("llama").exit, [random_tokens(20), random_tokens(9, seed=1)], []
+    session = governed(exit, prompts, sampling)
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan(), "goodput"))
+    monkeypatch.setattr(session.governor, "scored", lambda watches, ranks, offered: scored.append(ranks))
+    session.prefill()
+    for _ in range(16):
+        session.cycle()
+    tokens = [list(row.tokens) for row in session.rows]
+    monkeypatch.setattr(session, "choose_plan", lambda rows: (Plan.parse("chain:1"), None))
+    session.cycle()
+    newest, before = scored
+    beside = governed(exit, prompts, sampling)
+    beside.prefill()
+    monkeypatch.setattr(beside, "choose_plan", lambda rows: (Plan(), "goodput"))
+    for _ in range(16):
+        beside.cycle()
+    assert [list(row.tokens) for row in beside.rows] == tokens
+    all_of_it = shadow_ranks(beside, steps=16)
+    assert [old + new for old, new in zip(before, newest, strict=True)] == all_of_it
+    assert len({rank for ranks in all_of_it for rank in ranks}) > 1
 
 
 @pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 1)])
