@@ -730,7 +730,7 @@ def test_what_cost_too_much_with_short_texts_is_tried_again_with_long_ones(guess
 
 def test_guesses_that_were_timed_at_a_bad_moment_do_not_last() -> None:
     """Texts are guessed well, and cycles would be short."""
-    guess = guessed_cost(3, 30, of_rows=lambda rows: 3.0 * rows)
+    guess = guessed_cost(3, 30, of_rows=lambda rows: 3.0 * rows - 2.0)
     dear = Ladder(Acceptance(SHARES), {16: guess}, 3, max_tree_batch=4)
     world = World(Governor(dear, Costs(guessed_here=True), Rules()), [drawn(0.9)]).run(1000)
     assert not any(map(len, world.plans))
