@@ -201,12 +201,14 @@ class Governor:
     def _probe(self, prospects: Prospects, speeds: list[float], at: Setting) -> int | None:
         """The plan that is expected to lose least by trying whether drafting would pay; None if even that is owed. No
         plan is given up for good: where costs may have changed, or nobody watches the texts, what is expected of it
-        does not forbid to try it."""
+        does not forbid to try it. Where a look is the cheaper way to find out, as without kernels, a probe counts as if
+        nothing came of it."""
         losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
         cheapest = losses.index(min(losses))
         told = self.is_watched and self.costs.knows_any(at)
-        expected_loss = max(0.0, losses[cheapest] if told else min(losses[cheapest], _MOST_FEARED))
-        return cheapest if self.ledger.allows(self.rules.probe_allowance - expected_loss) else None
+        feared = losses[cheapest] if not self.costs.guessed_here else float(prospects.ratios[cheapest]) - 1
+        feared = max(0.0, feared if told else min(losses[cheapest], _MOST_FEARED))
+        return cheapest if self.ledger.allows(self.rules.probe_allowance - feared) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, or some time ago. When news are first

@@ -638,6 +638,7 @@ def test_prompts_are_judged_as_pytorch_judges_them(
     short: int, chunk: int, trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way they went, in however many chunks, and whoever sits beside them."""
+    monkeypatch.setattr(Governor, "would_draft", lambda *_: True)
     monkeypatch.setattr(shadow, "FEW", 12)
     monkeypatch.setattr(runtime, "PREFILL_CHUNK", chunk)
     for name in ("STRETCH", "SHORTEST"):  # interpreted, longer ones take long

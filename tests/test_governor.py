@@ -728,6 +728,17 @@ def test_what_cost_too_much_with_short_texts_is_tried_again_with_long_ones(guess
     assert drafted[1] > 800, "of the last thousand"
 
 
+@pytest.mark.parametrize("guessed_here", [False, True])
+def test_where_rows_are_dear_looks_are_enough(guessed_here: bool) -> None:
+    """Of a text that is guessed far worse than would pay there."""
+    guess = guessed_cost(3, 30, of_rows=lambda rows: 1.0 if rows == 1 else 2.0 + 0.2 * rows)
+    dear = Ladder(Acceptance(SHARES), {16: guess}, 3, max_tree_batch=4)
+    governor = Governor(dear, Costs(guessed_here=guessed_here), Rules())
+    world = World(governor, [drawn(0.3)], lambda plan: guess(plan.depth, len(plan)) if len(plan) else 1.0)
+    probes = sum(len(plan) > 0 for plan in world.run(1000).plans)
+    assert (probes == 0) == guessed_here
+
+
 def test_guesses_that_were_timed_at_a_bad_moment_do_not_last() -> None:
     """Texts are guessed well, and cycles would be short."""
     guess = guessed_cost(3, 30, of_rows=lambda rows: 3.0 * rows - 2.0)
