@@ -203,12 +203,15 @@ class Governor:
         plan is given up for good: where costs may have changed, or nobody watches the texts, what is expected of it
         does not forbid to try it. Where a look is the cheaper way to find out, as without kernels, a probe counts as if
         nothing came of it."""
-        losses = [ratio * (1 - speed) for ratio, speed in zip(prospects.ratios.tolist(), speeds, strict=True)]
+        ratios = prospects.ratios.tolist()
+        losses = [ratio * (1 - speed) for ratio, speed in zip(ratios, speeds, strict=True)]
         cheapest = losses.index(min(losses))
-        told = self.is_watched and self.costs.knows_any(at)
-        feared = losses[cheapest] if not self.costs.guessed_here else float(prospects.ratios[cheapest]) - 1
-        feared = max(0.0, feared if told else min(losses[cheapest], _MOST_FEARED))
-        return cheapest if self.ledger.allows(self.rules.probe_allowance - feared) else None
+        feared = losses[cheapest]
+        if not self.is_watched or not self.costs.knows_any(at):
+            feared = min(feared, _MOST_FEARED)
+        elif self.costs.guessed_here:
+            feared = ratios[cheapest] - 1
+        return cheapest if self.ledger.allows(self.rules.probe_allowance - max(0.0, feared)) else None
 
     def _has_nothing_to_decide(self, batch: int) -> bool:
         """While nothing is drafted: nothing was learned since that was decided, or some time ago. When news are first

@@ -271,9 +271,9 @@ def test_rows_are_timed_at_once_where_calibration_has_not_measured_cycles(
     cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2)], head_row=0.0, head_rows=0)
     engine = engine_of("llama", folder / f"timed{len(bands)}{timed}", costs=dict.fromkeys(bands, cost), ranks=ranks)
     assert calls == [engine.model] * timed
-    governor = session_of(engine).governor if timed else None
-    if governor is not None:
-        assert governor.costs.guessed_here
+    if timed:
+        governor = session_of(engine).governor
+        assert governor is not None and governor.costs.guessed_here
         two_in_four, measured = governor.ladder.guess(2), governor.ladder.guess(1)
         assert two_in_four(1, 1) - two_in_four(1, 0) == pytest.approx((5.0 - 3.0) / 3.0)
         assert (measured(1, 1) == pytest.approx(1.2)) == ("1" in bands)
