@@ -24,9 +24,10 @@ from rich.progress import Progress, track
 
 from bench import exactness, kernels, report, synthetic
 from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release, warm_up
-from selfspec import Engine, weights
-from selfspec.exits import Exit
-from selfspec.room import bound_memory, memory_bound
+from selfspec import Engine
+from selfspec.memory import bound_memory, memory_bound
+from selfspec.models import loading as weights
+from selfspec.speculation.exit import Exit
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"

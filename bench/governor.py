@@ -30,12 +30,12 @@ from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task, route, warm_up
 from bench.recital import Stage
 from selfspec import Engine
-from selfspec.policy import Policy, Rules
-from selfspec.profile import DomainChoice, Profile
+from selfspec.backends.torch_backend import Session
+from selfspec.governor.rules import Policy, Rules
+from selfspec.profiles.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
-from selfspec.runtime import Session
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.speculation.plan import Plan
 
 OUT = Path(__file__).parent / "out"
 PLAIN, GOVERNOR = "plain", "governor"

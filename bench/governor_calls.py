@@ -15,10 +15,10 @@ from itertools import pairwise
 from statistics import mean, median, median_high
 from typing import Any
 
-from selfspec.governor import Change
+from selfspec.backends.torch_backend import Session
+from selfspec.governor.governor import Change
 from selfspec.metrics import Percentiles
-from selfspec.runtime import Session
-from selfspec.tree import NONE
+from selfspec.speculation.plan import NONE
 
 LOSES = 0.97  # of plain speed: where even the best plan is slower than this, drafting really loses
 EARLY = 32  # tokens by which strange text is to be noticed

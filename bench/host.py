@@ -21,15 +21,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs, guessed_cost
-from selfspec.device_session import DeviceSession
-from selfspec.governor import Governor
-from selfspec.ladder import Ladder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
+from selfspec.backends.cuda.session import DeviceSession
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs, guessed_cost
+from selfspec.governor.governor import Governor
+from selfspec.governor.rules import Policy, Rules
 from selfspec.sampling import Sampling
-from selfspec.tree import NONE, Plan
+from selfspec.sequence import Row
+from selfspec.speculation.plan import NONE, Plan
 
 PROMPT = 10
 KINDS = {"plain": 0.0, "nothing pays": 0.0, "drafting": 0.6}  # how often a draft is right

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.ops import Case
-from selfspec.room import device_room
+from selfspec.memory import device_room
 
 OPS = ("linear", "path_attention", "head")
 _IN_A_GRAPH, _REPLAYS = 10, 7

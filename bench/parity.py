@@ -16,9 +16,9 @@ import transformers
 from rich.progress import track
 
 from bench.decode import PROMPTS, read_prompts
-from selfspec import weights
-from selfspec.cache import Cache, Rows
-from selfspec.model import Decoder
+from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.models import loading as weights
+from selfspec.models.decoder import Decoder
 from selfspec.text import encode
 
 TOLERANCE = 1e-4

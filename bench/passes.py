@@ -19,9 +19,9 @@ from bench.decode import bytes_per_token
 from bench.kernels import read_bandwidth
 from bench.synthetic import SHAPES, synthetic
 from selfspec import Engine
-from selfspec.device_cycle import Drawing
-from selfspec.machine import Machine
-from selfspec.tree import NONE, Plan
+from selfspec.backends.cuda.graphs import Machine
+from selfspec.backends.cuda.step import Drawing
+from selfspec.speculation.plan import NONE, Plan
 
 _REPLAYS = 20
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from selfspec import Engine
-from selfspec.device_cycle import Cycle
-from selfspec.kernels.overlap import release, wait
-from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
+from selfspec.backends.cuda.step import Cycle
+from selfspec.kernels.pdl import release, wait
+from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
 FREE = -1  # in a script: the model chooses itself
 _BLOCK = 128  # rows that one program looks after

@@ -25,20 +25,20 @@ from bench.governor import profile_of, sets_of, shown
 from bench.governor_sets import IN_DOMAIN, PromptSet, Source
 from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
+from selfspec.backends.cuda.exit_scoring import OFFERED, scored_places
+from selfspec.backends.torch_backend import more_patient, most_patience
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
-from selfspec.costs import Costs
-from selfspec.device_shadow import OFFERED, scored_places
-from selfspec.drafting import Drafters
-from selfspec.governor import MEASURING, Governor, Watch
-from selfspec.kernels.know import places_for
-from selfspec.ladder import Ladder
-from selfspec.policy import BATCHES, Policy
-from selfspec.profile import DomainChoice
-from selfspec.runtime import more_patient, most_patience
+from selfspec.drafters import Drafters
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs
+from selfspec.governor.governor import MEASURING, Governor, Watch
+from selfspec.governor.rules import BATCHES, Policy
+from selfspec.kernels.final_norm import places_for
+from selfspec.profiles.profile import DomainChoice
 from selfspec.sampling import Sampling
-from selfspec.shadow import PROMPT_END
-from selfspec.tree import NONE, Plan
+from selfspec.speculation.exit_scoring import PROMPT_END
+from selfspec.speculation.plan import NONE, Plan
 
 _SHADOW = 0.1  # plain steps that catching up takes
 _FEWEST = 8  # tokens of a text that are worth replaying

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoConfig
 
 from selfspec import Engine
-from selfspec.cache import Cache, Rows
-from selfspec.config import ModelConfig
-from selfspec.exits import Exit
-from selfspec.model import Decoder, model_parts
+from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.models.config import ModelConfig
+from selfspec.models.decoder import Decoder, model_parts
+from selfspec.speculation.exit import Exit
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.kernels.overlap import release, wait
-from selfspec.kernels.triton_or_none import jit, tl, triton, use_pdl
+from selfspec.kernels.pdl import release, wait
+from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
 COUNT, LAST, TOKENS = 0, 1, 2  # columns of a report: tokens emitted, the node the walk ended at, the tokens
 

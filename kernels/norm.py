@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.overlap import release, wait
-from selfspec.kernels.triton_or_none import jit, tl, use_pdl
+from selfspec.kernels.pdl import release, wait
+from selfspec.kernels.triton_compat import jit, tl, use_pdl
 
 
 def block_width(width: int) -> int:

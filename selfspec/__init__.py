@@ -7,9 +7,9 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(_Path(__file__).parent.parent))
 
 from selfspec.engine import Engine  # noqa: E402
-from selfspec.policy import Rules  # noqa: E402
-from selfspec.profile import Profile  # noqa: E402
+from selfspec.governor.rules import Rules  # noqa: E402
+from selfspec.profiles.profile import Profile  # noqa: E402
 from selfspec.results import Completion, GenerateOutput, Stats, Stream  # noqa: E402
-from selfspec.tree import Plan  # noqa: E402
+from selfspec.speculation.plan import Plan  # noqa: E402
 
 __all__ = ["Completion", "Engine", "GenerateOutput", "Plan", "Profile", "Rules", "Stats", "Stream"]

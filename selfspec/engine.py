@@ -25,15 +25,17 @@ from transformers import (
     StopStringCriteria,
 )
 
-from selfspec import weights
-from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.drafting import Drafter, Drafters
-from selfspec.exits import Exit
-from selfspec.governor import Watch
+from selfspec.backends.torch_backend import Session, Stop
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache
+from selfspec.drafters import Drafter, Drafters
+from selfspec.governor.governor import Watch
+from selfspec.governor.rules import Mode, Policy, Rules
 from selfspec.metrics import Metrics, Summary
-from selfspec.model import Decoder
-from selfspec.policy import Mode, Policy, Rules
-from selfspec.profile import Profile
+from selfspec.models import loading as weights
+from selfspec.models.decoder import Decoder
+from selfspec.models.row_times import time_rows
+from selfspec.profiles.profile import Profile
+from selfspec.profiles.router import marks_of
 from selfspec.request import (
     PlanLike,
     Settings,
@@ -46,16 +48,14 @@ from selfspec.request import (
     split_options,
 )
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of
-from selfspec.routing import marks_of
-from selfspec.row import Row
-from selfspec.row_times import time_rows
-from selfspec.runtime import Session, Stop
 from selfspec.sampling import Sampling
+from selfspec.sequence import Row
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 from selfspec.text import Message, encode, is_messages
-from selfspec.tree import MAX_NODES, NONE, Plan
 
 if TYPE_CHECKING:
-    from selfspec.machine import Machine
+    from selfspec.backends.cuda.graphs import Machine
 
 DEFAULT_COMPLETION_TOKENS = 512
 
@@ -331,7 +331,7 @@ class Engine:
         options["metrics"] = self._metrics
         if self._machine is None or options.get("rejection"):
             return Session(self.model, self.cache, rows, sampling, policy, exit=exit, **options)
-        from selfspec.device_session import DeviceSession  # imports Triton, which nobody needs elsewhere
+        from selfspec.backends.cuda.session import DeviceSession  # imports Triton, which nobody needs elsewhere
 
         return DeviceSession(
             self.model, self.cache, rows, sampling, policy, exit=exit, **options, machine=self._machine
@@ -341,8 +341,8 @@ class Engine:
         """Cycles as kernels and CUDA graphs: on a GPU that can run them, unless switched off."""
         if not (kernels or (kernels is None and self.model.device.type == "cuda")):
             return None
-        from selfspec.fused import WANTED, is_supported
-        from selfspec.machine import Machine
+        from selfspec.backends.cuda.decoder import WANTED, is_supported
+        from selfspec.backends.cuda.graphs import Machine
 
         if is_supported(self.model):
             return Machine(self.model, self.cache, self.context)

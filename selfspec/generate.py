@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from selfspec.cache import CacheFull
+from selfspec.cache.kv_cache import CacheFull
 from selfspec.engine import Engine
 from selfspec.metrics import short
 from selfspec.results import Completion, Stats

@@ -13,7 +13,7 @@ from itertools import islice
 from threading import Lock
 from types import SimpleNamespace
 
-from selfspec.tree import NONE, Plan
+from selfspec.speculation.plan import NONE, Plan
 
 WINDOW = 8192  # cycles that percentiles look back on
 MAX_PLANS = 256  # told apart; requests may bring any number of their own

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from selfspec.policy import Mode, Rules
+from selfspec.governor.rules import Mode, Rules
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.speculation.plan import Plan
 
 PlanLike = str | Plan | Sequence[tuple[int, int]]
 

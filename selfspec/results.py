@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from selfspec.governor import Change
-from selfspec.row import Row
-from selfspec.runtime import Session
+from selfspec.backends.torch_backend import Session
+from selfspec.governor.governor import Change
+from selfspec.sequence import Row
 from selfspec.text import Detokenizer
 
 

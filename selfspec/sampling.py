@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.noise import gumbel, uniform, uniform_vocabulary
+from selfspec.kernels.philox import gumbel, uniform, uniform_vocabulary
 
 # Noise streams: coupled drafts share the target's; rejection sampling must keep its three uses apart.
 TARGET, CHILDREN, ACCEPT = 0, 1, 2

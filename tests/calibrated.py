@@ -14,10 +14,10 @@ from selfspec.calibrate.choice import StepCost
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.training import Student
 from selfspec.engine import Engine
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.policy import BATCHES
-from selfspec.tree import MAX_NODES
+from selfspec.governor.rules import BATCHES
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import MAX_NODES
 from tests.scripted import random_prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 

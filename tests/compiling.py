@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from selfspec.kernels.triton_or_none import shared_bytes_of
+from selfspec.kernels.triton_compat import shared_bytes_of
 
 Launches = Iterable[tuple[str, Callable[[], object]]]  # a name that says op and shape, and a call of the launcher
 

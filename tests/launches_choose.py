@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.choose import Cuts, Workspace, choose
-from selfspec.kernels.draw import Noise
+from selfspec.kernels.noise import Noise
+from selfspec.kernels.sample import Cuts, Workspace, choose
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.synthetic import config_of
-from selfspec.cache import Cache
-from selfspec.device_cycle import Cycle, Drawing
-from selfspec.device_shadow import Shadow
-from selfspec.exits import Exit, ExitBlock
-from selfspec.fused import FusedDecoder, Scratch, Seats
-from selfspec.fused_exit import Drafter, DraftHead, known_buffer
-from selfspec.kernels.know import Waiting
-from selfspec.model import Decoder, model_parts
+from selfspec.backends.cuda.decoder import FusedDecoder, Scratch, Seats
+from selfspec.backends.cuda.exit import Drafter, DraftHead, known_buffer
+from selfspec.backends.cuda.exit_scoring import Shadow
+from selfspec.backends.cuda.step import Cycle, Drawing
+from selfspec.cache.kv_cache import Cache
+from selfspec.kernels.final_norm import Waiting
+from selfspec.models.decoder import Decoder, model_parts
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.speculation.exit import Exit, ExitBlock
+from selfspec.speculation.plan import Plan
 
 META = torch.device("meta")
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.best import Scores, top_merge
-from selfspec.kernels.draw import Noise
-from selfspec.kernels.head import head_logits, head_top
+from selfspec.kernels.lm_head_topk import head_logits, head_top
+from selfspec.kernels.noise import Noise
+from selfspec.kernels.topk import Scores, top_merge
 
 SIZES = {"smol": (49152, 576), "8b": (128256, 4096)}
 

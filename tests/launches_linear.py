@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.gated import gated_linear
-from selfspec.kernels.linear import linear
+from selfspec.kernels.gate_up_gemm import gated_linear
+from selfspec.kernels.gemm import linear
 from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
-from selfspec.kernels.qkv import qkv_linear
+from selfspec.kernels.qkv_rope_gemm import qkv_linear
 from tests.compiling import Launches
 
 # hidden, intermediate, query heads, key heads, head size

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.path_attention import counters_size, path_attention, ranges_for, workspace_size
+from selfspec.kernels.tree_attention import counters_size, path_attention, ranges_for, workspace_size
 from tests.compiling import Launches
 
 # Query heads, key-value heads, head size, numbers of rows that take different kernels.

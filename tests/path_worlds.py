@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels import path_attention as op
+from selfspec.kernels import tree_attention as op
 
 
 @dataclass

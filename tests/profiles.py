@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from selfspec import Profile
-from selfspec.exits import RECALLED, Exit, ExitBlock
-from selfspec.model import Decoder, Layer
-from selfspec.profile import DomainChoice, ModelIdentity, PlanChoice
+from selfspec.models.decoder import Decoder, Layer
+from selfspec.profiles.profile import DomainChoice, ModelIdentity, PlanChoice
+from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
 from tests.tiny import VOCABULARY
 
 

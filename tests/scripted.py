@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec import Engine, Plan, Rules
-from selfspec.cache import Cache, Rows
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.policy import Policy
-from selfspec.row import Row
-from selfspec.runtime import Session
+from selfspec.backends.torch_backend import Session
+from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.governor.rules import Policy
+from selfspec.models.decoder import Decoder
 from selfspec.sampling import Sampling
+from selfspec.sequence import Row
+from selfspec.speculation.exit import Exit
 from tests.tiny import VOCABULARY, tiny_model
 
 # Every kind of plan: no node, chains, regular trees, and one of uneven depth whose nodes skip ranks.

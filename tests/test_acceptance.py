@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, Chances, hotter
-from selfspec.tree import NONE, Plan
+from selfspec.governor.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, Chances, hotter
+from selfspec.speculation.plan import NONE, Plan
 from tests.strategies import SETTINGS, plans
 
 SHARES = [[0.6, 0.1, 0.05], [0.5, 0.2]]

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, GPT2Config, TextStreamer
 
 from selfspec import Engine, Plan
-from selfspec.cache import Cache
-from selfspec.exits import Exit
-from selfspec.model import Decoder
+from selfspec.cache.kv_cache import Cache
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -429,8 +429,8 @@ class TestModelFolder:
             def never(*_: Any, **__: Any) -> None:
                 raise AssertionError("weights were loaded before the refusal")
 
-            monkeypatch.setattr("selfspec.weights.safe_open", never)
-            monkeypatch.setattr("selfspec.model.Decoder.__init__", never)
+            monkeypatch.setattr("selfspec.models.loading.safe_open", never)
+            monkeypatch.setattr("selfspec.models.decoder.Decoder.__init__", never)
             with pytest.raises(ValueError) as caught:
                 Engine.from_pretrained(folder, **{"device": "cpu", "profile": None, **kwargs})
             message = str(caught.value)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import decode, exactness, kernels, report, synthetic
 from bench.modes import Batch, Clock, Memory, Mode, Task, Written, in_bursts, per_token, percentile, until_end
 from selfspec import Engine
-from selfspec.model import model_parts
+from selfspec.models.decoder import model_parts
 from tests.scripted import endless
 from tests.tiny import tiny_model
 

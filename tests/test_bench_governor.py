@@ -20,7 +20,7 @@ from bench.governor_calls import Call, Mode, around, compare, detection, drafts_
 from bench.governor_sets import AWAY, HOT, IN_DOMAIN, Missing, PromptSet, Source
 from bench.recital import Recital
 from selfspec import Engine, Rules
-from selfspec.governor import Change
+from selfspec.governor.governor import Change
 from tests.calibrated import chat_tokenizer, quieten
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless

@@ -20,10 +20,10 @@ from bench.governor_sets import PromptSet
 from bench.modes import warm_up
 from bench.recital import FREE, Recital, Stage, recite, recite_reference
 from selfspec import Engine, Rules
-from selfspec.device_cycle import Cycle
-from selfspec.device_session import DeviceSession
-from selfspec.governor import Governor
-from selfspec.tree import NONE
+from selfspec.backends.cuda.session import DeviceSession
+from selfspec.backends.cuda.step import Cycle
+from selfspec.governor.governor import Governor
+from selfspec.speculation.plan import NONE
 from tests.calibrated import chat_tokenizer
 from tests.compiling import compile_op
 from tests.profiles import choice_of, profile_of

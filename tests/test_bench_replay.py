@@ -14,9 +14,9 @@ from bench import replay
 from bench.governor_sets import PromptSet
 from bench.replay import Stage, Text
 from selfspec import Engine, Rules
-from selfspec.costs import Costs
-from selfspec.profile import CycleCost, Spread
-from selfspec.tree import NONE, Plan
+from selfspec.governor.costs import Costs
+from selfspec.profiles.profile import CycleCost, Spread
+from selfspec.speculation.plan import NONE, Plan
 from tests.profiles import choice_of
 from tests.scripted import random_prompt
 from tests.test_governed import engine_of, generate

@@ -24,16 +24,16 @@ from hypothesis.stateful import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from selfspec import cache as cache_module
-from selfspec import weights
-from selfspec.cache import PAGE_SIZE, Cache, CacheFull, Rows, Sequence
-from selfspec.exits import RECALLED, Exit, ExitBlock
-from selfspec.model import Decoder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
-from selfspec.runtime import Draft, Session
+from selfspec.backends.torch_backend import Draft, Session
+from selfspec.cache import kv_cache as cache_module
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, Rows, Sequence
+from selfspec.governor.rules import Policy, Rules
+from selfspec.models import loading as weights
+from selfspec.models.decoder import Decoder
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.sequence import Row
+from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.plan import Plan
 from tests.strategies import SETTINGS, paths, plans
 from tests.tiny import tiny_model
 

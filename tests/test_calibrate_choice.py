@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from selfspec.calibrate import timing
 from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, rank_paths
 from selfspec.calibrate.trial import Setting, Trials
-from selfspec.costs import StepCost
 from selfspec.engine import Engine
-from selfspec.exits import Exit
-from selfspec.policy import BATCHES, DEFAULT_TREE, TEMPERATURES
+from selfspec.governor.costs import StepCost
+from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
 from selfspec.results import GenerateOutput
-from selfspec.tree import MAX_NODES, NONE, Plan
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 from tests.calibrated import linear_cost
 from tests.strategies import SETTINGS, plans
 from tests.tiny import VOCABULARY, tiny_model

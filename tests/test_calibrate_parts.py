@@ -23,7 +23,7 @@ from selfspec.calibrate.resources import Resources, fit
 from selfspec.calibrate.settings import Settings
 from selfspec.calibrate.training import Recipe
 from selfspec.calibrate.work import Work
-from selfspec.weights import adopt
+from selfspec.models.loading import adopt
 from tests.calibrated import documents_of, random_documents, write_lines, write_prompts
 from tests.strategies import SETTINGS
 from tests.tiny import FAMILIES, tiny_model

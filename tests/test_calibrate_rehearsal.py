@@ -10,20 +10,20 @@ import torch
 from scipy.stats import gumbel_r, kstest
 
 from selfspec import Engine
-from selfspec.cache import Cache
+from selfspec.backends.torch_backend import Draft, Session
+from selfspec.cache.kv_cache import Cache
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
 from selfspec.calibrate.measuring import DEPTHS, Answers, Measurement, measure, noise_behind
 from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
 from selfspec.calibrate.writing import Template, write_answers
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
-from selfspec.runtime import Draft, Session
+from selfspec.governor.rules import Policy, Rules
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
-from selfspec.weights import adopt
+from selfspec.sequence import Row
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import Plan
 from tests.calibrated import documents_of, quieten, random_documents, random_exit
 from tests.scripted import endless, open_session, random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model

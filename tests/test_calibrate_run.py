@@ -29,11 +29,11 @@ from selfspec.calibrate.prompts import parse_domain
 from selfspec.calibrate.training import Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
-from selfspec.exits import Exit
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.routing import mark
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.profiles.router import mark
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import Plan
 from selfspec.text import encode
-from selfspec.tree import Plan
 from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quieten, write_lines, write_prompts
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer

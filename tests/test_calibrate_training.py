@@ -16,10 +16,10 @@ from selfspec.calibrate.optimizer import Optimizer, orthogonalised
 from selfspec.calibrate.rehearsal import drafted_reads
 from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places
 from selfspec.calibrate.writing import Template, write_answers
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.profile import _exit_tensors
-from selfspec.weights import adopt
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
+from selfspec.profiles.profile import _exit_tensors
+from selfspec.speculation.exit import Exit
 from tests.calibrated import random_documents
 from tests.scripted import random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model

@@ -17,8 +17,8 @@ from selfspec import Engine
 from selfspec.calibrate import writing
 from selfspec.calibrate.corpus import Corpus
 from selfspec.calibrate.writing import Script, Template, Writer, write_answers
+from selfspec.models.loading import adopt
 from selfspec.text import encode
-from selfspec.weights import adopt
 from tests.calibrated import Written, chat_tokenizer, documents_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.tiny import FAMILIES, tiny_model

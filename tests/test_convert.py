@@ -20,9 +20,10 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from selfspec import convert, weights
-from selfspec.config import ModelConfig
-from selfspec.home import home, models_dir, profiles_dir
+from selfspec.models import loading as weights
+from selfspec.models.config import ModelConfig
+from selfspec.models.gguf import convert
+from selfspec.profiles.paths import home, models_dir, profiles_dir
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.costs import Costs, OfRows, Setting, StepCost, almost_free, doubled, guessed_cost, measured_cost
-from selfspec.tree import NONE, Plan
+from selfspec.governor.costs import Costs, OfRows, Setting, StepCost, almost_free, doubled, guessed_cost, measured_cost
+from selfspec.speculation.plan import NONE, Plan
 
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:4")
 ONE = Setting.of(3, 1, 100)

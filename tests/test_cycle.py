@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from selfspec import Engine, GenerateOutput, Plan, Stats
-from selfspec.cache import Rows
-from selfspec.exits import RECALLED, Exit, ExitBlock
-from selfspec.model import Attend, Decoder
-from selfspec.runtime import Session
+from selfspec.backends.torch_backend import Session
+from selfspec.cache.kv_cache import Rows
+from selfspec.models.decoder import Attend, Decoder
 from selfspec.sampling import Sampling
+from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
 from tests.scripted import (
     IRREGULAR,
     PLANS,

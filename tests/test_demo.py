@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec import Engine
-from selfspec.cache import Rows
+from selfspec.cache.kv_cache import Rows
+from selfspec.models.loading import resolve
 from selfspec.text import encode
-from selfspec.weights import resolve
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
 

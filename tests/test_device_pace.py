@@ -11,10 +11,10 @@ import torch
 
 from bench import host
 from bench.host import IdleSession, Machine, Mail
-from selfspec import machine
-from selfspec.costs import Costs
-from selfspec.governor import MEASURING, Governor
-from selfspec.tree import NONE, Plan
+from selfspec.backends.cuda import graphs as machine
+from selfspec.governor.costs import Costs
+from selfspec.governor.governor import MEASURING, Governor
+from selfspec.speculation.plan import NONE, Plan
 
 CHAIN = Plan.parse("chain:2")
 

@@ -9,12 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec import Engine, device_judge, device_prompts
-from selfspec.cache import CacheFull, Rows, Sequence, flat_slot
-from selfspec.device_prompts import LONGEST, MOST_STRETCHES, SHORT, Marking, Prompts, pass_size, passes, stretches
-from selfspec.exits import Exit, recalled
-from selfspec.machine import Machine
-from selfspec.routing import marks_of
+from selfspec import Engine
+from selfspec.backends.cuda import prompt_scoring as device_judge
+from selfspec.backends.cuda import short_prefill as device_prompts
+from selfspec.backends.cuda.graphs import Machine
+from selfspec.backends.cuda.short_prefill import (
+    LONGEST,
+    MOST_STRETCHES,
+    SHORT,
+    Marking,
+    Prompts,
+    pass_size,
+    passes,
+    stretches,
+)
+from selfspec.cache.kv_cache import CacheFull, Rows, Sequence, flat_slot
+from selfspec.profiles.router import marks_of
+from selfspec.speculation.exit import Exit, recalled
 from tests.test_device_session import LAYER, engines, open_session
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter, where there is no GPU")

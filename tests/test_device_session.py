@@ -13,37 +13,34 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import (
-    Engine,
-    Rules,
-    device_judge,
-    device_prefill,
-    device_prompts,
-    device_session,
-    device_shadow,
-    runtime,
-    shadow,
-)
-from selfspec import machine as machine_module
-from selfspec.acceptance import Acceptance
-from selfspec.cache import flat_slot
-from selfspec.costs import Costs, guessed_cost
-from selfspec.device_cycle import Cycle, Drawing
-from selfspec.device_move import Move
-from selfspec.draft import Draft
-from selfspec.exits import Exit
-from selfspec.fused import Seats
-from selfspec.governor import MEASURING, Governor, Watch
-from selfspec.kernels import know
-from selfspec.kernels.know import places_for
-from selfspec.ladder import Ladder
-from selfspec.machine import head_capacity
-from selfspec.policy import Policy
-from selfspec.routing import marks_of
-from selfspec.row import Row
-from selfspec.runtime import Session
+from selfspec import Engine, Rules
+from selfspec.backends import torch_backend as runtime
+from selfspec.backends.cuda import exit_scoring as device_shadow
+from selfspec.backends.cuda import graphs as machine_module
+from selfspec.backends.cuda import prefill as device_prefill
+from selfspec.backends.cuda import prompt_scoring as device_judge
+from selfspec.backends.cuda import session as device_session
+from selfspec.backends.cuda import short_prefill as device_prompts
+from selfspec.backends.cuda.decoder import Seats
+from selfspec.backends.cuda.graphs import head_capacity
+from selfspec.backends.cuda.slot_move import Move
+from selfspec.backends.cuda.step import Cycle, Drawing
+from selfspec.backends.torch_backend import Session
+from selfspec.cache.kv_cache import flat_slot
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs, guessed_cost
+from selfspec.governor.governor import MEASURING, Governor, Watch
+from selfspec.governor.rules import Policy
+from selfspec.kernels import final_norm as know
+from selfspec.kernels.final_norm import places_for
+from selfspec.profiles.router import marks_of
 from selfspec.sampling import Sampling
-from selfspec.tree import NONE, Plan
+from selfspec.sequence import Row
+from selfspec.speculation import exit_scoring as shadow
+from selfspec.speculation.draft_tree import Draft
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import NONE, Plan
 from tests.profiles import random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, tiny_model

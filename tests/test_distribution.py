@@ -25,15 +25,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from selfspec import runtime, weights
-from selfspec.cache import Cache
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
-from selfspec.runtime import Draft, Session
+from selfspec.backends import torch_backend as runtime
+from selfspec.backends.torch_backend import Draft, Session
+from selfspec.cache.kv_cache import Cache
+from selfspec.governor.rules import Policy, Rules
+from selfspec.models import loading as weights
+from selfspec.models.decoder import Decoder
 from selfspec.sampling import ACCEPT, TARGET, NoiseKey, Sampling, perturbed, uniform
-from selfspec.tree import Plan
+from selfspec.sequence import Row
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import Plan
 from tests.tiny import tiny_model
 
 VOCABULARY = 8

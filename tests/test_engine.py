@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from selfspec import Completion, Engine, Plan, Profile, Rules, Stats
-from selfspec.exits import Exit
-from selfspec.policy import Policy
-from selfspec.profile import Device, DomainChoice, PlanChoice, Run
+from selfspec.governor.rules import Policy
+from selfspec.profiles.profile import Device, DomainChoice, PlanChoice, Run
+from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import FAMILIES, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer

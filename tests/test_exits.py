@@ -15,16 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec import Engine, Profile, runtime
-from selfspec.cache import PAGE_SIZE, Cache, Rows
-from selfspec.exits import RECALLED, Exit, ExitBlock, HeadRows, recalled
-from selfspec.kernels.noise import gumbel, uniform_vocabulary
-from selfspec.model import Decoder
-from selfspec.row import Row
-from selfspec.runtime import Draft, Session
+from selfspec import Engine, Profile
+from selfspec.backends import torch_backend as runtime
+from selfspec.backends.torch_backend import Draft, Session
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, Rows
+from selfspec.kernels.philox import gumbel, uniform_vocabulary
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
-from selfspec.weights import adopt
+from selfspec.sequence import Row
+from selfspec.speculation.exit import RECALLED, Exit, ExitBlock, HeadRows, recalled
+from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of, random_rows, watch_vocabularies
 from tests.strategies import SETTINGS, paths, plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model

@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine, fused
-from selfspec.exits import Exit
-from selfspec.fused import FusedDecoder, Scratch, Stream
+from selfspec import Engine
+from selfspec.backends.cuda import decoder as fused
+from selfspec.backends.cuda.decoder import FusedDecoder, Scratch, Stream
 from selfspec.kernels.norm import scaled_reference, squares_reference
-from selfspec.model import Decoder, Layer
+from selfspec.models.decoder import Decoder, Layer
+from selfspec.speculation.exit import Exit
 from tests.profiles import random_exit
 from tests.scripted import endless
 from tests.tiny import tiny_model

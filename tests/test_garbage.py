@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from bench.host import IdleSession, Machine
-from selfspec.costs import Costs
 from selfspec.garbage import PATIENCE, garbage_waits
+from selfspec.governor.costs import Costs
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 
 from selfspec import Completion, Engine, Stats
+from selfspec.backends.torch_backend import Session
 from selfspec.generate import PROMPT, STYLES, main, parse, recount, report, verdict
-from selfspec.governor import Change
-from selfspec.row import Row
-from selfspec.runtime import Session
-from selfspec.tree import NONE, Plan
+from selfspec.governor.governor import Change
+from selfspec.sequence import Row
+from selfspec.speculation.plan import NONE, Plan
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 

@@ -17,16 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec import Engine, Rules, runtime
-from selfspec.acceptance import FAMILIAR, UNFAMILIAR
-from selfspec.cache import Cache
-from selfspec.costs import almost_free
-from selfspec.governor import MEASURING, Governor
-from selfspec.model import Decoder
-from selfspec.policy import BATCHES
-from selfspec.profile import CycleCost, Device, Spread
-from selfspec.row_times import RowTimes
-from selfspec.runtime import Session
+from selfspec import Engine, Rules
+from selfspec.backends import torch_backend as runtime
+from selfspec.backends.torch_backend import Session
+from selfspec.cache.kv_cache import Cache
+from selfspec.governor.acceptance import FAMILIAR, UNFAMILIAR
+from selfspec.governor.costs import almost_free
+from selfspec.governor.governor import MEASURING, Governor
+from selfspec.governor.rules import BATCHES
+from selfspec.models.decoder import Decoder
+from selfspec.models.row_times import RowTimes
+from selfspec.profiles.profile import CycleCost, Device, Spread
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.strategies import SETTINGS
@@ -310,7 +311,7 @@ def test_a_prompt_unlike_all_others_is_not_trusted(folder: Path, prompt: int, ho
 
 
 def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    from selfspec.routing import mark
+    from selfspec.profiles.router import mark
 
     return mark(engine.model, engine.cache, prompt, 1)
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.acceptance import EXPONENTS, Acceptance
-from selfspec.costs import Costs, Setting, StepCost, almost_free, guessed_cost, measured_cost
-from selfspec.governor import MEASURING, Governor, Ledger, Watch, _speeds
-from selfspec.ladder import Ladder, likeliest
-from selfspec.policy import Rules
-from selfspec.runtime import more_patient, most_patience
-from selfspec.shadow import OFFERED
-from selfspec.tree import MAX_NODES, NONE, Plan
+from selfspec.backends.torch_backend import more_patient, most_patience
+from selfspec.governor.acceptance import EXPONENTS, Acceptance
+from selfspec.governor.candidates import Ladder, likeliest
+from selfspec.governor.costs import Costs, Setting, StepCost, almost_free, guessed_cost, measured_cost
+from selfspec.governor.governor import MEASURING, Governor, Ledger, Watch, _speeds
+from selfspec.governor.rules import Rules
+from selfspec.speculation.exit_scoring import OFFERED
+from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 from tests.strategies import SETTINGS
 
 SHARES = [[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4

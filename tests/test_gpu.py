@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec import Engine, weights
+from selfspec import Engine
 from selfspec.calibrate.rehearsal import _attend
+from selfspec.models import loading as weights
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = [

@@ -12,13 +12,13 @@ import torch
 
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
-from selfspec.cache import flat_slot
-from selfspec.exits import Exit
-from selfspec.governor import Watch
-from selfspec.model import Decoder
-from selfspec.profile import Spread
+from selfspec.cache.kv_cache import flat_slot
+from selfspec.governor.governor import Watch
+from selfspec.models.decoder import Decoder
+from selfspec.profiles.profile import Spread
+from selfspec.profiles.router import marks_of
 from selfspec.request import read_settings, split_options
-from selfspec.routing import marks_of
+from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import endless
 from tests.test_device_session import LAYER
@@ -307,10 +307,10 @@ def test_two_streams_on_one_engine_do_not_disturb_each_other(small: Decoder) -> 
 
 
 def _request(engine: Engine, ids: torch.Tensor, options: dict[str, Any]) -> Any:
-    from selfspec.policy import Policy, Rules
-    from selfspec.row import Row
+    from selfspec.governor.rules import Policy, Rules
     from selfspec.sampling import Sampling
-    from selfspec.tree import Plan
+    from selfspec.sequence import Row
+    from selfspec.speculation.plan import Plan
 
     sampling = Sampling()
     policy = Policy(Rules(), sampling, mode="force", plan=Plan.parse(options["plan"]))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from selfspec import sampling
-from selfspec.kernels import head
-from selfspec.kernels.best import Scores, top_merge
-from selfspec.kernels.choose import Cuts, Workspace, choose, choose_scored
-from selfspec.kernels.draw import Noise
-from selfspec.kernels.head import head_logits, head_reference, head_top, perturbed_reference
+from selfspec.kernels import lm_head_topk as head
+from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top, perturbed_reference
+from selfspec.kernels.noise import Noise
+from selfspec.kernels.sample import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.topk import Scores, top_merge
 from selfspec.sampling import NoiseKey, Sampling, ranked, warp
 
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from selfspec.kernels import norm as norms
-from selfspec.kernels.gated import gated_linear, gated_linear_reference
-from selfspec.kernels.linear import linear, linear_reference
-from selfspec.kernels.product import Config
-from selfspec.kernels.qkv import qkv_linear, qkv_linear_reference
+from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference
+from selfspec.kernels.gemm import linear, linear_reference
+from selfspec.kernels.gemm_common import Config
+from selfspec.kernels.qkv_rope_gemm import qkv_linear, qkv_linear_reference
 
 pytestmark = [
     pytest.mark.gpu,

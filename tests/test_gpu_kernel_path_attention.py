@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels import path_attention as op
+from selfspec.kernels import tree_attention as op
 from tests.path_worlds import Text, Tree, lay, on_path
 
 pytestmark = [

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from bench.modes import Clock, release
 from bench.synthetic import synthetic
 from selfspec import Engine, Profile
-from selfspec.cache import CacheFull
-from selfspec.model import Decoder
-from selfspec.room import bound_memory, device_room, memory_bound
+from selfspec.cache.kv_cache import CacheFull
+from selfspec.memory import bound_memory, device_room, memory_bound
+from selfspec.models.decoder import Decoder
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny import tiny_model
 

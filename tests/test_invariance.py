@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from selfspec import Engine, GenerateOutput
-from selfspec.policy import Policy
+from selfspec.governor.rules import Policy
 from tests.profiles import choice_of, profile_of, random_exit, random_rows, watch_vocabularies
 from tests.scripted import DRAFTING_PLANS, IRREGULAR, ScriptedPolicy, endless, left_padded, plan_id, random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels.accept import COUNT, LAST, TOKENS, accept, accept_reference
-from selfspec.kernels.settle import PAGE_SIZE, settle, settle_reference
-from selfspec.tree import Plan
+from selfspec.kernels.kv_compaction import PAGE_SIZE, settle, settle_reference
+from selfspec.speculation.plan import Plan
 from tests.strategies import plans
 
 

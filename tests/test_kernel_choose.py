@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 from selfspec import sampling  # noqa: E402
-from selfspec.kernels.best import Scores, top_merge  # noqa: E402
-from selfspec.kernels.choose import Cuts, Workspace, choose, choose_reference, choose_scored, score  # noqa: E402
-from selfspec.kernels.draw import Noise  # noqa: E402
-from selfspec.kernels.head import head_logits, head_top  # noqa: E402
+from selfspec.kernels.lm_head_topk import head_logits, head_top  # noqa: E402
+from selfspec.kernels.noise import Noise  # noqa: E402
+from selfspec.kernels.sample import Cuts, Workspace, choose, choose_reference, choose_scored, score  # noqa: E402
+from selfspec.kernels.topk import Scores, top_merge  # noqa: E402
 from selfspec.sampling import NoiseKey, Sampling, ranked, warp  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.best import FEW, Ranking, Scores, top_merge
-from selfspec.kernels.enter import PAGE_SIZE, Places, enter, enter_reference
-from selfspec.kernels.head import head_top
+from selfspec.kernels.embed_rope import PAGE_SIZE, Places, enter, enter_reference
+from selfspec.kernels.lm_head_topk import head_top
 from selfspec.kernels.norm import NextNorm, scaled_reference, squares_reference, tiles
+from selfspec.kernels.topk import FEW, Ranking, Scores, top_merge
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
-from selfspec.kernels import draw, head  # noqa: E402
-from selfspec.kernels import noise as reference  # noqa: E402
-from selfspec.kernels.best import MOST, NO_LEVEL, TILE, Scores, room, tiles, top_merge, top_merge_reference  # noqa: E402
-from selfspec.kernels.draw import Noise  # noqa: E402
-from selfspec.kernels.head import head_logits, head_reference, head_top, perturbed_reference  # noqa: E402
+from selfspec.kernels import lm_head_topk as head  # noqa: E402
+from selfspec.kernels import noise as draw  # noqa: E402
+from selfspec.kernels import philox as reference  # noqa: E402
+from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top, perturbed_reference  # noqa: E402
+from selfspec.kernels.noise import Noise  # noqa: E402
 from selfspec.kernels.norm import Norm, normalise_reference, scaled_reference, squares_reference  # noqa: E402
-from selfspec.kernels.triton_or_none import jit, tl  # noqa: E402
+from selfspec.kernels.topk import MOST, NO_LEVEL, TILE, Scores, room, tiles, top_merge, top_merge_reference  # noqa: E402
+from selfspec.kernels.triton_compat import jit, tl  # noqa: E402
 from selfspec.sampling import NoiseKey, perturbed, ranked  # noqa: E402
 from tests.test_kernels import known_answers, signed  # noqa: E402
 

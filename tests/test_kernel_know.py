@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.know import Waiting, know, know_reference, places_for
+from selfspec.kernels.final_norm import Waiting, know, know_reference, places_for
 from selfspec.kernels.norm import normalise
 
 EPS, OFFSET = 1e-5, 1.0

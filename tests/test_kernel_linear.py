@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 from selfspec.kernels import norm as norms  # noqa: E402
-from selfspec.kernels.gated import gated_linear, gated_linear_reference  # noqa: E402
-from selfspec.kernels.linear import linear, linear_reference  # noqa: E402
-from selfspec.kernels.product import Config, choose, launch_settings  # noqa: E402
-from selfspec.kernels.qkv import qkv_linear, qkv_linear_reference  # noqa: E402
-from selfspec.kernels.triton_or_none import INTERPRETED  # noqa: E402
+from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference  # noqa: E402
+from selfspec.kernels.gemm import linear, linear_reference  # noqa: E402
+from selfspec.kernels.gemm_common import Config, choose, launch_settings  # noqa: E402
+from selfspec.kernels.qkv_rope_gemm import qkv_linear, qkv_linear_reference  # noqa: E402
+from selfspec.kernels.triton_compat import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret in this process")
 

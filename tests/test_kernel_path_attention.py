@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.kernels import path_attention as op
+from selfspec.kernels import tree_attention as op
 from tests.path_worlds import Launch, Text, Tree, lay, on_path
 
 pytest.importorskip("triton")

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.kernels import noise
-from selfspec.kernels.commit import compact
-from selfspec.kernels.noise import gumbel, philox, uniform, uniform_vocabulary
-from selfspec.kernels.tree_attention import tree_attention
+from selfspec.cache.kv_cache import compact
+from selfspec.kernels import philox as noise
+from selfspec.kernels.philox import gumbel, philox, uniform, uniform_vocabulary
+from selfspec.kernels.tree_attention_reference import tree_attention
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,10 +12,10 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from selfspec import Engine
-from selfspec.cache import PAGE_SIZE, Cache, CacheFull
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.runtime import Session
+from selfspec.backends.torch_backend import Session
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import Exit
 from tests.scripted import endless, left_padded, open_session, random_prompt
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.metrics import MAX_PLANS, OTHERS, WINDOW, Metrics, Percentiles, Summary, short
-from selfspec.tree import NONE, Plan
+from selfspec.speculation.plan import NONE, Plan
 
 TREE = Plan.parse("tree:4,2")
 CHAIN = Plan.parse("chain:3")

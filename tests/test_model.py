@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from selfspec import Engine
-from selfspec.cache import PAGE_SIZE, Cache, Rows, Sequence
-from selfspec.config import ModelConfig
-from selfspec.model import Decoder
-from selfspec.runtime import PREFILL_CHUNK
-from selfspec.tree import Plan
-from selfspec.weights import adopt
+from selfspec.backends.torch_backend import PREFILL_CHUNK
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, Rows, Sequence
+from selfspec.models.config import ModelConfig
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
+from selfspec.speculation.plan import Plan
 from tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 
 LENGTH = PAGE_SIZE + 9  # past a page, and past every tiny sliding window

@@ -137,9 +137,9 @@ def test_the_installed_package_finds_what_comes_with_it(installed, tmp_path):
     """Kernels, prompts, profiles and the report's template, where no checkout lies beside it."""
     out = python(
         "import json",
-        "import selfspec.generate, selfspec.kernels.noise as noise, selfspec.calibrate.report as report",
+        "import selfspec.generate, selfspec.kernels.philox as noise, selfspec.calibrate.report as report",
         "from selfspec.calibrate.prompts import shipped_domains",
-        "from selfspec.home import shipped_dir",
+        "from selfspec.profiles.paths import shipped_dir",
         "profiles = shipped_dir().glob('profiles/*/profile.json')",
         "files = [selfspec.__file__, noise.__file__, *map(str, profiles), report._page().filename]",
         "print(json.dumps([files, [domain.name for domain in shipped_domains()]]))",
@@ -149,7 +149,7 @@ def test_the_installed_package_finds_what_comes_with_it(installed, tmp_path):
     files, domains = json.loads(out)
     assert [Path(file).relative_to(installed / "selfspec").as_posix() for file in files] == [
         "__init__.py",
-        "kernels/noise.py",
+        "kernels/philox.py",
         "calibration/profiles/tiny/profile.json",
         "calibrate/report.html.jinja",
     ]

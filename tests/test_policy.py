@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from selfspec.policy import BATCHES, Policy, Rules
+from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.sampling import Sampling
-from selfspec.tree import NONE, Plan
+from selfspec.speculation.plan import NONE, Plan
 
 GREEDY = Sampling()
 TREE = Plan.parse("tree:3,2,1")

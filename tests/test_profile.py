@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from selfspec import Engine, Profile
-from selfspec.exits import Exit
-from selfspec.home import shipped_dir
-from selfspec.model import Decoder
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.profile import (
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt, load_folder
+from selfspec.profiles.paths import shipped_dir
+from selfspec.profiles.profile import (
     HOW_TO_CALIBRATE,
     CycleCost,
     Device,
@@ -31,7 +31,7 @@ from selfspec.profile import (
     Run,
     Spread,
 )
-from selfspec.weights import adopt, load_folder
+from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.scripted import endless
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
@@ -410,7 +410,7 @@ def test_a_model_of_another_shape_is_another(entry: str) -> None:
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Where profiles are looked for."""
     monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("selfspec.profile.shipped_dir", lambda: tmp_path / "shipped")
+    monkeypatch.setattr("selfspec.profiles.profile.shipped_dir", lambda: tmp_path / "shipped")
     return {"own": tmp_path / "home" / "profiles", "shipped": tmp_path / "shipped" / "profiles"}
 
 

@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 
 from selfspec.calibrate.report import draw_tree, spread, verdict, write_report
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.profile import Device, DomainChoice, ExitRates, Expected, ModelIdentity, PlanChoice, Profile, Run, Spread
-from selfspec.tree import Plan
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.profiles.profile import (
+    Device,
+    DomainChoice,
+    ExitRates,
+    Expected,
+    ModelIdentity,
+    PlanChoice,
+    Profile,
+    Run,
+    Spread,
+)
+from selfspec.speculation.plan import Plan
 
 MODEL = ModelIdentity(model_type="qwen3", num_layers=28, hidden_size=2048, vocab_size=151936, fingerprint=[0.5, 1.5])
 DEVICE = Device(type="cuda", name="NVIDIA H200", dtype="bfloat16", torch="2.13.0")

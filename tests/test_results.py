@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from selfspec.governor import Change
+from selfspec.governor.governor import Change
 from selfspec.results import Completion, Stream, completion_of, stats_of
-from selfspec.tree import NONE, Plan
+from selfspec.speculation.plan import NONE, Plan
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
 TREE = Plan.parse("tree:4,2")

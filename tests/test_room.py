@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec.calibrate.__main__ import main
-from selfspec.room import bound_memory, device_room, host_room, memory_bound
+from selfspec.memory import bound_memory, device_room, host_room, memory_bound
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GB = 10**9

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from selfspec import Engine
-from selfspec.cache import PAGE_SIZE, Cache
-from selfspec.exits import Exit
-from selfspec.model import Decoder
-from selfspec.profile import Spread
-from selfspec.routing import Router, distances, mark
-from selfspec.weights import adopt
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
+from selfspec.profiles.profile import Spread
+from selfspec.profiles.router import Router, distances, mark
+from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, open_session, random_prompt
 from tests.tiny import FAMILIES, tiny_model
@@ -258,7 +258,7 @@ def test_padding_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(list(prompt))
         return mark(model, cache, prompt, layer)
 
-    monkeypatch.setattr("selfspec.routing.mark", spy)
+    monkeypatch.setattr("selfspec.profiles.router.mark", spy)
     batch = [prompt_of("low", 100, 9), prompt_of("low", 101, 70)]
     domain_of(engine_of(), batch)
     assert seen == batch
@@ -285,7 +285,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("a prompt was looked at")
 
-    monkeypatch.setattr("selfspec.routing.mark", never)
+    monkeypatch.setattr("selfspec.profiles.router.mark", never)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec import Plan, Rules
-from selfspec.device_session import DeviceSession, Flight
-from selfspec.draft import Draft
-from selfspec.governor import MEASURING, Change
-from selfspec.policy import Policy
+from selfspec.backends.cuda.session import DeviceSession, Flight
+from selfspec.backends.torch_backend import Session
+from selfspec.governor.governor import MEASURING, Change
+from selfspec.governor.rules import Policy
 from selfspec.results import stats_of
-from selfspec.row import Row
-from selfspec.runtime import Session
 from selfspec.sampling import Sampling
-from selfspec.tree import NONE
+from selfspec.sequence import Row
+from selfspec.speculation.draft_tree import Draft
+from selfspec.speculation.plan import NONE
 from tests.scripted import IRREGULAR
 
 OWN, DRAFTED, END = 5, 10, 100  # the model's token; a node's, plus the node; added to either where the text ends

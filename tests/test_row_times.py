@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec import row_times
-from selfspec.cache import Cache
-from selfspec.model import Decoder
-from selfspec.row_times import RowTimes, time_rows
-from selfspec.weights import adopt
+from selfspec.cache.kv_cache import Cache
+from selfspec.models import row_times
+from selfspec.models.decoder import Decoder
+from selfspec.models.loading import adopt
+from selfspec.models.row_times import RowTimes, time_rows
 from tests.tiny import tiny_model
 
 TIMED = RowTimes((1, 2, 4), (1.0, 3.0, 3.5))

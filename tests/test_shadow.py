@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec import runtime, shadow
-from selfspec.acceptance import Acceptance
-from selfspec.costs import Costs
-from selfspec.exits import Exit
-from selfspec.governor import Governor, Watch
-from selfspec.ladder import Ladder
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
-from selfspec.runtime import Session
+from selfspec.backends import torch_backend as runtime
+from selfspec.backends.torch_backend import Session
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs
+from selfspec.governor.governor import Governor, Watch
+from selfspec.governor.rules import Policy, Rules
 from selfspec.sampling import Sampling
-from selfspec.tree import Plan
+from selfspec.sequence import Row
+from selfspec.speculation import exit_scoring as shadow
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import Plan
 from tests.test_exits import (
     GREEDY,
     SEED,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from selfspec.tree import MAX_NODES, NONE, Plan
+from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 
 few = settings(max_examples=40, deadline=None)  # for each of the many properties
 

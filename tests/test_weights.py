@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Phi3Config
 
-from selfspec import weights
-from selfspec.model import Decoder, Part, model_parts
+from selfspec.models import loading as weights
+from selfspec.models.decoder import Decoder, Part, model_parts
 from tests.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from bench.ops import Case
-from selfspec.kernels.best import Scores, top_merge
-from selfspec.kernels.choose import Cuts, Workspace, choose, choose_scored
-from selfspec.kernels.draw import Noise
-from selfspec.kernels.head import head_logits, head_reference, head_top
+from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top
+from selfspec.kernels.noise import Noise
+from selfspec.kernels.sample import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.topk import Scores, top_merge
 
 MODELS = {"SmolLM2": (49152, 576), "8B": (128256, 4096)}
 TRIMMED, CHILDREN = 15872, 20

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.ops import Case
-from selfspec.kernels.gated import gated_linear, gated_linear_reference
-from selfspec.kernels.linear import linear, linear_reference
+from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference
+from selfspec.kernels.gemm import linear, linear_reference
 from selfspec.kernels.norm import NextNorm, Norm, normalise, squares_reference, tiles
-from selfspec.kernels.qkv import qkv_linear
+from selfspec.kernels.qkv_rope_gemm import qkv_linear
 
 # hidden, intermediate, query heads, key heads, head size
 MODELS = {"SmolLM2-135M": (576, 1536, 9, 3, 64), "Llama-8B": (4096, 14336, 32, 8, 128)}

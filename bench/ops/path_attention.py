@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.ops import Case
-from selfspec.kernels.path_attention import (
+from selfspec.kernels.tree_attention import (
     counters_size,
     path_attention,
     ranges_for,

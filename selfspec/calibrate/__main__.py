@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from selfspec.cache import CacheFull
+from selfspec.cache.kv_cache import CacheFull
 from selfspec.calibrate.display import Display
 from selfspec.calibrate.outcome import show
 from selfspec.calibrate.run import Calibration

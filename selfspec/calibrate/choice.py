@@ -14,9 +14,9 @@ from math import prod
 
 import numpy as np
 
-from selfspec.costs import StepCost
-from selfspec.policy import BATCHES, DEFAULT_TREE
-from selfspec.tree import MAX_NODES, Plan
+from selfspec.governor.costs import StepCost
+from selfspec.governor.rules import BATCHES, DEFAULT_TREE
+from selfspec.speculation.plan import MAX_NODES, Plan
 
 MISSED = -1  # the rank of a token that the draft does not offer
 _WIDEST = 32  # ranks looked at

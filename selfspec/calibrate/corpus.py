@@ -15,8 +15,8 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
-from selfspec.exits import RECALLED, half_way, recalled
-from selfspec.model import Attend, Decoder
+from selfspec.models.decoder import Attend, Decoder
+from selfspec.speculation.exit import RECALLED, half_way, recalled
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
 from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
-from selfspec.exits import Exit
-from selfspec.model import Decoder
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import Exit
 
 DEPTHS = 5  # how deep plans may be
 _ROWS_AT_ONCE = 8  # answers

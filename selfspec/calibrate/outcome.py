@@ -17,13 +17,23 @@ from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
-from selfspec.costs import StepCost
 from selfspec.engine import Engine
-from selfspec.model import Decoder
-from selfspec.policy import BATCHES, DEFAULT_TREE
-from selfspec.profile import CycleCost, Device, DomainChoice, ExitRates, Expected, PlanChoice, Profile, Run, Spread
-from selfspec.routing import Router, distances, marks_of
-from selfspec.tree import Plan
+from selfspec.governor.costs import StepCost
+from selfspec.governor.rules import BATCHES, DEFAULT_TREE
+from selfspec.models.decoder import Decoder
+from selfspec.profiles.profile import (
+    CycleCost,
+    Device,
+    DomainChoice,
+    ExitRates,
+    Expected,
+    PlanChoice,
+    Profile,
+    Run,
+    Spread,
+)
+from selfspec.profiles.router import Router, distances, marks_of
+from selfspec.speculation.plan import Plan
 
 if TYPE_CHECKING:
     from selfspec.calibrate.run import Calibration

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec.home import shipped_dir
+from selfspec.profiles.paths import shipped_dir
 from selfspec.text import Message
 
 SHIPPED = ("chat", "code", "math", "summarize", "extract", "write")

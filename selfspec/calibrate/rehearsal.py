@@ -12,7 +12,7 @@ import torch
 
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, scaled_attention
-from selfspec.exits import Exit
+from selfspec.speculation.exit import Exit
 
 _ROWS_AT_ONCE = 256  # of logits that are ranked together
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.profile import DomainChoice, PlanChoice, Profile, Run, Spread
-from selfspec.tree import Plan
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.profiles.profile import DomainChoice, PlanChoice, Profile, Run, Spread
+from selfspec.speculation.plan import Plan
 
 COLOURS = 8  # series colours of the page; more domains use them again
 SHADES = 5  # shades of a tree's nodes: ranks 0 to 3, and all others

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from selfspec.calibrate.training import Recipe
-from selfspec.exits import RECALLED
-from selfspec.model import Decoder
-from selfspec.room import device_room, host_room
+from selfspec.memory import device_room, host_room
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import RECALLED
 
 _MOST_WRITTEN, _MOST_TRAINED = 2048, 32  # rows at once; more gain nothing
 _HOST_SHARE = 0.4  # of the free host memory that the teacher's states may take

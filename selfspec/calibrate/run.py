@@ -29,15 +29,15 @@ from selfspec.calibrate.timing import step_costs
 from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.work import Work
 from selfspec.calibrate.writing import Template, Writer, write_answers
-from selfspec.costs import StepCost
 from selfspec.engine import Engine
-from selfspec.exits import Exit
-from selfspec.home import profiles_dir
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.profile import ModelIdentity, Profile
-from selfspec.room import bound_memory
+from selfspec.governor.costs import StepCost
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.memory import bound_memory
+from selfspec.models.loading import pick_device
+from selfspec.profiles.paths import profiles_dir
+from selfspec.profiles.profile import ModelIdentity, Profile
+from selfspec.speculation.exit import Exit
 from selfspec.text import encode
-from selfspec.weights import pick_device
 
 Costs = dict[tuple[int, int], StepCost]  # by exit layer and batch
 

@@ -11,13 +11,13 @@ from statistics import mean
 
 import torch
 
-from selfspec.costs import StepCost
 from selfspec.engine import Engine
-from selfspec.exits import Exit
-from selfspec.policy import Policy, Rules
-from selfspec.row import Row
+from selfspec.governor.costs import StepCost
+from selfspec.governor.rules import Policy, Rules
 from selfspec.sampling import Sampling
-from selfspec.tree import NONE, Plan
+from selfspec.sequence import Row
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import NONE, Plan
 
 _LARGEST_TREE_BATCH = Rules().max_tree_batch
 _STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root

@@ -21,8 +21,8 @@ from selfspec.calibrate.corpus import Corpus, hidden_states
 from selfspec.calibrate.graphs import captured
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.calibrate.rehearsal import drafted_reads
-from selfspec.exits import RECALLED, Exit, ExitBlock
-from selfspec.model import Decoder, Layer, layer_parts
+from selfspec.models.decoder import Decoder, Layer, layer_parts
+from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
 
 
 @dataclass(frozen=True)

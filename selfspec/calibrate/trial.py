@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from selfspec.engine import Engine
-from selfspec.policy import BATCHES, TEMPERATURES
-from selfspec.profile import Run
+from selfspec.governor.rules import BATCHES, TEMPERATURES
+from selfspec.profiles.profile import Run
 from selfspec.results import GenerateOutput
-from selfspec.tree import Plan
+from selfspec.speculation.plan import Plan
 
 
 @dataclass(frozen=True)

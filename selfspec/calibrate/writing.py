@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from selfspec.calibrate.corpus import Corpus
 from selfspec.calibrate.graphs import captured, shared_pool
-from selfspec.model import Attend, Decoder
+from selfspec.models.decoder import Attend, Decoder
 from selfspec.text import encode
 
 _ANSWER_TOKENS, _TURN_TOKENS = 256, 128  # a text that goes on for longer is cut

@@ -1,0 +1,1 @@
+"""Execute steps: PyTorch on any device, Triton kernels and CUDA graphs on a GPU."""

@@ -1,0 +1,1 @@
+"""Steps as Triton kernels and CUDA graphs."""

@@ -1,0 +1,69 @@
+"""Prompts judged on the device: how often exit and model agree at the last positions of the texts on some seats.
+
+Passes over prompts leave what they know of those positions, each of its own; one pass over all of them, once the rows
+sit, tells the shares. What follows from these is the governor's business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Seats
+from selfspec.backends.cuda.exit import FusedExit, Past
+from selfspec.cache.kv_cache import Cache
+from selfspec.kernels.lm_head_topk import head_top
+from selfspec.kernels.topk import Scores, top_merge
+from selfspec.models.decoder import Decoder
+from selfspec.speculation.exit import RECALLED, Exit
+from selfspec.speculation.exit_scoring import PROMPT_END
+
+
+def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
+    """Room for what is known of the last positions of so many texts, [PROMPT_END, texts, ...]: of each the state after
+    layer N, what was known one position before, and what the model's head reads."""
+    width = (2 + RECALLED) * model.config.hidden_size
+    return torch.zeros(PROMPT_END, texts, width, dtype=model.dtype, device=model.device)
+
+
+class Judge:
+    """A pass over the ends of the prompts at all seats. Nothing is stored: the exit's cache has these positions."""
+
+    def __init__(
+        self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int, exit: Exit, ends: torch.Tensor
+    ) -> None:
+        self.model, self.seats, self.exit, self.ends = model, seats, exit, ends
+        self.count, self.page_table = seats.count, seats.page_table
+        self.counts, self._stored = torch.zeros_like(seats.lengths), torch.zeros_like(seats.lengths)
+        self.lengths = torch.zeros_like(seats.lengths)  # of the texts before what is judged
+        self.agreement = torch.zeros(seats.count, device=model.device)  # the share of it, by seat
+        self.fused = FusedDecoder(model, cache, scratch, self, reach)
+        self.nodes = Nodes.chain(model, len(ends), seats.count)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds."""
+        return [self.counts, self._stored, self.lengths, self.agreement, *vars(self.nodes.places).values()]
+
+    def launch(self) -> None:
+        hidden, fused = self.model.config.hidden_size, self.fused
+        torch.clamp(self.seats.lengths, max=len(self.ends), out=self.counts)  # none where nobody sits
+        torch.sub(self.seats.lengths, self.counts, out=self.lengths)
+        states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
+        exit, rows = FusedExit(fused, self.exit), len(states)
+        exit.stand(self.nodes, self.seats.pending, self._stored)
+        reads = fused.scratch.take("judged reads", 2 * rows, hidden, dtype=self.model.dtype)
+        left = exit.read(states, Past(previous, None), self.nodes, exit.reads(rows))
+        fused.normalise(left, self.exit.norm, reads[:rows])
+        reads[rows:].copy_(own)
+        guesses, truth = self._best(reads).view(2, -1, self.count)
+        agreed = (guesses == truth) & (self.nodes.depths[:, None] < self.counts)
+        torch.div(agreed.sum(0), self.counts.clamp(min=1), out=self.agreement)
+
+    def _best(self, reads: torch.Tensor) -> torch.Tensor:
+        """Over the whole head, since what is captured cannot know a request's own."""
+        vocabulary, scratch = self.model.config.vocab_size, self.fused.scratch
+        scores = scratch.take_like(Scores.empty(len(reads), vocabulary, 1, "meta"))
+        chosen = scratch.take("judged", len(reads), 1, dtype=torch.int32)
+        head_top(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
+        top_merge(scores, chosen)
+        return chosen

@@ -1,0 +1,198 @@
+"""What a request drafts with: the exit, its part of the head, and the profile's plans or a governor.
+
+An engine keeps one `Drafters`; exits and ladders are made once and shared by its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs, Guess, OfRows, StepCost, almost_free, doubled, guessed_cost, measured_cost
+from selfspec.governor.governor import Governor
+from selfspec.governor.rules import BATCHES, Policy
+from selfspec.models.decoder import Decoder
+from selfspec.profiles.profile import CycleCost, DomainChoice, Profile
+from selfspec.request import SpeculationRequest
+from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
+from selfspec.speculation.plan import NONE, Plan
+
+Marker = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their marks, as in `routing`
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What one request drafts with."""
+
+    exit: Exit | None = None  # None: nothing will be drafted
+    governor: Governor | None = None  # None: the policy's own plans
+    far: Sequence[bool] = ()  # for each prompt, whether it is unlike anything that calibration saw
+
+
+class Drafters:
+    """Everything that requests of one engine draft with."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        profile: Profile | None,
+        mark: Marker,
+        kernels: bool = False,
+        time_rows: Callable[[], OfRows] | None = None,  # None: as kernels on a GPU
+    ) -> None:
+        self.model, self.profile = model, profile
+        self._mark, self._kernels = mark, kernels
+        self._of_rows = time_rows() if time_rows is not None and self._has_to_guess else None
+        self.exits: dict[int, Exit] = {}  # by layer, over the whole head
+        self.head_rows: dict[str, HeadRows | None] = {}  # by domain
+        self._costs: dict[Hashable, Costs] = {}  # by the kind of session
+        self._ladders: dict[tuple[str, float, int, float], Ladder] = {}  # by domain, temperature and rules
+        self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
+
+    @property
+    def nbytes(self) -> int:
+        copies = [rows.copy for rows in self.head_rows.values() if rows is not None and rows.copy is not None]
+        own = sum(exit.nbytes for exit in self.exits.values()) + sum(exit.head_nbytes for exit in self._in_use)
+        return own + sum(copy.nbytes for copy in copies)
+
+    def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
+        """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""
+        if request.exit_layer is not None:
+            check_exit_layer(request.exit_layer, self.model.config.num_layers)
+            return request.exit_layer
+        if self.profile is not None and request.domain != "auto":
+            self.profile.choice(request.domain)  # an unknown domain is an error, whatever comes of it
+        wanted = plan is not None or request.speculative_decoding == "force"
+        return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
+
+    def drafter(
+        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None, costs: Costs
+    ) -> Drafter:
+        """For one request; tells its policy what the profile plans."""
+        if self.profile is None:
+            assert layer is not None
+            return Drafter(self.exit(layer, "", prompts, policy.possible_plans))
+        routed = request.domain == "auto" and self.profile.routes
+        marks = self.marks(prompts) if routed else None
+        domain = request.domain if request.domain != "auto" else self.profile.route(marks)
+        choice, governor = self.profile.choice(domain), None
+        if layer is None:
+            layer, governor = choice.exit_layer, self._governor(domain, choice, policy, costs)
+            if governor is None:
+                policy.plans = self.plans(choice, policy)
+                if policy.off_for_good:
+                    return Drafter()
+        far = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
+        possible = policy.possible_plans if governor is None else governor.ladder.all_plans
+        return Drafter(self.exit(layer, domain, prompts, possible), governor, far)
+
+    def marks(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """What the profile's router tells prompts apart by, [P, hidden]."""
+        assert self.profile is not None
+        return self._mark(prompts, self.profile.router_layer)
+
+    def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
+        """The profile's plans for a request; none at all where they were measured on another kind of device."""
+        forced = policy.mode == "force"
+        if not self._is_at_home and not forced:
+            return {1: NONE}
+        return choice.plans_at(policy.temperature, forced)
+
+    @property
+    def _is_at_home(self) -> bool:
+        """Whether the profile was measured on this kind of device, or nowhere."""
+        device = self.profile.device if self.profile is not None else None
+        return device is None or device.type == self.model.device.type
+
+    def costs(self, kind: Hashable) -> Costs:
+        """What cycles of this kind of session cost; other kinds do other things in theirs."""
+        return self._costs.setdefault(kind, Costs(self._kernels, guessed_here=self._of_rows is not None))
+
+    def _governor(self, domain: str, choice: DomainChoice, policy: Policy, costs: Costs) -> Governor | None:
+        """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""
+        if policy.mode == "force" or policy.plan is not None or not self._knows_ranks(choice, policy):
+            return None
+        usual = choice.prompt_agreement
+        return Governor(
+            self.ladder(domain, choice, policy),
+            costs,
+            policy.rules,
+            None if usual is None else (usual.mean, usual.deviation),
+        )
+
+    @staticmethod
+    def _knows_ranks(choice: DomainChoice, policy: Policy) -> bool:
+        """Whether drafts were right at all, at a temperature like this."""
+        return any(map(sum, choice.ranks[choice.nearest(choice.ranks, policy.temperature)])) if choice.ranks else False
+
+    def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
+        """The plans thought of for a domain and temperature."""
+        rules, temperature = policy.rules, round(policy.temperature, 1)
+        key = domain, temperature, rules.max_tree_batch, rules.cycle_limit
+        if key not in self._ladders:
+            acceptance = Acceptance(choice.ranks_at(temperature))
+            sizes = set(BATCHES.values()) | ({2 * size for size in BATCHES.values()} if self._kernels else set())
+            guesses = {size: self._guess(choice, size) for size in sizes if size <= max(BATCHES.values())}
+            widest = choice.head_rows or self.model.config.vocab_size
+            limits = rules.max_tree_batch, widest, rules.cycle_limit
+            self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, *limits)
+        return self._ladders[key]
+
+    def _guess(self, choice: DomainChoice, batch: int) -> Guess:
+        """What cycles cost: as calibration measured it, on kernels also with half as many sequences, or by the numbers
+        of layers and rows."""
+        measured = self._measured(choice)
+        for size in (batch, batch // 2):
+            if size in measured:
+                cost = StepCost(**measured[size].model_dump())
+                guess = measured_cost(cost, choice.head_rows or None, size if self._kernels else None)
+                return guess if size == batch else doubled(guess)
+        return guessed_cost(choice.exit_layer, self.model.config.num_layers, batch, self._of_rows or almost_free)
+
+    def _measured(self, choice: DomainChoice) -> dict[int, CycleCost]:
+        """What calibration measured with the same operations on this kind of device, by the size of the batch."""
+        device = self.profile.device if self.profile is not None else None
+        alike = self._is_at_home and (device is None or device.kernels == self._kernels)
+        return {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
+
+    @property
+    def _has_to_guess(self) -> bool:
+        """Whether there are batches of some domain that calibration has not measured here."""
+        domains = self.profile.domains.values() if self.profile is not None else ()
+        return any(choice.ranks and len(self._measured(choice)) < len(BATCHES) for choice in domains)
+
+    def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
+        """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""
+        if layer not in self.exits:
+            self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
+        exit = self.exits[layer]
+        if self.profile is not None and exit.block is not None:
+            if domain not in self.head_rows:
+                rows = self.profile.head_rows(self.model, domain)
+                self.head_rows[domain] = None if rows is None else HeadRows(rows)
+            exit = exit.offering(self.head_rows[domain], prompts)
+        if exit.head_rows is not None:
+            self._in_use.add(exit)
+        widest = max((rank for plan in plans for rank in plan.ranks), default=0)
+        if widest >= exit.vocabulary:
+            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
+        return exit
+
+    def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
+        """Which cycles requests of these domains may run, with which exits."""
+        for name in domains if policy.reason(batch) is None else ():
+            assert self.profile is not None
+            choice = self.profile.choice(name)
+            if self._knows_ranks(choice, policy):
+                plans = self.ladder(name, choice, policy).plans(batch)
+                yield NONE, self.exit(choice.exit_layer, name, [], [])
+            else:
+                policy.plans = self.plans(choice, policy)
+                plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
+            for plan in plans:
+                yield plan, self.exit(choice.exit_layer, name, [], [plan])

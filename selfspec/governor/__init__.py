@@ -1,0 +1,1 @@
+"""Chooses the plan of the next step."""

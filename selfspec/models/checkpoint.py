@@ -1,0 +1,215 @@
+"""Reads what a model folder says about itself, and refuses what cannot be decoded, without loading a weight.
+
+Looks at config.json, the shard index and the headers of the safetensors files. Finding or making the folder, and
+copying tensors out of it, is left to `weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from selfspec.models.config import SUPPORTED_MODEL_TYPES, ModelConfig, check_supported
+from selfspec.models.decoder import Part, model_parts
+
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_MAX_HEADER = 100_000_000  # what safetensors itself accepts
+_SHOWN = 3  # names listed in an error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file: where it is and what its header says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose config and safetensors files were found complete."""
+
+    config: ModelConfig
+    tensors: dict[str, Stored]  # those the decoder needs, by Hugging Face name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype most of the weights are stored in."""
+        sizes: dict[str, int] = {}
+        for stored in self.tensors.values():
+            sizes[stored.dtype] = sizes.get(stored.dtype, 0) + prod(stored.shape)
+        return FLOAT_DTYPES[max(sizes, key=lambda name: sizes[name])]
+
+
+def check_folder(folder: Path) -> Checkpoint:
+    """Makes every check that can be made before loading; raises ValueError saying what is wrong and what to do."""
+    config = read_config(folder)
+    stored: dict[str, Stored] = {}
+    for file in _weight_files(folder):
+        stored |= read_header(file)
+    parts = [part for of_field in model_parts(config).values() for part in of_field]
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    check_parts(parts, shapes, f"{folder} does not hold the model its config.json describes")
+    needed = {part.name: stored[part.name] for part in parts}
+    for name, tensor in needed.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{name} in {tensor.file} is stored as {tensor.dtype}; selfspec needs plain 16- or 32-bit weights. "
+                "Use the unquantized checkpoint, or a GGUF file, which is expanded on loading."
+            )
+    return Checkpoint(config, needed)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's config.json, refused if it describes a model that selfspec does not decode."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(_no_config(folder))
+    raw = _read_json(path)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} has no model_type; use a folder written by save_pretrained")
+    if raw.get("auto_map"):
+        raise ValueError(
+            f"{path} asks for code that comes with the checkpoint (auto_map); selfspec runs none. Use a checkpoint of "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)} that transformers loads without trust_remote_code."
+        )
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    # On the raw file first: transformers would meet an unknown type or quantizer with an error of its own.
+    check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return ModelConfig.from_hf(hf_config)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """Tensors of a safetensors file, its header checked against the file's size; no tensor data is read."""
+    again = "Download or save it again."
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+        if length > min(_MAX_HEADER, size - 8):
+            pointer = " (it is a Git LFS pointer)" if start == b"version " else ""
+            raise ValueError(
+                f"{file} is not a whole safetensors file{pointer}: its {size} bytes hold no header. {again}"
+            )
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        tensors = {
+            name: Stored(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items() if _fits(entry)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is damaged: its header cannot be read. {again}") from error
+    if size != end:
+        fault = "truncated" if size < end else "damaged"
+        raise ValueError(f"{file} is {fault}: its header describes {end} bytes, the file has {size}. {again}")
+    return tensors
+
+
+def _fits(entry: dict[str, Any]) -> bool:
+    start, stop = entry["data_offsets"]
+    width = FLOAT_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FLOAT_DTYPES else None
+    if not 0 <= start <= stop or (width is not None and stop - start != width * prod(entry["shape"])):
+        raise ValueError("offsets and shape disagree")
+    return True
+
+
+def check_parts(parts: list[Part], shapes: Mapping[str, tuple[int, ...]], failure: str) -> None:
+    """Compares what the decoder needs with what there is; names the first few that are missing or misshapen."""
+    missing = [part.name for part in parts if part.name not in shapes]
+    if missing:
+        raise ValueError(f"{failure}: missing {_some(missing)}. Use the complete checkpoint of a causal LM.")
+    wrong = [
+        f"{part.name} is {list(shapes[part.name])} instead of {list(part.shape)}"
+        for part in parts
+        if tuple(shapes[part.name]) != part.shape
+    ]
+    if wrong:
+        raise ValueError(f"{failure}: {_some(wrong)}. Use the config.json and weights of one and the same checkpoint.")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(_no_weights(folder))
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map; download or save the checkpoint again")
+    names = sorted({str(name) for name in weight_map.values()})
+    foreign = [name for name in names if Path(name).name != name]
+    if foreign:
+        raise ValueError(f"{index} points outside its folder ({_some(foreign)}); download or save the checkpoint again")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {_some(missing)} of the {len(names)} files in {index.name}; download the missing files"
+        )
+    return [folder / name for name in names]
+
+
+def _no_config(folder: Path) -> str:
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    if (folder / "adapter_config.json").is_file():
+        return _ADAPTER.format(folder)
+    if ggufs:
+        return f"{folder} has no config.json but GGUF files; give the file itself, for example {folder / ggufs[0]}"
+    return f"{folder} has no config.json; give the folder of a checkpoint written by save_pretrained"
+
+
+def _no_weights(folder: Path) -> str:
+    def any_of(*patterns: str) -> list[str]:
+        return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+    if any_of("adapter_config.json", "adapter_model.*"):
+        return _ADAPTER.format(folder)
+    pickled = any_of("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+    if pickled:
+        return (
+            f"{folder} has only pickled weights ({_some(pickled)}), which can run code when they are opened; selfspec "
+            "reads safetensors. If you trust them, convert them once: load the model with transformers and call "
+            "save_pretrained(new_folder), which writes safetensors."
+        )
+    return (
+        f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json. "
+        "Download the checkpoint again, or use one that comes as safetensors."
+    )
+
+
+_ADAPTER = (
+    "{} holds an adapter, not a model; merge it into its base model first (merge_and_unload, then save_pretrained of "
+    "the merged model and its tokenizer) and give that folder"
+)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); download or save the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; download or save the checkpoint again")
+    return content
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

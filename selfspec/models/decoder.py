@@ -1,0 +1,245 @@
+"""The one decoder for every supported family: embedding, any range of layers, final norm and head.
+
+Driven by ModelConfig; it holds weights and computes, and leaves loading to `weights`, slots and pages to `cache`, and
+what the hidden states are for to `exits` and `runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+
+from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.models.attention import attend
+from selfspec.models.config import LayerConfig, ModelConfig
+
+# By transformers' names; importing its own table would import triton. Keys as in config.SUPPORTED_ACTIVATIONS.
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of some rows -> attended
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint, by its Hugging Face name, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Layer:
+    """Weights of one decoder layer; projections that read the same input are fused along their output."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, hidden]
+    out: torch.Tensor  # [hidden, Hq * D]
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    down: torch.Tensor  # [hidden, intermediate]
+    qkv_bias: torch.Tensor | None = None
+    out_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    attention_out_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
+
+
+def layer_parts(config: ModelConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
+    """For every field of Layer that this family has, the checkpoint tensors it is made of, fused in this order."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+
+    def part(name: str, *shape: int) -> Part:
+        return Part(f"{prefix}.{name}", shape)
+
+    gemma = config.sandwich_norms
+    parts: dict[str, tuple[Part, ...]] = {
+        "attention_norm": (part("input_layernorm.weight", hidden),),
+        "qkv": tuple(part(f"self_attn.{x}_proj.weight", size, hidden) for x, size in heads.items()),
+        "out": (part("self_attn.o_proj.weight", hidden, heads["q"]),),
+        "mlp_norm": (part(f"{'pre_feedforward' if gemma else 'post_attention'}_layernorm.weight", hidden),),
+        "gate_up": tuple(part(f"mlp.{x}_proj.weight", inner, hidden) for x in ("gate", "up")),
+        "down": (part("mlp.down_proj.weight", hidden, inner),),
+    }
+    if config.qkv_bias:
+        parts["qkv_bias"] = tuple(part(f"self_attn.{x}_proj.bias", size) for x, size in heads.items())
+    if config.out_bias:
+        parts["out_bias"] = (part("self_attn.o_proj.bias", hidden),)
+    if config.mlp_bias:
+        parts["gate_up_bias"] = tuple(part(f"mlp.{x}_proj.bias", inner) for x in ("gate", "up"))
+        parts["down_bias"] = (part("mlp.down_proj.bias", hidden),)
+    if config.qk_norm:
+        parts["q_norm"] = (part("self_attn.q_norm.weight", dim),)
+        parts["k_norm"] = (part("self_attn.k_norm.weight", dim),)
+    if gemma:
+        parts["attention_out_norm"] = (part("post_attention_layernorm.weight", hidden),)
+        parts["mlp_out_norm"] = (part("post_feedforward_layernorm.weight", hidden),)
+    return parts
+
+
+def model_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """All tensors of a model: 'embedding', 'norm', 'head' (unless tied) and 'layers.3.qkv' for the layers' fields."""
+    parts: dict[str, tuple[Part, ...]] = {
+        "embedding": (Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),),
+        "norm": (Part("model.norm.weight", (config.hidden_size,)),),
+    }
+    if not config.tied_head:
+        parts["head"] = (Part("lm_head.weight", (config.vocab_size, config.hidden_size)),)
+    for index in range(config.num_layers):
+        for field, of_field in layer_parts(config, f"model.layers.{index}").items():
+            parts[f"layers.{index}.{field}"] = of_field
+    return parts
+
+
+class Decoder:
+    """A causal LM whose layers can be run in any contiguous range."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.embedding = tensors["embedding"]  # [vocabulary, hidden]
+        self.norm = tensors["norm"]  # [hidden]
+        self.head = tensors.get("head", self.embedding)  # [vocabulary, hidden]
+        self.layers = [
+            Layer(**{name: tensors[f"layers.{index}.{name}"] for name in layer_parts(config, "")})
+            for index in range(config.num_layers)
+        ]
+        self.activation = _ACTIVATIONS[config.activation]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @cached_property
+    def nbytes(self) -> int:
+        layer_tensors = (getattr(layer, f.name) for layer in self.layers for f in fields(layer))
+        tensors = [self.embedding, self.norm, *(t for t in layer_tensors if t is not None)]
+        if self.head is not self.embedding:
+            tensors.append(self.head)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @cached_property
+    def _inv_freqs(self) -> list[torch.Tensor]:
+        return [torch.tensor(rope.inv_freq, device=self.device, dtype=torch.float32) for rope in self.config.ropes]
+
+    @cached_property
+    def _embedding_scale(self) -> torch.Tensor | None:
+        scale = self.config.embedding_scale
+        # Rounded to the model's dtype before use, as it was in training.
+        return None if scale is None else torch.tensor(scale, device=self.device).to(self.dtype)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, M] to hidden states [B, M, hidden]."""
+        hidden = F.embedding(tokens, self.embedding)
+        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
+
+    def run(self, hidden: torch.Tensor, start_layer: int, stop_layer: int, rows: Rows, cache: Cache) -> torch.Tensor:
+        """Layers [start_layer, stop_layer) over hidden states [B, M, hidden] of `rows`; keys and values are stored."""
+        if start_layer == stop_layer:
+            return hidden
+        rotations = self.rotations_of(rows)
+        for index in range(start_layer, stop_layer):
+            spec = self.config.layers[index]
+            hidden = self.run_layer(
+                self.layers[index], spec, hidden, rotations, self.attend_cached(spec, index, rows, cache)
+            )
+        return hidden
+
+    def attend_cached(self, spec: LayerConfig, cache_layer: int, rows: Rows, cache: Cache) -> Attend:
+        """Attention through the cache. `cache_layer` is where a layer's keys and values live: its index, or the exit
+        block's own."""
+        return lambda q, k, v: attend(q, k, v, cache, cache_layer, rows, spec.window, self.config.attention_scale)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and full head: [..., hidden] to float32 logits [..., vocabulary]."""
+        return self.project(self.read(hidden), self.head)
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads: the last layer's states, normed."""
+        return self.normalise(hidden, self.norm)
+
+    def project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states through head rows [K, hidden] to logits [..., K], float32 but rounded as the model."""
+        logits = F.linear(hidden, head).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def run_layer(
+        self,
+        layer: Layer,
+        spec: LayerConfig,
+        hidden: torch.Tensor,
+        rotations: list[tuple[torch.Tensor, torch.Tensor]],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """One decoder layer. What its rows may see, and where keys and values are kept, is `attend`'s business."""
+        q, k, v = self.queries_keys_values(layer, hidden, rotations[spec.rope])
+        attended = attend(q, k, v)
+        update = F.linear(attended.flatten(-2), layer.out, layer.out_bias)
+        if layer.attention_out_norm is not None:
+            update = self.normalise(update, layer.attention_out_norm)
+        hidden = hidden + update
+        gate, up = F.linear(self.normalise(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        update = F.linear(self.activation(gate) * up, layer.down, layer.down_bias)
+        if layer.mlp_out_norm is not None:
+            update = self.normalise(update, layer.mlp_out_norm)
+        return hidden + update
+
+    def queries_keys_values(
+        self, layer: Layer, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normed, projected and rotated: q [B, M, Hq, D], k and v [B, M, Hkv, D]."""
+        config = self.config
+        qkv = F.linear(self.normalise(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        heads = qkv.unflatten(-1, (-1, config.head_dim))
+        qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=-2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk.split((config.num_heads, config.num_kv_heads), dim=-2)
+            qk = torch.cat((self.normalise(q, layer.q_norm), self.normalise(k, layer.k_norm)), dim=-2)
+        q, k = rotate(qk, rotation).split((config.num_heads, config.num_kv_heads), dim=-2)
+        return q, k, v
+
+    def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Root-mean-square norm over the last dimension, in at least float32."""
+        if not self.config.norm_offset:
+            return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
+        wide = torch.promote_types(hidden.dtype, torch.float32)  # one plus a small weight does not fit 16 bits
+        scale = self.config.norm_offset + weight.to(wide)
+        return F.rms_norm(hidden.to(wide), weight.shape, scale, self.config.norm_eps).to(hidden.dtype)
+
+    def rotations_of(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Found once for all layers that these rows pass, in however many runs."""
+        if rows.rotations is None:
+            rows.rotations = self.rotations(rows.positions)
+        return rows.rotations
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and signed sines [B, M, 1, D] of positions [B, M], for each rope of the model."""
+        pairs = []
+        for rope, inv_freq in zip(self.config.ropes, self._inv_freqs, strict=True):
+            angles = positions[:, :, None, None].float() * inv_freq
+            cos = (angles.cos() * rope.scaling).to(self.dtype)
+            sin = (angles.sin() * rope.scaling).to(self.dtype)
+            pairs.append((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+        return pairs
+
+
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary embedding of heads [B, M, H, D]; the halves of a head are the pairs' two coordinates."""
+    cos, signed_sin = rotation
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin

@@ -1,0 +1,1 @@
+"""GGUF files: read, converted, their tokenizers."""

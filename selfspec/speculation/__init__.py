@@ -1,0 +1,1 @@
+"""Plans, draft trees and exits."""
