@@ -1,13 +1,15 @@
 """Acceptance: every sequence walks down its tree, from the root along the children that carry the target's own choice.
 
-The choices of all nodes were drawn before; a node's choice depends on its position alone, never on the walk. Also moves
-what follows from the walk: committed lengths and pending tokens. Keys and values are moved by `kernels.commit`.
+The choices of all nodes were drawn before; a node's choice depends on its position alone, never on the walk. The walk
+ends after a stop token, and after a choice of -1 (no finite logit), which is emitted for the host to see. Also moves
+what follows from the walk: committed lengths, pending tokens and token counts. `kv_compaction` moves keys and values.
 """
 
 from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -19,6 +21,7 @@ def accept_reference(
     tokens: torch.Tensor,  # [(n + 1) * B]
     children: torch.Tensor,  # [n + 1, W], -1 where there is none
     sequences: int,
+    stops: torch.Tensor | None = None,  # [B, S], -1 where there is none
 ) -> list[tuple[list[int], list[int]]]:
     """For each sequence the accepted path (nodes, root first) and the tokens emitted, one for each node of it."""
     walks = []
@@ -28,28 +31,36 @@ def accept_reference(
             choice = int(chosen[node * sequences + sequence])
             path.append(node)
             emitted.append(choice)
+            if choice < 0 or (stops is not None and choice in stops[sequence].tolist()):
+                break
             kids = [int(child) for child in children[node] if child >= 0]
             node = next((child for child in kids if int(tokens[child * sequences + sequence]) == choice), -1)
         walks.append((path, emitted))
     return walks
 
 
-@jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width"])
+@jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width", "stop_count"])
 def _accept(
-    chosen, tokens, children, active, lengths, bases, pending, paths, report,
-    sequences, path_stride, report_stride, deepest, width,
-    WIDTH_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    chosen, tokens, children, active, lengths, bases, pending, paths, report, counts, stops,
+    sequences, path_stride, report_stride, counts_stride, stops_stride, deepest, width, stop_count,
+    WIDTH_P2: tl.constexpr, STOPS_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each sequence."""
     release(PDL)
     wait(PDL)
     sequence = tl.program_id(0)
     kid = tl.arange(0, WIDTH_P2)
-    walking = tl.load(active + sequence) != 0
+    state = tl.load(active + sequence)
+    walking = state != 0
     node = tl.full((), 0, tl.int32)
     count = tl.full((), 0, tl.int32)
     last = tl.full((), 0, tl.int32)
     newest = tl.load(pending + sequence)
+    if stops is not None:
+        place = tl.arange(0, STOPS_P2)
+        stop = tl.load(stops + sequence * stops_stride + place, mask=place < stop_count, other=-1)
+    if counts is not None:
+        counts += sequence.to(tl.int64) * counts_stride
     for depth in range(deepest + 1):
         choice = tl.load(chosen + node * sequences + sequence).to(tl.int32)
         tl.store(report + sequence * report_stride + FIRST_TOKEN + depth, choice, mask=walking)
@@ -57,10 +68,16 @@ def _accept(
         count += walking.to(tl.int32)
         last = tl.where(walking, node, last)
         newest = tl.where(walking, choice.to(newest.dtype), newest)
+        walking = walking & (choice >= 0)
+        if counts is not None:
+            tl.store(counts + choice, tl.load(counts + choice, mask=walking, other=0) + 2, mask=walking)
+            tl.debug_barrier()  # the same token may follow
+        if stops is not None:
+            walking = walking & (tl.max((stop == choice).to(tl.int32), 0) == 0)
         child = tl.load(children + node * width + kid, mask=kid < width, other=-1)
         drafted = tl.load(tokens + child * sequences + sequence, mask=child >= 0, other=-1).to(tl.int32)
         match = tl.min(tl.where((child >= 0) & (drafted == choice), child, 1 << 30), axis=0)
-        walking = walking & (match < (1 << 30))
+        walking = walking & (match < (1 << 30)) & (state > 1)
         node = tl.where(walking, match, node)
     length = tl.load(lengths + sequence)
     tl.store(bases + sequence, length)
@@ -74,23 +91,29 @@ def accept(
     chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the target's choice at every node, node-major
     tokens: torch.Tensor,  # [(n + 1) * B] int32: what the nodes carry
     children: torch.Tensor,  # [n + 1, W] int32, -1 where there is none
-    active: torch.Tensor,  # [B] int32: 0 for seats nobody sits on; nothing of theirs moves
+    active: torch.Tensor,  # [B] int32: 0 idle, nothing moves; 1 accepts no draft, only the root's choice; 2 any
     lengths: torch.Tensor,  # [B] int32, advanced by what is accepted
     bases: torch.Tensor,  # [B] int32, to fill: the lengths before
     pending: torch.Tensor,  # [B] int32, replaced by the newest token
     paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
     report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill: for the host
+    counts: torch.Tensor | None = None,  # [B, V] int32: 2 is added for each token emitted (see `Processing.counts`)
+    stops: torch.Tensor | None = None,  # [B, S] int32 stop tokens, -1 where there is none
 ) -> None:
-    """Walks, and moves lengths and pending tokens."""
+    """Walks, and moves lengths, pending tokens and counts."""
     sequences, depths = paths.shape
     if report.shape[1] < TOKENS + depths:
         raise ValueError(f"a report of {report.shape[1]} columns has no room for {depths} tokens")
     if chosen.numel() != children.shape[0] * sequences or tokens.numel() != chosen.numel():
         raise ValueError(f"{chosen.numel()} choices do not fit {children.shape[0]} nodes of {sequences} sequences")
-    pdl = use_pdl(chosen)
+    for name, tensor in (("counts", counts), ("stops", stops)):
+        if tensor is not None:
+            check_tensor(tensor, name, (sequences, tensor.shape[-1]), (torch.int32,), chosen.device)
+    pdl, stop_count = use_pdl(chosen), 1 if stops is None else stops.shape[1]
     _accept[(sequences,)](
-        chosen, tokens, children, active, lengths, bases, pending, paths, report,
-        sequences, paths.stride(0), report.stride(0), depths - 1, children.shape[1],
-        WIDTH_P2=triton.next_power_of_2(children.shape[1]),
+        chosen, tokens, children, active, lengths, bases, pending, paths, report, counts, stops,
+        sequences, paths.stride(0), report.stride(0), 0 if counts is None else counts.stride(0),
+        0 if stops is None else stops.stride(0), depths - 1, children.shape[1], stop_count,
+        WIDTH_P2=triton.next_power_of_2(children.shape[1]), STOPS_P2=triton.next_power_of_2(max(1, stop_count)),
         FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

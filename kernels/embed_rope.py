@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.norm import NextNorm, block_width, next_scale, next_tensors, shrink
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.topk import Ranking, nth_best
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
-
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""What is known at a row once the whole model has seen it: what the model's head reads there and, for an exit to
-recall, the normed states after a middle layer.
+"""Final RMSNorm; also stores the state that the exit reads at the next position.
 
-While nothing is drafted the same launch puts aside what the exit's own cache lacks of a sequence's newest position, so
-that not drafting costs no launch more. What is done with it is `selfspec.backends.cuda.exit_scoring`'s business.
+A plain step's launch also keeps the states of its position that the exit's cache lacks, so that not drafting costs no
+further launch; `backends/cuda/exit_scoring.py` fills the cache from them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Settling an accepted path: its keys and values move to consecutive slots in all layers, in one launch.
+"""KV compaction: the accepted paths' keys and values move to consecutive slots in all layers, in one launch.
 
-Everything a program moves is read before it writes, and no two programs touch the same columns. What an exit recalls of
-the newest node moves along. The PyTorch reference for one list of moves is `kernels.commit.compact`.
+A program reads everything it moves before it writes, and no two programs touch the same columns. The state that the
+exit reads at the next position moves along: that of the newest accepted node replaces the sequence's own.
 """
 
 from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-PAGE_SIZE = 64
 
-
-def settle_reference(
+def compact_kv_reference(
     pages: torch.Tensor,  # [layers, pages, page size, Hkv, D]
     page_table: torch.Tensor,  # [B, P]
     bases: torch.Tensor,  # [B] lengths before
@@ -31,10 +30,20 @@ def settle_reference(
             pages[:, to_page, target % PAGE_SIZE] = before[:, from_page, source % PAGE_SIZE]
 
 
-@jit(do_not_specialize=["sequences", "layers", "page_table_stride", "counts_stride", "path_stride", "depths"])
-def _settle(
+@jit(
+    do_not_specialize=[
+        "sequences",
+        "first_state",
+        "layers",
+        "page_table_stride",
+        "counts_stride",
+        "path_stride",
+        "depths",
+    ]
+)
+def _compact_kv(
     keys, values, page_table, bases, counts, paths, known,
-    sequences, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
+    sequences, first_state, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
     DEPTHS_P2: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     KNOWN: tl.constexpr, KNOWN_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +58,7 @@ def _settle(
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
         entry = tl.program_id(2) * KNOWN_P2 + tl.arange(0, KNOWN_P2)
         moves_known = entry < tl.where(count > 0, KNOWN, 0)
-        newest = tl.load(known + (sequences * (last + 1) + sequence) * KNOWN + entry, mask=moves_known)
+        newest = tl.load(known + (first_state + sequences * last + sequence) * KNOWN + entry, mask=moves_known)
         tl.store(known + sequence * KNOWN + entry, newest, mask=moves_known)
     else:
         place = tl.arange(0, DEPTHS_P2)
@@ -71,16 +80,18 @@ def _settle(
         tl.store(values + to_slots, moved_values, mask=inside)
 
 
-def settle(
+def compact_kv(
     keys: torch.Tensor,  # [layers, pages, page size, Hkv, D]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, P] int32
     bases: torch.Tensor,  # [B] int32
     counts: torch.Tensor,  # [B] int32, any stride
     paths: torch.Tensor,  # [B, depth + 1] int32
-    known: torch.Tensor | None = None,  # [B * (n + 2), width]: the newest of each sequence, then every node's
+    known: torch.Tensor
+    | None = None,  # [rows, width]: row b is sequence b's, row first_state + node * B + b its node's
+    first_state: int = 0,
 ) -> None:
-    """Moves the accepted paths, and each sequence's newest node of `known` to its front."""
+    """Moves the accepted paths, and the state of each sequence's newest node to the sequence's own row of `known`."""
     layers, _, page_size, heads, dim = keys.shape
     sequences, depths = paths.shape
     if page_size != PAGE_SIZE or keys.shape != values.shape or keys.stride() != values.stride():
@@ -94,9 +105,10 @@ def settle(
     width = known.shape[1] if known is not None else 0
     pdl = use_pdl(keys)
     grid = (layers + (known is not None), sequences, triton.cdiv(columns, block))
-    _settle[grid](
+    _compact_kv[grid](
         keys, values, page_table, bases, counts, paths, known if known is not None else keys,
-        sequences, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0), paths.stride(0), depths,
+        sequences, first_state, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0),
+        paths.stride(0), depths,
         DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
         KNOWN=width, KNOWN_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),

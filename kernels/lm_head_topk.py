@@ -1,34 +1,40 @@
 """The LM head with the choice inside: logits stay float32 from the accumulator on and are not written out.
 
-Every program multiplies all rows with one tile of the vocabulary and leaves the tile's best column and, where more than
-one is asked for, the scores of all (`best.Scores`); `best.top_merge` or `choose.choose_scored` finish the choice.
-The rows come normed or, with a norm, as a scaled stream (see `norm`).
+Every program multiplies all rows with one tile of the vocabulary, processes the logits, adds noise, and leaves the
+tile's best column and, where more than one is asked for, the scores of all (`topk.Scores`); `topk.top_merge` or
+`sample.choose_scored` finish the choice. The rows come normed or, with a norm, as a scaled stream (see `norm`).
 
-The sum over K runs in one fixed order in one program, and what follows is done to each element on its own or is a
-maximum of integers, so a row's result does not depend on the other rows.
+The sum over K runs in one fixed order in one program, and what follows is done to each element on its own, with the
+parameters of its row's sequence, or is a maximum of integers. So a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from selfspec.kernels.gemm_common import norm_constants, norm_squares, product_reference, row_squares, squares_factor
+from selfspec.kernels.logits_processing import (
+    Processing,
+    check_drawing,
+    drawing_arguments,
+    load_processing,
+    process,
+)
 from selfspec.kernels.noise import (
+    Cuts,
     Noise,
     check_scalar,
     check_tensor,
-    gumbel_of,
-    gumbel_run,
+    load_drawing,
     pack,
-    read_scalar,
+    perturb,
+    product,
     to_levels,
 )
 from selfspec.kernels.norm import Norm, check_squares
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.philox import gumbel, uniform
 from selfspec.kernels.topk import TILE, Scores, tiles
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -43,14 +49,6 @@ def head_reference(
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def perturbed_reference(logits: torch.Tensor, tokens: torch.Tensor, noise: Noise) -> torch.Tensor:
-    """Logits [R, N] of `tokens` [N], over temperature and with noise."""
-    each = logits.shape[0] // noise.seeds.shape[0]
-    seeds, copies = (part.long().repeat(each) for part in (noise.seeds, noise.copies))
-    numbers = uniform(seeds, copies, noise.positions.long(), tokens.long().expand(logits.shape), noise.stream)
-    return logits / noise.temperature + gumbel(numbers)
-
-
 @jit
 def _tanh(x):
     """From exp of a negative number, which cannot overflow; accurate to float32's epsilon, not to the last bit."""
@@ -59,7 +57,8 @@ def _tanh(x):
     return tl.where(x < 0, -size, size)
 
 
-@jit
+# What a plan fixes changes no code; a kernel compiled for each of its kinds would only cost time.
+@jit(do_not_specialize=["first_node", "path_stride"])
 def _head_kernel(
     x,  # [R, K]
     weight,  # [V, K]
@@ -69,10 +68,9 @@ def _head_kernel(
     levels,  # [R, tiles * TILE], or None
     logits,  # [R, V], or None
     squares,  # [R, T], or None
-    seeds,
-    copies,
-    positions,
-    temperature,
+    noise,  # Noise.tensors, or None
+    cuts,  # Cuts.tensors, or None
+    processing,  # Processing.tensors, or None
     softcap,
     R,
     V,
@@ -83,16 +81,15 @@ def _head_kernel(
     logits_stride,
     squares_stride,
     sequences,
+    first_node,
+    path_stride,
     K: tl.constexpr,
     T: tl.constexpr,
     CHUNKS: tl.constexpr,
     EPS: tl.constexpr,
     SHRINK: tl.constexpr,
     GATHER: tl.constexpr,
-    TEMPERED: tl.constexpr,
-    NOISY: tl.constexpr,
     STREAM: tl.constexpr,
-    TEMPERATURE_IS_POINTER: tl.constexpr,
     BM: tl.constexpr,
     TILE: tl.constexpr,
     BK: tl.constexpr,
@@ -116,6 +113,12 @@ def _head_kernel(
     wait(PDL)
     if squares is not None:
         entries = row_squares(squares, safe_row * squares_stride, T, CHUNKS)
+    # Asked for early: what the loads give is needed only after the sum.
+    sequence = tl.where(row < R, row, 0) % sequences
+    if noise is not None:
+        drawing = load_drawing(noise, cuts, sequence)
+    if processing is not None:
+        loaded = load_processing(processing, safe_row, sequence)
 
     inner = tl.arange(0, BK)
     x_at = x + safe_row[:, None] * x_stride + inner[None, :]
@@ -136,9 +139,10 @@ def _head_kernel(
     release(PDL)
 
     if squares is not None:
-        values *= squares_factor(entries, K, EPS, SHRINK, BM)[:, None]
+        values = product(values, tl.broadcast_to(squares_factor(entries, K, EPS, SHRINK, BM)[:, None], (BM, TILE)))
     if softcap is not None:
-        values = _tanh(tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * softcap)) * softcap
+        cap = tl.full((BM, TILE), 1.0, tl.float32) * softcap
+        values = product(_tanh(tl.math.div_rn(values, cap)), cap)
     if logits is not None:
         at = logits + safe_row[:, None] * logits_stride + column[None, :]
         tl.store(at, values, mask=(row < R)[:, None] & there[None, :])
@@ -146,18 +150,15 @@ def _head_kernel(
         token = column
         if rows is not None:
             token = tl.load(rows + column, mask=there, other=0).to(tl.int32)
-        if TEMPERED:
-            heat = read_scalar(temperature, TEMPERATURE_IS_POINTER)
-            values = tl.math.div_rn(values, tl.full((BM, TILE), 1.0, tl.float32) * heat)
-        if NOISY:
-            sequence = tl.where(row < R, row, 0) % sequences
-            seed = tl.load(seeds + sequence)[:, None]
-            copy = tl.load(copies + sequence)[:, None]
-            position = tl.load(positions + safe_row)[:, None]
-            if rows is None:
-                values += gumbel_run(seed, copy, position, tile * TILE, TILE, STREAM)
-            else:
-                values += gumbel_of(seed, copy, position, token[None, :], STREAM)
+        if processing is not None:
+            values = process(
+                values, loaded, processing, tl.where(row < R, row, 0), sequence, sequences, first_node, path_stride,
+                token, there,
+            )  # fmt: skip
+        if noise is not None:
+            values = perturb(
+                values, drawing, noise, cuts, safe_row, sequence, token, tile * TILE, rows is None, STREAM
+            )  # fmt: skip
         level = tl.where(there[None, :], to_levels(values), -0x80000000)
         if levels is not None:
             at = levels + safe_row[:, None] * levels_stride + column[None, :]
@@ -178,10 +179,11 @@ def head_top(
     norm: Norm | None = None,
     softcap: float | None = None,
     noise: Noise | None = None,
-    noisy: bool = True,
+    cuts: Cuts | None = None,
+    processing: Processing | None = None,
 ) -> None:
-    """Scores the vocabulary for every row: logits, or with `noise` logits over temperature plus noise, or without the
-    noise itself if not `noisy` (for cuts, which come before it).
+    """Scores the vocabulary for every row: logits, processed as `processing` says, over temperature and plus noise as
+    `noise` says. With `cuts`, rows of a sequence that has one get no noise: `choose_scored` adds it to what they leave.
 
     rows [V] int32 or int64: the tokens of a trimmed head. The weight is then the copy of these rows, or the whole head
     if `gather`. count: one int32 on the device, how many columns there are; those behind may hold anything.
@@ -193,9 +195,12 @@ def head_top(
         check_squares(norm.squares, *x.shape)
     wanted = (x.shape[0], tiles(columns))
     check_tensor(scores.keys[: x.shape[0]], "the scores' keys", wanted, (torch.int64,), x.device)
-    if noise is not None:
-        noise.check(x.shape[0], x.device)
-    _launch(x, weight, columns, scores, None, rows, gather, count, norm, softcap, noise, noisy)
+    vocabulary = weight.shape[0] if rows is None or gather else None
+    check_drawing(x.shape[0], vocabulary, noise, cuts, processing, x.device)
+    _launch(
+        x, weight, columns, scores, rows=rows, gather=gather, count=count, norm=norm, softcap=softcap, noise=noise,
+        cuts=cuts, processing=processing,
+    )  # fmt: skip
 
 
 def head_logits(
@@ -205,10 +210,10 @@ def head_logits(
     *,
     softcap: float | None = None,
 ) -> None:
-    """The very logits that `head_top` chooses from, written out."""
+    """The very logits that `head_top` processes and chooses from, written out."""
     _check_inputs(x, weight, softcap)
     check_tensor(logits_out, "logits_out", (x.shape[0], weight.shape[0]), (torch.float32,), x.device)
-    _launch(x, weight, weight.shape[0], None, logits_out, None, False, None, None, softcap, None, False)
+    _launch(x, weight, weight.shape[0], None, logits=logits_out, softcap=softcap)
 
 
 def _check_inputs(x: torch.Tensor, weight: torch.Tensor, softcap: float | None) -> None:
@@ -242,26 +247,22 @@ def _launch(
     weight: torch.Tensor,
     columns: int,
     scores: Scores | None,
-    logits: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    gather: bool,
-    count: torch.Tensor | None,
-    norm: Norm | None,
-    softcap: float | None,
-    noise: Noise | None,
-    noisy: bool,
+    *,
+    logits: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    gather: bool = False,
+    count: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    softcap: float | None = None,
+    noise: Noise | None = None,
+    cuts: Cuts | None = None,
+    processing: Processing | None = None,
     bm: int | None = None,
 ) -> None:
     r, k = x.shape
     bm = bm or row_tile(r)
     bk = 256 // x.element_size()
     keys, levels = (None, None) if scores is None else (scores.keys, scores.levels)
-    drawing: dict[str, Any] = {"seeds": None, "copies": None, "positions": None, "temperature": None, "STREAM": 0}
-    if noise is not None:
-        drawing = {
-            "seeds": noise.seeds, "copies": noise.copies, "positions": noise.positions,
-            "temperature": noise.temperature, "STREAM": noise.stream,
-        }  # fmt: skip
     squares, squares_stride = norm_squares(norm)
     stage = (bm + TILE) * bk * x.element_size()
     warps, stages = (2, 4) if k <= 2048 and bm == 16 else (4, 5)  # short sums of few rows are bound by latency
@@ -272,10 +273,8 @@ def _launch(
         keys_stride=0 if keys is None else keys.stride(0),
         levels_stride=0 if levels is None else levels.stride(0),
         logits_stride=0 if logits is None else logits.stride(0), squares_stride=squares_stride,
-        sequences=1 if noise is None else noise.seeds.shape[0],
+        **drawing_arguments(noise, cuts, processing),
         K=k, **norm_constants(k, x.dtype, norm), GATHER=gather,
-        TEMPERED=noise is not None, NOISY=noise is not None and noisy,
-        TEMPERATURE_IS_POINTER=noise is not None and isinstance(noise.temperature, torch.Tensor),
-        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, 96 * 1024 // stage), **drawing,
+        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, 96 * 1024 // stage),
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Counter-based noise: a pure function of (seed, copy, position, token, stream), the same bits on every device (Gumbel
-values, being logarithms, up to their last).
+"""Counter-based noise: a pure function of (seed, sample index, position, token, stream), the same bits on every device
+(Gumbel values, being logarithms, up to their last).
 
-Philox 4x32 with 10 rounds (Salmon et al., 2011): the counter is (token // 4, position, copy, stream), the key is the
-seed, and the four words of a block serve four neighbouring tokens. Nothing is drawn, so nothing has to be replayed.
+Philox 4x32 with 10 rounds (Salmon et al., 2011): the counter is (token // 4, position, sample index, stream), the key
+is the seed, and the four words of a block serve four neighbouring tokens. Nothing is drawn, so nothing is replayed.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ def _split(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def uniform(
     seeds: torch.Tensor,  # [R] int64
-    copies: torch.Tensor,  # [R] int64
+    sample_indices: torch.Tensor,  # [R] int64
     positions: torch.Tensor,  # [R] int64
     tokens: torch.Tensor,  # [R, K] int64
     stream: int,
 ) -> torch.Tensor:  # [R, K] float32, strictly inside (0, 1)
     """One uniform number for each row and token."""
-    words = _blocks(seeds, copies, positions, tokens >> 2, stream)  # [R, K, 4]
+    words = _blocks(seeds, sample_indices, positions, tokens >> 2, stream)  # [R, K, 4]
     word = words.gather(-1, (tokens & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     return _to_unit(word)
 
 
 def uniform_vocabulary(
-    seeds: torch.Tensor, copies: torch.Tensor, positions: torch.Tensor, vocabulary: int, stream: int
+    seeds: torch.Tensor, sample_indices: torch.Tensor, positions: torch.Tensor, vocabulary: int, stream: int
 ) -> torch.Tensor:  # [R, vocabulary] float32
     """`uniform` for the tokens 0..vocabulary-1, at a quarter of the cost: every block's four words are used."""
     blocks = torch.arange(-(-vocabulary // 4), device=seeds.device)[None]
-    words = _blocks(seeds, copies, positions, blocks, stream)  # [R, blocks, 4]
+    words = _blocks(seeds, sample_indices, positions, blocks, stream)  # [R, blocks, 4]
     return _to_unit(words.flatten(1)[:, :vocabulary])
 
 
 def _blocks(
-    seeds: torch.Tensor, copies: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, stream: int
+    seeds: torch.Tensor, sample_indices: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, stream: int
 ) -> torch.Tensor:
     """Philox blocks [R, K, 4] for rows and block numbers [R or 1, K]."""
-    counter = (blocks, positions[:, None] & _MASK, copies[:, None] & _MASK, torch.full_like(blocks[:1, :1], stream))
+    stream_word = torch.full_like(blocks[:1, :1], stream)
+    counter = (blocks, positions[:, None] & _MASK, sample_indices[:, None] & _MASK, stream_word)
     key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
     return torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
 

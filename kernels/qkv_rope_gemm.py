@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.gemm_common import (
     Config,
     check_product,
@@ -18,8 +19,6 @@ from selfspec.kernels.gemm_common import (
 from selfspec.kernels.norm import Norm, power_of_two, scale_reference, sum_rows
 from selfspec.kernels.pdl import fetch, release, wait
 from selfspec.kernels.triton_compat import jit, tl
-
-PAGE_SIZE = 64
 
 
 def qkv_linear_reference(

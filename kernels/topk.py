@@ -1,6 +1,6 @@
 """The best columns of each row, in order: found through the best of every tile, without sorting the row.
 
-A row's scores come as *levels*, integers in the order of the floats (`draw.to_levels`), in tiles of `TILE` columns,
+A row's scores come as *levels*, integers in the order of the floats (`noise.to_levels`), in tiles of `TILE` columns,
 with a packed key of each tile's best column. The k-th best of the tiles' bests is a level that at least k columns
 reach and few others: these are gathered, and ranked by counting. A few are found one after the other, in as many tiles.
 Ties go to the lower token id. What the levels are, logits or noise, is the caller's business.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.noise import check_tensor, pack, token_of
+from selfspec.kernels.noise import check_tensor, finite_token_of, pack, token_of
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -129,14 +129,19 @@ def nth_best(keys, levels, rows, tile_count, rank, WIDTH: tl.constexpr, NT: tl.c
 @jit
 def _merge_few_kernel(
     keys, levels, rows, tokens_out, tile_count, keys_stride, levels_stride, out_stride,
-    WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    FINITE: tl.constexpr, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each rank of each row is found by itself."""
     release(PDL)
     wait(PDL)
     row, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    of_row = levels if WIDTH == 1 else levels + row * levels_stride
-    token = nth_best(keys + row * keys_stride, of_row, rows, tile_count, rank, WIDTH, NT, TILE)
+    if FINITE:
+        index = tl.arange(0, NT)
+        bests = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
+        token = finite_token_of(tl.max(bests, 0))
+    else:
+        of_row = levels if WIDTH == 1 else levels + row * levels_stride
+        token = nth_best(keys + row * keys_stride, of_row, rows, tile_count, rank, WIDTH, NT, TILE)
     tl.store(tokens_out + row * out_stride + rank, token)
 
 
@@ -292,12 +297,17 @@ def rank_found(found, count, ROOM: tl.constexpr):
     return keys, rank
 
 
-def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | None = None) -> None:
+def top_merge(
+    scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | None = None, finite: bool = False
+) -> None:
     """The best columns of each row, best first: tokens_out [R, W] int32 or int64, -1 where a row has fewer than W.
 
     rows [N] int32 or int64, all different: the columns' tokens where they are not simply 0, 1, ...
+    finite: for the target's choice, with W = 1: -1 also where the best score is infinite or no number.
     """
     _check(scores, tokens_out, rows)
+    if finite and tokens_out.shape[1] != 1:
+        raise ValueError(f"finite asks for the one best column of a row, not for {tokens_out.shape[1]}")
     keys, (r, width) = scores.keys, tokens_out.shape
     pdl = {"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}
     count = keys.shape[1]
@@ -306,7 +316,7 @@ def top_merge(scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | 
         ranking = Ranking(scores, width, rows)
         _merge_few_kernel[(r, width)](
             *ranking.tensors, tokens_out, *ranking.sizes, tokens_out.stride(0),
-            num_warps=4 if padded <= 1024 else 8, **ranking.constants, **pdl,
+            FINITE=finite, num_warps=4 if padded <= 1024 else 8, **ranking.constants, **pdl,
         )  # fmt: skip
         return
     levels, chosen, found = scores.levels, scores.chosen, scores.found

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+_compiles_only: ContextVar[bool] = ContextVar("selfspec_compiles_only", default=False)
+
+
+@contextmanager
+def compiles_only() -> Iterator[None]:
+    """Within it, launches on this thread compile their kernel and do not run it."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 try:
     import triton
     import triton.language as tl
 
-    jit: Any = triton.jit
+    class _Kernel(triton.JITFunction):
+        """A kernel that can be compiled without being launched."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **options)
+
+    def jit(function: Any = None, **options: Any) -> Any:
+        """`triton.jit`, except that launches within `compiles_only` only compile."""
+        if INTERPRETED:
+            return triton.jit(function, **options)
+        return _Kernel(function, **options) if function is not None else lambda decorated: _Kernel(decorated, **options)
+
 except ImportError:  # no Triton on this platform: kernels can be imported, not launched
     triton = None
 
@@ -23,9 +52,6 @@ except ImportError:  # no Triton on this platform: kernels can be imported, not 
 
     def jit(function: Any = None, **_: Any) -> Any:
         return function if function is not None else jit
-
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:

@@ -6,16 +6,25 @@ Whatever would change the output and is not supported is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StopStringCriteria,
+    SuppressTokensLogitsProcessor,
+)
 
 from selfspec.governor.rules import Mode, Rules
-from selfspec.sampling import Sampling
+from selfspec.processors import Processor, absorb_processors
+from selfspec.sampling import SamplingParams, as_scalar, is_int, read_token_ids
 from selfspec.speculation.plan import Plan
 
 PlanLike = str | Plan | Sequence[tuple[int, int]]
@@ -24,13 +33,22 @@ SUPPORTED = (
     "max_new_tokens",
     "max_length",
     "min_new_tokens",
+    "min_length",
     "do_sample",
     "temperature",
     "top_k",
     "top_p",
     "min_p",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "sequence_bias",
+    "bad_words_ids",
+    "suppress_tokens",
+    "allowed_token_ids",
     "eos_token_id",
+    "stop_token_ids",
     "pad_token_id",
     "stop_strings",
     "num_return_sequences",
@@ -64,7 +82,6 @@ _SWITCHED_OFF = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "diversity_penalty": 0.0,
-    "min_length": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -76,20 +93,62 @@ _SWITCHED_OFF = {
 
 _TRANSFORMERS_DEFAULTS = {"top_k": 50, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 _DEFAULT_NEW_TOKENS = 20
+# Tensors that transformers returns beside the sequences, and only with return_dict_in_generate=True.
+_EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A checked request, less its prompts."""
+class Resolved:
+    """What the sequences of one call decode with, once a caller's processors and criteria are merged in."""
 
-    sampling: Sampling
+    params: SamplingParams
+    processors: list[Processor]  # between `process_logits` and `warp_logits`
+    criteria: list[Callable]  # a caller's, less those that became parameters
+    stop_strings: tuple[str, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked request, less its prompts, processors and criteria; `resolve` brings these together."""
+
+    sampling: SamplingParams  # less what `built_in` does
+    built_in: tuple[Processor, ...]  # transformers' processors for sequence_bias, bad_words_ids and suppress_tokens
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]  # that end a text too, in addition
     max_new_tokens: int | None  # one of these two is set
     max_length: int | None  # padded prompt and new tokens together
     pad_token_id: int | None
     num_return_sequences: int
     stop_strings: tuple[str, ...]
     return_dict: bool
+
+    def resolve(
+        self,
+        prompt_width: int,
+        processors: Sequence[Processor] | None = None,
+        criteria: Sequence[Callable] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Resolved:
+        """Merges a caller's processors and criteria in, as transformers does: one of a built-in's type replaces it.
+        Prompts are `prompt_width` wide, padding included; `device` is that of the logits processors are called with."""
+        for name, given in (("logits_processor", processors), ("stopping_criteria", criteria)):
+            if given is not None and not isinstance(given, list | tuple):
+                raise ValueError(f"{name} must be a list, not a {type(given).__name__}: put it into one")
+        own = list(criteria or ())
+        ends = [criterion for criterion in own if type(criterion) is EosTokenCriteria]
+        limits = [criterion for criterion in own if type(criterion) is MaxLengthCriteria]
+        stops = self.sampling.stop_token_ids
+        if ends:
+            stops = sum((read_token_ids("eos_token_id", each.eos_token_id) for each in ends), self.stop_token_ids)
+        allowed = self.new_tokens_allowed(prompt_width)
+        if limits:
+            allowed = max(1, min(int(each.max_length) for each in limits) - prompt_width)
+        params, left = absorb_processors(self.sampling, processors or (), prompt_width, self.built_in, stops, device)
+        replaced = any(type(criterion) is StopStringCriteria for criterion in own)
+        rest = [criterion for criterion in own if criterion not in ends and criterion not in limits]
+        return Resolved(params, left, rest, () if replaced else self.stop_strings, allowed)
 
     def new_tokens_allowed(self, prompt_width: int) -> int:
         """How many tokens may follow prompts that are `prompt_width` wide, padding included."""
@@ -118,50 +177,82 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     for source in (of_model, {} if config is None else config.to_dict()):
         merged.update({name: value for name, value in source.items() if value is not None})
     merged.update(kwargs)  # here None is said on purpose: it takes back what a config says
-    merged = {name: value for name, value in merged.items() if value is not None}
+    merged = {name: as_scalar(value) for name, value in merged.items() if value is not None}
     for name, value in merged.items():
-        _check_supported(name, value)
+        _check_supported(name, value, merged)
     return _settings_from(merged)
 
 
 def _settings_from(merged: dict[str, Any]) -> Settings:
-    max_new_tokens, max_length = merged.get("max_new_tokens"), merged.get("max_length")
-    for name, value in (("max_new_tokens", max_new_tokens), ("max_length", max_length)):
-        if value is not None and (not _is_int(value) or value < 1):
-            raise ValueError(f"{name}={value!r} is not possible: it must be an integer of at least 1")
+    max_new_tokens, max_length = _positive("max_new_tokens", merged), _positive("max_length", merged)
     if max_new_tokens is None and max_length is None:
         max_new_tokens = _DEFAULT_NEW_TOKENS
-    copies = merged.get("num_return_sequences", 1)
-    if not _is_int(copies) or copies < 1:
-        raise ValueError(f"num_return_sequences={copies!r} is not possible: it must be an integer of at least 1")
-    ends = _ids("eos_token_id", merged.get("eos_token_id"))
-    pads = _ids("pad_token_id", merged.get("pad_token_id"))
-    stop_strings = merged.get("stop_strings", ())
-    stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-    if not isinstance(stop_strings, list | tuple) or not all(isinstance(text, str) and text for text in stop_strings):
-        raise ValueError(f"stop_strings={stop_strings!r} is not possible: pass a string or a list of strings")
-    ignored = () if merged.get("do_sample") else _ONLY_WHEN_SAMPLING
-    chosen = {f.name: merged[f.name] for f in fields(Sampling) if f.name in merged and f.name not in ignored}
-    sampling = Sampling(**{**chosen, "eos_token_ids": ends})
-    if copies > 1 and not sampling.do_sample:
+    samples = _positive("num_return_sequences", merged) or 1
+    ends = read_token_ids("eos_token_id", merged.get("eos_token_id"))
+    pads = read_token_ids("pad_token_id", merged.get("pad_token_id"))
+    more_ends = read_token_ids("stop_token_ids", merged.get("stop_token_ids"))
+    sampling = _params_from(merged, (*ends, *more_ends))
+    if samples > 1 and not sampling.do_sample:
         raise ValueError(
-            f"num_return_sequences={copies} without do_sample=True would return copies of one greedy text: pass "
+            f"num_return_sequences={samples} without do_sample=True would return copies of one greedy text: pass "
             "do_sample=True, or num_return_sequences=1"
         )
     return Settings(
         sampling=sampling,
+        built_in=tuple(_built_in(merged, ends)),
+        eos_token_ids=ends,
+        stop_token_ids=more_ends,
         max_new_tokens=max_new_tokens,
         max_length=None if max_new_tokens is not None else max_length,
         pad_token_id=next(iter(pads + ends), None),
-        num_return_sequences=copies,
-        stop_strings=tuple(stop_strings),
+        num_return_sequences=samples,
+        stop_strings=_stop_strings(merged.get("stop_strings", ())),
         return_dict=bool(merged.get("return_dict_in_generate", False)),
     )
 
 
-def _check_supported(name: str, value: Any) -> None:
+def _params_from(merged: dict[str, Any], stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Reads the entries that are sampling parameters. `min_new_tokens` beats `min_length`, as in transformers."""
+    ignored = {"stop_token_ids"} if merged.get("do_sample") else {"stop_token_ids", *_ONLY_WHEN_SAMPLING}
+    if "min_new_tokens" in merged:
+        ignored.add("min_length")
+    names = {field.name for field in fields(SamplingParams)} & set(SUPPORTED) - ignored
+    return SamplingParams(**{name: merged[name] for name in names & merged.keys()}, stop_token_ids=stop_token_ids)
+
+
+def _built_in(merged: dict[str, Any], ends: tuple[int, ...]) -> list[Processor]:
+    """transformers' processors for entries that name tokens and sequences of tokens; it checks them too."""
+    made: list[Processor] = []
+    if merged.get("sequence_bias"):
+        made.append(SequenceBiasLogitsProcessor(merged["sequence_bias"]))
+    words = merged.get("bad_words_ids")
+    if words and not (isinstance(words, list) and all(word in [[end] for end in ends] for word in words)):
+        made.append(NoBadWordsLogitsProcessor(words, list(ends)))  # which never bans an end token
+    suppressed = read_token_ids("suppress_tokens", merged.get("suppress_tokens"))
+    if suppressed:
+        made.append(SuppressTokensLogitsProcessor(suppressed))
+    return made
+
+
+def _positive(name: str, merged: dict[str, Any]) -> int | None:
+    value = merged.get(name)
+    if value is not None and (not is_int(value) or value < 1):
+        raise ValueError(f"{name}={value!r} is not possible: it must be an integer of at least 1")
+    return value
+
+
+def _stop_strings(given: Any) -> tuple[str, ...]:
+    strings = (given,) if isinstance(given, str) else given
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop_strings={given!r} is not possible: pass a string or a list of strings")
+    return tuple(strings)
+
+
+def _check_supported(name: str, value: Any, merged: dict[str, Any]) -> None:
     if name in SUPPORTED or name in _WITHOUT_EFFECT:
         return
+    if name in _EXTRA_OUTPUTS and not merged.get("return_dict_in_generate"):
+        return  # without effect in transformers too
     off = value is False or value == _SWITCHED_OFF.get(name) or (isinstance(value, dict | list | tuple) and not value)
     if not off:
         raise ValueError(f"{name}={value!r} is not supported; generate() supports {', '.join(SUPPORTED)}")
@@ -173,18 +264,11 @@ def _known_to_transformers() -> frozenset[str]:
     return frozenset(GenerationConfig().to_dict())
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    ids = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-    ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-    if not all(_is_int(entry) for entry in ids):
-        raise ValueError(f"{name}={value!r} is not possible: pass a token id or a list of them")
-    return ids
+def read_input_ids(input_ids: torch.Tensor | None, inputs: torch.Tensor | None) -> torch.Tensor:
+    """`inputs` is transformers' other name for `input_ids`."""
+    if input_ids is not None and inputs is not None:
+        raise ValueError("inputs and input_ids are two names for the same tensor: pass one of them")
+    return input_ids if inputs is None else inputs  # type: ignore[return-value]  # None is refused in `read_prompts`
 
 
 def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, settings: Settings) -> list[list[int]]:
@@ -217,9 +301,19 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
 def _infer_mask(input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Without a mask, padding is recognised only where the pad token cannot be an end of text, as in transformers."""
     pad = settings.pad_token_id
-    if pad is None or pad in settings.sampling.eos_token_ids:
+    if pad is None or pad in settings.eos_token_ids:
         return torch.ones_like(input_ids)
     return input_ids.ne(pad)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses biases and permissions of tokens that the model does not have."""
+    named = {"logit_bias or sequence_bias": [token for token, _ in params.logit_bias]}
+    named["allowed_token_ids"] = list(params.allowed_token_ids or ())
+    for name, ids in named.items():
+        outside = [token for token in ids if token >= vocab_size]
+        if outside:
+            raise ValueError(f"{name} contains token id {outside[0]}, outside the vocabulary (0 to {vocab_size - 1})")
 
 
 def check_prompts(prompts: list[list[int]], vocab_size: int, context: int) -> None:
@@ -245,13 +339,13 @@ def read_seeds(seed: int | Sequence[int] | torch.Tensor | None, batch: int, do_s
     """One seed per prompt. None draws them from torch's default generator, so torch.manual_seed reproduces a call."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist() if do_sample else [0] * batch
-    if isinstance(seed, torch.Tensor):
-        seed = seed.flatten().tolist()
-    seeds = list(seed) if isinstance(seed, Sequence) else [seed] * batch
+    seed = as_scalar(seed)
+    listed = seed.flatten().tolist() if hasattr(seed, "flatten") else seed
+    seeds = [as_scalar(value) for value in listed] if isinstance(listed, Sequence) else [listed] * batch
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} entries for {batch} prompts: pass one int, or one per prompt")
     for value in seeds:
-        if not _is_int(value) or not -(2**63) <= value < 2**63:
+        if not is_int(value) or not -(2**63) <= value < 2**63:
             raise ValueError(f"seed {value!r} is not possible: seeds are integers of 64 bits")
     return seeds
 

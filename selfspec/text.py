@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
+
+_CONTEXT = 8  # tokens of a prompt's end that a text is decoded after: more than one character is ever spread over
 
 
 def is_messages(prompt: Any) -> bool:
@@ -26,32 +29,52 @@ def encode(tokenizer: Any, prompt: str | list[Message]) -> list[int]:
         raise ValueError(
             "this model's tokenizer has no chat template: pass the prompt as one string instead of messages"
         )
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    messages = [{**message, "content": _plain(message["content"])} for message in prompt]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _plain(content: Any) -> Any:
+    """Joins the text parts of a message's content; content that is not a list stays as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            given = repr(part) if kind in (None, "text") else f"one of type {kind!r}"
+            raise ValueError(f"a message's content parts must be {{'type': 'text', 'text': ...}}, not {given}")
+    return "".join(part["text"] for part in content)
+
+
 class Detokenizer:
-    """Turns a growing list of tokens into text pieces whose concatenation is the decoded whole.
+    """Turns tokens that follow a prompt into text pieces; together these are what the tokens add to the prompt's text.
 
     A piece is held back while the text ends in an incomplete character. Each decoding starts a few tokens back, because
     the first token of a text may be spelled differently from the same token in its middle.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
+        self._tokens = self._end_of(prompt)
         self._start = 0  # decode from here, for context
-        self._shown = 0  # tokens before here are already in the text
+        self._shown = len(self._tokens)  # tokens before here are already in the text
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that these tokens add; `last` gives out even an incomplete character."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._shown])
         after = self._decode(self._tokens[self._start :])
-        if not last and (len(after) <= len(before) or after.endswith("\ufffd")):
+        if not last and (after == before or after.endswith("\ufffd")):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
-        return after[len(before) :]
+        return after[len(commonprefix((before, after))) :]  # a character begun in the prompt is in neither as a whole
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last few tokens of the prompt, as many as it takes to have some text: special tokens have none."""
+        count = _CONTEXT
+        while count < len(prompt) and not self._decode(list(prompt[-count:])):
+            count *= 2
+        return list(prompt[-count:])
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

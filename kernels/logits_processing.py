@@ -1,0 +1,194 @@
+"""Logits processing on the device: logit bias, repetition, presence and frequency penalties, and minimum length.
+
+Parameters are one entry for each of the B sequences of a batch; the penalties count the tokens that a row's sequence
+has generated and those on the row's way down the tree. `process` is a part of the kernels that score logits: it changes
+them after softcap and before temperature. A sequence whose parameters are all off keeps the bits of its scores,
+whatever is on for others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selfspec.kernels.noise import Cuts, Noise, check_rows, check_tensor, product
+from selfspec.kernels.triton_compat import jit, tl
+
+
+@dataclass(frozen=True)
+class Processing:
+    """What happens to the logits of rows that draw at the nodes from `first_node` on, node-major. Of the tree all n
+    nodes and the root are given, of the tokens at least those of the rows' own nodes and of those above."""
+
+    repetition: torch.Tensor  # [B] float32, above 0; 1: off
+    presence: torch.Tensor  # [B] float32; 0: off
+    frequency: torch.Tensor  # [B] float32; 0: off
+    bias: torch.Tensor  # [B, V] float32, added to the logits: 0 leaves a token as it is, -inf bans it
+    counts: torch.Tensor  # [B, V] int32; bit 0: the prompt has it; >> 1: how often it was generated, root included
+    min_length: torch.Tensor  # [B] int32: no stop token is drawn for a position below this
+    stops: torch.Tensor  # [B, S] int32 token ids; -1 where there is none
+    positions: torch.Tensor  # [R] int32 or int64: the position of the token being drawn
+    paths: torch.Tensor  # [n + 1, W] int32: entry i is the node at depth i on the way to a node, i up to its depth
+    depths: torch.Tensor  # [n + 1] int32
+    tokens: torch.Tensor  # [(n + 1) * B] int32: what the nodes carry, node-major
+    first_node: int = 0
+
+    def check(self, rows: int, vocabulary: int | None, device: torch.device) -> None:
+        """vocabulary: how many tokens there are at least, or None where only the kernel sees which are asked for."""
+        sequences, nodes = self.repetition.shape[0], self.depths.shape[0]
+        check_rows(rows, sequences)
+        tokens = self.bias.shape[-1]
+        if vocabulary is not None and tokens < vocabulary:
+            raise ValueError(f"the bias is for {tokens} tokens, not for a vocabulary of {vocabulary}")
+        ints, whole = (torch.int32,), (torch.int32, torch.int64)
+        shapes: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+            "repetition": ((sequences,), (torch.float32,)),
+            "presence": ((sequences,), (torch.float32,)),
+            "frequency": ((sequences,), (torch.float32,)),
+            "bias": ((sequences, tokens), (torch.float32,)),
+            "counts": ((sequences, tokens), ints),
+            "min_length": ((sequences,), ints),
+            "stops": ((sequences, self.stops.shape[-1]), ints),
+            "positions": ((rows,), whole),
+            "paths": ((nodes, self.paths.shape[-1]), ints),
+            "depths": ((nodes,), ints),
+            "tokens": ((nodes * sequences,), ints),
+        }
+        for name, (shape, kinds) in shapes.items():
+            check_tensor(getattr(self, name), f"the processing's {name}", shape, kinds, device)
+        if not 0 <= self.first_node <= nodes - rows // sequences:
+            raise ValueError(
+                f"first_node={self.first_node} is not possible: {rows // sequences} nodes from there on are not among "
+                f"{nodes}"
+            )
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What kernels take as `processing`."""
+        return (
+            self.repetition, self.presence, self.frequency, self.bias, self.counts, self.min_length, self.stops,
+            self.positions, self.paths, self.depths, self.tokens,
+            self.bias.stride(0), self.counts.stride(0), self.stops.stride(0), self.stops.shape[1],
+        )  # fmt: skip
+
+
+def process_reference(
+    logits: torch.Tensor, processing: Processing, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Processed logits [R, N] of `token_ids` [N], or of the tokens 0..N-1."""
+    sequences = processing.repetition.shape[0]
+    if token_ids is None:
+        token_ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.stack([
+        _process_row(logits[row], processing, row % sequences, row, token_ids.long()) for row in range(len(logits))
+    ])  # fmt: skip
+
+
+def _process_row(
+    logits: torch.Tensor, processing: Processing, sequence: int, row: int, token_ids: torch.Tensor
+) -> torch.Tensor:
+    sequences = processing.repetition.shape[0]
+    node = processing.first_node + row // sequences
+    path = processing.paths[node, 1 : int(processing.depths[node]) + 1].long()  # the root is in the counts
+    on_path = processing.tokens[path * sequences + sequence].long()
+    counts = processing.counts[sequence, token_ids]
+    generated = (counts >> 1) + (on_path[:, None] == token_ids).sum(0)
+    occurs = (generated > 0) | (counts & 1 > 0)
+    values = logits + processing.bias[sequence, token_ids]
+    penalty = processing.repetition[sequence]
+    values = torch.where(occurs, torch.where(values < 0, values * penalty, values / penalty), values)
+    values = torch.where(generated > 0, values - processing.presence[sequence], values)
+    values = values - processing.frequency[sequence] * generated
+    if processing.positions[row] < processing.min_length[sequence]:
+        values = values.masked_fill(torch.isin(token_ids, processing.stops[sequence].long()), -torch.inf)
+    return values
+
+
+@jit
+def load_processing(processing, row, sequence):
+    """The parameters of some rows' sequences. Only loads: what uses them may come much later."""
+    repetition, presence, frequency, _, _, min_length, _, positions, _, _, _, _, _, _, _ = processing
+    return (
+        tl.load(repetition + sequence), tl.load(presence + sequence), tl.load(frequency + sequence),
+        tl.load(positions + row), tl.load(min_length + sequence),
+    )  # fmt: skip
+
+
+@jit
+def process(values, loaded, processing, row, sequence, sequences, first_node, path_stride, tokens, there):
+    """Processed values [R, N] of `tokens` [N], where they are `there` [N]; the others keep theirs. `loaded` is what
+    `load_processing` gave. Penalties and stop tokens are looked up only where a row of this program needs them."""
+    _, _, _, bias, counts, _, stops, _, paths, depths, carried, bias_stride, counts_stride, stops_stride, S = processing
+    repetition, presence, frequency, position, min_length = loaded
+    at = sequence.to(tl.int64)
+    values += tl.load(bias + (at * bias_stride)[:, None] + tokens[None, :], mask=there[None, :], other=0.0)
+    if tl.max(((repetition != 1) | (presence != 0) | (frequency != 0)).to(tl.int32), 0) > 0:
+        count = tl.load(counts + (at * counts_stride)[:, None] + tokens[None, :], mask=there[None, :], other=0)
+        node = first_node + row // sequences
+        depth = tl.load(depths + node)
+        for step in range(1, tl.max(depth, 0) + 1):
+            above = tl.load(paths + node * path_stride + step, mask=step <= depth, other=0)
+            token = tl.load(carried + above * sequences + sequence, mask=step <= depth, other=-1)
+            count += (token[:, None] == tokens[None, :]).to(tl.int32) * 2
+        values = _penalise(values, count, repetition[:, None], presence[:, None], frequency[:, None])
+    early = position < min_length
+    if tl.max(early.to(tl.int32), 0) > 0:
+        for index in range(S):
+            stop = tl.load(stops + at * stops_stride + index, mask=early, other=-1)
+            values = tl.where(stop[:, None] == tokens[None, :], float("-inf"), values)
+    return values
+
+
+@jit
+def _penalise(values, count, repetition, presence, frequency):
+    """Every product and quotient is rounded by itself, as the reference's are."""
+    generated = count >> 1
+    repetition = tl.broadcast_to(repetition, values.shape)
+    repeated = tl.where(values < 0, product(values, repetition), tl.math.div_rn(values, repetition))
+    values = tl.where(count > 0, repeated, values)
+    values = tl.where(generated > 0, values - presence, values)
+    return values - product(generated.to(tl.float32), tl.broadcast_to(frequency, values.shape))
+
+
+def check_drawing(
+    rows: int,
+    vocabulary: int | None,
+    noise: Noise | None,
+    cuts: Cuts | None,
+    processing: Processing | None,
+    device: torch.device,
+) -> None:
+    """Noise, cuts and processing must fit the rows and one another."""
+    if cuts is not None and noise is None:
+        raise ValueError("cuts change nothing where the largest logit is chosen: give the noise to draw with")
+    if noise is not None:
+        noise.check(rows, device)
+    if noise is not None and cuts is not None:
+        cuts.check(noise.seeds.shape[0], device)
+    if processing is not None:
+        processing.check(rows, vocabulary, device)
+        if noise is not None and noise.seeds.shape != processing.repetition.shape:
+            raise ValueError(
+                f"the processing is for {processing.repetition.shape[0]} sequences, the noise for "
+                f"{noise.seeds.shape[0]}"
+            )
+
+
+def drawing_arguments(noise: Noise | None, cuts: Cuts | None, processing: Processing | None) -> dict[str, Any]:
+    """What a kernel that scores logits takes."""
+    sequences = 1
+    if noise is not None:
+        sequences = noise.seeds.shape[0]
+    elif processing is not None:
+        sequences = processing.repetition.shape[0]
+    return {
+        "noise": None if noise is None else noise.tensors,
+        "cuts": None if cuts is None else cuts.tensors,
+        "processing": None if processing is None else processing.tensors,
+        "sequences": sequences,
+        "first_node": 0 if processing is None else processing.first_node,
+        "path_stride": 0 if processing is None else processing.paths.stride(0),
+        "STREAM": 0 if noise is None else noise.stream,
+    }
