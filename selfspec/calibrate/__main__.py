@@ -58,7 +58,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=told)
     add("--objective", choices=OBJECTIVES, default="throughput", help="tokens per second (default), or the accept rate")
     add("--no-train", action="store_true", help="measure and choose anew with exits trained before")
-    add("--resume", action="store_true", help="go on with a run that was stopped")
+    add("--resume", action="store_true", help="continue the stopped run in the profile's folder")
+    add("--restart", action="store_true", help="drop the stopped run in the profile's folder and begin anew")
     add("--text", action="append", default=[], type=Path, metavar="FILE", help="also train on this text; repeatable")
     exact = parser.add_argument_group("exact amounts, for runs that can be repeated to the bit")
     exact.add_argument("--tokens", type=int, help="of text to write, instead of a share of --minutes")
@@ -85,6 +86,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         objective=args.objective,
         train=not args.no_train,
         resume=args.resume,
+        restart=args.restart,
         text=tuple(args.text),
         tokens=args.tokens,
         steps=args.steps,

@@ -33,7 +33,7 @@ class Display:
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, highlight=False)
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     @contextmanager
     def stage(self, name: str, total: float | None = None, timed: bool = False) -> Iterator[Stage]:
@@ -41,7 +41,7 @@ class Display:
         columns = (
             TextColumn("{task.description:<9}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

@@ -18,8 +18,8 @@ from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
 from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import DEEPEST_PLAN as DEPTHS
 
-DEPTHS = 5  # how deep plans may be
 _ROWS_AT_ONCE = 8  # answers
 _PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, candidates, choose
+from selfspec.calibrate.display import Display
 from selfspec.calibrate.measuring import Measurement
 from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
-from selfspec.calibrate.settings import TRYING_SHARE
+from selfspec.calibrate.settings import TRYING_SHARE, Settings
 from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
@@ -27,23 +30,46 @@ from selfspec.profiles.profile import (
     DomainChoice,
     ExitRates,
     Expected,
+    ModelIdentity,
     PlanChoice,
     Profile,
     Run,
     Spread,
 )
 from selfspec.profiles.router import Router, distances, marks_of
+from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
-
-if TYPE_CHECKING:
-    from selfspec.calibrate.run import Calibration
 
 COMPARED_CHAIN = "chain:4"
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
 
 
+class TrainedRun(Protocol):
+    """What this module reads of a calibration whose exits are trained."""
+
+    settings: Settings
+    display: Display
+    engine: Engine
+    model: Decoder
+    identity: ModelIdentity
+    vocabulary: int  # tokens
+    domains: list[Domain]
+    exits: list[Exit]
+    trained: dict[str, float]
+    out: Path
+
+    @property
+    def router_layer(self) -> int: ...
+
+    def head_rows(self, domain: int, size: int) -> torch.Tensor | None: ...
+
+    def fitting(self, name: str, prompts: Sequence[Prompt]) -> list[list[int]]: ...
+
+    def measuring_prompts(self, domain: Domain) -> list[list[int]]: ...
+
+
 def build(
-    run: Calibration,
+    run: TrainedRun,
     measured: dict[tuple[str, str], list[Measurement]],
     paths: dict[str, Measured],
     costs: dict[tuple[int, int], StepCost],
@@ -91,7 +117,7 @@ def build(
     )
 
 
-def try_out(run: Calibration, profile: Profile, plain_step: float) -> Profile:
+def try_out(run: TrainedRun, profile: Profile, plain_step: float) -> Profile:
     """Runs the chosen plans against plain decoding, saves the profile with what came of it, and writes the report."""
     profile = _save(run, profile)
     length = trial_length(TRYING_SHARE * run.settings.minutes * 60 / len(run.domains), plain_step)
@@ -122,7 +148,7 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
     return planned.model_copy(update={"plan": plan, "measured": measured})
 
 
-def _save(run: Calibration, profile: Profile) -> Profile:
+def _save(run: TrainedRun, profile: Profile) -> Profile:
     """With every exit, chosen or not, since a request may ask for one, and every domain's head."""
     rows = {
         domain.name: run.head_rows(index, profile.domains[domain.name].head_rows or run.vocabulary)
@@ -156,7 +182,7 @@ def _cycle_cost(cost: StepCost) -> CycleCost:
 
 
 def _exit_rates(
-    run: Calibration,
+    run: TrainedRun,
     measured: list[Measurement],
     paths: Measured,
     costs: dict[tuple[int, int], StepCost],
@@ -178,7 +204,7 @@ def _exit_rates(
     return rates
 
 
-def _marks(run: Calibration, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
+def _marks(run: TrainedRun, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
     tokens = run.fitting(domain.name, prompts)
     return marks_of(run.model, run.engine.cache, tokens, run.router_layer)
 
@@ -243,7 +269,7 @@ def _rates_table(profile: Profile) -> tuple[str, Table]:
         for layer in layers:
             marks = "*" * (layer == choice.exit_layer) + "+" * (layer == choice.most_accepting_exit)
             cells.append(f"{choice.exits[layer].accept_rate:.1%} {marks:<2}" if layer in choice.exits else "")
-        table.add_row(name, *cells)
+        table.add_row(escape(name), *cells)
     return title, table
 
 
@@ -259,7 +285,7 @@ def _choice_table(profile: Profile) -> tuple[str, Table]:
         shape = f"{len(plan)} nodes, depth {plan.depth}" if len(plan) else "none"
         shape += " (lost)" if run and planned.plan == "none" else ""
         table.add_row(
-            name,
+            escape(name),
             str(choice.exit_layer),
             str(choice.head_rows or "all"),
             shape,
@@ -285,7 +311,7 @@ def _compared_table(profile: Profile) -> tuple[str, Table]:
             else ("-",) * 3
             for run in pair
         ]
-        table.add_row(name, *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
+        table.add_row(escape(name), *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
     return f"{COMPARED_CHAIN} | the chosen plan, greedy", table
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, log10
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -240,11 +240,7 @@ class ExitChart:
 
 def exit_chart(profile: Profile, width: float = 520, height: float = 320) -> ExitChart | None:
     """Accept rate over exit layer, a line for each domain; None where no exit was tried."""
-    tried = {
-        name: {layer: rates for layer, rates in sorted(choice.exits.items()) if isfinite(rates.accept_rate)}
-        for name, choice in profile.domains.items()
-    }
-    tried = {name: exits for name, exits in tried.items() if exits}
+    tried = {name: dict(sorted(choice.exits.items())) for name, choice in profile.domains.items() if choice.exits}
     if not tried:
         return None
     labels = {name: name if len(name) <= 14 else f"{name[:13]}…" for name in tried}
@@ -310,7 +306,6 @@ def speed_chart(profile: Profile, size: float = 480) -> SpeedChart | None:
     """Predicted against measured speed-up; None where no plan has both."""
     both = [(row, row.choice.expected, row.measured) for row in plan_rows(profile)]
     found = [(row, hoped.speedup, got) for row, hoped, got in both if hoped is not None and got is not None]
-    found = [(row, predicted, got) for row, predicted, got in found if isfinite(predicted) and isfinite(got)]
     if not found:
         return None
     values = [1.0] + [value for _, predicted, got in found for value in (predicted, got)]

@@ -27,7 +27,7 @@ from selfspec.calibrate.resources import Resources, fit
 from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
 from selfspec.calibrate.timing import step_costs
 from selfspec.calibrate.training import Recipe, Trainer
-from selfspec.calibrate.work import Work
+from selfspec.calibrate.work import FOLDER, Work
 from selfspec.calibrate.writing import Template, Writer, write_answers
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
@@ -95,15 +95,14 @@ class Calibration:
         self.recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)
         self.template = Template.of(self.engine.tokenizer)
         self.identity = ModelIdentity.of(self.model)
-        self.out = settings.out or profiles_dir() / _name_of(self.identity)
+        self.out = settings.out or profiles_dir() / self.identity.name
         key: dict[str, Any] = {
-            name: str(value) for name, value in asdict(settings).items() if name not in ("resume", "out")
+            name: str(value) for name, value in asdict(settings).items() if name not in ("resume", "restart", "out")
         }
         key |= {"fingerprint": self.identity.fingerprint, "prompts": [d.training for d in self.domains]}
         key |= {"text": [sha256(path.read_bytes()).hexdigest() for path in settings.text]}
         self.known = None if settings.train else self._known_profile()
-        self.resumed = settings.resume and (self.out / "work" / "key.json").exists()
-        self.work = Work(self.out / "work", key, settings.resume)
+        self.work = Work(self.out / FOLDER, key, settings.resume, settings.restart)
         _check_disk(self.out)
         self.resources = self._resources()
         self.recipe = replace(self.recipe, rows=self.resources.training_rows)
@@ -131,7 +130,7 @@ class Calibration:
         )
         if settings.train:
             self.display.say(f"  {resources.describe()}")
-        if settings.resume and not self.resumed:
+        if settings.resume and not self.work.resumed:
             self.display.say(f"  there is nothing to go on with in {self.work.folder}: begins anew")
         if settings.tokens is None or settings.steps is None:
             minutes = "a minute" if settings.minutes == 1 else f"{settings.minutes:g} minutes"
@@ -389,11 +388,6 @@ def _training_note(trainer: Trainer) -> str:
     left_out = int(trainer.left_out.sum())
     note = f", {left_out} steps without a finite gradient left out" if left_out else ""
     return f"loss {sum(loss) / len(loss):.3f}, agreement by exit {agreement}{note}"
-
-
-def _name_of(identity: ModelIdentity) -> str:
-    mark = sum(identity.fingerprint[: len(identity.fingerprint) // 2 + 1])
-    return f"{identity.model_type}-{identity.num_layers}x{identity.hidden_size}-{abs(mark):.4g}"
 
 
 def _check_disk(out: Path) -> None:

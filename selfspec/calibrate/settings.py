@@ -22,7 +22,8 @@ class Settings:
     minutes: float = DEFAULT_MINUTES
     objective: str = "throughput"
     train: bool = True
-    resume: bool = False
+    resume: bool = False  # continue the stopped run in the folder
+    restart: bool = False  # drop it
     text: tuple[Path, ...] = ()
     tokens: int | None = None  # exact amounts instead of minutes
     steps: int | None = None
@@ -38,6 +39,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0, got {value}")
+        if self.resume and self.restart:
+            raise ValueError("--resume continues a stopped run and --restart drops it: pass one of them")
         if self.seed < 0:
             raise ValueError(f"seed must be 0 or above, got {self.seed}")
         for path in self.text:

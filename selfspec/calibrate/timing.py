@@ -1,21 +1,23 @@
-"""Step costs on this device, measured by running cycles of the real session."""
+"""Step costs on this device, measured by running real steps of a batch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from statistics import mean
 
 import torch
 
+from selfspec.batch import Batch
+from selfspec.drafters import Drafter
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import Policy, Rules
-from selfspec.sampling import Sampling
-from selfspec.sequence import Row
+from selfspec.metrics import Metrics
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
 
@@ -62,20 +64,37 @@ def step_costs(
 
 
 def _cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
-    sampling = Sampling()
-    policy = Policy(Rules(), sampling, mode="force" if len(plan) else False, plan=plan)
+    """Seconds of a step of `batch` sequences, timed between the steps of other requests."""
+    return _typical(engine.scheduler.call(partial(_time_steps, engine, exit, plan, batch)))
+
+
+def _time_steps(engine: Engine, exit: Exit | None, plan: Plan, size: int) -> list[float]:
+    policy = Policy(Rules(), SamplingParams(), mode="force" if len(plan) else False, plan=plan)
     context = min(_CONTEXT, engine.context // 2)
     prompt = [token % engine.model.config.vocab_size for token in range(3, 3 + context)]
     longest = min(engine.context, _LONGEST)
-    rows = [Row(prompt, seed=0, copy=copy, max_length=longest) for copy in range(batch)]
-    session = engine.open(rows, sampling, policy, exit)
-    times = []
-    with closing(session.run()) as cycles:
-        started = time.perf_counter()
-        for _ in islice(cycles, _WARM_UP + (_TIMED_ON_KERNELS if engine.has_kernels else _TIMED)):
-            times.append(time.perf_counter() - started)
+    sequences = [Sequence(prompt, seed=0, sample_index=index, max_length=longest) for index in range(size)]
+    request = Request(sequences, engine.model.device, policy=policy, drafter=None if exit is None else Drafter(exit))
+    batch, times = Batch(engine.new_backend(), exit, engine.drafters, Metrics()), []
+    try:
+        while not batch.backend.prefill(sequences[:1], exit):
+            pass
+        for sequence in sequences[1:]:
+            sequence.kv, sequence.previous_state = engine.cache.fork(sequences[0].kv), sequences[0].prompt_state
+        batch.join(sequences)
+        for _ in range(_WARM_UP + (_TIMED_ON_KERNELS if engine.has_kernels else _TIMED)):
+            if request.is_finished:
+                break
             started = time.perf_counter()
-    return _typical(times[_WARM_UP:] or times)
+            batch.step()
+            times.append(time.perf_counter() - started)
+    finally:
+        batch.drain()
+        batch.leave(list(batch.running))
+        for sequence in sequences:
+            engine.cache.close(sequence.kv)
+        batch.backend.close()
+    return times[_WARM_UP:] or times
 
 
 def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> float:

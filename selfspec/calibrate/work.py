@@ -1,10 +1,14 @@
-"""The work folder of a calibration: every finished piece of work on disk, so that a stopped run can go on."""
+"""The work folder of a calibration: every finished piece of work on disk, so that a stopped run can be continued.
+
+A marker file lists every file that selfspec wrote into the folder. A folder that holds anything else is refused, and
+only listed files are ever removed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +16,40 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+FOLDER = ".selfspec-calibration"  # within the profile's folder
+_MARKER = "made-by-selfspec.json"
+
 
 class Work:
     """Named pieces of work in a folder; a piece is there whole or not at all."""
 
-    def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
-        """Opens the folder of an earlier run with the same key to go on, or begins anew."""
+    def __init__(self, folder: Path, key: dict[str, Any], resume: bool = False, restart: bool = False) -> None:
+        """Opens a new folder, or one that selfspec made: to continue the run in it (`resume`; its key must be the same)
+        or to drop that run (`restart`). Raises ValueError for a folder with files that selfspec did not write, and
+        for a stopped run when neither was asked for."""
         self.folder = folder
-        if resume and folder.is_dir():
-            known = self.read_json("key")
-            if known is not None and known != json.loads(json.dumps(key)):
-                changed = sorted(name for name in key if known.get(name) != json.loads(json.dumps(key[name])))
-                raise ValueError(
-                    f"the stopped run in {folder} had other settings ({', '.join(changed)}): repeat them to resume, or "
-                    "leave out --resume to start anew"
-                )
-        elif folder.exists():
-            shutil.rmtree(folder)
+        key = json.loads(json.dumps(key))  # as it will be read
+        stopped = self._stopped_run()
+        if stopped["pieces"] and not resume and not restart:
+            raise ValueError(
+                f"a calibration was stopped in {folder}: pass --resume to continue it, or --restart to drop it"
+            )
+        if stopped["pieces"] and resume and stopped["key"] != key:
+            changed = sorted(name for name in key if stopped["key"].get(name) != key[name])
+            raise ValueError(
+                f"the stopped run in {folder} had other settings ({', '.join(changed)}): repeat them with --resume, or "
+                "pass --restart to drop it"
+            )
+        self.resumed = bool(stopped["pieces"]) and resume
+        self._made: dict[str, Any] = {"key": key, "pieces": stopped["pieces"]}
         try:
+            if not self.resumed:
+                self.remove()
+                self._made["pieces"] = []
             folder.mkdir(parents=True, exist_ok=True)
-            self.write_json("key", key)
+            self._write_marker()
         except OSError as error:
-            raise ValueError(f"cannot write to {folder.parent} ({error}); choose another folder with --out") from error
+            raise self._unwritable(error) from error
 
     def read_json(self, name: str) -> Any:
         try:
@@ -42,8 +58,8 @@ class Work:
             return None
 
     def write_json(self, name: str, value: Any) -> None:
-        path = self.folder / f"{name}.json"
-        part = path.with_suffix(".part")
+        path = self._listed(f"{name}.json")
+        part = _part_of(path)
         part.write_text(json.dumps(value), encoding="utf-8")
         os.replace(part, path)
 
@@ -55,10 +71,64 @@ class Work:
             return None  # as good as not there: it will be made again
 
     def write_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        path = self.folder / f"{name}.safetensors"
-        part = path.with_suffix(".part")
+        path = self._listed(f"{name}.safetensors")
+        part = _part_of(path)
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, part)
         os.replace(part, path)
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Removes the files that selfspec wrote, and the folder if nothing else is in it."""
+        for path in map(self.folder.joinpath, [*self._made["pieces"], _MARKER]):
+            path.unlink(missing_ok=True)
+            _part_of(path).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    def _stopped_run(self) -> dict[str, Any]:
+        """The marker of the run in the folder; one without pieces where there is no folder or an empty one."""
+        empty: dict[str, Any] = {"key": {}, "pieces": []}
+        try:
+            found = {path.name for path in self.folder.iterdir()}
+        except FileNotFoundError:
+            return empty
+        except OSError as error:
+            raise self._unwritable(error) from error
+        made = self._read_marker() or empty
+        own = {*made["pieces"], _MARKER}
+        foreign = sorted(found - own - {_part_of(Path(name)).name for name in own})
+        if foreign or (_MARKER in found and made is empty):
+            raise ValueError(
+                f"{self.folder} holds what selfspec did not write there ({', '.join((foreign or [_MARKER])[:3])}): "
+                "move that away, or choose another folder with --out"
+            )
+        return made
+
+    def _unwritable(self, error: OSError) -> ValueError:
+        return ValueError(f"cannot write to {self.folder.parent} ({error}); choose another folder with --out")
+
+    def _read_marker(self) -> dict[str, Any] | None:
+        """None for a marker that is missing or that selfspec did not write."""
+        made = self.read_json(Path(_MARKER).stem)
+        if not isinstance(made, dict) or not isinstance(made.get("key"), dict):
+            return None
+        pieces = made.get("pieces")
+        plain = isinstance(pieces, list) and all(isinstance(name, str) and Path(name).name == name for name in pieces)
+        return made if plain else None
+
+    def _listed(self, name: str) -> Path:
+        """The path of a piece, after listing it in the marker."""
+        if name not in self._made["pieces"]:
+            self._made["pieces"].append(name)
+            self._write_marker()
+        return self.folder / name
+
+    def _write_marker(self) -> None:
+        path = self.folder / _MARKER
+        part = _part_of(path)
+        part.write_text(json.dumps(self._made), encoding="utf-8")
+        os.replace(part, path)
+
+
+def _part_of(path: Path) -> Path:
+    """The file that is written before it takes the place of `path`."""
+    return path.with_name(f"{path.name}.part")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
 from selfspec.kernels.tree_attention_reference import tree_attention
 
 

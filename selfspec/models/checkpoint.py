@@ -1,7 +1,6 @@
-"""Reads what a model folder says about itself, and refuses what cannot be decoded, without loading a weight.
+"""Checks a model folder without loading a weight: config.json, the shard index, the headers of the safetensors files.
 
-Looks at config.json, the shard index and the headers of the safetensors files. Finding or making the folder, and
-copying tensors out of it, is left to `weights`.
+Raises ValueError for a folder that cannot be decoded. `loading` finds folders and copies tensors out of them.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ from selfspec.models.decoder import Part, model_parts
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_MAX_HEADER = 100_000_000  # what safetensors itself accepts
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
 _SHOWN = 3  # names listed in an error
+_READ_BY_TRANSFORMERS = ("config*.json", "tokenizer_config*.json")  # whose auto_map transformers may follow
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file: where it is and what its header says."""
+    """A tensor of a safetensors file, as the file's header describes it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -38,14 +39,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose config and safetensors files were found complete."""
+    """A folder whose config.json is supported and whose safetensors files are complete."""
 
     config: ModelConfig
-    tensors: dict[str, Stored]  # those the decoder needs, by Hugging Face name
+    tensors: dict[str, Stored]  # the ones that the decoder needs, by Hugging Face name
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype most of the weights are stored in."""
+        """The dtype of the largest number of weights."""
         sizes: dict[str, int] = {}
         for stored in self.tensors.values():
             sizes[stored.dtype] = sizes.get(stored.dtype, 0) + prod(stored.shape)
@@ -53,7 +54,7 @@ class Checkpoint:
 
 
 def check_folder(folder: Path) -> Checkpoint:
-    """Makes every check that can be made before loading; raises ValueError saying what is wrong and what to do."""
+    """Checks config and weights; raises ValueError that names what is wrong and what to do."""
     config = read_config(folder)
     stored: dict[str, Stored] = {}
     for file in _weight_files(folder):
@@ -72,31 +73,38 @@ def check_folder(folder: Path) -> Checkpoint:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's config.json, refused if it describes a model that selfspec does not decode."""
+    """Reads config.json; raises ValueError for a model that selfspec does not decode and for one that brings code."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(_no_config(folder))
-    raw = _read_json(path)
+    raw = read_json(path)
     kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise ValueError(f"{path} has no model_type; use a folder written by save_pretrained")
-    if raw.get("auto_map"):
-        raise ValueError(
-            f"{path} asks for code that comes with the checkpoint (auto_map); selfspec runs none. Use a checkpoint of "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)} that transformers loads without trust_remote_code."
-        )
+    check_no_code(folder)
     quantization = raw.get("quantization_config") or raw.get("compression_config")
-    # On the raw file first: transformers would meet an unknown type or quantizer with an error of its own.
-    check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
+    # Before transformers reads it: its errors about unknown types, quantizers and sizes do not say what to do.
     try:
+        check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return ModelConfig.from_hf(hf_config)
     except Exception as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
 
 
+def check_no_code(folder: Path) -> None:
+    """Raises ValueError if a config of the folder has an `auto_map`: it names Python code for transformers to run."""
+    for path in sorted(path for pattern in _READ_BY_TRANSFORMERS for path in folder.glob(pattern)):
+        if read_json(path).get("auto_map"):
+            raise ValueError(
+                f"{path} has the key auto_map: it asks to run Python code that comes with the checkpoint, and selfspec "
+                f"runs none. If weights and tokenizer.json are those of a plain {', '.join(SUPPORTED_MODEL_TYPES)} "
+                "model, delete that key in a copy of the folder and load the copy; otherwise use another checkpoint."
+            )
+
+
 def read_header(file: Path) -> dict[str, Stored]:
-    """Tensors of a safetensors file, its header checked against the file's size; no tensor data is read."""
+    """The tensors of a safetensors file; checks the header against the file's size and reads no tensor data."""
     again = "Download or save it again."
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -115,7 +123,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         tensors = {
             name: Stored(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items() if _fits(entry)
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: its header cannot be read. {again}") from error
     if size != end:
         fault = "truncated" if size < end else "damaged"
@@ -124,6 +132,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _fits(entry: dict[str, Any]) -> bool:
+    """True for a header entry whose offsets agree with its shape; raises ValueError otherwise."""
     start, stop = entry["data_offsets"]
     width = FLOAT_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FLOAT_DTYPES else None
     if not 0 <= start <= stop or (width is not None and stop - start != width * prod(entry["shape"])):
@@ -132,7 +141,7 @@ def _fits(entry: dict[str, Any]) -> bool:
 
 
 def check_parts(parts: list[Part], shapes: Mapping[str, tuple[int, ...]], failure: str) -> None:
-    """Compares what the decoder needs with what there is; names the first few that are missing or misshapen."""
+    """Raises ValueError, beginning with `failure`, that names the first tensors that are missing or misshapen."""
     missing = [part.name for part in parts if part.name not in shapes]
     if missing:
         raise ValueError(f"{failure}: missing {_some(missing)}. Use the complete checkpoint of a causal LM.")
@@ -145,28 +154,37 @@ def check_parts(parts: list[Part], shapes: Mapping[str, tuple[int, ...]], failur
         raise ValueError(f"{failure}: {_some(wrong)}. Use the config.json and weights of one and the same checkpoint.")
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
+def indexed_files(folder: Path) -> list[str] | None:
+    """The names of the weight files in the folder's index; None if it has no index."""
+    index = folder / INDEX
     if not index.is_file():
-        raise ValueError(_no_weights(folder))
-    weight_map = _read_json(index).get("weight_map")
+        return None
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map; download or save the checkpoint again")
     names = sorted({str(name) for name in weight_map.values()})
     foreign = [name for name in names if Path(name).name != name]
     if foreign:
         raise ValueError(f"{index} points outside its folder ({_some(foreign)}); download or save the checkpoint again")
+    return names
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    names = indexed_files(folder)
+    if names is None:
+        raise ValueError(_no_weights(folder))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"{folder} lacks {_some(missing)} of the {len(names)} files in {index.name}; download the missing files"
+            f"{folder} lacks {_some(missing)} of the {len(names)} files in {INDEX}; download the missing files"
         )
     return [folder / name for name in names]
 
 
 def _no_config(folder: Path) -> str:
+    """The error for a folder without config.json."""
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if (folder / "adapter_config.json").is_file():
         return _ADAPTER.format(folder)
@@ -176,6 +194,8 @@ def _no_config(folder: Path) -> str:
 
 
 def _no_weights(folder: Path) -> str:
+    """The error for a folder without safetensors."""
+
     def any_of(*patterns: str) -> list[str]:
         return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
 
@@ -189,7 +209,7 @@ def _no_weights(folder: Path) -> str:
             "save_pretrained(new_folder), which writes safetensors."
         )
     return (
-        f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json. "
+        f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX}. "
         "Download the checkpoint again, or use one that comes as safetensors."
     )
 
@@ -200,10 +220,11 @@ _ADAPTER = (
 )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises ValueError for a file that holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: for JSON nested too deep
         raise ValueError(f"{path} cannot be read as JSON ({error}); download or save the checkpoint again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; download or save the checkpoint again")

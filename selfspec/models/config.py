@@ -1,11 +1,12 @@
-"""What a model is: the few numbers and switches the decoder needs, read from a Hugging Face config.
+"""ModelConfig: the sizes and switches that the decoder needs, read from a transformers config.
 
-Knows config fields and rope parameters; it never touches weights, devices or the cache.
+Reads config fields and rope parameters; uses no weights, no device and no cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -15,10 +16,23 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
+# The largest size that is accepted, several times that of any published model: a damaged number must be refused before
+# a list of that length is built.
+_LARGEST = {
+    "num_hidden_layers": 2**10,
+    "head_dim": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**28,
+}
+
 
 @dataclass(frozen=True)
 class Rope:
-    """Inverse frequencies of a rotary embedding and the factor its cosines and sines are scaled by."""
+    """A rotary embedding: inverse frequencies (radians per token) and the factor on its cosines and sines."""
 
     inv_freq: tuple[float, ...]
     scaling: float
@@ -26,7 +40,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """The settings that may differ from layer to layer."""
 
     window: int | None  # a query at position t sees keys at positions > t - window; None: all
     rope: int  # index into ModelConfig.ropes
@@ -45,7 +59,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     activation: str
-    context: int  # longest sequence, prompt and new tokens together
+    context: int  # tokens of the longest sequence, prompt and new tokens together
     tied_head: bool
     layers: tuple[LayerConfig, ...]
     ropes: tuple[Rope, ...]
@@ -57,12 +71,17 @@ class ModelConfig:
     norm_offset: float = 0.0  # gemma stores its norm weights minus one
     sandwich_norms: bool = False  # gemma norms the output of attention and MLP as well as their input
     embedding_scale: float | None = None
-    logit_softcap: float | None = None
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap); None: left as they are
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly")
-
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number of at least 2")
+        _check_finite("rms_norm_eps", self.norm_eps)
+        _check_finite("the attention scale", self.attention_scale)
+        if self.logit_softcap is not None:
+            _check_finite("final_logit_softcapping", self.logit_softcap)
         if self.activation not in SUPPORTED_ACTIVATIONS:
             known = ", ".join(SUPPORTED_ACTIVATIONS)
             raise ValueError(f"activation {self.activation!r} is not supported; selfspec knows {known}")
@@ -73,7 +92,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> ModelConfig:
-        """Reads a transformers config; raises ValueError for what the decoder does not cover."""
+        """Reads a transformers config; raises ValueError for a model that the decoder does not support."""
         check_supported(hf)
         kind = hf.model_type
         gemma = kind == "gemma3_text"
@@ -102,12 +121,16 @@ class ModelConfig:
             norm_offset=1.0 if gemma else 0.0,
             sandwich_norms=gemma,
             embedding_scale=hf.hidden_size**0.5 if gemma else None,
-            logit_softcap=getattr(hf, "final_logit_softcapping", None),
+            # transformers' llama, mistral, qwen2 and qwen3 ignore the entry.
+            logit_softcap=hf.final_logit_softcapping if gemma else None,
         )
 
 
 def check_supported(hf: Any) -> None:
-    """Refuses, before any weight is read, a model that one of our five families does not describe."""
+    """Raises ValueError for a model type that is not supported, quantized weights, or a size that is not possible.
+
+    `hf` is a transformers config, or a namespace of the entries of config.json.
+    """
     if hf.model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
             f"model type {hf.model_type!r} is not supported; selfspec decodes {', '.join(SUPPORTED_MODEL_TYPES)}. "
@@ -123,9 +146,19 @@ def check_supported(hf: Any) -> None:
         )
     if getattr(hf, "use_bidirectional_attention", False):
         raise ValueError("this checkpoint attends in both directions and cannot generate; use a causal checkpoint")
+    for name, largest in _LARGEST.items():
+        size = getattr(hf, name, None)
+        if size is not None and (type(size) is not int or not 1 <= size <= largest):
+            raise ValueError(f"{name} is {str(size)[:40]}; it must be an integer from 1 to {largest}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 < value < inf:
+        raise ValueError(f"{name} is {value}; it must be a finite number above 0")
 
 
 def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...]]:
+    """One LayerConfig per layer, and the rotary embeddings that they refer to by index."""
     window = getattr(hf, "sliding_window", None)
     if hf.model_type == "llama":
         types = ["full_attention"] * hf.num_hidden_layers
@@ -133,6 +166,13 @@ def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...
         types = ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
     else:
         types = list(hf.layer_types)
+    longest = _LARGEST["max_position_embeddings"]
+    if "sliding_attention" in types and (type(window) is not int or not 1 <= window <= longest):
+        raise ValueError(f"sliding_window is {window}; it must be a number of tokens from 1 to {longest}")
+    if unknown := {*types} - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer type {unknown.pop()!r} is not supported; use full_attention or sliding_attention")
+    if len(types) != hf.num_hidden_layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {hf.num_hidden_layers} layers")
     per_type_rope = "full_attention" in hf.rope_parameters or "sliding_attention" in hf.rope_parameters
     rope_keys: list[str | None] = sorted(set(types)) if per_type_rope else [None]  # type: ignore[assignment]
     ropes = tuple(_rope(hf, key) for key in rope_keys)
@@ -147,6 +187,7 @@ def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...
 
 
 def _rope(hf: Any, layer_type: str | None) -> Rope:
+    """The rotary embedding of one type of layer; None: of all layers."""
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE_TYPES:
@@ -163,4 +204,6 @@ def _rope(hf: Any, layer_type: str | None) -> Rope:
         # "dynamic" equals its value at the original context, which ModelConfig.context never exceeds.
         where = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **where)
+    if not all(0 <= value < inf for value in (*inv_freq.tolist(), float(scaling))):
+        raise ValueError(f"the rotary embedding's parameters {parameters} do not give finite frequencies")
     return Rope(tuple(inv_freq.tolist()), float(scaling))

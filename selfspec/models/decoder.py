@@ -13,7 +13,8 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
 from selfspec.models.attention import attend
 from selfspec.models.config import LayerConfig, ModelConfig
 

@@ -1,7 +1,7 @@
-"""Brings a model's weights into a Decoder: from a folder, a GGUF file, a hub name, or a live Hugging Face model.
+"""Loads a model's weights into a Decoder: from a folder, a GGUF file, a hub name, or a live transformers model.
 
-Every weight exists once: a folder's tensors are copied piece by piece into the fused ones, and a live model's
-parameters become views of them. Checking folders is left to `checkpoint`, making them from GGUF to `convert`.
+Every weight exists once: tensors of a folder are copied in chunks into the decoder's fused tensors; parameters of a
+live model become views of them. `checkpoint` checks folders, `gguf.convert` makes folders from GGUF files.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import safe_open
 
-from selfspec.models.checkpoint import FLOAT_DTYPES, check_folder, check_parts, read_config
+from selfspec.models.checkpoint import (
+    FLOAT_DTYPES,
+    SINGLE_FILE,
+    check_folder,
+    check_parts,
+    indexed_files,
+    read_config,
+)
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo
 
-_CHUNK_BYTES = 64 * 2**20  # what a load holds beside the weights
+_CHUNK_BYTES = 64 * 2**20  # host memory that a load takes beside the weights
 _ALIGNMENT = 16  # bytes; kernels load vectors of this size
-_HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
+_HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # besides weights: configs, index, tokenizer, chat template
 
 
 def resolve(path_or_name: str | Path) -> Path:
-    """The checked folder of a model: a folder, a GGUF file (converted once), "demo", or a name on the hub."""
+    """Returns the checked folder of a model, given a folder, a GGUF file (converted once), "demo", or a hub name."""
     if not isinstance(path_or_name, str | Path) or not str(path_or_name).strip():
         raise ValueError(f"{path_or_name!r} names no model; give a model folder, a .gguf file, a hub name, or 'demo'")
     if path_or_name == "demo":
@@ -59,17 +66,22 @@ def _from_file(path: Path) -> Path:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether a string that names nothing here was meant as a path rather than as `owner/model`."""
+    """True for a string that reads as a path rather than as the hub name `owner/model`."""
     if re.match(r"[./~]|[A-Za-z]:", name) or "\\" in name or name.count("/") > 1:
         return True
     return name.lower().endswith((".gguf", ".safetensors", "/")) or ("/" in name and Path(name).parent.is_dir())
 
 
 def _from_hub(name: str) -> Path:
+    """Downloads a model: first everything but the weights, which is checked, then only the weight files it names.
+
+    Copies of the weights in other formats (consolidated.safetensors, original/*, *.pth) are not downloaded.
+    """
     try:
-        # The config first: an unsupported model must not cost a download of its weights.
-        read_config(Path(snapshot_download(name, allow_patterns=["config.json"])))
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        read_config(folder)
+        weight_files = indexed_files(folder) or [SINGLE_FILE]
+        return Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, *weight_files], ignore_patterns=["*/*"]))
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ValueError(
             f"{name!r} is neither a folder here nor a model on the hub; check the spelling, or give the path of a "
@@ -87,7 +99,7 @@ def _from_hub(name: str) -> Path:
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device to run on: "auto" is the GPU if there is one. Anything else must exist on this machine."""
+    """Returns the device to run on ("auto": the GPU if there is one); raises ValueError for one that does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -109,7 +121,7 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype to hold the weights in. "auto": float32 on CPU, float16 on mps, on CUDA a 16-bit type."""
+    """Returns the dtype to hold the weights in. "auto": float32 on CPU, float16 on mps, a 16-bit type on CUDA."""
     if dtype == "auto":
         if device.type == "cuda":
             return stored if stored.itemsize == 2 else torch.bfloat16
@@ -121,7 +133,7 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dty
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
-    """A folder's weights on a device: each fused tensor is allocated once and filled from the mapped files."""
+    """Loads a folder's weights onto a device: allocates each fused tensor once and fills it from the mapped files."""
     checkpoint = check_folder(folder)
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
@@ -131,7 +143,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
         "smaller model, or device='cpu'"
     )
     tensors = {}
-    # A caller's inference mode would make tensors that no exit can be trained on.
+    # Tensors made in a caller's inference mode could not be used to train exits.
     with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
         task = progress.add_task("Loading weights", total=total)
         opened: dict[Path, Any] = {}
@@ -149,7 +161,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
 
 
 def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, no_room: str) -> torch.Tensor:
-    """`no_room` is what to say where there is no memory for it."""
+    """Allocates a fused tensor; raises OutOfMemoryError with the message `no_room` if that fails."""
     try:
         return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
@@ -157,8 +169,8 @@ def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dty
 
 
 def _chunks(source: Any, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Pieces of a safetensors slice, in rows, none much larger than a chunk; with the rows each is for."""
-    row_bytes = 8 * _numel(part) // part.shape[0]  # of the widest dtype
+    """Yields a safetensors slice in groups of rows of at most _CHUNK_BYTES (or one row), and the rows of each."""
+    row_bytes = 8 * _numel(part) // part.shape[0]  # in float64, the widest dtype
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, part.shape[0], step):
         rows = slice(start, min(start + step, part.shape[0]))
@@ -184,8 +196,8 @@ def _progress() -> Progress:
 
 
 def adopt(hf_model: Any) -> Decoder:
-    """A Decoder on a live model's own storage. The model keeps working: where tensors are fused, its parameters
-    become views of the fused one, a group at a time, so no weight ever exists twice."""
+    """Builds a Decoder on a live model's own storage. The model stays usable: where tensors are fused, its parameters
+    become views of the fused tensor. One group is fused at a time, so at most one group exists twice, for a moment."""
     config = _live_config(hf_model)
     parameters = dict(hf_model.named_parameters(remove_duplicate=False))
     groups = model_parts(config)
@@ -203,14 +215,14 @@ def _live_config(hf_model: Any) -> ModelConfig:
         raise ValueError(f"from_model needs a transformers causal LM, not {type(hf_model).__name__}")
     quantization = getattr(hf_config, "quantization_config", None)
     if getattr(quantization, "quant_method", None) == "gguf":
-        # transformers marks every model it read from GGUF so, also where it expanded the weights; they are checked.
+        # transformers marks every model that it read from GGUF so, even with expanded weights; those are checked below.
         hf_config = copy.copy(hf_config)
         del hf_config.quantization_config
     config = ModelConfig.from_hf(hf_config)
     embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     if embedding is None or head is None:
         raise ValueError(f"{type(hf_model).__name__} has no LM head; load it with AutoModelForCausalLM")
-    # What the model does counts, not what its config says: a head may be untied, or tied, after loading.
+    # From the modules rather than the config: a head may be tied or untied after loading.
     return replace(config, tied_head=embedding.weight is head.weight)
 
 
@@ -241,7 +253,7 @@ def _check_parameters(parameters: dict[str, torch.nn.Parameter], groups: dict[st
 
 
 def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """One tensor of the decoder: the parameter itself, or the fused tensor the parameters are now views of."""
+    """Returns one tensor of the decoder: the parameter itself, or a fused tensor of which parameters become views."""
     shared = _as_one(parts, parameters)
     if shared is not None:
         return shared
@@ -259,7 +271,7 @@ def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) 
 
 
 def _as_one(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor | None:
-    """The parameters as a single tensor, if they already lie one behind the other in one storage."""
+    """Returns the parameters as a single tensor if they already lie one behind the other in one storage, else None."""
     first = parameters[0].data
     storage, expected = first.untyped_storage().data_ptr(), first.storage_offset()
     for parameter in parameters:
@@ -278,24 +290,25 @@ def _as_one(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> to
 
 
 def fingerprint(decoder: Decoder) -> list[float]:
-    """About 60 of the weights, at fixed places all over the model; compare with `same_fingerprint`."""
+    """Returns 60 weights from fixed places: 5 each of embedding, head, final norm, and 3 tensors of the first, middle
+    and last layer. `same_fingerprint` compares two."""
     layers = [decoder.layers[index] for index in (0, len(decoder.layers) // 2, -1)]
     tensors = [decoder.embedding, decoder.head, decoder.norm]
     tensors += [tensor for layer in layers for tensor in (layer.qkv, layer.gate_up, layer.down)]
     values: list[float] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        # Odd fractions, lest every place be the first of a row.
+        # Fractions with odd digits: round ones would pick the first element of a row every time.
         places = [int(fraction * flat.numel()) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
         values += flat[torch.tensor(places, device=flat.device)].cpu().double().tolist()
     return values
 
 
 def same_fingerprint(a: list[float], b: list[float]) -> bool:
-    """Whether two fingerprints are of the same weights, held in whatever dtype.
+    """True if two fingerprints are of the same weights, in the same or in different dtypes.
 
     Rounding to bfloat16 moves a value by at most 0.4%, to float16 by less (or by 3e-8, near zero), so 0.5% of each
-    value is allowed. Fine-tuning moves weights by some share of their spread, whatever their own size, and so moves
-    the small ones among 60 by far more than that; quantizing (a GGUF against its original) does too.
+    value is allowed. Fine-tuning and quantizing move weights by a share of their spread, which for the smallest of 60
+    weights is far more than 0.5%.
     """
     return len(a) == len(b) and all(isclose(x, y, rel_tol=5e-3, abs_tol=1e-7) for x, y in zip(a, b, strict=True))

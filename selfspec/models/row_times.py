@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Decoder
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 16)  # rows of the passes that are timed

@@ -1,6 +1,6 @@
-"""Where selfspec keeps what it makes, converted models and profiles, and where it finds what comes with it.
+"""The folders of converted models, of profiles, and of the files that come with selfspec.
 
-Only says where; whoever writes there creates the folder.
+Creates none of them: the code that writes there does.
 """
 
 from __future__ import annotations

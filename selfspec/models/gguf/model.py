@@ -1,35 +1,40 @@
-"""A GGUF file seen as a Hugging Face checkpoint: its config, its generation config and its tensors, expanded.
+"""GgufModel: the config, generation config and tensors of a GGUF file in Hugging Face's names and layouts.
 
-Metadata and quantized blocks are read by the gguf library; here is what llama.cpp's names and layouts mean. The
-tokenizer is left to `gguf_tokenizer`, files and caching to `convert`.
+The gguf library reads metadata and quantized blocks; this module translates llama.cpp's names and layouts, and raises
+ValueError for metadata that describes no model. `tokenizer` rebuilds the tokenizer, `convert` writes folders.
 """
 
 from __future__ import annotations
 
 import re
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
 from transformers import AutoConfig, PreTrainedConfig
 
-from selfspec.models.config import ModelConfig
+from selfspec.models.config import ModelConfig, check_supported
 from selfspec.models.decoder import Part
 
-# llama.cpp's architecture: the Hugging Face model type. Mistral's files, and SmolLM2's, say llama.
+# Hugging Face's model type by llama.cpp's architecture. Files of Mistral and SmolLM2 models say llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
-# Tokens that end a turn in the chat templates of the supported families, and those that end a text.
+# Tokens that end a turn in the chat templates of the supported families, and tokens that end a text.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 
-_CHUNK_VALUES = 16 * 2**20  # expanded at a time
+_CHUNK_VALUES = 16 * 2**20  # weights expanded at a time: 64 MB as float32
 
 
 class GgufModel:
-    """An opened GGUF file of a supported architecture; tensor data is mapped, not read."""
+    """An opened GGUF file of a supported architecture; tensor data is mapped, not read.
+
+    Raises ValueError, naming file and key, for metadata that is missing, of the wrong type or not possible.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,24 +43,82 @@ class GgufModel:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self.architecture = str(self.get("general.architecture"))
         self._check()
-        self.hf_config = self._hf_config()
-        self.config = ModelConfig.from_hf(self.hf_config)
+        settings = self._settings()
+        try:
+            kind = ARCHITECTURES[self.architecture]
+            check_supported(SimpleNamespace(model_type=kind, **settings))  # before transformers builds lists by size
+            self.hf_config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
+            self.config = ModelConfig.from_hf(self.hf_config)
+        except Exception as error:  # transformers raises errors of its own for values that it does not accept
+            raise ValueError(f"{self.path} describes no model that selfspec decodes: {error}") from error
         self._check_rope_factors()
         arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         self._names = get_tensor_name_map(arch, self.config.num_layers)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value; `{arch}` stands for the file's architecture."""
-        if "{arch}" in key:
-            key = key.format(arch=self.architecture)
+        """A metadata value, unchecked; `{arch}` stands for the file's architecture."""
+        key = self._key(key)
         if key not in self._fields:
             return default
         if key not in self._values:
-            self._values[key] = self._fields[key].contents()
+            try:
+                self._values[key] = self._fields[key].contents()
+            except Exception as error:  # text that is not UTF-8, types that the library does not know
+                raise self._bad(key, f"cannot be read ({error})") from error
         return self._values[key]
 
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or value < least:
+            raise self._bad(key, f"is {_shown(value)}; it must be an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0, as the short decimal that it was written from."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < inf:
+            raise self._bad(key, f"is {_shown(value)}; it must be a finite number above 0")
+        return _decimal(value)
+
+    def text(self, key: str, default: str = "") -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self._bad(key, f"is {_shown(value)}; it must be text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._bad(key, f"is {_shown(value)}; it must be true or false")
+        return value
+
+    def array(self, key: str, kind: type, length: int | None = None) -> list[Any]:
+        """A list of `kind`, of `length` entries if that is given."""
+        value = self.get(key)
+        if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
+            raise self._bad(key, f"is {_shown(value)}; it must be a list of {kind.__name__}")
+        if length is not None and len(value) != length:
+            raise self._bad(key, f"has {len(value)} entries instead of {length}")
+        return value
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a special token ("bos", "eos", ...); None if the file has none."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        if self.get(key) is None:
+            return None
+        index = self.integer(key, least=0)
+        if index >= len(self.tokens):
+            raise self._bad(key, f"is {index}, and there are {len(self.tokens)} tokens")
+        return index
+
+    def _key(self, key: str) -> str:
+        return key.replace("{arch}", self.architecture) if "{arch}" in key else key
+
+    def _bad(self, key: str, what: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged or not supported: {self._key(key)} {what}. Use another file.")
+
     def gguf_name(self, part: Part) -> str:
-        """llama.cpp's name of a Hugging Face tensor."""
+        """Returns llama.cpp's name of a Hugging Face tensor."""
         stem, suffix = part.name.rsplit(".", 1)
         return f"{self._names.get_name(stem)}.{suffix}"
 
@@ -64,9 +127,9 @@ class GgufModel:
         return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
 
     def expand(self, part: Part) -> torch.Tensor:
-        """A tensor in bfloat16 and in Hugging Face's layout."""
+        """Returns a tensor in bfloat16 and in Hugging Face's layout."""
         source = self.tensors[self.gguf_name(part)]
-        # llama.cpp stores gemma's norms as they are multiplied; undone before rounding, near one, costs no precision.
+        # llama.cpp adds one to gemma's norm weights; subtracting it before rounding loses no precision.
         offset = 1.0 if self.architecture == "gemma3" and part.name.endswith("norm.weight") else 0.0
         result = torch.empty(part.shape, dtype=torch.bfloat16)
         step = max(1, _CHUNK_VALUES * part.shape[0] // result.numel())
@@ -83,20 +146,19 @@ class GgufModel:
         return result if heads is None else _halves(result, heads)
 
     def generation_config(self) -> dict[str, Any]:
-        """What ends a text and pads a batch, as generation_config.json says it."""
-        tokens = self.get("tokenizer.ggml.tokens", [])
-        template = self.get("tokenizer.chat_template", "")
-        pad = self.get("tokenizer.ggml.padding_token_id")
-        ends = [self.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        # A chat model's file may name the end of text as its only end; its template shows how it ends a turn.
+        """Returns the begin, end and padding tokens, as entries of generation_config.json."""
+        tokens, template = self.tokens, self.text("tokenizer.chat_template")
+        pad = self.token_id("padding")
+        ends: list[int | None] = [self.token_id(kind) for kind in ("eos", "eot", "eom")]
+        # A chat model's file may name only the token that ends a text; the template shows the one that ends a turn.
         ends += [tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens]
         if pad is not None and tokens[pad] in _END_OF_TEXT:
             ends.append(pad)
         unique = list(dict.fromkeys(end for end in ends if end is not None))
         found = {
-            "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self.token_id("bos"),
             "eos_token_id": unique[0] if len(unique) == 1 else unique or None,
-            "pad_token_id": pad if pad is not None else (unique or [None])[0],
+            "pad_token_id": pad if pad is not None else next(iter(unique), None),
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -106,47 +168,47 @@ class GgufModel:
                 f"{self.path} holds a model of architecture {self.architecture!r}; selfspec converts "
                 f"{', '.join(ARCHITECTURES)} (llama covers Mistral and SmolLM2). Use a file of one of these."
             )
-        if self.get("split.count", 0) > 1:
+        self.tokens: list[str] = self.array("tokenizer.ggml.tokens", str)
+        if self.integer("split.count", 0, least=0) > 1:
             raise ValueError(
                 f"{self.path} is one part of a split model; merge the parts first (llama-gguf-split --merge)"
             )
-        if self.get("{arch}.expert_count", 0):
+        if self.integer("{arch}.expert_count", 0, least=0):
             raise ValueError(f"{self.path} holds a mixture of experts, which is not supported; use a dense model")
-        if self.get("tokenizer.ggml.model") not in ("gpt2", "llama") or not self.get("tokenizer.ggml.tokens"):
+        if self.get("tokenizer.ggml.model") not in ("gpt2", "llama") or not self.tokens:
             raise ValueError(
                 f"{self.path} holds no tokenizer of a kind selfspec rebuilds (gpt2, llama); use the model's own file"
             )
-        if "token_embd.weight" not in self.tensors:
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
             raise ValueError(
                 f"{self.path} holds no token embedding, so it is not a whole model; use the model's own file"
             )
-
-    def _hf_config(self) -> PreTrainedConfig:
-        kind, get = ARCHITECTURES[self.architecture], self.get
-        try:
-            hidden, heads, layers = (
-                int(get(f"{{arch}}.{key}")) for key in ("embedding_length", "attention.head_count", "block_count")
-            )
-            head_dim = get("{arch}.attention.key_length") or get("{arch}.rope.dimension_count") or hidden // heads
-            settings: dict[str, Any] = {
-                "hidden_size": hidden,
-                "num_attention_heads": heads,
-                "num_hidden_layers": layers,
-                "head_dim": head_dim,
-                "intermediate_size": int(get("{arch}.feed_forward_length")),
-                "num_key_value_heads": int(get("{arch}.attention.head_count_kv", heads)),
-                "rms_norm_eps": _decimal(get("{arch}.attention.layer_norm_rms_epsilon")),
-                "max_position_embeddings": int(get("{arch}.context_length")),
-            }
-        except TypeError as error:
-            raise ValueError(f"{self.path} lacks a number that describes the model, or gives one per layer") from error
-        if (
-            get("{arch}.rope.dimension_count", head_dim) != head_dim
-            or get("{arch}.attention.value_length", head_dim) != head_dim
-        ):
+        if len(self.tokens) > int(embedding.shape[1]):
             raise ValueError(
-                f"{self.path} rotates part of a head, or has values of another size; this is not supported"
+                f"{self.path} has {len(self.tokens)} tokens and an embedding for {embedding.shape[1]}; use another file"
             )
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns the entries of config.json."""
+        kind, integer = ARCHITECTURES[self.architecture], self.integer
+        hidden, heads = integer("{arch}.embedding_length"), integer("{arch}.attention.head_count")
+        head_dim = integer("{arch}.attention.key_length", integer("{arch}.rope.dimension_count", hidden // heads))
+        settings: dict[str, Any] = {
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_hidden_layers": integer("{arch}.block_count"),
+            "head_dim": head_dim,
+            "intermediate_size": integer("{arch}.feed_forward_length"),
+            "num_key_value_heads": integer("{arch}.attention.head_count_kv", heads),
+            "rms_norm_eps": self.number("{arch}.attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": integer("{arch}.context_length"),
+        }
+        for key in ("{arch}.rope.dimension_count", "{arch}.attention.value_length"):
+            if integer(key, head_dim) != head_dim:
+                raise self._bad(key, f"is not the size of a head, {head_dim}, which is not supported")
+        if settings["num_hidden_layers"] > len(self.tensors):  # before lists of that length are built
+            raise self._bad("{arch}.block_count", f"is more than the file's {len(self.tensors)} tensors")
         settings |= dict(
             vocab_size=int(self.tensors["token_embd.weight"].shape[1]),
             tie_word_embeddings="output.weight" not in self.tensors,
@@ -162,27 +224,28 @@ class GgufModel:
             }
         if kind == "gemma3_text":
             settings |= self._gemma_settings(settings)
-        return AutoConfig.for_model(kind, **settings)
+        return settings
 
     def _rope(self) -> dict[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": _decimal(self.get("{arch}.rope.freq_base", 10000.0))}
+        """Returns the rotary embedding's parameters, as an entry of config.json."""
+        rope = {"rope_type": "default", "rope_theta": self.number("{arch}.rope.freq_base", 10000.0)}
         factors = self.tensors.get("rope_freqs.weight")
-        scaling = self.get("{arch}.rope.scaling.type", "none")
-        factor = self.get("{arch}.rope.scaling.factor", 1.0)
+        scaling = self.text("{arch}.rope.scaling.type", "none")
+        factor = self.number("{arch}.rope.scaling.factor", 1.0) if scaling in ("linear", "yarn") else 1.0
+        original = "{arch}.rope.scaling.original_context_length"
         if factors is not None:
-            # Llama 3's scaling comes as the factors it results in; all published models differ in the largest alone.
+            # llama.cpp stores the factors that Llama 3's scaling gives; published models differ in the largest alone.
             rope |= {
                 "rope_type": "llama3",
                 "factor": float(np.max(factors.data)),
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
+                "original_max_position_embeddings": self.integer(original, 8192),
             }
-            rope["original_max_position_embeddings"] = self.get("{arch}.rope.scaling.original_context_length", 8192)
         elif scaling == "linear" and factor != 1.0:
-            rope |= {"rope_type": "linear", "factor": _decimal(factor)}
+            rope |= {"rope_type": "linear", "factor": factor}
         elif scaling == "yarn" and factor != 1.0:
-            rope |= {"rope_type": "yarn", "factor": _decimal(factor)}
-            rope["original_max_position_embeddings"] = self.get("{arch}.rope.scaling.original_context_length")
+            rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": self.integer(original)}
         elif scaling not in ("none", "linear", "yarn"):
             raise ValueError(
                 f"{self.path} scales its rotary embedding by {scaling!r}; selfspec converts linear and yarn"
@@ -193,54 +256,89 @@ class GgufModel:
         factors = self.tensors.get("rope_freqs.weight")
         if factors is None:
             return
-        (rope,) = self.config.ropes
-        theta, dim = self.hf_config.rope_parameters["rope_theta"], self.config.head_dim
-        expected = theta ** (-np.arange(0, dim, 2) / dim) / np.asarray(factors.data, dtype=np.float64)
-        if not np.allclose(rope.inv_freq, expected, rtol=1e-3):
+        dim, stored = self.config.head_dim, np.asarray(factors.data, dtype=np.float64)
+        theta = self.number("{arch}.rope.freq_base", 10000.0)
+        known = len(self.config.ropes) == 1 and stored.shape == (dim // 2,)
+        with np.errstate(all="ignore"):  # factors that are 0 or not finite compare as unequal
+            expected = theta ** (-np.arange(0, dim, 2) / dim) / stored if known else np.nan
+        if not known or not np.allclose(self.config.ropes[0].inv_freq, expected, rtol=1e-3):
             raise ValueError(f"{self.path} scales its rotary embedding in a way selfspec does not know (rope_freqs)")
 
     def _gemma_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Returns the entries of config.json that only gemma has."""
         layers, scale = settings["num_hidden_layers"], settings["head_dim"]
-        if layers == 62:  # 27B alone scales its queries by the width per head; no key says so
+        if layers == 62:  # only the 27B model scales its queries by hidden size per head, and no key says so
             scale = settings["hidden_size"] // settings["num_attention_heads"]
-        pattern = self.get("{arch}.attention.sliding_window_pattern", 6)
-        if isinstance(pattern, int):  # every so many layers a global one; otherwise a list says which are local
-            pattern = [(index + 1) % pattern != 0 for index in range(layers)]
-        local = {"rope_type": "default", "rope_theta": _decimal(self.get("{arch}.rope.freq_base_swa", 10000.0))}
-        return {
+        local = {"rope_type": "default", "rope_theta": self.number("{arch}.rope.freq_base_swa", 10000.0)}
+        key = "{arch}.attention.sliding_window_pattern"
+        settings = {
             "query_pre_attn_scalar": scale,
-            "sliding_window": self.get("{arch}.attention.sliding_window"),
-            "layer_types": ["sliding_attention" if local_layer else "full_attention" for local_layer in pattern],
+            "sliding_window": self.integer("{arch}.attention.sliding_window"),
             "rope_parameters": {"full_attention": settings["rope_parameters"], "sliding_attention": local},
         }
+        if isinstance(self.get(key), list):
+            local_layers = self.array(key, bool, length=layers)
+        else:  # every so many layers a global one
+            period = self.integer(key, 6)
+            local_layers = [(index + 1) % period != 0 for index in range(layers)]
+        types = ["sliding_attention" if is_local else "full_attention" for is_local in local_layers]
+        return settings | {"layer_types": types}
 
     def _interleaved_heads(self, part: Part) -> int | None:
-        """How many heads of the tensor's rows llama.cpp interleaved for its rotary embedding, if it did."""
+        """The number of heads whose rows llama.cpp interleaved for its rotary embedding; None if it did not."""
         match = re.search(r"\.([qk])_proj\.", part.name)
         if self.architecture != "llama" or match is None:
             return None
         return self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
 
 
+class _Reader(GGUFReader):
+    """Refuses lengths that exceed the file, and reads arrays of numbers at once rather than number by number: with a
+    damaged length the library would read empty entries past the file's end until memory is full."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> Any:
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError("it ends before what its header describes")
+        return super()._get(offset, dtype, count, *options, **named)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        entries, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        kind = GGUFValueType(entries[0])
+        if kind not in self.gguf_scalar_to_np:
+            self._get(orig_offs + 12, np.uint64, length[0])  # a text takes 8 bytes or more
+            return super()._get_field_parts(orig_offs, raw_type)
+        values = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], length[0])
+        return 12 + values.nbytes, [entries, length, values], [2], [GGUFValueType.ARRAY, kind]
+
+
 def _open(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Returns metadata fields by key, and tensors; raises ValueError for a file whose header cannot be read."""
     again = "Download it again."
     with path.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
         raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}. {again}")
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
     except Exception as error:  # numpy's errors about sizes, mostly: the library expects a whole file
         raise ValueError(f"{path} is truncated or damaged ({path.stat().st_size} bytes): {error}. {again}") from error
     return dict(reader.fields), reader.tensors
 
 
 def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """From llama.cpp's order of a head's rows, the two coordinates of a rotary pair side by side, to two halves."""
+    """Reorders each head's rows: llama.cpp puts the two rows of a rotary pair side by side, Hugging Face half a head
+    apart."""
     pairs = rows.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
 
 
 def _decimal(value: float) -> float:
-    """The short decimal a 32-bit number was written from: 1e-05 rather than 9.999999747378752e-06."""
+    """The short decimal that a 32-bit number was written from: 1e-05 rather than 9.999999747378752e-06."""
     return float(f"{value:.6g}")
+
+
+def _shown(value: Any) -> str:
+    """A metadata value as an error shows it."""
+    return "missing" if value is None else repr(value)[:40]

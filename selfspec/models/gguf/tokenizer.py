@@ -1,12 +1,13 @@
-"""Rebuilds the tokenizer that a GGUF file describes, so that its folder loads like any other.
+"""Rebuilds the tokenizer of a GGUF file as a transformers tokenizer.
 
-A file holds vocabulary, special tokens and chat template; how text is split before merging is told by a name only, and
-merges are left out where llama.cpp can do without. Which tokens end a text is left to `gguf_model`.
+A file holds vocabulary, special tokens and chat template. It names the rule by which text is split before merging, and
+has no merges where llama.cpp works from scores. `model` finds the tokens that end a text.
 """
 
 from __future__ import annotations
 
 import logging
+from math import isfinite
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.models.gguf.model import GgufModel
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's kinds of token; the last two are matched whole
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's kinds of token; the last two are never split or merged
 
 _SPACE = "\u2581"
 
@@ -38,19 +39,19 @@ _SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
     "smollm": None,
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary is taken unmerged
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary becomes one token
 
 
 def build_tokenizer(model: GgufModel) -> Any:
-    """The file's tokenizer with its special tokens and chat template; ValueError if it cannot be rebuilt."""
-    tokens, kind = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.model")
+    """Returns the file's tokenizer with its special tokens and chat template; raises ValueError if it cannot."""
+    tokens, kind = model.tokens, model.get("tokenizer.ggml.model")
     settings: dict[str, Any] = {
         "padding_side": "left",
         "model_max_length": model.config.context,
         "clean_up_tokenization_spaces": False,
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = model.get(f"tokenizer.ggml.{key}_token_id")
+        index = model.token_id(key)
         if index is not None:
             settings[f"{name}_token"] = tokens[index]
     settings.setdefault("pad_token", settings.get("eos_token"))
@@ -58,22 +59,29 @@ def build_tokenizer(model: GgufModel) -> Any:
         backend = _byte_level(model) if kind == "gpt2" else _sentence_piece(model)
         whole = [
             AddedToken(token, normalized=False, special=token_kind == _CONTROL)
-            for token, token_kind in zip(tokens, model.get("tokenizer.ggml.token_type", []), strict=False)
+            for token, token_kind in zip(tokens, _kinds(model), strict=True)
             if token_kind in (_CONTROL, _USER_DEFINED) and backend.token_to_id(token) is not None
         ]
         backend.add_tokens(whole)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    except Exception as error:  # a vocabulary that contradicts itself fails inside the libraries, in many ways
+    except Exception as error:  # the libraries raise errors of many kinds for a vocabulary that contradicts itself
         raise ValueError(f"the tokenizer of {model.path} ({kind!r}) cannot be rebuilt: {error}") from error
     _set_bos(tokenizer, model)
-    tokenizer.chat_template = model.get("tokenizer.chat_template")
+    tokenizer.chat_template = model.text("tokenizer.chat_template") or None
     return tokenizer
 
 
+def _kinds(model: GgufModel) -> list[int]:
+    """llama.cpp's kind of every token."""
+    key, count = "tokenizer.ggml.token_type", len(model.tokens)
+    return [_NORMAL] * count if model.get(key) is None else model.array(key, int, count)
+
+
 def _byte_level(model: GgufModel) -> Tokenizer:
-    merges = [tuple(merge.split(" ")) for merge in model.get("tokenizer.ggml.merges")]
-    pre = model.get("tokenizer.ggml.pre", "default")
-    vocabulary = {token: index for index, token in enumerate(model.get("tokenizer.ggml.tokens"))}
+    """GPT-2's kind of tokenizer, of most families: merges of bytes that are written as visible characters."""
+    merges = [tuple(merge.split(" ")) for merge in model.array("tokenizer.ggml.merges", str)]
+    pre = model.text("tokenizer.ggml.pre", "default")
+    vocabulary = {token: index for index, token in enumerate(model.tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
@@ -83,20 +91,23 @@ def _byte_level(model: GgufModel) -> Tokenizer:
 
 
 def _sentence_piece(model: GgufModel) -> Tokenizer:
-    """Mistral's and Gemma's kind: spaces are written as a visible character, unknown ones fall back to bytes."""
+    """Mistral's and Gemma's kind of tokenizer: writes spaces as a visible character, unknown characters as bytes."""
     gemma = model.architecture == "gemma3"
-    tokens, unknown = model.get("tokenizer.ggml.tokens"), model.get("tokenizer.ggml.unknown_token_id")
-    if gemma:  # llama.cpp writes its tokens of several spaces as such
+    tokens, unknown = model.tokens, model.token_id("unknown")
+    if gemma:  # llama.cpp writes gemma's tokens of several spaces with plain spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
-    # The score says which merge comes first, but for Gemma, whose scores are void, the place in the vocabulary does.
-    scores = [-index for index in range(len(tokens))] if gemma else model.get("tokenizer.ggml.scores")
-    kinds = model.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
-    normal = {t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    # Merges apply in the order of scores; Gemma's scores are all the same, and the order is that of the vocabulary.
+    by_place = [-float(index) for index in range(len(tokens))]
+    scores = by_place if gemma else model.array("tokenizer.ggml.scores", float, len(tokens))
+    if not all(map(isfinite, scores)):
+        raise ValueError("tokenizer.ggml.scores holds numbers that are not finite")
+    kinds = zip(tokens, scores, _kinds(model), strict=True)
+    normal = {token: score for token, score, kind in kinds if kind in (_NORMAL, _USER_DEFINED)}
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown_token = None if unknown is None else tokens[unknown]
     bpe = BPE(vocabulary, _merges(normal), fuse_unk=True, byte_fallback=True, unk_token=unknown_token)
     tokenizer = Tokenizer(bpe)
-    prefix = bool(model.get("tokenizer.ggml.add_space_prefix", not gemma))
+    prefix = model.flag("tokenizer.ggml.add_space_prefix", not gemma)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first" if prefix else "never", split=False)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
@@ -104,7 +115,7 @@ def _sentence_piece(model: GgufModel) -> Tokenizer:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, the best-scored token's first."""
+    """Returns every pair of tokens that joins to a third, sorted by the score of the third, highest first."""
     found = [
         (score, token[:cut], token[cut:])
         for token, score in scores.items()
@@ -116,6 +127,7 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _pre_tokenizer(pre: str) -> Any:
+    """Returns what splits text before merging, by the file's name for it."""
     if pre in _SPLITS:
         split = _SPLITS[pre]
         first = (
@@ -133,9 +145,9 @@ def _pre_tokenizer(pre: str) -> Any:
 
 
 def _set_bos(tokenizer: Any, model: GgufModel) -> None:
-    """Puts the begin token before every text if, and only if, the file says so."""
-    by_default = model.get("tokenizer.ggml.model") == "llama" or model.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
-    if tokenizer.bos_token is None or not model.get("tokenizer.ggml.add_bos_token", by_default):
+    """Makes the tokenizer put the begin token before every text if, and only if, the file says so."""
+    by_default = model.get("tokenizer.ggml.model") == "llama" or model.text("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    if not model.flag("tokenizer.ggml.add_bos_token", by_default) or tokenizer.bos_token is None:
         begin, special = "", []
     else:
         begin, special = f"{tokenizer.bos_token} ", [(tokenizer.bos_token, tokenizer.bos_token_id)]
