@@ -5,16 +5,16 @@ An engine keeps one `Drafters`; exits and ladders are made once and shared by it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import Ladder
 from selfspec.governor.costs import Costs, Guess, OfRows, StepCost, almost_free, doubled, guessed_cost, measured_cost
-from selfspec.governor.governor import Governor
 from selfspec.governor.rules import BATCHES, Policy
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import CycleCost, DomainChoice, Profile
@@ -25,13 +25,14 @@ from selfspec.speculation.plan import NONE, Plan
 Marker = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their marks, as in `routing`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drafter:
     """What one request drafts with."""
 
-    exit: Exit | None = None  # None: nothing will be drafted
-    governor: Governor | None = None  # None: the policy's own plans
-    far: Sequence[bool] = ()  # for each prompt, whether it is unlike anything that calibration saw
+    exit: Exit  # over the whole head
+    head_rows: HeadRows | None = None  # of its domain; None: all
+    candidates: Ladder | None = None  # the governor's plans; None: the policy's own plans
+    usual_agreement: tuple[float, float] | None = None  # of exit and model on familiar prompts, and its deviation
 
 
 class Drafters:
@@ -49,15 +50,17 @@ class Drafters:
         self._mark, self._kernels = mark, kernels
         self._of_rows = time_rows() if time_rows is not None and self._has_to_guess else None
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
-        self.head_rows: dict[str, HeadRows | None] = {}  # by domain
+        self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: of all
         self._costs: dict[Hashable, Costs] = {}  # by the kind of session
         self._ladders: dict[tuple[str, float, int, float], Ladder] = {}  # by domain, temperature and rules
-        self._in_use: WeakSet[Exit] = WeakSet()  # with a head of their own, each for one request
+        self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
 
     @property
     def nbytes(self) -> int:
-        copies = [rows.copy for rows in self.head_rows.values() if rows is not None and rows.copy is not None]
-        own = sum(exit.nbytes for exit in self.exits.values()) + sum(exit.head_nbytes for exit in self._in_use)
+        """Bytes; any thread may ask, so it reads copies of what the loop may be changing."""
+        copies = [rows.copy for rows in list(self.head_rows.values()) if rows is not None and rows.copy is not None]
+        trimmed = [exit for reference in self._in_use.valuerefs() if (exit := reference()) is not None]
+        own = sum(exit.nbytes for exit in list(self.exits.values())) + sum(exit.head_nbytes for exit in trimmed)
         return own + sum(copy.nbytes for copy in copies)
 
     def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
@@ -71,25 +74,76 @@ class Drafters:
         return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
 
     def drafter(
-        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None, costs: Costs
-    ) -> Drafter:
-        """For one request; tells its policy what the profile plans."""
+        self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
+    ) -> tuple[Drafter | None, Sequence[bool]]:
+        """For one request; also, for each prompt, whether it is unlike anything that calibration saw. Gives the policy
+        the profile's plans. None if nothing will be drafted."""
         if self.profile is None:
             assert layer is not None
-            return Drafter(self.exit(layer, "", prompts, policy.possible_plans))
+            return self._checked(Drafter(self.exit(layer)), policy.possible_plans), []
         routed = request.domain == "auto" and self.profile.routes
         marks = self.marks(prompts) if routed else None
         domain = request.domain if request.domain != "auto" else self.profile.route(marks)
-        choice, governor = self.profile.choice(domain), None
+        choice, candidates = self.profile.choice(domain), None
         if layer is None:
-            layer, governor = choice.exit_layer, self._governor(domain, choice, policy, costs)
-            if governor is None:
+            layer = choice.exit_layer
+            if self._is_governed(choice, policy):
+                candidates = self.ladder(domain, choice, policy)
+            else:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
-                    return Drafter()
+                    return None, []
         far = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
-        possible = policy.possible_plans if governor is None else governor.ladder.all_plans
-        return Drafter(self.exit(layer, domain, prompts, possible), governor, far)
+        possible = policy.possible_plans if candidates is None else candidates.all_plans
+        usual = choice.prompt_agreement
+        agreement = None if usual is None or candidates is None else (usual.mean, usual.deviation)
+        exit = self.exit(layer)
+        rows = self.head_rows_of(domain) if exit.block is not None else None
+        return self._checked(Drafter(exit, rows, candidates, agreement), possible), far
+
+    @staticmethod
+    def _checked(drafter: Drafter, plans: Sequence[Plan]) -> Drafter:
+        widest = max((rank for plan in plans for rank in plan.ranks), default=0)
+        offered = drafter.exit.vocabulary if drafter.head_rows is None else len(drafter.head_rows)
+        if widest >= offered:
+            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {offered} tokens")
+        return drafter
+
+    def exit(self, layer: int) -> Exit:
+        """The exit after so many layers, over the whole head."""
+        if layer not in self.exits:
+            self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
+        return self.exits[layer]
+
+    @property
+    def usual_exit(self) -> Exit | None:
+        """The exit that most domains of the profile use, once some request has drafted with it; None without one."""
+        if self.profile is None:
+            return None
+        layers = Counter(choice.exit_layer for choice in self.profile.domains.values())
+        return self.exits.get(layers.most_common(1)[0][0])
+
+    def head_rows_of(self, domain: str | None) -> HeadRows | None:
+        """The rows of the head that a domain drafts from; with None those of all domains together."""
+        assert self.profile is not None
+        if domain not in self.head_rows:
+            names = [domain] if domain is not None else list(self.profile.domains)
+            rows = [self.profile.head_rows(self.model, name) for name in names]
+            trimmed = [of_domain for of_domain in rows if of_domain is not None]
+            whole = len(trimmed) < len(rows)
+            ids = None if whole else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()
+            self.head_rows[domain] = None if ids is None else HeadRows(ids)
+        return self.head_rows[domain]
+
+    def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:
+        """The exit over the rows of the head that sequences of one batch draft from: those of their domain or, where
+        there are several domains, of all, and those of the prompts' own tokens, which texts like to repeat."""
+        rows = {id(drafter.head_rows): drafter.head_rows for drafter in drafters}
+        shared = next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
+        trimmed = exit if None in rows.values() else exit.offering(shared, prompts)
+        if trimmed.head_rows is not None:
+            self._in_use[id(trimmed)] = trimmed
+        return trimmed
 
     def marks(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """What the profile's router tells prompts apart by, [P, hidden]."""
@@ -110,20 +164,13 @@ class Drafters:
         return device is None or device.type == self.model.device.type
 
     def costs(self, kind: Hashable) -> Costs:
-        """What cycles of this kind of session cost; other kinds do other things in theirs."""
+        """What cycles of this kind of session cost; other kinds sample, process, call back or reject."""
         return self._costs.setdefault(kind, Costs(self._kernels, guessed_here=self._of_rows is not None))
 
-    def _governor(self, domain: str, choice: DomainChoice, policy: Policy, costs: Costs) -> Governor | None:
-        """Whoever forces a plan, or asks for one, gets it; so does a profile that knows nothing but plans."""
-        if policy.mode == "force" or policy.plan is not None or not self._knows_ranks(choice, policy):
-            return None
-        usual = choice.prompt_agreement
-        return Governor(
-            self.ladder(domain, choice, policy),
-            costs,
-            policy.rules,
-            None if usual is None else (usual.mean, usual.deviation),
-        )
+    def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
+        """Whether the governor chooses: the request has no plan of its own, and the profile knows how often drafts are
+        right."""
+        return policy.mode != "force" and policy.plan is None and self._knows_ranks(choice, policy)
 
     @staticmethod
     def _knows_ranks(choice: DomainChoice, policy: Policy) -> bool:
@@ -166,23 +213,6 @@ class Drafters:
         domains = self.profile.domains.values() if self.profile is not None else ()
         return any(choice.ranks and len(self._measured(choice)) < len(BATCHES) for choice in domains)
 
-    def exit(self, layer: int, domain: str, prompts: list[list[int]], plans: Sequence[Plan]) -> Exit:
-        """The exit to draft these prompts with, over the domain's part of the head; it must offer what `plans` ask."""
-        if layer not in self.exits:
-            self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
-        exit = self.exits[layer]
-        if self.profile is not None and exit.block is not None:
-            if domain not in self.head_rows:
-                rows = self.profile.head_rows(self.model, domain)
-                self.head_rows[domain] = None if rows is None else HeadRows(rows)
-            exit = exit.offering(self.head_rows[domain], prompts)
-        if exit.head_rows is not None:
-            self._in_use.add(exit)
-        widest = max((rank for plan in plans for rank in plan.ranks), default=0)
-        if widest >= exit.vocabulary:
-            raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {exit.vocabulary} tokens")
-        return exit
-
     def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
         """Which cycles requests of these domains may run, with which exits."""
         for name in domains if policy.reason(batch) is None else ():
@@ -190,9 +220,15 @@ class Drafters:
             choice = self.profile.choice(name)
             if self._knows_ranks(choice, policy):
                 plans = self.ladder(name, choice, policy).plans(batch)
-                yield NONE, self.exit(choice.exit_layer, name, [], [])
+                yield NONE, self.trimmed_exit(name)
             else:
                 policy.plans = self.plans(choice, policy)
                 plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
             for plan in plans:
-                yield plan, self.exit(choice.exit_layer, name, [], [plan])
+                yield plan, self.trimmed_exit(name)
+
+    def trimmed_exit(self, domain: str) -> Exit:
+        """The exit of a domain over its rows of the head."""
+        assert self.profile is not None
+        exit = self.exit(self.profile.choice(domain).exit_layer)
+        return exit.offering(self.head_rows_of(domain), []) if exit.block is not None else exit

@@ -74,10 +74,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def read_prompt(given: str) -> str:
+    """The prompt as given, or what standard input holds for '-'."""
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode()  # fails on the surrogates that stand for bytes Python could not read
+    except UnicodeError:
+        raise ValueError("the prompt is not UTF-8 text: convert it first, for example with iconv -t UTF-8") from None
+    return text
+
+
 def options(engine: Engine, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The prompt in the form the engine wants, and the generation arguments."""
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    args.prompt = text
+    text = args.prompt = read_prompt(args.prompt)
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
     sampling: dict[str, Any] = {"do_sample": False}
     if args.temperature:

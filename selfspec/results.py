@@ -1,4 +1,4 @@
-"""What a request gives back: statistics, outputs, completions and streams, made from a session's rows."""
+"""What a request gives back: statistics, outputs, completions and streams, made from a request's sequences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from selfspec.backends.torch_backend import Session
 from selfspec.governor.governor import Change
-from selfspec.sequence import Row
+from selfspec.scheduler import Scheduler
+from selfspec.sequence import Request, Sequence
 from selfspec.text import Detokenizer
 
 
@@ -58,12 +58,12 @@ class Completion:
 class Stream(Iterator[str]):
     """Text pieces of one completion in progress. `completion` tells the rest once the pieces have run out."""
 
-    def __init__(self, session: Session, tokenizer: Any) -> None:
-        self._session = session
+    def __init__(self, request: Request, scheduler: Scheduler, tokenizer: Any) -> None:
+        self._request, self._sequence, self._scheduler = request, request.sequences[0], scheduler
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
-        self._cycles = _cycles(session)
-        self._made = 0  # new tokens of the cycles so far
+        self._detokenizer = Detokenizer(tokenizer, self._sequence.prompt)
+        self._progress = _progress(request, scheduler)
+        self._made = 0  # new tokens so far
         self._shown = 0  # those that are in the pieces so far
 
     def __next__(self) -> str:
@@ -78,10 +78,8 @@ class Stream(Iterator[str]):
 
         A character spread over several tokens comes with the last of them.
         """
-        row = self._session.rows[0]
         while self._has_more():
-            self._session.tell()
-            origin = row.origins[self._shown]
+            origin = self._sequence.origins[self._shown]
             piece = self._show(1)
             if piece:
                 yield piece, origin
@@ -94,64 +92,65 @@ class Stream(Iterator[str]):
 
     def close(self) -> None:
         """Stops generating and frees the cache; harmless when already finished."""
-        self._cycles.close()
+        self._progress.close()
+        if self._request.is_cancelled:
+            self._scheduler.cancel(self._request)
 
     @property
     def completion(self) -> Completion | None:
         """The finished completion; None while there are pieces to come, and after an early close."""
-        row = self._session.rows[0]
-        if row.finish_reason is None or self._waiting:
-            return None
-        return completion_of(row, self._session, self._tokenizer)
+        is_complete = self._sequence.finish_reason in ("stop", "length")
+        return completion_of(self._sequence, self._tokenizer) if is_complete and not self._waiting else None
 
     @property
     def _waiting(self) -> int:
         return self._made - self._shown
 
     def _has_more(self) -> bool:
-        """Whether there is a token to show, once another cycle has run if need be."""
+        """Whether there is a token to show, once another step has run if need be."""
         if not self._waiting:
-            self._made = next(self._cycles, self._made)
+            self._made = next(self._progress, self._made)
         return self._waiting > 0
 
     def _show(self, count: int) -> str:
         """What the next `count` tokens add to the text."""
-        row = self._session.rows[0]
-        start = len(row.prompt) + self._shown
+        sequence = self._sequence
+        start = len(sequence.prompt) + self._shown
         self._shown += count
-        last = row.finish_reason is not None and not self._waiting
-        return self._detokenizer.add(row.tokens[start : start + count], last)
+        last = self._request.progress.is_over and self._shown == sequence.new_tokens
+        return self._detokenizer.add(sequence.tokens[start : start + count], last)
 
 
-def _cycles(session: Session) -> Generator[int, None, None]:
-    """Runs the session, telling after each cycle how many new tokens there are.
+def _progress(request: Request, scheduler: Scheduler) -> Generator[int, None, None]:
+    """Submits the request when the first piece is wanted; yields how many new tokens there are.
 
     Not a method: a stream that is dropped must not be kept alive, cache and all, by its own generator.
     """
-    with closing(session.run()) as cycles:  # closing this generator alone leaves the inner one open on Python 3.12
-        for _ in cycles:
-            yield session.rows[0].new_tokens
+    scheduler.submit(request)
+    with closing(scheduler.follow(request)) as progress:  # closing this generator alone leaves the inner one open
+        yield from progress
 
 
-def completion_of(row: Row, session: Session, tokenizer: Any) -> Completion:
-    tokens = row.tokens[len(row.prompt) :]
-    assert row.finish_reason is not None
-    text = Detokenizer(tokenizer).add(tokens, last=True)
-    return Completion(text, tokens, row.finish_reason, stats_of(row, session), list(row.origins))
+def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
+    tokens = sequence.tokens[len(sequence.prompt) :]
+    assert sequence.finish_reason is not None
+    text = Detokenizer(tokenizer, sequence.prompt).add(tokens, last=True)
+    return Completion(text, tokens, sequence.finish_reason, stats_of(sequence), list(sequence.origins))
 
 
-def stats_of(row: Row, session: Session) -> Stats:
+def stats_of(row: Sequence) -> Stats:
     reached = row.accepted + row.rejections
     assert row.finish_reason is not None
+    exit = row.request.drafter.exit if row.request.drafter is not None else None
     return Stats(
         new_tokens=row.new_tokens,
-        cycles=row.cycles,
+        cycles=row.steps,
         drafted=row.drafted,
         accepted=row.accepted,
         accept_rate=row.accepted / reached if reached else 0.0,
-        tokens_per_cycle=row.new_tokens / row.cycles,
+        tokens_per_cycle=row.new_tokens / row.steps,
         plan=str(row.plans.most_common(1)[0][0]),
-        exit_layer=session.exit.layer if session.exit is not None else None,
+        exit_layer=None if exit is None else exit.layer,
         disabled_reason=row.disabled_reason,
         finish_reason=row.finish_reason,
         elapsed_s=row.elapsed_s,

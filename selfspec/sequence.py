@@ -1,78 +1,147 @@
-"""A row: one sequence being generated, what it has come to, and a record of how.
+"""A sequence: one text in progress, its sampling parameters, its share of the cache, and a record of its steps.
 
-A cycle adds a line to the record and does nothing else, for the device may be waiting; what is told of the row is made
-from it when somebody asks. Who makes its tokens is `runtime`'s business.
+A step appends one line to the record and nothing else, since the device may be waiting; statistics are made from it
+when they are read. Also a request: the sequences of one call and the callables it brought. Knows no scheduler and no
+backend.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selfspec.cache.kv_cache import Sequence
+from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.governor.governor import MEASURING, Change, Watch
+from selfspec.processors import Processor, run_processors
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import Waiting
 from selfspec.speculation.plan import Plan
 
+if TYPE_CHECKING:
+    from selfspec.drafters import Drafter
+    from selfspec.governor.rules import Policy
 
-@dataclass(frozen=True, eq=False)  # told apart by identity, which makes counting fast
-class Turn:
-    """How a cycle was decided: the same for all rows in it, and mostly for the next one."""
+Criterion = Callable[[torch.Tensor, Any], Any]  # (prefix [1, t], scores) -> whether the text ends here
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, which makes counting fast
+class StepRecord:
+    """How a step was decided: the same for all sequences in it, and mostly for the next one."""
 
     plan: Plan
-    chosen: Plan  # what the plan was cut from
+    chosen: Plan  # the plan before it was truncated to the tokens that are left
     reason: str | None  # why nothing is drafted
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, plan: Plan, chosen: Plan, reason: str | None) -> Turn:
+    def of(cls, plan: Plan, chosen: Plan, reason: str | None) -> StepRecord:
         return cls(plan, chosen, reason)
 
 
 @dataclass(eq=False)
-class Row:
-    """One sequence being generated."""
+class Sequence:
+    """One text in progress."""
 
     prompt: list[int]
     seed: int
-    copy: int  # index among the returned sequences of one prompt
+    sample_index: int  # among the returned sequences of one prompt
     max_length: int  # prompt and new tokens together
-    tokens: list[int] = field(default_factory=list)  # prompt and new tokens; the last one is pending
-    sequence: Sequence = field(default_factory=Sequence)
-    known: torch.Tensor | None = None  # [2 * hidden] what was known just before the pending token, to be recalled
-    finish_reason: str | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request: Request = field(default_factory=lambda: Request([]), repr=False)
+    parent: Sequence | None = None  # whose prompt this one continues with another sample
+    tokens: list[int] = field(default_factory=list)  # prompt and new tokens; KV of the last one is not written yet
+    kv: KVPages = field(default_factory=KVPages)
+    swapped: SwappedPages | None = None  # its pages, while they are in host memory
+    is_prefilled: bool = False  # all of the prompt but its last token is in the cache
+    prompt_kv: KVPages | None = None  # the prompt's pages, for samples of it that have not been admitted yet
+    prompt_state: torch.Tensor | None = None  # `previous_state` at the prompt's end
+    previous_state: torch.Tensor | None = None  # [2 * hidden], which the exit reads beside the last token's own state
+    drafts: bool = True  # the rules allow to draft for it in the next step
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0
-    turns: list[Turn] = field(default_factory=list)  # the record: of every cycle, how it was decided
-    lasts: list[int] = field(default_factory=list)  # and the last node accepted
-    cut: int | None = None  # the cycle, if any, in which the text ended with a token that was drafted too
-    watch: Watch = field(default_factory=Watch)  # what the governor knows of this text
-    waiting: Waiting = field(default_factory=Waiting)  # for the exit's cache
-    # What was made from the first cycles of the record.
-    _counts: Counter[tuple[Turn, int]] = field(default_factory=Counter, init=False)
+    watch: Watch = field(default_factory=Watch)  # the governor's statistics of this text
+    waiting: Waiting = field(default_factory=Waiting)  # states of tokens that the exit's cache lacks
+    records: list[StepRecord] = field(default_factory=list)  # one for each step
+    lasts: list[int] = field(default_factory=list)  # the last node that each step accepted
+    cut: int | None = None  # index of the step whose last token a node also carried; None otherwise
+    # Made from the first steps of the record.
+    _counts: Counter[tuple[StepRecord, int]] = field(default_factory=Counter, init=False)
     _origins: list[str] = field(default_factory=list, init=False)
-    _marked: int = field(default=0, init=False)  # cycles that the origins are of
+    _marked: int = field(default=0, init=False)  # steps that the origins are of
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        return frozenset(self.params.stop_token_ids)
 
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def tokens_left(self) -> int:
+        return self.max_length - len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token: int, drafted: bool) -> None:
+        """Adds the target's token at the next position and finds out whether the text ends with it; `drafted` if a
+        node carried it. Token -1 says that the logits were not finite: the request fails. A request whose processor
+        has failed gets no more tokens."""
+        if self.request.error is not None:
+            return
+        if token < 0:
+            self.request.fail(
+                ValueError(
+                    f"the model's logits for token {len(self.tokens)} of the text are not finite: its weights, the "
+                    "temperature or a logits processor overflow, or every token is banned"
+                )
+            )
+            return
+        self.tokens.append(token)
+        if (self.request.criteria and self._meets_a_criterion()) or token in self.stop_tokens:
+            self.finish_reason = self.finish_reason or "stop"
+        elif len(self.tokens) >= self.max_length:
+            self.finish_reason = "length"
+        if drafted and self.finish_reason is not None:
+            self.cut = self.steps
+
+    def _meets_a_criterion(self) -> bool:
+        with self.request.callback():
+            prefix = torch.tensor([self.tokens], device=self.request.device)
+            met = [bool(torch.as_tensor(of(prefix, None)).any()) for of in self.request.criteria]
+            return any(met)  # after the list is made: every criterion sees every token
+        return True  # one of them raised
+
+    def process(self, values: torch.Tensor) -> torch.Tensor:
+        """Logits [1, V] through the request's processors, float32 again whatever they return."""
+        with self.request.callback():
+            prefix = torch.tensor([self.tokens], device=values.device)
+            values = run_processors(self.request.processors, prefix, values)
+        return values
+
+    @property
     def ood(self) -> bool:
         return self.watch.ood
 
     @property
-    def cycles(self) -> int:
+    def steps(self) -> int:
         return len(self.lasts)
 
     def usual_tokens(self, plan: Plan) -> float:
-        """That a cycle of this plan will likely bring: what cycles of this text did so far."""
-        return min(self.new_tokens / self.cycles, plan.depth + 1) if self.cycles else plan.depth + 1
+        """Tokens that a step of this plan is expected to bring: the mean of this text's steps so far."""
+        return min(self.new_tokens / self.steps, plan.depth + 1) if self.steps else plan.depth + 1
 
     @property
     def drafted(self) -> int:
@@ -84,32 +153,32 @@ class Row:
 
     @property
     def rejections(self) -> int:
-        """Cycles that ended because no child carried the target's token."""
+        """Steps that ended because no child carried the target's token."""
         return sum(self.reached_by_depth) - self.accepted
 
     @property
     def plans(self) -> Counter[Plan]:
-        """How many cycles each had, the first to be used first."""
+        """How many steps each plan had, in the order of first use."""
         plans: Counter[Plan] = Counter()
-        for (turn, _), times in self._counted().items():
-            plans[turn.plan] += times
+        for (record, _), times in self._counted().items():
+            plans[record.plan] += times
         return plans
 
     @property
     def disabled_reason(self) -> str | None:
-        """The first that held."""
-        reasons = (turn.reason for turn, _ in self._counted())
+        """The first reason why a step drafted nothing."""
+        reasons = (record.reason for record, _ in self._counted())
         return next((reason for reason in reasons if reason not in (None, MEASURING)), None)
 
     @property
     def outcomes(self) -> Counter[tuple[int, int]]:
-        """Cycles by depths accepted and asked for."""
+        """Steps by depths accepted and asked for."""
         outcomes: Counter[tuple[int, int]] = Counter()
-        for (turn, last), times in self._counted().items():
-            accepted = turn.plan.depths[last]
-            outcomes[accepted, accepted + bool(turn.plan.children[last])] += times
-        if self._is_cut:  # a child of the last one's was right
-            accepted = self.turns[-1].plan.depths[self.lasts[-1]]
+        for (record, last), times in self._counted().items():
+            accepted = record.plan.depths[last]
+            outcomes[accepted, accepted + bool(record.plan.children[last])] += times
+        if self._is_cut:  # a child of the last node was right
+            accepted = self.records[-1].plan.depths[self.lasts[-1]]
             outcomes -= Counter({(accepted, accepted + 1): 1})
             outcomes[accepted + 1, accepted + 1] += 1
         return outcomes
@@ -125,40 +194,144 @@ class Row:
 
     @property
     def origins(self) -> list[str]:
-        """Of every new token: "drafted", "decoded" after that, or "plain". Kept, for streams ask after every cycle."""
-        for turn, last in zip(self.turns[self._marked :], self.lasts[self._marked :], strict=True):
-            self._origins += ["drafted"] * turn.plan.depths[last] + ["decoded" if len(turn.plan) else "plain"]
-        self._marked = self.cycles
+        """Of every new token: "drafted", "decoded" after that, or "plain". Kept, since streams read it every step."""
+        steps = self.steps  # the loop may be adding a step meanwhile: its record comes before its last node
+        new = slice(self._marked, steps)
+        for record, last in zip(self.records[new], self.lasts[new], strict=True):
+            self._origins += ["drafted"] * record.plan.depths[last] + ["decoded" if len(record.plan) else "plain"]
+        self._marked = steps
         if self._is_cut:
             self._origins[-1] = "drafted"
         return self._origins
 
     @property
     def changes(self) -> list[Change]:
-        """Of plan, the first one included; and to its own reason from being plain to measure."""
+        """Of plan, the first one included; and from a plain step that only measures to a reason."""
         changes: list[Change] = []
         before, tokens = None, 0
-        for cycle, (turn, last) in enumerate(zip(self.turns, self.lasts, strict=True)):
-            if turn is not before:
-                measured = bool(changes) and changes[-1].reason == MEASURING != turn.reason
-                if not changes or measured or changes[-1].plan != str(turn.chosen):
-                    changes.append(Change(cycle, tokens, str(turn.chosen), turn.reason))
-            before, tokens = turn, tokens + turn.plan.depths[last] + 1
+        for step, (record, last) in enumerate(zip(self.records, self.lasts, strict=True)):
+            if record is not before:
+                measured = bool(changes) and changes[-1].reason == MEASURING != record.reason
+                if not changes or measured or changes[-1].plan != str(record.chosen):
+                    changes.append(Change(step, tokens, str(record.chosen), record.reason))
+            before, tokens = record, tokens + record.plan.depths[last] + 1
         return changes
 
     @property
     def _is_cut(self) -> bool:
-        return self.cut is not None and self.cut < self.cycles  # and not in one that failed, which nobody tells of
+        return self.cut is not None and self.cut < self.steps  # and not in a step that failed
 
-    def _counted(self) -> Counter[tuple[Turn, int]]:
-        """Lines of the record, each in how many cycles."""
+    def _counted(self) -> Counter[tuple[StepRecord, int]]:
+        """Lines of the record, each with its number of steps."""
         start = self._counts.total()
-        if start < self.cycles:
-            self._counts.update(zip(self.turns[start:], self.lasts[start:], strict=True))
+        if start < self.steps:
+            self._counts.update(zip(self.records[start:], self.lasts[start:], strict=True))
         return self._counts
 
     def _by_depth(self, which: int) -> list[int]:
-        """Cycles that accepted (0) or asked for (1) a node of each depth."""
+        """Steps that accepted (0) or asked for (1) a node of each depth."""
         outcomes = self.outcomes
         deepest = max((asked for _, asked in outcomes), default=0)
         return [sum(times for of, times in outcomes.items() if of[which] > depth) for depth in range(deepest)]
+
+
+@dataclass(eq=False)
+class Request:
+    """What one call asked for: its sequences, its callables, and what they draft with."""
+
+    sequences: list[Sequence]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    processors: tuple[Processor, ...] = ()
+    criteria: tuple[Criterion, ...] = ()
+    policy: Policy | None = None  # None: plain decoding
+    drafter: Drafter | None = None  # None: nothing will be drafted
+    find_drafter: Callable[[], Drafter | None] = lambda: None  # called by the loop before the request is admitted
+    is_prepared: bool = False  # domain and exit were found
+    rejection: bool = False  # the classical acceptance rule
+    callback_s: float = 0.0  # seconds in processors and criteria, which are not the steps'
+    error: BaseException | None = None
+    is_cancelled: bool = False
+    progress: Progress = field(default_factory=lambda: Progress())
+
+    def __post_init__(self) -> None:
+        for sequence in self.sequences:
+            sequence.request = self
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def prepare(self) -> None:
+        """Finds domain and exit, once; runs passes over the prompts, so only the loop may call it."""
+        if not self.is_prepared:
+            self.drafter, self.is_prepared = self.find_drafter(), True
+
+    def finish(self, reason: str) -> None:
+        for sequence in self.sequences:
+            sequence.finish_reason = sequence.finish_reason or reason
+
+    def fail(self, error: BaseException) -> None:
+        """The call that made the request raises this error."""
+        self.error = self.error or error
+        for sequence in self.sequences:
+            sequence.finish_reason = "error"
+
+    def callback(self) -> _Callback:
+        return _Callback(self)
+
+
+class _Callback:
+    """A block that runs the user's callables: its time is not the step's, and its errors fail the request alone."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self._request.callback_s += time.perf_counter() - self._started
+        if error is not None:
+            self._request.fail(error)
+        return True
+
+
+class Progress:
+    """How far a request is, for the threads that wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._listens = False  # some thread wants to know of every step
+        self.new_tokens = 0  # of the request's first sequence
+        self.is_over = False
+
+    def tell(self, new_tokens: int) -> None:
+        """A step was accounted for."""
+        if self._listens:
+            with self._changed:
+                self.new_tokens = new_tokens
+                self._changed.notify_all()
+
+    def end(self, new_tokens: int) -> None:
+        """The request has ended, and its pages are free."""
+        with self._changed:
+            self.new_tokens, self.is_over = new_tokens, True
+            self._changed.notify_all()
+
+    def follow(self, every_step: bool) -> Iterator[int]:
+        """Yields the number of new tokens whenever it has grown, or ends when the request has."""
+        seen, self._listens = 0, every_step
+        while True:
+            with self._changed:
+                while not self.is_over and not (every_step and self.new_tokens > seen):
+                    self._changed.wait()
+                count, is_over = self.new_tokens, self.is_over
+            if every_step and count > seen:
+                seen = count
+                yield count
+            elif is_over:
+                return
+
+    def wait_until_over(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_over)

@@ -16,9 +16,9 @@ import numpy as np
 
 from selfspec.governor.acceptance import EXPONENTS, STRANGE, Acceptance
 from selfspec.governor.costs import Guess
-from selfspec.speculation.plan import MAX_NODES, NONE, Plan
+from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
-DEEPEST, _WIDEST = 5, 24  # of the plans that are thought of
+_WIDEST = 24  # ranks of the plans that are considered
 _SAFELY = 0.95  # of the longest cycle: how long plans are that will hardly turn out to be too long
 
 Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
@@ -81,7 +81,7 @@ class Ladder:
         the order of their chances."""
         best: Sequence[Node] = ()
         speed = 1.0
-        for depth in range(1, DEEPEST + 1):
+        for depth in range(1, DEEPEST_PLAN + 1):
             nodes, expected = self._likeliest(kind, depth, 1 if chains else self.widest), 1.0
             for count, (chance, _) in enumerate(nodes, start=1):
                 expected += chance

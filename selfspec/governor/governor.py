@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from selfspec.governor.acceptance import FAMILIAR, STRANGE, UNFAMILIAR, Belief, Chances
-from selfspec.governor.candidates import DEEPEST, Ladder
+from selfspec.governor.candidates import Ladder
 from selfspec.governor.costs import Costs, Setting
 from selfspec.governor.rules import Rules
-from selfspec.speculation.plan import NONE, Plan
+from selfspec.speculation.plan import DEEPEST_PLAN, NONE, Plan
 
 # Why the first cycles of a kind, and some later ones, are plain: to compare with. Also while a prompt is judged.
 MEASURING = "measuring"
@@ -269,7 +269,7 @@ class Governor:
         other requests. Whether a plan may be chosen depends on that in use only where it is a little too long."""
         limit, trees = self.rules.cycle_limit, batch <= self.rules.max_tree_batch
         kept = in_use if limit < self.ratio(in_use, at) <= (1 + _NOISE) * limit else None
-        most = min(most, DEEPEST + 1)
+        most = min(most, DEEPEST_PLAN + 1)
         key = self.ladder, limit, at, trees, kept, most
         return self.costs.once(at, key, lambda: self._prospects(at, batch, kept, most))
 

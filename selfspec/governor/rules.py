@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
-from selfspec.sampling import Sampling
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.plan import NONE, Plan
 
 Mode = Literal["force"] | bool | None
@@ -70,7 +70,7 @@ class Policy:
     def __init__(
         self,
         rules: Rules,
-        sampling: Sampling,
+        sampling: SamplingParams,
         mode: Mode = None,
         plan: Plan | None = None,
         plans: dict[int, Plan] | None = None,

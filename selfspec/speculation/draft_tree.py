@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from selfspec.cache.kv_cache import Rows
+from selfspec.cache.layout import Rows
 from selfspec.speculation.plan import Plan
 
 

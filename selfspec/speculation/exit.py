@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
 

@@ -1,7 +1,6 @@
-"""Exits in the shadow: while nothing is drafted an exit's own keys and values wait, and are filled in many at a time.
+"""Fills the exit block's KV for plainly decoded tokens in batches, and scores its drafts.
 
-The same pass tells what the exit would have drafted, so that whoever decides can see when drafting would pay again. The
-states that it takes are those plain decoding computed anyway. What follows from the scores is not decided here.
+The states come from plain steps, which compute them anyway. What follows from the scores is decided by the governor.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.cache.kv_cache import Cache, Rows, Sequence
+from selfspec.cache.kv_cache import Cache, KVPages
+from selfspec.cache.layout import Rows
 from selfspec.kernels.philox import gumbel, uniform
-from selfspec.sampling import TARGET, NoiseKey, Sampling
+from selfspec.sampling import TARGET, NoiseKey, SamplingParams
 from selfspec.speculation.exit import Exit
 
 OFFERED = 8  # best draft tokens that are looked at: a token beyond them is a miss
@@ -56,12 +56,12 @@ class Waiting:
 class Caught:
     """What waited, taken for the exit's cache: of the newest positions [B, T, ...] of some sequences."""
 
-    sequences: Seq[Sequence]
+    sequences: Seq[KVPages]
     hidden: torch.Tensor
     previous: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence], waiting: Seq[Waiting]) -> Caught:
+    def of(cls, sequences: Seq[KVPages], waiting: Seq[Waiting]) -> Caught:
         """The same number of positions of every sequence; nothing waits any more."""
         states = zip(*(of_row.states for of_row in waiting), strict=True)
         hidden, previous = (torch.stack(of_rows) for of_rows in states)
@@ -85,24 +85,28 @@ class Caught:
         return exit.read(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
 
 
-def newest(sequences: Seq[Sequence], count: int, device: torch.device, after: int = 0) -> Rows:
+def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int = 0) -> Rows:
     """The rows of the last `count` committed positions, but for some after them."""
-    before = [Sequence(sequence.pages, sequence.length - after - count) for sequence in sequences]
+    before = [KVPages(sequence.pages, sequence.length - after - count) for sequence in sequences]
     return Rows.causal(before, count, device)
 
 
 @torch.inference_mode()
 def ranks(
-    exit: Exit, read: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, key: NoiseKey | None
+    exit: Exit, read: torch.Tensor, tokens: torch.Tensor, params: Seq[SamplingParams], key: NoiseKey
 ) -> torch.Tensor:
-    """Which rank each of these tokens [B, M] would have had in the drafts of what the exit read; OFFERED for a miss.
-    `key` is the noise that they were drawn with, row by row."""
+    """Which rank each of these tokens [B, M] would have had among the drafts there; OFFERED for a miss. `params` are
+    those of each sequence, `key` is the noise of each token."""
     logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
-    values, columns = logits.topk(min(_NOISY if key is not None else OFFERED, logits.shape[-1]), dim=-1)
+    samples = any(of.do_sample for of in params)
+    values, columns = logits.topk(min(_NOISY if samples else OFFERED, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
-    if key is not None:
-        noise = uniform(key.seeds, key.copies, key.positions, drafted, TARGET)
-        values = values / sampling.temperature + gumbel(noise)
+    if samples:
+        heat = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
+        sampled = torch.tensor([of.do_sample for of in params], device=logits.device)
+        heat, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (heat, sampled))
+        noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
+        values = values / heat + torch.where(sampled, noise, 0.0)
         drafted = drafted.gather(1, values.topk(min(OFFERED, values.shape[-1]), dim=-1).indices)
     found = drafted == tokens.flatten()[:, None]
     rank = torch.where(found.any(1), found.int().argmax(1), OFFERED)
@@ -111,7 +115,7 @@ def ranks(
 
 @torch.inference_mode()
 def prompt_agreement(
-    exit: Exit, cache: Cache, sequences: Seq[Sequence], hidden: torch.Tensor, previous: torch.Tensor, read: torch.Tensor
+    exit: Exit, cache: Cache, sequences: Seq[KVPages], hidden: torch.Tensor, previous: torch.Tensor, read: torch.Tensor
 ) -> list[float]:
     """The share of the last positions of each prompt at which the exit's best token is the model's own; `read` is what
     the model's head read there [B, M, hidden]."""

@@ -15,7 +15,11 @@ from operator import index
 
 import torch
 
-MAX_NODES = 63  # with the root, one bit each in a 64-bit ancestor mask
+from selfspec.kernels.constants import MAX_NODES
+
+DEEPEST_PLAN = 5  # depth of the plans that calibration measures and the governor chooses from
+MAX_STEP_ROWS = 1024  # rows of one verify pass, of all sequences together: bounds its buffers
+SPARE_POSITIONS = 3 * (MAX_NODES + 1)  # past its end that a text may be drafted to before that is noticed
 
 _FORMS = "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0)"
 

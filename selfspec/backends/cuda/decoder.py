@@ -1,7 +1,7 @@
 """The decoder's passes as a few kernels a layer, over buffers that stay where they are: what a CUDA graph can replay.
 
 Rows are node-major (row = node * B + sequence), so a level of a tree, and the whole tree, is one range of rows. Every
-kernel gives a row the same bits whatever other rows are there. Which passes make a cycle is `device_cycle`'s business.
+kernel gives a row the same bits whatever other rows are there. `step.py` combines passes into a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
@@ -26,7 +25,6 @@ from selfspec.kernels.tree_attention import counters_size, path_attention, range
 from selfspec.kernels.triton_compat import INTERPRETED, triton
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
-from selfspec.sampling import Sampling
 from selfspec.speculation.plan import Plan
 
 WANTED = (
@@ -86,67 +84,6 @@ class Stream:
         return Stream(self.states[start:stop], self.squares[start:stop], self.scaled[start:stop])
 
 
-class Seats:
-    """The device's side of up to B sequences: lengths, pages, pending tokens, how many positions wait for an exit, and
-    what their noise is made of."""
-
-    def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        self.count = count
-        self.page_table = torch.zeros(count, pages, dtype=torch.int32, device=device)
-        # All the rest is one tensor, so that whoever sits down writes it at once.
-        self._words = torch.zeros(self._field(12), dtype=torch.int32, device=device)
-        self.seeds = self._words[: 2 * count].view(torch.int64)
-        each = (self._words[self._field(index) :][:count] for index in range(2, 8))
-        self.lengths, self.pending, self.copies, self.active, self.bases, self.waiting = each
-        one = [self._words[self._field(index) :][:1] for index in range(8, 12)]
-        self.temperature, self.top_p, self.min_p = (word.view(torch.float32) for word in one[:3])
-        self.top_k = one[3]
-        self.temperature.fill_(1)  # whatever runs before anybody sits here
-        self._of_place: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def _field(self, index: int) -> int:
-        """Where a field begins; all at multiples of 16 bytes, so that one compiled kernel serves every batch."""
-        return index * -(-self.count // 4) * 4
-
-    def seat(
-        self, seeds: list[int], lengths: list[int], pending: list[int], copies: list[int], sampling: Sampling
-    ) -> None:
-        """Sequences take the first seats; the others are nobody's."""
-        words, count = np.zeros(len(self._words), dtype=np.int32), len(seeds)
-        words[: 2 * self.count].view(np.int64)[:count] = seeds
-        fields = words.reshape(12, -1)
-        fields[2:6, :count] = [lengths, pending, copies, [1] * count]
-        fields[8:11, :1].view(np.float32)[:, 0] = [sampling.temperature, sampling.top_p, sampling.min_p]
-        fields[11, 0] = sampling.top_k
-        self._words.copy_(on_its_way(torch.from_numpy(words), self._words.device), non_blocking=True)
-
-    def take(self, left: Seats, places: torch.Tensor, present: torch.Tensor, idle_page: int) -> None:
-        """Who sits in these places of others sits down here, with all that the device knows of them and of how they
-        draw; nobody does where nobody is present."""
-        theirs, ours = left._words.view(12, -1), self._words.view(12, -1)
-        self.seeds.copy_(left.seeds[places] * present)
-        ours[2:8, : self.count].copy_(theirs[2:8, places] * present)
-        ours[8:, :1].copy_(theirs[8:, :1])
-        self.page_table.copy_(torch.where(present.bool()[:, None], left.page_table[places], idle_page))
-
-    def empty(self, place: int, idle_page: int) -> None:
-        """One of them is nobody's any more."""
-        if place not in self._of_place:  # finding them takes longer than what is done with them
-            self._of_place[place] = self._words.view(12, -1)[2:8, place], self.page_table[place]
-        words, pages = self._of_place[place]
-        words.zero_()
-        pages.fill_(idle_page)
-
-    def vacate(self, idle_page: int) -> None:
-        """Nobody sits here: what runs all the same writes to a page that belongs to nobody."""
-        self._words[: self._field(8)].zero_()
-        self.page_table.fill_(idle_page)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.page_table, self._words]
-
-
 class Texts(Protocol):
     """Whose past the rows of a pass see: for each of `count` texts, how long it is and where it lies."""
 
@@ -179,10 +116,11 @@ class Tree:
     def rows(self, level: range) -> tuple[int, int]:
         return level.start * self.sequences, level.stop * self.sequences
 
-    def parent_rows(self, level: range) -> torch.Tensor:
-        """For each row of some nodes, the row of its parent where the root's parents come first, B of them."""
-        parents = [self.plan.parents[node - 1] + 1 if node else 0 for node in level]
-        rows = [parent * self.sequences + sequence for parent in parents for sequence in range(self.sequences)]
+    def parent_rows(self, level: range, first_node: int) -> torch.Tensor:
+        """For each row of some nodes, the row of its parent, where the root's row of slot b is `first_node` + b and its
+        own parent's row is b."""
+        parents = [first_node + self.plan.parents[node - 1] * self.sequences if node else 0 for node in level]
+        rows = [parent + sequence for parent in parents for sequence in range(self.sequences)]
         return torch.tensor(rows, device=self.device)
 
     def _path(self, node: int) -> list[int]:
@@ -246,10 +184,6 @@ class Scratch:
         if sizes is None or isinstance(sizes, torch.Tensor):
             return None if sizes is None else self.take(f"scores {name}", *sizes.shape, dtype=sizes.dtype)
         return type(sizes)(**{part: self.take_like(of, part) for part, of in vars(sizes).items()})
-
-    def forget_outgrown(self) -> None:
-        """When nothing captured is left."""
-        self._outgrown.clear()
 
     @property
     def nbytes(self) -> int:
@@ -381,11 +315,6 @@ class FusedDecoder:
 
     def _take(self, name: str, rows: int, width: int) -> torch.Tensor:
         return self.scratch.take(name, rows, width, dtype=self.model.dtype)
-
-
-def on_its_way(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's from where it can be copied to the device without waiting for that."""
-    return host.pin_memory() if device.type == "cuda" else host
 
 
 def table_pages(slots: int) -> int:

@@ -12,6 +12,7 @@ from selfspec.kernels.embed_rope import enter
 from selfspec.kernels.final_norm import Waiting
 from selfspec.kernels.gemm import linear
 from selfspec.kernels.lm_head_topk import head_top
+from selfspec.kernels.logits_processing import Processing
 from selfspec.kernels.noise import Noise
 from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_reference, tiles
 from selfspec.kernels.topk import Ranking, Scores
@@ -28,24 +29,27 @@ class DraftHead:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> DraftHead:
-        """Full of the first token, which is as good as any for cycles that are run once before they are captured."""
+        """Filled with token 0, so that a step can run once before it is captured."""
         ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         ints[:1].fill_(capacity)
         return cls(ints[1:], ints[:1])
 
     def fill(self, tokens: torch.Tensor) -> None:
-        self.tokens[: len(tokens)].copy_(tokens)
-        self.count.fill_(len(tokens))
+        """The first of these tokens, as many as there is room for."""
+        count = min(len(tokens), len(self.tokens))
+        self.tokens[:count].copy_(tokens[:count])
+        self.count.fill_(count)
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """An exit as passes over seats use it."""
+    """An exit as passes over slots use it."""
 
     exit: Exit
     head: DraftHead | None  # None: all rows
-    known: torch.Tensor | None  # [B * 66, 2 * hidden]: what each seat recalls, then what is known at every node
-    waiting: Waiting  # what it has not seen while nothing was drafted
+    known: torch.Tensor | None  # [rows, 2 * hidden]: each slot's state for the next position, then every node's
+    first_node: int  # the row of the first slot's root in it
+    waiting: Waiting  # states of tokens that the exit's cache lacks
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,9 @@ class FusedExit:
         )  # fmt: skip
         return left
 
-    def rank(self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None) -> Ranking:
+    def rank(
+        self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None, processing: Processing | None
+    ) -> Ranking:
         """The best draft tokens after rows of which the head reads these; kept until others are ranked."""
         model, scratch = self.fused.model, self.fused.scratch
         tokens = None if head is None else head.tokens
@@ -149,7 +155,7 @@ class FusedExit:
         head_top(
             reads.values, model.head, scores, rows=tokens, gather=tokens is not None,
             count=None if head is None else head.count, norm=self._norm(reads.squares),
-            softcap=model.config.logit_softcap, noise=noise,
+            softcap=model.config.logit_softcap, noise=noise, processing=processing,
         )  # fmt: skip
         return Ranking(scores, width, tokens)
 

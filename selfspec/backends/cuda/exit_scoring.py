@@ -1,55 +1,59 @@
-"""An exit in the shadow, on the device: `shadow` for seats, as kernels.
+"""Fills the exit block's KV for plainly decoded tokens, many at a time, and scores the exit's drafts at some of them.
 
-While nothing is drafted, plain cycles leave waiting what the exit did not see. One pass over all of it fills the exit's
-cache and, if asked to, tells what would have been drafted at some of it. When that is done, and what it means, is
-`device_session`'s business.
+Plain steps keep the states that the exit would read. One pass over all slots fills the exit's cache from them and, if
+asked to, drafts one token at the oldest of these positions.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Seats
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Tree
 from selfspec.backends.cuda.exit import Drafter, FusedExit, Past
+from selfspec.backends.cuda.slots import Features, Slots
 from selfspec.backends.cuda.step import Drawing
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.final_norm import places_for
 from selfspec.kernels.topk import top_merge
 from selfspec.models.decoder import Decoder
+from selfspec.speculation.plan import NONE
 
-OFFERED = 1  # best draft tokens that are looked at: more would take scores of all tokens, for every place
-_FEWEST, _ENOUGH = 4, 64  # places of a text, and rows of all texts, that are scored at once
-
-
-def scored_places(seats: int) -> int:
-    """How many of the places that wait are scored, the oldest: of many texts a few of each tell enough."""
-    return min(places_for(seats), max(_FEWEST, _ENOUGH // seats))
+OFFERED = 1  # draft tokens that are scored for each position: more would take the scores of the whole head
+_FEWEST, _ENOUGH = 4, 64  # positions of a sequence, and rows of all sequences, that are scored at once
 
 
-class Shadow:
-    """A pass over what waits at all seats, after which nothing does. What is there of a text is a chain that begins
-    where the exit's cache ends; places where nothing waits store nothing."""
+def scored_places(slots: int) -> int:
+    """Positions of each sequence that are scored, the oldest ones: of many sequences a few each tell enough."""
+    return min(places_for(slots), max(_FEWEST, _ENOUGH // slots))
+
+
+class ExitFill:
+    """A pass over the unfilled positions of all slots: a chain for each that begins where the exit's cache ends."""
 
     def __init__(
         self,
         model: Decoder,
         cache: Cache,
         scratch: Scratch,
-        seats: Seats,
+        slots: Slots,
         reach: int,
         drafter: Drafter,
-        drawing: Drawing,
+        features: Features,
         scores: bool,
     ) -> None:
-        self.model, self.seats, self.drafter, self.drawing = model, seats, drafter, drawing
-        self.count, self.page_table = seats.count, seats.page_table
-        self.lengths = torch.zeros_like(seats.lengths)  # of the texts as far as the exit's cache knows them
+        self.model, self.slots, self.drafter = model, slots, drafter
+        self.count, self.page_table = slots.count, slots.page_table
+        self.lengths = torch.zeros_like(slots.lengths)  # positions that the exit's cache has
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        self.nodes = Nodes.chain(model, drafter.waiting.places, seats.count)
-        scored = scored_places(seats.count) if scores else 0
+        self.nodes = Nodes.chain(model, drafter.waiting.places, slots.count)
+        # Processing would need each position's own counts: drafts are scored without it.
+        self.drawing = Drawing(slots, replace(features, processes=False), Tree(NONE, slots.count, model.device))
+        scored = scored_places(slots.count) if scores else 0
         self.scored = self.nodes.first(scored)
         # The best draft token after each place that is scored.
-        self.report = torch.zeros(scored * seats.count, OFFERED, dtype=torch.int32, device=model.device)
+        self.report = torch.zeros(scored * slots.count, OFFERED, dtype=torch.int32, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -58,16 +62,15 @@ class Shadow:
     def launch(self) -> None:
         drafter, waiting = self.drafter, self.drafter.waiting
         exit, past = FusedExit(self.fused, drafter.exit), Past(waiting.previous, None)
-        torch.sub(self.seats.lengths, waiting.counts, out=self.lengths)
-        self.lengths.clamp_(min=0)  # seats that nobody sits on count too, and have no text
-        exit.stand(self.nodes, self.seats.pending, waiting.counts)
+        torch.sub(self.slots.lengths, waiting.counts, out=self.lengths)
+        self.lengths.clamp_(min=0)  # idle slots count too, and have no length
+        exit.stand(self.nodes, self.slots.pending, waiting.counts)
         rows = len(self.report)
         if rows < len(waiting.hidden) and drafter.exit.block is not None:
             exit.fill(waiting.hidden, past, self.nodes)
         if rows:  # whose keys and values are filled, or filled again
             reads = exit.reads(rows)
             exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
-            noise = self.drawing.noise(self.seats, self.scored.places)
-            ranking = exit.rank(drafter.head, reads, OFFERED, noise)
+            ranking = exit.rank(drafter.head, reads, OFFERED, self.drawing.noise(self.scored.places), None)
             top_merge(ranking.scores, self.report, rows=ranking.rows)
         waiting.counts.zero_()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from selfspec.backends.cuda.decoder import on_its_way
 from selfspec.backends.cuda.prompt_scoring import ends_buffer
+from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import RECALLED, Exit, recalled
@@ -79,7 +79,7 @@ class Prefill:
         told[: len(tokens)] = torch.tensor(tokens)
         told[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
         told[rows + 2 + len(held) :] = self._idle
-        self.told.copy_(on_its_way(told, self.told.device), non_blocking=True)
+        self.told.copy_(to_device(told, self.told.device), non_blocking=True)
 
     def remember(self, known: torch.Tensor | None, judged: torch.Tensor | None = None) -> None:
         """What was known before the chunk; nothing where a text begins."""

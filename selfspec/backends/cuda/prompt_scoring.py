@@ -1,15 +1,15 @@
-"""Prompts judged on the device: how often exit and model agree at the last positions of the texts on some seats.
+"""Scores prompts: the share of their last 32 positions at which exit and model agree, in one pass over all slots.
 
-Passes over prompts leave what they know of those positions, each of its own; one pass over all of them, once the rows
-sit, tells the shares. What follows from these is the governor's business.
+Prefill passes keep the states of these positions. What follows from the shares is decided by the governor.
 """
 
 from __future__ import annotations
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Seats
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch
 from selfspec.backends.cuda.exit import FusedExit, Past
+from selfspec.backends.cuda.slots import Slots
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.lm_head_topk import head_top
 from selfspec.kernels.topk import Scores, top_merge
@@ -25,19 +25,19 @@ def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
     return torch.zeros(PROMPT_END, texts, width, dtype=model.dtype, device=model.device)
 
 
-class Judge:
-    """A pass over the ends of the prompts at all seats. Nothing is stored: the exit's cache has these positions."""
+class PromptScore:
+    """A pass over the ends of the prompts at all slots. Nothing is stored: the exit's cache has these positions."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, scratch: Scratch, seats: Seats, reach: int, exit: Exit, ends: torch.Tensor
+        self, model: Decoder, cache: Cache, scratch: Scratch, slots: Slots, reach: int, exit: Exit, ends: torch.Tensor
     ) -> None:
-        self.model, self.seats, self.exit, self.ends = model, seats, exit, ends
-        self.count, self.page_table = seats.count, seats.page_table
-        self.counts, self._stored = torch.zeros_like(seats.lengths), torch.zeros_like(seats.lengths)
-        self.lengths = torch.zeros_like(seats.lengths)  # of the texts before what is judged
-        self.agreement = torch.zeros(seats.count, device=model.device)  # the share of it, by seat
+        self.model, self.slots, self.exit, self.ends = model, slots, exit, ends
+        self.count, self.page_table = slots.count, slots.page_table
+        self.counts, self._stored = torch.zeros_like(slots.lengths), torch.zeros_like(slots.lengths)
+        self.lengths = torch.zeros_like(slots.lengths)  # of the texts before what is judged
+        self.agreement = torch.zeros(slots.count, device=model.device)  # the share of them, by slot
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        self.nodes = Nodes.chain(model, len(ends), seats.count)
+        self.nodes = Nodes.chain(model, len(ends), slots.count)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -46,11 +46,11 @@ class Judge:
 
     def launch(self) -> None:
         hidden, fused = self.model.config.hidden_size, self.fused
-        torch.clamp(self.seats.lengths, max=len(self.ends), out=self.counts)  # none where nobody sits
-        torch.sub(self.seats.lengths, self.counts, out=self.lengths)
+        torch.clamp(self.slots.lengths, max=len(self.ends), out=self.counts)  # 0 for idle slots
+        torch.sub(self.slots.lengths, self.counts, out=self.lengths)
         states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
         exit, rows = FusedExit(fused, self.exit), len(states)
-        exit.stand(self.nodes, self.seats.pending, self._stored)
+        exit.stand(self.nodes, self.slots.pending, self._stored)
         reads = fused.scratch.take("judged reads", 2 * rows, hidden, dtype=self.model.dtype)
         left = exit.read(states, Past(previous, None), self.nodes, exit.reads(rows))
         fused.normalise(left, self.exit.norm, reads[:rows])

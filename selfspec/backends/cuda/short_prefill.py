@@ -2,7 +2,7 @@
 
 A text is cut into stretches of up to 64 positions, and each stretch is to the kernels a chain of nodes with everything
 before it as its past: in every layer all stretches have stored their keys before any of them attends. A row gets the
-same bits in any company, so texts share a pass whatever they are. Longer prompts are `device_prefill`'s business.
+same bits in any company, so texts share a pass whatever they are. `prefill.py` handles longer prompts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Stream, on_its_way
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Stream
 from selfspec.backends.cuda.exit import FusedExit, Past, known_buffer
 from selfspec.backends.cuda.prompt_scoring import ends_buffer
+from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.kernels.embed_rope import enter
 from selfspec.kernels.norm import tiles
@@ -141,7 +142,7 @@ class Pass:
             ends = self.row(first + places // self.stretch, places % self.stretch)
             parts["ends"][number, : len(places)] = ends
             parts["lasts"][number] = self.row(at - 1, (length - 1) % self.stretch)
-        self.told.copy_(on_its_way(torch.from_numpy(told), self.told.device), non_blocking=True)
+        self.told.copy_(to_device(torch.from_numpy(told), self.told.device), non_blocking=True)
 
     def row(self, stretch: Any, place: Any) -> Any:
         """Of a stretch's position: rows are node-major. For numbers and arrays."""

@@ -1,72 +1,75 @@
-"""A whole cycle on the device: draft, verify, choose, accept and commit for B seats, with nothing left to the host.
+"""A whole step on the device: draft, verify, choose, accept and commit for B slots, with nothing left to the host.
 
-The host says which sequences sit where (`Seats`) and reads the report. On CUDA a cycle is captured once as a graph and
-replayed. Which plan a cycle follows, and what its tokens mean, is decided elsewhere.
+The host writes which sequences are in which slots and reads the report. On CUDA a step is captured once as a graph and
+replayed; where a Python callable takes part in the choice, its passes, its choice and its commit are captured apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Seats, Stream, Tree, empty_places
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Stream, Tree, empty_places
 from selfspec.backends.cuda.exit import Drafter, FusedExit, Past, Reads
+from selfspec.backends.cuda.slots import Features, Slots
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.embed_rope import Places, enter
-from selfspec.kernels.kv_compaction import settle
+from selfspec.kernels.kv_compaction import compact_kv
 from selfspec.kernels.lm_head_topk import head_logits, head_top
-from selfspec.kernels.noise import Noise
-from selfspec.kernels.sample import Cuts, Workspace, choose_scored
-from selfspec.kernels.topk import FEW, MOST, Ranking, Scores, top_merge
-from selfspec.sampling import TARGET, Sampling
+from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.noise import Cuts, Noise
+from selfspec.kernels.sample import Workspace, choose_scored
+from selfspec.kernels.score_logits import score
+from selfspec.kernels.topk import FEW, Ranking, Scores, top_merge
+from selfspec.sampling import TARGET
 from selfspec.speculation.plan import Plan
 
 
-@dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, as far as it decides which kernels run; the numbers themselves are with the seats."""
+    """How the tokens of all slots are drawn: the features decide which kernels run, the slots hold the numbers."""
 
-    sampled: bool = False
-    top_k: int | None = None  # the kernels' bound on it, or 0 for one without; None: off
-    top_p: bool = False
-    min_p: bool = False
+    def __init__(self, slots: Slots, features: Features, tree: Tree) -> None:
+        self.slots, self.features, self.tree = slots, features, tree
 
-    @classmethod
-    def of(cls, sampling: Sampling) -> Drawing:
-        if not sampling.do_sample:
-            return cls()
-        bound = next((bound for bound in (64, MOST) if sampling.top_k <= bound), 0)
-        return cls(True, bound if sampling.top_k else None, sampling.top_p < 1, sampling.min_p > 0)
-
-    def cuts(self, seats: Seats) -> Cuts | None:
-        if self.top_k is None and not self.top_p and not self.min_p:
+    @property
+    def cuts(self) -> Cuts | None:
+        if not self.features.cuts:
             return None
-        return Cuts(
-            None if self.top_k is None else seats.top_k,
-            seats.top_p if self.top_p else None,
-            seats.min_p if self.min_p else None,
-            self.top_k or None,
-        )
+        return Cuts(self.slots.top_k, self.slots.top_p, self.slots.min_p, few=self.features.few)
 
-    def noise(self, seats: Seats, places: Places) -> Noise | None:
+    def noise(self, places: Places) -> Noise | None:
         """That of the tokens after rows that stand at these places."""
-        keys = seats.seeds, seats.copies, places.following, seats.temperature
-        return Noise(*keys, TARGET) if self.sampled else None
+        slots = self.slots
+        keys = slots.seeds, slots.sample_indices, places.following, slots.temperature
+        return Noise(*keys, TARGET) if self.features.samples else None
+
+    def processing(self, places: Places, everything: Places, first_node: int) -> Processing | None:
+        """For rows of the nodes from `first_node` on; the tokens of their paths are in `everything`."""
+        if not self.features.processes:
+            return None
+        slots, table, count = self.slots, self.slots.table, self.slots.count
+        return Processing(
+            slots.repetition, slots.presence, slots.frequency, table.bias[:count], table.counts[:count],
+            slots.min_length, slots.stops, places.following, self.tree.paths, self.tree.depths, everything.tokens,
+            first_node,
+        )  # fmt: skip
 
 
-class Cycle:
-    """One cycle of all seats with one plan. One that drafts nothing leaves what its exit does not see waiting."""
+class DeviceStep:
+    """One step of all slots with one plan. A plain step leaves the exit's KV of its tokens unfilled."""
 
     def __init__(
-        self, fused: FusedDecoder, seats: Seats, plan: Plan, drafter: Drafter | None, drawing: Drawing
+        self, fused: FusedDecoder, slots: Slots, plan: Plan, drafter: Drafter | None, features: Features
     ) -> None:
-        self.fused, self.seats, self.plan, self.drafter, self.drawing = fused, seats, plan, drafter, drawing
+        self.fused, self.slots, self.plan, self.drafter = fused, slots, plan, drafter
         self.model, self.scratch = fused.model, fused.scratch
-        device, batch = self.model.device, seats.count
+        device, batch = self.model.device, slots.count
         self.split = drafter.exit.layer if drafter is not None else 0
         self.tree = Tree(plan, batch, device)
+        self.drawing = Drawing(slots, features, self.tree)
         self.rows = batch * (len(plan) + 1)
         self.stream = Stream.empty(self.rows, self.model)  # states of all rows after the draft partition
         self.late = self.stream if drafter is None else FusedExit(fused, drafter.exit).own(self.rows)
@@ -77,11 +80,12 @@ class Cycle:
         self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
-        self._known_rows = self.tree.parent_rows(range(len(plan) + 1))
+        first = 0 if drafter is None else drafter.first_node
+        self._previous_rows = self.tree.parent_rows(range(len(plan) + 1), first)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What only this cycle holds."""
+        """What only this step holds."""
         own = [self.chosen, self.paths, self.report]
         return own + [tensor for part in (self.reads, self.stream, self.places) for tensor in vars(part).values()]
 
@@ -89,7 +93,19 @@ class Cycle:
         self.draft()
         self.verify()
         self.choose()
-        self.accept()
+        self.commit()
+
+    def launch_passes(self) -> None:
+        """Everything before the choice; the logits of all rows are in `logits`."""
+        self.draft()
+        self.verify()
+        head_logits(self.read, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """The model's logits at every row [R, V], float32, for callables to process; kept until the next passes. Taken
+        once: captured launches know its address."""
+        return self.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
 
     def draft(self) -> None:
         """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
@@ -103,14 +119,14 @@ class Cycle:
                 ranked = self._leave(self.drafter, level, stream, nodes)
 
     def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
-        fused, seats = self.fused, self.seats
+        fused, slots = self.fused, self.slots
         first_norm = fused.next_norm(self.model.layers[0].attention_norm, stream)
-        source: dict[str, Any] = {"pending": seats.pending}
+        source: dict[str, Any] = {"pending": slots.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         enter(
             nodes.places, stream.states, first_norm, self.model.embedding, self.model._embedding_scale,
-            seats.lengths, seats.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
+            slots.lengths, slots.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
             **source,
         )  # fmt: skip
 
@@ -120,10 +136,12 @@ class Cycle:
         start, stop = level.rows
         past = Past(self.reads.values, level.parent_rows, self.reads.squares)  # what the exit read at the parents
         if level.parent_rows is None and drafter.known is not None:
-            past = Past(drafter.known[: self.seats.count], None)
+            past = Past(drafter.known[: self.slots.count], None)
         exit, reads = FusedExit(self.fused, drafter.exit), self.reads.rows(start, stop)
         exit.read(stream.states, past, nodes, reads)
-        ranking = exit.rank(drafter.head, reads, level.width, self.drawing.noise(self.seats, nodes.places))
+        drawing = self.drawing
+        processing = drawing.processing(nodes.places, self.places, level.nodes.start)
+        ranking = exit.rank(drafter.head, reads, level.width, drawing.noise(nodes.places), processing)
         if level.width <= FEW:
             return ranking
         ranked = self.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
@@ -146,51 +164,56 @@ class Cycle:
         later = exit.stream("later", self.rows)
         exit.know(self.stream, self.late, self.everyone, self.known, later, waiting)
         if len(self.plan):
-            exit.fill(self.stream.states, Past(drafter.known, self._known_rows), self.everyone)
+            exit.fill(self.stream.states, Past(drafter.known, self._previous_rows), self.everyone)
 
     @property
     def known(self) -> torch.Tensor:
-        """What is known at every row once verified, [R, ...], for an exit to recall, first what the model's head reads.
-        Which nodes will be recalled shows later; a root alone is, so there it takes the place of what was before."""
+        """What the head reads at every row and what the exit reads at the next position, once verified: [R, ...]. That
+        of a lone root replaces its slot's; which node of a tree does shows when a path is accepted."""
         if self.drafter is None or self.drafter.known is None:
             return self.reads.values
-        return self.drafter.known[self.seats.count if len(self.plan) else 0 :][: self.rows]
+        return self.drafter.known[self.drafter.first_node if len(self.plan) else 0 :][: self.rows]
 
     @property
     def read(self) -> torch.Tensor:
         """What the model's head reads at every row [R, hidden], once verified."""
         return self.known[:, : self.model.config.hidden_size]
 
-    def logits(self) -> torch.Tensor:
-        """The model's logits at every row [R, V], float32; for hosts that choose themselves."""
-        out = self.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
-        head_logits(self.read, self.model.head, out, softcap=self.model.config.logit_softcap)
-        return out
-
     def choose(self) -> None:
-        """The target's own next token at every row."""
-        vocabulary, cap = self.model.config.vocab_size, self.model.config.logit_softcap
-        noise, cuts = self.drawing.noise(self.seats, self.places), self.drawing.cuts(self.seats)
-        if cuts is None:
+        """The target's own next token at every row, -1 where its logits are not finite."""
+        softcap = self.model.config.logit_softcap
+        self._choose(lambda scores, **how: head_top(self.read, self.model.head, scores, softcap=softcap, **how))
+
+    def choose_processed(self) -> None:
+        """The same from `logits`, which the host has processed for some rows."""
+        self._choose(lambda scores, **how: score(self.logits, scores, **how))
+
+    def _choose(self, score_all: Callable[..., None]) -> None:
+        vocabulary, drawing = self.model.config.vocab_size, self.drawing
+        noise, cuts = drawing.noise(self.places), drawing.cuts
+        how = {"noise": noise, "cuts": cuts, "processing": drawing.processing(self.places, self.places, 0)}
+        if cuts is None or noise is None:
             scores = self.scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
-            head_top(self.read, self.model.head, scores, softcap=cap, noise=noise)
-            top_merge(scores, self.chosen)
+            score_all(scores, **how)
+            top_merge(scores, self.chosen, finite=True)
             return
-        assert noise is not None
-        work = self.scratch.take_like(Workspace.empty(self.rows, vocabulary, "meta", cuts.most or MOST))
-        head_top(self.read, self.model.head, work.scores, softcap=cap, noise=noise, noisy=False)
+        work = self.scratch.take_like(Workspace.empty(self.rows, vocabulary, "meta", cuts.few))
+        score_all(work.scores, **how)
         choose_scored(vocabulary, self.chosen.view(-1), work, noise=noise, cuts=cuts)
 
-    def accept(self) -> None:
+    def commit(self) -> None:
         """Walks down the trees; lengths, pending tokens, and the accepted paths' keys and values move."""
-        seats, cache = self.seats, self.fused.cache
+        slots, cache = self.slots, self.fused.cache
+        counts = slots.table.counts[: slots.count] if self.drawing.features.processes else None
         accept(
-            self.chosen.view(-1), self.places.tokens, self.tree.children, seats.active, seats.lengths, seats.bases,
-            seats.pending, self.paths, self.report,
+            self.chosen.view(-1), self.places.tokens, self.tree.children, slots.active, slots.lengths, slots.bases,
+            slots.pending, self.paths, self.report, counts=counts, stops=slots.stops,
         )  # fmt: skip
         if len(self.plan):
-            known = None if self.drafter is None else self.drafter.known
-            settle(cache.keys, cache.values, seats.page_table, seats.bases, self.report[:, 0], self.paths, known)
+            known, first = (None, 0) if self.drafter is None else (self.drafter.known, self.drafter.first_node)
+            compact_kv(
+                cache.keys, cache.values, slots.page_table, slots.bases, self.report[:, 0], self.paths, known, first
+            )
 
     def _nodes(self, nodes: range) -> Nodes:
         at = slice(nodes.start, nodes.stop)
@@ -204,4 +227,4 @@ class _Level:
         self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)
         self.parents = tree.parents(nodes) if nodes.start else None
         self.ranks = tree.ranks(nodes) if nodes.start else None
-        self.parent_rows = tree.parent_rows(nodes) - tree.sequences if nodes.start else None
+        self.parent_rows = tree.parent_rows(nodes, 0) if nodes.start else None
