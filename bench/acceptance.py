@@ -79,7 +79,7 @@ class Bench:
         result |= {"top4": round(float(((ranks >= 0) & (ranks < 4)).mean()), 3)}
         result["tree"] = self.generate(domain, prompts, plan, **greedy)
         result[CHAIN] = self.generate(domain, prompts, CHAIN, **greedy)
-        trimmed = self.engine.drafters.head_rows[domain]
+        trimmed = self.engine.drafters.head_rows_of(domain)
         if trimmed is not None:
             result["head_rows"] = len(trimmed)
             self.engine.drafters.head_rows[domain] = None

@@ -24,13 +24,12 @@ from rich.progress import Progress, track
 
 from bench import exactness, kernels, report, synthetic
 from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release, warm_up
+from bench.requests import PROMPTS, read_prompts
 from selfspec import Engine
 from selfspec.memory import bound_memory, memory_bound
 from selfspec.models import loading as weights
-from selfspec.speculation.exit import Exit
 from selfspec.text import encode
 
-PROMPTS = Path(__file__).parent / "prompts"
 PLOT = Path(__file__).parent / "out" / "decode.svg"
 MODES = ("plain", "profile", "plans", *PEER_NAMES)
 EAGER, PLAIN, PROFILE = "transformers eager", "selfspec plain", "selfspec profile"
@@ -136,11 +135,11 @@ def open_model(args: argparse.Namespace, name: str) -> Subject:
     device = weights.pick_device(args.device)
     memory = Memory(device)
     folder = weights.resolve(name)
-    stored = transformers.AutoConfig.from_pretrained(folder).dtype or torch.float32
+    stored = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32
     dtype = weights.pick_dtype(args.dtype, device, stored)
-    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     hf = hf.to(device).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     prompts = [
         encode(tokenizer, [{"role": "user", "content": text}]) for text in read_prompts(args.prompts, args.limit)
     ]
@@ -158,16 +157,11 @@ def open_shape(args: argparse.Namespace, shape: str) -> Subject:
     dtype = weights.pick_dtype(args.dtype, device, torch.bfloat16)
     layer = 2 if args.exit_layer is None else args.exit_layer
     model, memory = synthetic.synthetic(shape, str(device), dtype), Memory(device)
-    used = synthetic.keep_to(model, args.used or model.config.vocab_size // 4)
     prompts = synthetic.random_prompts(model, args.limit, args.prompt_tokens).tolist()
     before = memory.now()
     engine = Engine(model, **limits(args, prompts))
     memory.engine = memory.now() - before
-    engine.drafters.exits[layer] = exit = Exit(model, layer).offering(used, [])
-    tunable, wanted = synthetic.Tunable(model, layer), synthetic.Agreement(args.agree, args.agree_top4)
-    found = synthetic.tune(tunable, wanted, lambda: synthetic.own_text_agreement(engine, layer))
-    told = {"exit_layer": layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
-    told |= {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4, "draft_rows": exit.vocabulary}
+    told = synthetic.tune_exit(engine, layer, synthetic.Agreement(args.agree, args.agree_top4), args.used)
     return Subject(shape, engine, prompts, memory, layer, synthetic=told)
 
 
@@ -179,13 +173,6 @@ def limits(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]
         "max_batch": max(16, *args.batch),
         "kernels": False if args.no_kernels else None,
     }
-
-
-def read_prompts(folder: Path, limit: int) -> list[str]:
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise SystemExit(f"no .jsonl file in {folder}: pass --prompts with a folder of them")
-    return [json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()[:limit]]
 
 
 def describe(args: argparse.Namespace, subject: Subject) -> Setup:

@@ -30,11 +30,11 @@ from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Memory, Task, route, warm_up
 from bench.recital import Stage
 from selfspec import Engine
-from selfspec.backends.torch_backend import Session
 from selfspec.governor.rules import Policy, Rules
 from selfspec.profiles.profile import DomainChoice, Profile
 from selfspec.request import read_settings, split_options
-from selfspec.sampling import Sampling
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request
 from selfspec.speculation.plan import Plan
 
 OUT = Path(__file__).parent / "out"
@@ -196,7 +196,7 @@ class Bench:
         return [Mode(PLAIN, PLAIN, {"speculative_decoding": False}), *fixed, Mode(GOVERNOR, GOVERNOR, {})]
 
     def _plans(self, choice: DomainChoice, domain: str, temperature: float, size: int) -> list[Plan]:
-        sampling = Sampling(do_sample=temperature > 0, temperature=temperature or 1.0)
+        sampling = SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0)
         rules = self.engine.rules, replace(self.engine.rules, longest_cycle=math.inf)
         ladders = [self.engine.drafters.ladder(domain, choice, Policy(of, sampling)) for of in rules]
         plans = {plan for ladder in ladders for plan in ladder.plans(size)}
@@ -212,35 +212,40 @@ class Bench:
             for batch in [longest, *batches] if kernels and mode.name == GOVERNOR else [longest]:
                 self.call(mode, prompts, batch, tokens)
             if kernels and "plan" in mode.options:
-                self._capture(mode, prompts, len(longest.prompts))
+                self.engine.scheduler.call(partial(self._capture, mode, prompts, len(longest.prompts)))
 
     def _capture(self, mode: Mode, prompts: PromptSet, size: int) -> None:
-        """A fixed plan for every number of rows that a batch may shrink to."""
-        plan, domain = mode.options["plan"], mode.options["domain"]
-        exit = self.engine.drafters.exit(mode.options["exit_layer"], domain, [], [plan])
+        """A fixed plan for every number of rows that a batch may shrink to; on the loop's thread."""
+        from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp  # imports Triton
+
+        engine, plan = self.engine, mode.options["plan"]
+        assert engine._graphs is not None
+        engine.scheduler.close_idle_batches()
+        exit = engine.drafters.trimmed_exit(mode.options["domain"])
         asked = Task(prompts.new_tokens, prompts.temperature).sampling
-        sampling = read_settings(self.engine.generation_config, None, dict(asked)).sampling
-        assert self.engine._machine is not None
+        params = read_settings(engine.generation_config, None, dict(asked)).resolve(1).params
+        warm_up = WarmUp(engine._graphs, engine.context, most_scored=0)
         for rows in (1 << power for power in range((size - 1).bit_length() + 1)):
-            self.engine._machine.prepare(rows, plan, exit, sampling, self.engine.context)
+            warm_up.prepare(ExpectedStep(rows, plan, exit, params))
 
     def call(self, mode: Mode, prompts: PromptSet, batch: Batch, new_tokens: int | None = None) -> Call:
         task = Task(new_tokens or prompts.new_tokens, prompts.temperature)
-        call = follow(partial(self._open, mode, prompts, batch, task), lambda: self.engine._metrics.seconds)
+        new_request = partial(self._request, mode, prompts, batch, task)
+        call = follow(self.engine.scheduler, new_request, lambda: self.engine._metrics.seconds)
         rows = zip(batch.prompts, call.tokens, strict=True)
         if prompts.recital is not None and not all(prompts.recital.is_written(*row) for row in rows):
             raise RuntimeError(f"{mode.name} wrote other texts than those that {prompts.name} recites")
         return call
 
-    def _open(self, mode: Mode, prompts: PromptSet, batch: Batch, task: Task) -> Session:
+    def _request(self, mode: Mode, prompts: PromptSet, batch: Batch, task: Task) -> Request:
         """What `generate` would run to its end."""
         ends: dict[str, Any] = {"eos_token_id": None} if self.ignore_eos else {}
-        request, _ = split_options(mode.options)
+        wishes, _ = split_options(mode.options)
         kwargs = {"max_new_tokens": task.max_new_tokens, **task.sampling, **ends}
         settings = read_settings(self.engine.generation_config, None, kwargs)
         processors = [] if prompts.recital is None or self.recites else [prompts.recital]
         members = [list(prompt) for prompt in batch.prompts]
-        return self.engine._session(members, batch.width, settings, batch.seeds, processors, None, request)
+        return self.engine._request(members, batch.width, settings, batch.seeds, processors, None, wishes)
 
 
 def turning(prompts: PromptSet, plain: Mode, fixed: Sequence[Mode], governor: Mode) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from itertools import pairwise
 from statistics import mean, median, median_high
 from typing import Any
 
-from selfspec.backends.torch_backend import Session
 from selfspec.governor.governor import Change
 from selfspec.metrics import Percentiles
+from selfspec.scheduler import Scheduler
+from selfspec.sequence import Request
 from selfspec.speculation.plan import NONE
 
 LOSES = 0.97  # of plain speed: where even the best plan is slower than this, drafting really loses
@@ -80,22 +81,37 @@ class Call:
 
 
 def follow(
-    open_session: Callable[[], Session],
+    scheduler: Scheduler,
+    new_request: Callable[[], Request],
     cycle_seconds: Callable[[], float],  # of the engine so far
     clock: Callable[[], float] = time.perf_counter,
 ) -> Call:
-    """Runs a session to its end, watching its rows."""
+    """Runs a request to its end on the loop's thread, and notes after every step what its sequences have."""
+    return scheduler.call(lambda: _follow(scheduler, new_request, cycle_seconds, clock))
+
+
+def _follow(
+    scheduler: Scheduler, new_request: Callable[[], Request], cycle_seconds: Callable[[], float], clock: Callable
+) -> Call:
     before_s, started = cycle_seconds(), clock()
-    session = open_session()
-    opening_s, rows = clock() - started, session.rows
+    request = new_request()
+    request.prepare()
+    opening_s, rows = clock() - started, request.sequences
     stamps, counts = [clock()], [[len(row.prompt) for row in rows]]  # after every step, tokens of each row
     flagged = [0 if row.ood else None for row in rows]
-    for _ in session.run():  # as little as can be is done here: the device may be waiting
-        stamps.append(clock())
-        counts.append([len(row.tokens) for row in rows])
+    scheduler.waiting.extend(rows)
+    while not request.progress.is_over:
+        scheduler.step()
+        now, tokens = clock(), [len(row.tokens) for row in rows]  # no more than that: the device may be waiting
+        if tokens == counts[-1]:
+            continue  # a chunk of a prompt
+        stamps.append(now)
+        counts.append(tokens)
         for place, row in enumerate(rows):
             if row.ood and flagged[place] is None:
                 flagged[place] = row.new_tokens
+    if request.error is not None:
+        raise request.error
     steps = [
         (after - before, [new - old for new, old in zip(news, olds, strict=True)])
         for (before, after), (olds, news) in zip(pairwise(stamps), pairwise(counts), strict=True)
@@ -105,7 +121,7 @@ def follow(
         seconds=stamps[-1] - stamps[0],
         opening_s=opening_s,
         cycle_s=cycle_seconds() - before_s,
-        cycles=sum(row.cycles for row in rows),
+        cycles=sum(row.steps for row in rows),
         steps=steps,
         flagged=flagged,
         changes=[list(row.changes) for row in rows],

@@ -1,8 +1,8 @@
-"""`python -m bench.host`: how long a cycle keeps the host, with a device that does nothing.
+"""`python -m bench.host`: how long a step keeps the host, with a device that does nothing.
 
-The host launches a cycle while the one before runs, so whatever it does is free as long as it takes less than a cycle;
-beyond that the device waits. Sessions, governors and accounts are those that run on a GPU; only the machine is not
-there: it tells at once what a cycle has accepted. What launching takes on a GPU is not in it.
+The host launches a step while the one before runs, so its own time is hidden as long as it is less than a step's;
+beyond that the device waits. Scheduler, batch, governor and accounts are those that run on a GPU; only the backend is a
+stand-in that has the tokens of a step at once. The time that launching takes on a GPU is not in it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence as Seq
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -21,119 +20,114 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.backends.cuda.session import DeviceSession
+from selfspec.backends.base import ExitScores, Step
+from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import Ladder
 from selfspec.governor.costs import Costs, guessed_cost
-from selfspec.governor.governor import Governor
 from selfspec.governor.rules import Policy, Rules
-from selfspec.sampling import Sampling
-from selfspec.sequence import Row
-from selfspec.speculation.plan import NONE, Plan
+from selfspec.metrics import Metrics
+from selfspec.sampling import SamplingParams
+from selfspec.scheduler import Scheduler
+from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.speculation.plan import Plan
 
-PROMPT = 10
+PROMPT = 10  # tokens
 KINDS = {"plain": 0.0, "nothing pays": 0.0, "drafting": 0.6}  # how often a draft is right
+_TOKEN = 7
+_SCORED = 4  # positions of a sequence that are scored at once
+_EXIT: Any = SimpleNamespace(layer=1, block=None)
 
 
-class Mail:
-    """Tells how many drafts of a cycle were right, for every row."""
+class IdleBackend:
+    """Tells at once how many drafts of a step were right, for every sequence."""
 
-    is_there = False
+    overlaps = True
+    most_unfilled = 16  # tokens, as of CUDA batches of 4 sequences and more
 
-    def __init__(self, plan: Plan, rows: int, is_right: Callable[[], bool]) -> None:
-        self.plan, self.seconds = plan, 1e-3 * (1 + 0.1 * plan.depth)
-        self._reports = [self._report(is_right) for _ in range(rows)]
+    def slots_for(self, sequences: int) -> int:
+        return sequences
 
-    def _report(self, is_right: Callable[[], bool]) -> list[int]:
+    def __init__(self, right: float = 1.0, seed: int = 0) -> None:
+        self._right, self._drawn = right, random.Random(seed)
+        self._scores: list[ExitScores] = []
+
+    def prefill(self, sequences: Seq[Sequence], exit: Any) -> list[Sequence]:
+        return list(sequences)
+
+    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
+        seconds = 1e-3 * (1 + 0.1 * record.plan.depth)
+        lasts = [self._last(record.plan) for _ in sequences]
+        return Step(list(sequences), record, lasts, seconds, seconds, is_typical=before is not None)
+
+    def _last(self, plan: Plan) -> int:
         node = 0
-        while self.plan.children[node] and is_right():
-            node = self.plan.children[node][0]
-        count = self.plan.depths[node] + 1
-        return [count, node, *[7] * count]
+        while plan.children[node] and self._is_right():
+            node = plan.children[node][0]
+        return node
 
-    def after(self, before: Mail) -> float:
-        return self.seconds
+    def _is_right(self) -> bool:
+        return self._drawn.random() < self._right
 
-    def start(self, stream: None, after: Mail | None) -> None: ...
+    def read(self, step: Step) -> None:
+        going_on = [(of, last) for of, last in zip(step.sequences, step.lasts, strict=True) if not of.is_finished]
+        step.sequences, step.lasts = [of for of, _ in going_on], [last for _, last in going_on]
+        for sequence, last in going_on:
+            sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)
+            if sequence.tokens_left <= 0:
+                sequence.finish_reason = "length"
 
-    def send(self, report: Any, stream: None) -> None: ...
+    def fill_exit(self, sequences: Seq[Sequence], exit: Any, score: bool, before: Step | None) -> None:
+        if score:
+            ranks = [[int(not self._is_right()) for _ in range(_SCORED)] for _ in sequences]
+            self._scores.append(ExitScores(list(sequences), ranks, offered=1))
 
-    def read(self) -> list[list[int]]:
-        return self._reports
+    def exit_scores(self) -> list[ExitScores]:
+        scores, self._scores = self._scores, []
+        return scores
 
+    def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> None: ...
 
-class Machine:
-    """Knows which cycles were captured, and launches none."""
+    def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
+        return {}
 
-    def __init__(self, rows: int = 1, right: float = 1.0, seed: int = 0) -> None:
-        self.captured: set[Any] = set()
-        self.mails: list[Any] = []
-        self.owners: dict[int, Any] = {}
-        self.current = nullcontext
-        self.stream = None
-        self.newest_mail: Mail | None = None
-        self.newest = NONE
-        self._rows, self._right, self._drawn = rows, right, random.Random(seed)
+    def release(self, sequence: Sequence) -> None: ...
 
-    def take_memory(self) -> None: ...
+    def suspend(self, sequence: Sequence) -> None: ...
 
-    def seats(self, rows: int) -> Any:
-        return SimpleNamespace(count=rows)
-
-    def cycle(self, seats: Any, plan: Plan, exit: Any, drawing: Any, longest: int) -> tuple[Any, Any]:
-        self.newest = plan
-        return plan, SimpleNamespace(report=None)
-
-    def kept_cycle(self, key: Any) -> None:
-        """Nothing is."""
-
-    def is_captured(self, key: Any) -> bool:
-        return key in self.captured
-
-    def replay(self, key: Any) -> Callable[[], None]:
-        self.captured.add(key)
-        return lambda: None
-
-    def mail(self, report: Any) -> Mail:
-        return Mail(self.newest, self._rows, lambda: self._drawn.random() < self._right)
-
-    def take_back(self, *mails: Mail | None) -> None:
-        self.mails += [mail for mail in mails if mail is not None]
+    def close(self) -> None: ...
 
 
-class IdleSession(DeviceSession):
-    """Rows that are decoded on such a machine, under a governor or plainly."""
-
-    def __init__(
-        self, machine: Machine, costs: Costs, rows: int = 1, new_tokens: int = 120, governed: bool = True
-    ) -> None:
-        sampling, rules = Sampling(do_sample=False), Rules()
-        ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30)}, 1, max_tree_batch=4)
-        parts: Any = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(close=lambda sequence: None)
-        of_rows = [Row([1] * PROMPT, seed=seed, copy=0, max_length=PROMPT + new_tokens) for seed in range(rows)]
-        for row in of_rows:
-            row.sequence = SimpleNamespace(length=PROMPT - 1, pages=[])  # type: ignore[assignment]
-        governor, policy = Governor(ladder, costs, rules), Policy(rules, sampling, mode=None if governed else False)
-        kwargs: dict[str, Any] = {"governor": governor if governed else None, "costs": costs, "machine": machine}
-        super().__init__(*parts, of_rows, sampling, policy, **kwargs)
-
-    def _reserve(self, *_: Any) -> None: ...
-
-    def _sit(self, rows: list[Row], in_flight: bool = False) -> Any:
-        self._own(self.machine.seats(len(rows)), rows)
+def idle_scheduler(
+    backend: IdleBackend, costs: Costs, rows: int = 1, new_tokens: int = 120, governed: bool = True
+) -> tuple[Scheduler, Request]:
+    """A scheduler with one request of so many sequences, under a governor or plain, waiting for its first step."""
+    params, rules = SamplingParams(), Rules()
+    ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30)}, 1, max_tree_batch=4)
+    sequences = [Sequence([1] * PROMPT, seed, 0, PROMPT + new_tokens, params) for seed in range(rows)]
+    policy = Policy(rules, params, mode=None if governed else False)
+    drafter = Drafter(_EXIT, candidates=ladder) if governed else None
+    request = Request(sequences, policy=policy, drafter=drafter, is_prepared=True)
+    cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
+    drafters: Any = SimpleNamespace(
+        default_exit=_EXIT, shared_exit=lambda exit, drafters, prompts: exit, costs=lambda kind: costs
+    )
+    scheduler = Scheduler(cache, drafters, Metrics(), lambda rejection: backend, max_decoding=rows)
+    scheduler.waiting.extend(sequences)
+    return scheduler, request
 
 
 def measure(kind: str, rows: int, cycles: int) -> dict[str, Any]:
-    """Microseconds of a cycle, after as many that are not counted."""
-    session = IdleSession(
-        Machine(rows, KINDS[kind]), Costs(in_seats=True), rows, new_tokens=20 * cycles, governed=kind != "plain"
+    """Microseconds of a step, after as many that are not counted."""
+    scheduler, request = idle_scheduler(
+        IdleBackend(KINDS[kind]), Costs(in_seats=True), rows, new_tokens=20 * cycles, governed=kind != "plain"
     )
     spent = []
     for _ in range(2 * cycles):
         before = time.perf_counter()
-        session.cycle()
+        scheduler.step()
         spent.append(1e6 * (time.perf_counter() - before))
-    drafted = sum(len(turn.plan) > 0 for turn in session.rows[0].turns[-cycles:])
+    drafted = sum(len(record.plan) > 0 for record in request.sequences[0].records[-cycles:])
     late = sorted(spent[cycles:])[int(0.95 * cycles)]
     return {
         "kind": kind,
@@ -146,8 +140,8 @@ def measure(kind: str, rows: int, cycles: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--cycles", type=int, default=300)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="sequences that decode together")
+    parser.add_argument("--cycles", type=int, default=300, help="steps that are timed")
     args = parser.parse_args(arguments)
     table = Table("request", "rows", "us p50", "us p95", "cycles that drafted", title="the host's own time of a cycle")
     results = [measure(kind, rows, args.cycles) for kind in KINDS for rows in args.rows]

@@ -15,8 +15,10 @@ import torch
 import transformers
 from rich.progress import track
 
-from bench.decode import PROMPTS, read_prompts
-from selfspec.cache.kv_cache import Cache, Rows
+from bench.requests import PROMPTS, read_prompts
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
+from selfspec.cache.size import pages_for
 from selfspec.models import loading as weights
 from selfspec.models.decoder import Decoder
 from selfspec.text import encode
@@ -30,8 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=4, help="prompts taken from each file of bench/prompts")
     args = parser.parse_args(arguments)
     folder = weights.resolve(args.model)
-    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     decoder = weights.adopt(hf)
     worst, spread, positions = 0.0, 0.0, 0
     for text in track(read_prompts(PROMPTS, args.limit), description="prompts"):
@@ -49,8 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     """All logits of a prompt [1, T, vocabulary], in one pass."""
-    cache = Cache(decoder.config, decoder.device, decoder.dtype)
-    sequence, count = cache.open(), ids.shape[1]
+    count = ids.shape[1]
+    cache = Cache(decoder.config, decoder.device, decoder.dtype, pages_for(count))
+    sequence = cache.open()
     cache.reserve(sequence, count)
     rows = Rows.causal([sequence], count, decoder.device)
     return decoder.logits(decoder.run(decoder.embed(ids), 0, decoder.config.num_layers, rows, cache))

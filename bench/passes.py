@@ -1,7 +1,7 @@
 """`python -m bench.passes`: what a pass over several rows of a sequence costs beside a pass over one, on this GPU.
 
 A pass is all of the model's layers over a root and its nodes, the head, and the choice of a token at each of them, with
-a text of some length before it: verification without its draft. Captured as a CUDA graph like every cycle. The weights
+a text of some length before it: verification without its draft. Captured as a CUDA graph like every step. The weights
 are synthetic, which changes no time.
 """
 
@@ -19,33 +19,32 @@ from bench.decode import bytes_per_token
 from bench.kernels import read_bandwidth
 from bench.synthetic import SHAPES, synthetic
 from selfspec import Engine
-from selfspec.backends.cuda.graphs import Machine
-from selfspec.backends.cuda.step import Drawing
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.slots import Features, SlotState
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.plan import NONE, Plan
 
 _REPLAYS = 20
 
 
 @torch.inference_mode()
-def pass_seconds(machine: Machine, rows: int, length: int) -> float:
+def pass_seconds(graphs: Graphs, rows: int, length: int) -> float:
     """The median time of a pass over so many rows that see `length` positions before them, in pages of their own."""
     plan = Plan.tree((rows - 1,)) if rows > 1 else NONE
-    seats, text = machine.seats(1), machine.cache.open()
-    machine.cache.reserve(text, length + rows)
-    key, _ = machine.cycle(seats, plan, None, Drawing(), length + rows)
-    replay, times = machine.replay(key), []
-    machine.vacate(seats)
-    seats.page_table[0, : len(text.pages)] = torch.tensor(text.pages, dtype=torch.int32)
+    table, text = graphs.take_table(), graphs.cache.open()
+    graphs.cache.reserve(text, length + rows)
+    _, replay = graphs.step(table, 1, plan, None, Features(), length + rows)
+    slot, times = SlotState.of(SamplingParams(), length, 0, 0, length, True, True), []
     for _ in range(_REPLAYS):
-        seats.lengths.fill_(length)
+        table.slots.write([0], [slot], [0], [text.pages])  # a pass advances the length
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    machine.vacate(seats)
-    machine.cache.close(text)
+    graphs.give_back(table)
+    graphs.cache.close(text)
     return median(times)
 
 
@@ -60,17 +59,16 @@ def main() -> None:
     bandwidth = read_bandwidth()
     model = synthetic(args.shape, "cuda", torch.bfloat16, exit_layer=2)
     engine = Engine(model, kernels=True, max_length=max(args.context) + 256, max_batch=1)
-    machine = engine._machine
-    assert machine is not None
-    machine.take_memory()
+    graphs = engine._graphs
+    assert graphs is not None
     table = Table(title=f"{args.shape}, bfloat16 on {torch.cuda.get_device_name()}: passes of one sequence")
     for heading in ("context", "rows", "ms", "against one row", "weights, of the bandwidth"):
         table.add_column(heading, justify="right")
     results = []
     for length in args.context:
-        one = pass_seconds(machine, 1, length)
+        one = pass_seconds(graphs, 1, length)
         for rows in args.rows:
-            seconds = one if rows == 1 else pass_seconds(machine, rows, length)
+            seconds = one if rows == 1 else pass_seconds(graphs, rows, length)
             share = bytes_per_token(engine) / seconds / bandwidth
             results.append(
                 {"context": length, "rows": rows, "ms": 1e3 * seconds, "ratio": seconds / one, "share": share}

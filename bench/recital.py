@@ -1,7 +1,7 @@
-"""Given texts instead of the model's own: by a logits processor on the host, or in captured cycles on the device.
+"""Given texts instead of the model's own: by a logits processor on the host, or in captured steps on the device.
 
 The model computes, and its exit drafts, as ever; only what is chosen is replaced. On the device that is one
-small launch more in every cycle, for all modes alike. Which texts there are is `bench.governor_sets`' business.
+small launch more in every step, for all modes alike. Which texts there are is `bench.governor_sets`' business.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from selfspec import Engine
-from selfspec.backends.cuda.step import Cycle
+from selfspec.backends.cuda.step import DeviceStep
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -89,31 +89,30 @@ def recite(
     )  # fmt: skip
 
 
-class RecitingCycle(Cycle):
-    """A cycle in which rows write given texts: a row's seed is the number of its text."""
+class RecitingStep(DeviceStep):
+    """A step in which sequences write given texts: a sequence's seed is the number of its text."""
 
-    def __init__(self, script: torch.Tensor, *cycle: Any) -> None:
-        super().__init__(*cycle)
+    def __init__(self, script: torch.Tensor, *step: Any) -> None:
+        super().__init__(*step)
         self.script = script
 
     def choose(self) -> None:
         super().choose()
-        recite(self.chosen.view(-1), self.places.following, self.seats.seeds, self.script)
+        recite(self.chosen.view(-1), self.places.following, self.slots.seeds, self.script)
 
 
 class Stage:
-    """A second engine around an engine's model, with kernels, whose requests recite. The script stays where it is, for
-    captured cycles know its address."""
+    """A second engine around an engine's model, with kernels, whose requests recite. The script keeps its address,
+    which captured steps hold."""
 
     def __init__(self, engine: Engine, texts: int) -> None:
         self.engine = Engine(
             engine.model, engine.tokenizer, engine.generation_config, engine.profile, engine.rules, engine.context,
             engine.max_batch, kernels=True,
         )  # fmt: skip
-        assert self.engine._machine is not None
-        self._machine = self.engine._machine
+        assert self.engine._graphs is not None
         self.script = torch.full((texts, engine.context), FREE, dtype=torch.int32, device=engine.model.device)
-        self._machine.new_cycle = partial(RecitingCycle, self.script)
+        self.engine._graphs.new_step = partial(RecitingStep, self.script)
 
     def learn(self, prompts: Sequence[Sequence[int]], recital: Recital) -> None:
         """From now on a request's prompt goes on as the recital says, if its seed is the prompt's number here."""
@@ -124,5 +123,4 @@ class Stage:
         for number, prompt in enumerate(prompts):
             text = recital.texts[tuple(prompt)][: positions - len(prompt)]
             script[number, len(prompt) : len(prompt) + len(text)] = torch.tensor(text, dtype=torch.int32)
-        with self._machine.current():
-            self.script.copy_(script)
+        self.engine.scheduler.call(lambda: self.script.copy_(script))

@@ -26,7 +26,7 @@ from bench.governor_sets import IN_DOMAIN, PromptSet, Source
 from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.exit_scoring import OFFERED, scored_places
-from selfspec.backends.torch_backend import more_patient, most_patience
+from selfspec.batch import _FIRST_FILL, _SELDOM
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.drafters import Drafters
@@ -36,7 +36,7 @@ from selfspec.governor.governor import MEASURING, Governor, Watch
 from selfspec.governor.rules import BATCHES, Policy
 from selfspec.kernels.final_norm import places_for
 from selfspec.profiles.profile import DomainChoice
-from selfspec.sampling import Sampling
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
@@ -104,7 +104,7 @@ class Stage:
         profile = profile_of(engine)
         device, choice = profile.device, profile.choice(domain)
         rules = Rules(longest_cycle=longest).on(device.type if device else "cpu")
-        policy = Policy(rules, Sampling(do_sample=temperature > 0, temperature=temperature or 1.0))
+        policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
         drafters = _AtHome(engine.model, profile, engine.drafters._mark, device is not None and device.kernels)
         return cls(drafters.ladder(domain, choice, policy), choice, rules)
 
@@ -154,7 +154,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
     governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
     watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
     unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    first = patience = stage.rules.scored_after(len(texts))
+    first = patience = stage.rules.scored_after(len(texts)) or _FIRST_FILL
     total, waiting, unscored = 0.0, 0, 0
 
     def judge() -> None:
@@ -175,11 +175,12 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
         room = places_for(1 << (len(rows.active) - 1).bit_length())
-        looks = first > 0 and waiting >= min(first, room) and unscored >= patience
+        looks = stage.rules.shadow_tokens > 0 and waiting > 0 and unscored >= patience
         catching_up = _SHADOW * plain if looks or waiting >= room or (waiting and len(plan)) else 0.0
         if looks:
             _score(governor, watches, rows, waiting)
-            unscored, patience = 0, more_patient(patience, first, most_patience(len(rows.active), stage.rules))
+            most = _SELDOM if len(rows.active) <= stage.rules.max_tree_batch else 2 * _SELDOM
+            unscored, patience = 0, max(first, min(2 * patience, most))
         waiting = (0 if catching_up else waiting) + (not len(plan))
         unscored, patience = (0, first) if len(plan) else (unscored + 1, patience)
         taken = stage.seconds(len(rows.active), plan) + catching_up

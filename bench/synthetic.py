@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from selfspec import Engine
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
+from selfspec.cache.size import pages_for
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, model_parts
 from selfspec.speculation.exit import Exit
@@ -167,14 +169,16 @@ def tune(
 def agreement(model: Decoder, exit_layer: int, texts: torch.Tensor, prompt: int) -> Agreement:
     """Of the raw exit with texts [B, T] that the model chose itself, but for their first `prompt` tokens."""
     exit, hits = Exit(model, exit_layer), torch.zeros(MOST_RANKED)
+    count = texts.shape[1] - 1
+    cache = Cache(model.config, model.device, model.dtype, pages_for(count))
     for text in texts.to(model.device):
-        cache = Cache(model.config, model.device, model.dtype)
-        sequence, count = cache.open(), len(text) - 1
+        sequence = cache.open()
         cache.reserve(sequence, count)
         rows = Rows.causal([sequence], count, model.device)
         hidden = model.run(model.embed(text[None, :-1]), 0, exit_layer, rows, cache)[:, prompt - 1 :]
         ranked = exit.logits(exit.read(hidden, hidden, rows, cache))[0].topk(MOST_RANKED).indices
         hits += (ranked == text[prompt:, None]).sum(0).cpu()
+        cache.close(sequence)
     shares = hits / (len(texts) * (texts.shape[1] - prompt))
     return Agreement(float(shares[0]), float(shares.sum()))
 
@@ -193,3 +197,15 @@ def own_text_agreement(
     written = engine.generate(prompts, max_new_tokens=new, do_sample=False, speculative_decoding=False)
     assert isinstance(written, torch.Tensor)
     return agreement(engine.model, exit_layer, written, prompt)
+
+
+def tune_exit(engine: Engine, exit_layer: int, wanted: Agreement, used: int | None = None) -> dict[str, Any]:
+    """Gives the engine a raw exit that agrees with the model as often as wanted, and lets both keep to the first `used`
+    tokens, by default a quarter of all. Returns what was found."""
+    model = engine.model
+    rows = keep_to(model, used or model.config.vocab_size // 4)
+    engine.drafters.exits[exit_layer] = exit = Exit(model, exit_layer).offering(rows, [])
+    tunable = Tunable(model, exit_layer)
+    found = tune(tunable, wanted, lambda: own_text_agreement(engine, exit_layer))
+    told = {"exit_layer": exit_layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
+    return told | {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4, "draft_rows": exit.vocabulary}

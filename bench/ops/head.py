@@ -6,8 +6,9 @@ import torch
 
 from bench.ops import Case
 from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top
-from selfspec.kernels.noise import Noise
-from selfspec.kernels.sample import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.noise import Cuts, Noise
+from selfspec.kernels.sample import Workspace, choose, choose_scored
 from selfspec.kernels.topk import Scores, top_merge
 
 MODELS = {"SmolLM2": (49152, 576), "8B": (128256, 4096)}
@@ -28,15 +29,33 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _noise(rows: int, device: torch.device) -> Noise:
-    seeds, copies = torch.arange(1, device=device), torch.arange(1, device=device)
-    return Noise(seeds, copies, torch.arange(rows, device=device, dtype=torch.int32), torch.ones(1, device=device))
+    """Of one sequence that samples."""
+    seeds, indices = torch.arange(1, device=device), torch.arange(1, device=device)
+    return Noise(seeds, indices, torch.arange(rows, device=device, dtype=torch.int32), torch.ones(1, device=device))
+
+
+def _cuts(device: torch.device, top_k: int = 0, top_p: float = 1.0) -> Cuts:
+    k = torch.tensor([top_k], dtype=torch.int32, device=device)
+    p, off = torch.tensor([top_p], device=device), torch.zeros(1, device=device)
+    return Cuts(k, p, off, few=1 <= top_k <= 64)
+
+
+def _processing(rows: int, vocabulary: int, device: torch.device) -> Processing:
+    """All penalties of one sequence, along a chain."""
+    ones, ints = torch.ones(1, device=device), torch.arange(rows, dtype=torch.int32, device=device)
+    counts = torch.randint(0, 3, (1, vocabulary), dtype=torch.int32, device=device)
+    return Processing(
+        1.1 * ones, 0.1 * ones, 0.1 * ones, torch.zeros(1, vocabulary, device=device), counts, ints[:1],
+        ints[None, :1], ints, ints.repeat(rows, 1), ints, ints,
+    )  # fmt: skip
 
 
 def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
     vocabulary, hidden = weight.shape
     x = torch.randn(rows, hidden, device=weight.device, dtype=weight.dtype)
     one, noise = Scores.empty(rows, vocabulary, 1, weight.device), _noise(rows, weight.device)
-    many = Scores.empty(rows, vocabulary, CHILDREN, weight.device)
+    many, cuts = Scores.empty(rows, vocabulary, CHILDREN, weight.device), _cuts(weight.device, 50)
+    processing = _processing(rows, vocabulary, weight.device)
     logits = torch.empty(rows, vocabulary, device=weight.device)
     tokens = torch.empty(rows, 1, device=weight.device, dtype=torch.int64)
     size, at = weight.nbytes + x.nbytes, f"{model} {rows} rows"
@@ -52,7 +71,8 @@ def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
     return [
         Case(f"head greedy {at}", lambda: head_top(x, weight, one), size, compared, library),
         Case(f"head sampled {at}", lambda: head_top(x, weight, one, noise=noise), size, None, library),
-        Case(f"head scored {at}", lambda: head_top(x, weight, many, noise=noise, noisy=False), size),
+        Case(f"head cut {at}", lambda: head_top(x, weight, many, noise=noise, cuts=cuts), size),
+        Case(f"head processed {at}", lambda: head_top(x, weight, one, noise=noise, processing=processing), size),
         Case(f"head logits {at}", lambda: head_logits(x, weight, logits), size + logits.nbytes),
         Case(f"merge 1 {at}", lambda: top_merge(one, tokens), one.keys.nbytes),
     ]
@@ -85,9 +105,8 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
 def _choose_cases(model: str, vocabulary: int, rows: int, device: torch.device) -> list[Case]:
     logits, noise = torch.randn(rows, vocabulary, device=device) * 3, _noise(rows, device)
     work, out = Workspace.empty(rows, vocabulary, device), torch.empty(rows, device=device, dtype=torch.int64)
-    k, large = (torch.tensor(number, device=device, dtype=torch.int32) for number in (50, 1000))
-    p = torch.tensor(0.9, device=device)
-    bounded, at = Cuts(k, p, None, 64), f"{model} {rows} rows"
+    bounded, nucleus, large = (_cuts(device, top_k, 0.9) for top_k in (50, 0, 1000))
+    at = f"{model} {rows} rows"
     choose(logits, out, work, noise=noise, cuts=bounded)
     size = logits.nbytes
     return [
@@ -102,7 +121,7 @@ def _choose_cases(model: str, vocabulary: int, rows: int, device: torch.device) 
             lambda: choose_scored(vocabulary, out, work, noise=noise, cuts=bounded),
             work.scores.keys.nbytes,
         ),
-        Case(f"choose top-p {at}", lambda: choose(logits, out, work, noise=noise, cuts=Cuts(top_p=p)), size),
-        Case(f"choose any top-k {at}", lambda: choose(logits, out, work, noise=noise, cuts=Cuts(large, p)), size),
+        Case(f"choose top-p {at}", lambda: choose(logits, out, work, noise=noise, cuts=nucleus), size),
+        Case(f"choose any top-k {at}", lambda: choose(logits, out, work, noise=noise, cuts=large), size),
         Case(f"choose uncut {at}", lambda: choose(logits, out, work, noise=noise), size),
     ]
