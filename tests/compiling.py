@@ -62,7 +62,7 @@ class _Driver:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
-    """Launches within it compile for `arch` (80, 86, 89, 90) and add Triton's compiled kernel to the list given."""
+    """Launches within it compile for `arch` (80, 86, 90, 120) and add Triton's compiled kernel to the list given."""
     import triton
     from triton.runtime.driver import driver
 

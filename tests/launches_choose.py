@@ -1,4 +1,4 @@
-"""Launches of the kernels that choose among cut logits, at the sizes they are meant for, to be compiled."""
+"""Launches of the kernels that choose among cut logits, and of acceptance, at real sizes, to be compiled."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.noise import Noise
-from selfspec.kernels.sample import Cuts, Workspace, choose
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+from selfspec.kernels.accept import TOKENS, accept
+from selfspec.kernels.sample import Workspace, choose
+from tests.launches_head import META, drawing
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    count, share = _empty(1, dtype=torch.int32), _empty(1)
-    all_cuts = {
-        "greedy": None,
-        "top-k up to 64": Cuts(count, share, share, 64),
-        "any top-k": Cuts(count, share, share),
-        "top-p": Cuts(None, share),
-    }
-    for vocabulary, names in ((49152, list(all_cuts)), (128256, ["top-p"])):
-        seeds, copies = _empty(1, dtype=torch.int64), _empty(1, dtype=torch.int64)
-        noise = Noise(seeds, copies, _empty(16, dtype=torch.int32), _empty(1))
-        logits, out = _empty(16, vocabulary), _empty(16, dtype=torch.int64)
-        work = Workspace.empty(16, vocabulary, "meta")
-        for name in names:
-            cuts = all_cuts[name]
-            drawn = noise if cuts else None
-            yield f"{name}, {vocabulary}", partial(choose, logits, out, work, noise=drawn, cuts=cuts)
+    for vocabulary, rows, sequences in ((49152, 16, 1), (49152, 16, 4), (128256, 16, 1)):
+        noise, few, processing = drawing(rows, sequences, vocabulary, few=True)
+        _, cuts, _ = drawing(rows, sequences, vocabulary)
+        logits = torch.empty(rows, vocabulary, device=META)
+        out = torch.empty(rows, dtype=torch.int32, device=META)
+        small, large = (Workspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
+        at = f"{vocabulary}, {sequences} sequences"
+        yield f"greedy, {at}", partial(choose, logits, out, large)
+        yield f"few, {at}", partial(choose, logits, out, small, noise=noise, cuts=few)
+        yield f"any cuts, {at}", partial(choose, logits, out, large, noise=noise, cuts=cuts, processing=processing)
+    yield "accept", partial(_accept, None, None)
+    yield "accept and count", partial(_accept, _ints(4, 49152), _ints(4, 8))
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.int32, device=META)
+
+
+def _accept(counts: torch.Tensor | None, stops: torch.Tensor | None) -> None:
+    per_sequence = (_ints(4) for _ in range(4))
+    accept(_ints(20), _ints(20), _ints(5, 2), *per_sequence, _ints(4, 3), _ints(4, TOKENS + 3), counts, stops)

@@ -8,37 +8,50 @@ from functools import partial
 import torch
 
 from selfspec.kernels.lm_head_topk import head_logits, head_top
-from selfspec.kernels.noise import Noise
+from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.noise import Cuts, Noise
 from selfspec.kernels.topk import Scores, top_merge
 
+META = torch.device("meta")
 SIZES = {"smol": (49152, 576), "8b": (128256, 4096)}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def _noise(rows: int) -> Noise:
-    seeds, copies = _empty(1, dtype=torch.int64), _empty(1, dtype=torch.int64)
-    return Noise(seeds, copies, _empty(rows, dtype=torch.int32), _empty(1, dtype=torch.float32))
+def drawing(rows: int, sequences: int, vocabulary: int, few: bool = False) -> tuple[Noise, Cuts, Processing]:
+    """Noise, cuts and processing of a tree with so many rows."""
+    ints, floats = partial(_empty, dtype=torch.int32), partial(_empty, dtype=torch.float32)
+    noise = Noise(_empty(sequences, dtype=torch.int64), ints(sequences), ints(rows), floats(sequences))
+    cuts = Cuts(ints(sequences), floats(sequences), floats(sequences), few)
+    nodes = rows // sequences
+    processing = Processing(
+        floats(sequences), floats(sequences), floats(sequences), floats(sequences, vocabulary),
+        ints(sequences, vocabulary), ints(sequences), ints(sequences, 8), ints(rows), ints(nodes, 5), ints(nodes),
+        ints(rows),
+    )  # fmt: skip
+    return noise, cuts, processing
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for model, rows, names in (
-        ("smol", 1, "greedy sampled"),
-        ("smol", 64, "sampled logits"),
-        ("8b", 1, "sampled"),
-        ("8b", 32, "greedy"),
-        ("8b", 64, "greedy scores"),
+        ("smol", 1, "greedy sampled processed"),
+        ("smol", 64, "sampled logits processed"),
+        ("8b", 1, "sampled processed"),
+        ("8b", 32, "greedy processed"),
+        ("8b", 64, "greedy scores processed"),
     ):
         vocabulary, hidden = SIZES[model]
-        x, weight, noise = _empty(rows, hidden), _empty(vocabulary, hidden), _noise(rows)
+        x, weight = _empty(rows, hidden), _empty(vocabulary, hidden)
+        noise, cuts, processing = drawing(rows, 1 if rows == 1 else 4, vocabulary)
         one, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
         logits = _empty(rows, vocabulary, dtype=torch.float32)
         calls: dict[str, Callable[[], object]] = {
             "greedy": partial(head_top, x, weight, one),
             "sampled": partial(head_top, x, weight, one, noise=noise),
             "scores": partial(head_top, x, weight, many, noise=noise),
+            "processed": partial(head_top, x, weight, many, noise=noise, cuts=cuts, processing=processing),
             "logits": partial(head_logits, x, weight, logits),
         }
         yield from ((f"{name}, {model}, {rows} rows", calls[name]) for name in names.split())
@@ -50,11 +63,16 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
     count, rows = _empty(1, dtype=torch.int32), _empty(15872, dtype=torch.int32)
-    x, whole, part, noise = _empty(16, 576), _empty(49152, 576), _empty(15872, 576), _noise(16)
+    x, whole, part = _empty(16, 576), _empty(49152, 576), _empty(15872, 576)
+    noise, _, processing = drawing(16, 4, 49152)
     scores = Scores.empty(16, 15872, 20, "meta")
     yield "trimmed copy", lambda: head_top(x, part, scores, rows=rows, count=count, noise=noise)
     yield "trimmed gather", lambda: head_top(x, whole, scores, rows=rows, gather=True, noise=noise)
+    yield (
+        "trimmed processed",
+        lambda: head_top(x, whole, scores, rows=rows, gather=True, count=count, noise=noise, processing=processing),
+    )
     for columns, width in ((15872, 20), (128256, 1), (128256, 64), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
-        yield f"merge {columns} {width}", partial(top_merge, found, out)
+        yield f"merge {columns} {width}", partial(top_merge, found, out, finite=width == 1)

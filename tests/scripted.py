@@ -1,4 +1,4 @@
-"""Models, exits and sessions that do what a test says: silent layers, a model that recites, drafts right on demand."""
+"""Models, exits and batches that do what a test says: silent layers, a model that recites, drafts right on demand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 from selfspec import Engine, Plan, Rules
-from selfspec.backends.torch_backend import Session
-from selfspec.cache.kv_cache import Cache, Rows
+from selfspec.backends.torch_backend import TorchBackend
+from selfspec.batch import Batch
+from selfspec.cache.kv_cache import Cache
+from selfspec.cache.layout import Rows
+from selfspec.drafters import Drafter, Drafters
+from selfspec.governor.candidates import Ladder
 from selfspec.governor.rules import Policy
+from selfspec.metrics import Metrics
 from selfspec.models.decoder import Decoder
-from selfspec.sampling import Sampling
-from selfspec.sequence import Row
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request
+from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.exit import Exit
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -98,29 +104,117 @@ class ScriptedExit(Exit):
 
 
 class ScriptedPolicy:
-    """Takes its plans from a list, over and over."""
+    """Takes the plan of every step from a list, over and over."""
 
     def __init__(self, plans: Iterable[str]) -> None:
         self.plans = [Plan.parse(plan) for plan in plans]
-        self.cycles = 0
+        self.steps = 0
+
+    def reason(self, batch: int) -> str | None:
+        return None
 
     def choose(self, batch: int) -> tuple[Plan, str | None]:
-        plan = self.plans[self.cycles % len(self.plans)]
-        self.cycles += 1
+        plan = self.plans[self.steps % len(self.plans)]
+        self.steps += 1
         return plan, None
 
 
-def open_session(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    plan: str,
-    exit: Exit | None,
-    new_tokens: int = 12,
-    copies: int = 1,
-    sampling: Sampling | None = None,
-) -> Session:
-    """A session whose cycles a test can run one by one; every cycle uses `plan`."""
-    sampling = sampling or Sampling()
-    rows = [Row(prompt, 0, copy, len(prompt) + new_tokens) for prompt in prompts for copy in range(copies)]
-    policy = Policy(Rules(), sampling, mode="force", plan=Plan.parse(plan))
-    return Session(engine.model, engine.cache, rows, sampling, policy, exit=exit)
+class Decoding:
+    """Sequences that decode together in a batch of the reference backend, without a scheduler: a test prefills them and
+    runs their steps one by one."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        prompts: Sequence[list[int]],
+        exit: Exit | None = None,
+        plans: str | Sequence[str] = "none",
+        new_tokens: int = 12,
+        samples: int = 1,
+        params: SamplingParams | None = None,
+        candidates: Ladder | None = None,
+        agreement: tuple[float, float] | None = None,
+        rejection: bool = False,
+        criteria: Sequence[Callable] = (),
+        seed: int = 0,
+    ) -> None:
+        params = params or SamplingParams()
+        self.sequences: list[Sequence_] = []
+        for prompt in prompts:
+            of_prompt = [
+                Sequence_(prompt, seed, index, len(prompt) + new_tokens, params=params) for index in range(samples)
+            ]
+            for other in of_prompt[1:]:
+                other.parent = of_prompt[0]
+            self.sequences += of_prompt
+        script = ScriptedPolicy([plans] if isinstance(plans, str) else plans)
+        policy: Any = Policy(Rules(), params) if candidates else script
+        drafter = None if exit is None else Drafter(exit, None, candidates, agreement)
+        self.request = Request(
+            self.sequences, policy=policy, drafter=drafter, rejection=rejection, criteria=tuple(criteria)
+        )
+        self.cache, self.exit, self.policy = cache, exit, policy
+        self.backend = TorchBackend(model, cache)
+        self.batch = Batch(self.backend, exit, Drafters(model, None, lambda *_: torch.empty(0)), Metrics())
+
+    @torch.inference_mode()
+    def prefill(self) -> Decoding:
+        for sequence in self.sequences:
+            if sequence.parent is None:
+                while not self.backend.prefill([sequence], self.exit):
+                    pass
+            else:
+                sequence.kv = self.cache.fork(sequence.parent.kv)
+                sequence.previous_state = sequence.parent.prompt_state
+        self.batch.join(self.sequences)
+        return self
+
+    @torch.inference_mode()
+    def step(self, steps: int = 1) -> None:
+        """Sequences that have ended return their pages, as in the scheduler."""
+        for _ in range(steps):
+            self.batch.step()
+            for sequence in [of for of in self.batch.running if of.is_finished]:
+                self._leave(sequence)
+
+    def run(self) -> Decoding:
+        """Prefills and steps until all sequences have ended."""
+        self.prefill()
+        while self.batch.running:
+            self.step()
+        return self
+
+    @torch.inference_mode()
+    def fill_exit(self) -> None:
+        """The exit's cache catches up with plain steps."""
+        assert self.exit is not None
+        self.backend.fill_exit(self.batch.running, self.exit, score=False, before=None)
+
+    @torch.inference_mode()
+    def draft(self, plan: str) -> list[list[int]]:
+        """The tokens that would be drafted for each sequence in the next step."""
+        self.fill_exit()
+        shape = Plan.parse(plan)
+        for sequence in self.batch.running:
+            self.cache.reserve(sequence.kv, sequence.kv.length + len(shape) + 1)
+        drafted = self.backend.draft(self.batch.running, shape, self.exit).tokens[:, 1:].tolist()
+        self.cache.abort([sequence.kv for sequence in self.batch.running])
+        return drafted
+
+    def close(self) -> None:
+        for sequence in list(self.batch.running):
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence_) -> None:
+        self.batch.leave([sequence])
+        self.cache.close(sequence.kv)
+
+
+def new_cache(model: Decoder, pages: int = 40) -> Cache:
+    return Cache(model.config, model.device, model.dtype, pages)
+
+
+def decoding(engine: Engine, prompts: Sequence[list[int]], plans: Any, exit: Exit | None, **options: Any) -> Decoding:
+    """Sequences on the pages of an engine's cache."""
+    return Decoding(engine.model, engine.cache, prompts, exit, plans, **options)

@@ -6,6 +6,7 @@ page may have been taken, and afterwards the engine must still give transformers
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from selfspec import Engine, Plan
 from selfspec.cache.kv_cache import Cache
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
+from tests.calibrated import chat_tokenizer
 from tests.profiles import choice_of, edit_profile, profile_of, random_exit, random_rows
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -248,7 +250,21 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "argument-penalty_alpha": ({"penalty_alpha": 0.6}, ("penalty_alpha=0.6", "not supported")),
     "argument-assistant_model": ({"assistant_model": "x"}, ("assistant_model", "supports", "top_p")),
     "argument-no_repeat_ngram_size": ({"no_repeat_ngram_size": 3}, ("no_repeat_ngram_size=3", "not supported")),
-    "argument-bad_words_ids": ({"bad_words_ids": [[4]]}, ("bad_words_ids", "not supported")),
+    "argument-begin_suppress_tokens": ({"begin_suppress_tokens": [4]}, ("begin_suppress_tokens", "not supported")),
+    "bad_words_ids-flat": ({"bad_words_ids": [4]}, ("bad_words_ids", "list of lists")),
+    "sequence_bias-of-no-sequence": ({"sequence_bias": {4: 1.0}}, ("sequence_bias", "tuples")),
+    "sequence_bias-outside": ({"sequence_bias": {(VOCABULARY,): 1.0}}, ("sequence_bias", "101", "0 to 100")),
+    "suppress_tokens-text": ({"suppress_tokens": "4"}, ("suppress_tokens='4'", "token id")),
+    "logit_bias-outside": ({"logit_bias": {VOCABULARY: 1.0}}, ("logit_bias", "101", "0 to 100")),
+    "allowed_token_ids-outside": ({"allowed_token_ids": [4, 900]}, ("allowed_token_ids", "900", "0 to 100")),
+    "min_length-float": ({"min_length": 2.5}, ("min_length=2.5", "integer")),
+    "logits_processor-alone": ({"logits_processor": lambda ids, scores: scores}, ("logits_processor", "list")),
+    "stopping_criteria-alone": ({"stopping_criteria": lambda ids, scores: False}, ("stopping_criteria", "list")),
+    "inputs-and-input_ids": ({"inputs": PROMPT}, ("inputs", "input_ids", "one of them")),
+    **{
+        f"{name}-returned": ({name: True, "return_dict_in_generate": True}, (f"{name}=True", "not supported"))
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    },
     "config-num_beams": ({"generation_config": GenerationConfig(num_beams=4)}, ("num_beams=4", "not supported")),
     "config-invented": ({"generation_config": GenerationConfig(invented=3)}, ("invented=3", "not supported")),
     "config-typical_p": ({"generation_config": GenerationConfig(typical_p=0.5)}, ("typical_p=0.5", "not supported")),
@@ -391,14 +407,10 @@ class TestEngineArguments:
             engine, lambda: engine.generate(torch.ones(1, 12, dtype=torch.long)), "12 tokens", "holds 12", "shorten"
         )
 
-    def test_more_sequences_than_max_batch_are_refused(self, model, refuses):
-        engine = Engine.from_model(model, max_batch=1)
-        refuses(engine, lambda: engine.generate(BATCH), "2 sequences", "max_batch=1", "fewer")
-
-    def test_copies_count_for_max_batch(self, model, refuses):
-        engine = Engine.from_model(model, max_batch=3)
-        call = lambda: engine.generate(BATCH, do_sample=True, num_return_sequences=2)  # noqa: E731
-        refuses(engine, call, "4 sequences", "max_batch=3")
+    @pytest.mark.parametrize("value", [0, -1.0, "8", True, 1e-9], ids=str)
+    def test_a_cache_must_hold_a_short_text(self, model, value):
+        with pytest.raises(ValueError, match="kv_cache_gb=.*(above 0|or more)"):
+            Engine.from_model(model, kv_cache_gb=value)
 
 
 QUANTIZED = {
@@ -425,7 +437,7 @@ class TestModelFolder:
 
     @pytest.fixture
     def refuses_to_load(self, monkeypatch) -> Refuses:
-        def check(folder: Path, *words: str, **kwargs: Any) -> None:
+        def check(folder: Path, *words: str, but_not: str | None = None, **kwargs: Any) -> None:
             def never(*_: Any, **__: Any) -> None:
                 raise AssertionError("weights were loaded before the refusal")
 
@@ -435,6 +447,7 @@ class TestModelFolder:
                 Engine.from_pretrained(folder, **{"device": "cpu", "profile": None, **kwargs})
             message = str(caught.value)
             assert all(word in message for word in words), f"{words} expected in: {message}"
+            assert but_not is None or but_not not in message
 
         return check
 
@@ -460,6 +473,41 @@ class TestModelFolder:
     def test_quantized_checkpoint(self, folder, refuses_to_load, method):
         self.edit_config(folder, quantization_config=QUANTIZED[method])
         refuses_to_load(folder, "quantized", method, "unquantized checkpoint", "GGUF")
+
+    @pytest.mark.parametrize(
+        ("file", "auto_map"),
+        [
+            ("tokenizer_config.json", {"AutoTokenizer": ["own.Tokenizer", None]}),
+            ("tokenizer_config.json", ["own.Tokenizer", None]),
+            ("config.json", {"AutoConfig": "own.Tokenizer", "AutoModelForCausalLM": "own.Tokenizer"}),
+            ("config.4.0.0.json", {"AutoConfig": "own.Tokenizer"}),
+        ],
+        ids=["tokenizer", "tokenizer-as-a-list", "config", "config-of-a-version"],
+    )
+    def test_code_of_a_checkpoint_never_runs(self, folder, refuses_to_load, monkeypatch, tmp_path, file, auto_map):
+        """Not even where standard input answers yes to the question whether to run it."""
+        chat_tokenizer().save_pretrained(folder)
+        ran = tmp_path / "ran"
+        (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n\nclass Tokenizer:\n    pass\n")
+        path = folder / file
+        if not path.exists():
+            shutil.copy(folder / "config.json", path)
+            self.edit_config(folder, configuration_files=[file])
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": auto_map, "tokenizer_class": "Own"}))
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+        monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+        monkeypatch.setattr("builtins.input", lambda *_: "y")
+        refuses_to_load(folder, str(path), "auto_map", "code", "delete", but_not="trust_remote_code")
+        assert not ran.exists()
+
+    @pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"a":' * 100_000], ids=lambda text: text[:5])
+    @pytest.mark.parametrize(
+        "file", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"]
+    )
+    def test_a_damaged_file(self, folder, refuses_to_load, file, content):
+        chat_tokenizer().save_pretrained(folder)
+        (folder / file).write_text(content)
+        refuses_to_load(folder, str(folder), file.split(".")[0].split("_")[0], "again")
 
     def test_pickled_weights_only(self, folder, refuses_to_load):
         (folder / "model.safetensors").unlink()

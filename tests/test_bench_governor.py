@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -21,12 +21,16 @@ from bench.governor_sets import AWAY, HOT, IN_DOMAIN, Missing, PromptSet, Source
 from bench.recital import Recital
 from selfspec import Engine, Rules
 from selfspec.governor.governor import Change
+from selfspec.sequence import Request, StepRecord
+from selfspec.sequence import Sequence as Sequence_
+from selfspec.speculation.plan import NONE
 from tests.calibrated import chat_tokenizer, quieten
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless
 from tests.tiny import tiny_model
 
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]], "1": [[0.4, 0.2, 0.1]]}
+PLAIN_STEP = StepRecord.of(NONE, NONE, None)
 CHEAP = Rules(probe_allowance=1000.0, least_gain=0.0, hysteresis=0.0, longest_cycle=inf)
 
 
@@ -169,35 +173,39 @@ def test_twins_only_ask_for_such_texts(name: str) -> None:
 # Calls
 
 
-class FakeSession:
-    """Rows that get tokens as scripted; each step takes the seconds that are told."""
+class FakeScheduler:
+    """Gives a request's sequences tokens as scripted; each step takes the seconds that are told."""
 
     def __init__(self, now: list[float], steps: Sequence[tuple[float, Sequence[int], int | None]]) -> None:
-        self.now, self.steps = now, steps
-        self.rows: list[Any] = [
-            SimpleNamespace(new_tokens=0, ood=False, tokens=[1], prompt=[1], cycles=0, changes=[]) for _ in steps[0][1]
-        ]
+        self.now, self.steps = now, list(steps)
+        self.waiting: list[Sequence_] = []
 
-    def run(self) -> Iterator[None]:
-        for seconds, news, flagged in self.steps:
-            self.now[0] += seconds
-            for index, (row, new) in enumerate(zip(self.rows, news, strict=True)):
-                row.new_tokens += new
-                row.tokens += [9] * new
-                row.cycles += bool(new)
-                row.ood = row.ood or flagged == index
-            yield
+    def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def step(self) -> None:
+        seconds, news, flagged = self.steps.pop(0)
+        self.now[0] += seconds
+        for index, (sequence, new) in enumerate(zip(self.waiting, news, strict=True)):
+            sequence.tokens += [9] * new
+            sequence.watch.ood = sequence.watch.ood or flagged == index
+            if new:
+                sequence.records.append(PLAIN_STEP)
+                sequence.lasts.append(0)
+        if not self.steps:
+            self.waiting[0].request.progress.end(self.waiting[0].new_tokens)
 
 
 def test_a_call_notes_gaps_and_times_per_token_but_for_the_first_which_waits_for_the_prompt() -> None:
     now = [0.0]
-    session = FakeSession(now, [(9.0, (1, 1), None), (2.0, (4, 1), 1), (3.0, (0, 3), 0), (1.0, (0, 1), 1)])
+    steps = [(4.0, (0, 0), None), (5.0, (1, 1), None), (2.0, (4, 1), 1), (3.0, (0, 3), 0), (1.0, (0, 1), 1)]
+    scheduler: Any = FakeScheduler(now, steps)
 
-    def opened() -> Any:
+    def opened() -> Request:
         now[0] += 0.5
-        return session
+        return Request([Sequence_([1], seed=0, sample_index=0, max_length=20) for _ in range(2)])
 
-    call = follow(opened, lambda: 10 * now[0], lambda: now[0])
+    call = follow(scheduler, opened, lambda: 10 * now[0], lambda: now[0])
     assert call.opening_s == 0.5 and call.cycle_s == pytest.approx(155.0) and call.seconds == 15.0
     assert call.gaps == [(2.0, 1), (2.0, 1), (3.0, 1), (1.0, 1)]
     assert call.token_times == [(0.5, 4), (2.0, 1), (1.0, 3), (1.0, 1)]

@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench import replay
 from bench.governor_sets import PromptSet
 from bench.replay import Stage, Text
 from selfspec import Engine, Rules
-from selfspec.governor.costs import Costs
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.costs import Costs, guessed_cost
 from selfspec.profiles.profile import CycleCost, Spread
 from selfspec.speculation.plan import NONE, Plan
-from tests.profiles import choice_of
-from tests.scripted import random_prompt
-from tests.test_governed import engine_of, generate
-from tests.test_governor import ladder
+from tests.calibrated import quieten
+from tests.profiles import choice_of, profile_of, random_exit
+from tests.scripted import endless, random_prompt
+from tests.tiny import tiny_model
 
+RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
 MISSED = 99
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:2,1")
 
@@ -36,8 +40,18 @@ def stage() -> Stage:
         band: CycleCost(plain=plain, depth=0.1, drafting=[(1, 1.1), (8, 1.2)], head_row=0.0, head_rows=0)
         for band, plain in (("1", 1.0), ("2-4", 1.3))
     }
-    agreement = Spread(mean=0.5, deviation=0.1)
-    return Stage(ladder(True), choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
+    agreement, guess = Spread(mean=0.5, deviation=0.1), guessed_cost(3, 30)
+    acceptance = Acceptance([[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4)
+    ladder = Ladder(acceptance, {1: guess, 4: guess, 16: guess}, 3, max_tree_batch=4)
+    return Stage(ladder, choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
+
+
+def engine_of(folder: Path, **entries: Any) -> Engine:
+    """A model with a trained exit that is right often, not always."""
+    hf = quieten(endless(tiny_model("llama")), 2, 0.3)
+    exit = random_exit(Engine.from_model(hf).model, 2, scale=0.02)
+    profile = profile_of(exit.model, {"text": choice_of(2, "chain:2", **{"ranks": RANKS, **entries})})
+    return Engine.from_model(hf, profile=profile.save(folder, [exit]))
 
 
 def test_what_a_plan_accepts_is_told_by_the_ranks_of_its_own_depths() -> None:
@@ -75,9 +89,11 @@ def test_the_governor_drafts_what_is_guessed_and_steps_aside_elsewhere(
 
 @pytest.mark.parametrize("plan", ["chain:2", "tree:2,1", "tree:3,2,1"])
 def test_a_replay_has_the_cycles_of_an_engine(plan: str, tmp_path: Path) -> None:
-    engine, prompt = engine_of("llama", tmp_path), random_prompt(9)
+    engine, prompt = engine_of(tmp_path), random_prompt(9)
     (one,) = replay.record(engine, PromptSet("text", [prompt], 40))
-    stats = generate(engine, [prompt], len(one.ranks), plan=plan, speculative_decoding="force").stats[0]
+    forced = {"plan": plan, "speculative_decoding": "force", "do_sample": False, "return_dict_in_generate": True}
+    out: Any = engine.generate(torch.tensor([prompt]), max_new_tokens=len(one.ranks), **forced)  # type: ignore[arg-type]
+    (stats,) = out.stats
     rows, outcomes = replay.Rows([one]), []
     while rows.active:
         before = rows.places[0]
@@ -92,7 +108,7 @@ def test_the_command_compares_all_batches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = CycleCost(plain=1.0, depth=0.05, drafting=[(1, 1.0), (8, 1.1)], head_row=0.0, head_rows=0)
-    engine = engine_of("llama", tmp_path, costs={"1": cost})
+    engine = engine_of(tmp_path, costs={"1": cost})
     prompts = PromptSet("text", [random_prompt(9), random_prompt(20)], 30)
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)
     monkeypatch.setattr(replay, "sets_of", lambda *_: [prompts])

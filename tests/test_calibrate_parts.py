@@ -251,11 +251,11 @@ def test_six_domains_are_shipped_and_share_no_prompt() -> None:
 
 
 def test_pieces_of_work_are_there_again_on_resuming(tmp_path: Path) -> None:
-    work = Work(tmp_path / "work", {"a": 1, "b": (1, 2)}, resume=False)
+    work = Work(tmp_path / "work", {"a": 1, "b": (1, 2)})
     work.write_json("steps", 12)
     work.write_tensors("chunk", {"x": torch.arange(6).view(2, 3).T, "y": torch.tensor(3)})
     again = Work(tmp_path / "work", {"a": 1, "b": (1, 2)}, resume=True)
-    assert again.read_json("steps") == 12
+    assert again.resumed and again.read_json("steps") == 12
     stored = again.read_tensors("chunk")
     assert stored is not None and torch.equal(stored["x"], torch.arange(6).view(2, 3).T) and stored["y"] == 3
     assert again.read_json("other") is None and again.read_tensors("other") is None
@@ -263,26 +263,67 @@ def test_pieces_of_work_are_there_again_on_resuming(tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
-def test_without_resume_work_begins_anew(tmp_path: Path) -> None:
-    Work(tmp_path, {"a": 1}, resume=False).write_json("steps", 12)
-    assert Work(tmp_path, {"a": 1}, resume=False).read_json("steps") is None
+def test_a_stopped_run_is_dropped_only_on_demand(tmp_path: Path) -> None:
+    Work(tmp_path, {"a": 1}).write_json("steps", 12)
+    with pytest.raises(ValueError, match=rf"{tmp_path}: pass --resume to continue it, or --restart to drop it"):
+        Work(tmp_path, {"a": 1})
+    assert Work(tmp_path, {"a": 1}, resume=True).read_json("steps") == 12
+    work = Work(tmp_path, {"a": 2}, restart=True)
+    assert work.read_json("steps") is None and not work.resumed
+
+
+def test_a_run_that_stopped_before_its_first_piece_is_no_obstacle(tmp_path: Path) -> None:
+    Work(tmp_path, {"a": 1})
+    assert not Work(tmp_path, {"a": 2}).resumed
 
 
 def test_resuming_where_nothing_is_begins_anew(tmp_path: Path) -> None:
-    work = Work(tmp_path / "deep" / "work", {"a": 1}, resume=True)
-    assert work.read_json("key") == {"a": 1}
+    assert not Work(tmp_path / "deep" / "work", {"a": 1}, resume=True).resumed
+    assert (tmp_path / "deep" / "work").is_dir()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"restart": True}], ids=str)
+@pytest.mark.parametrize("marker", ["none", "own", "foreign", "damaged"])
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(
+    tmp_path: Path, options: dict[str, bool], marker: str
+) -> None:
+    folder = tmp_path / "work"
+    if marker == "own":
+        Work(folder, {"a": 1}).write_json("steps", 12)
+    else:
+        folder.mkdir()
+    if marker in ("foreign", "damaged"):
+        (folder / "made-by-selfspec.json").write_text('{"key": {}, "pieces": ["../x"]}' if marker == "foreign" else "{")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "thesis.txt").write_text("years of work")
+    (folder / "steps-of-mine.json").write_text("12")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf"{folder} holds what selfspec did not write.*move that away.*--out"):
+        Work(folder, {"a": 1}, **options)
+    assert contents(tmp_path) == before
+
+
+def test_removing_leaves_what_came_into_the_folder_meanwhile(tmp_path: Path) -> None:
+    work = Work(tmp_path / "work", {})
+    work.write_json("steps", 12)
+    (tmp_path / "work" / "notes.txt").write_text("mine")
+    work.remove()
+    assert contents(tmp_path) == {"work/notes.txt": b"mine"}
 
 
 def test_a_run_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
-    Work(tmp_path, {"minutes": 1, "seed": 0, "steps": None}, resume=False).write_json("steps", 12)
-    with pytest.raises(ValueError, match=r"other settings \(minutes, steps\)") as error:
+    Work(tmp_path, {"minutes": 1, "seed": 0, "steps": None}).write_json("steps", 12)
+    with pytest.raises(ValueError, match=r"other settings \(minutes, steps\).*--resume.*--restart"):
         Work(tmp_path, {"minutes": 2, "seed": 0, "steps": 5}, resume=True)
-    assert "--resume" in str(error.value)
     assert json.loads((tmp_path / "steps.json").read_text()) == 12, "and nothing of it is lost"
 
 
 def test_damaged_pieces_count_as_not_there(tmp_path: Path) -> None:
-    work = Work(tmp_path, {}, resume=False)
+    work = Work(tmp_path, {})
     work.write_json("steps", 12)
     work.write_tensors("chunk", {"x": torch.zeros(100)})
     for path in (tmp_path / "steps.json", tmp_path / "chunk.safetensors"):
@@ -297,7 +338,7 @@ def test_damaged_pieces_count_as_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["json", "tensors"])
 def test_a_piece_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Stopped at the worst moment, between writing and naming it, the piece before stays."""
-    work = Work(tmp_path, {}, resume=False)
+    work = Work(tmp_path, {})
     write, read = getattr(work, f"write_{kind}"), getattr(work, f"read_{kind}")
     old, new = (12, 13) if kind == "json" else ({"x": torch.zeros(3)}, {"x": torch.ones(3)})
     write("piece", old)
@@ -454,3 +495,12 @@ def test_nothing_is_drawn_beside_what_is_timed(timed: bool) -> None:
         if timed:
             assert "half of it" in seen.getvalue()
     assert "half of it" in seen.getvalue().splitlines()[-1]
+
+
+def test_brackets_in_what_is_said_are_no_markup() -> None:
+    seen = StringIO()
+    display = Display(Console(file=seen, force_terminal=True, width=100))
+    display.say("Calibrating /tmp/[/x]")
+    with display.stage("time", total=1, timed=True) as stage:
+        stage.advance(1, "domain [/y]")
+    assert "/tmp/[/x]" in seen.getvalue() and "domain [/y]" in seen.getvalue()

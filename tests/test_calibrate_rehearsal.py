@@ -10,22 +10,19 @@ import torch
 from scipy.stats import gumbel_r, kstest
 
 from selfspec import Engine
-from selfspec.backends.torch_backend import Draft, Session
-from selfspec.cache.kv_cache import Cache
+from selfspec.backends.torch_backend import Draft, TorchBackend
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
 from selfspec.calibrate.measuring import DEPTHS, Answers, Measurement, measure, noise_behind
 from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
 from selfspec.calibrate.writing import Template, write_answers
-from selfspec.governor.rules import Policy, Rules
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
-from selfspec.sampling import Sampling
-from selfspec.sequence import Row
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 from tests.calibrated import documents_of, quieten, random_documents, random_exit
-from tests.scripted import endless, open_session, random_prompt
+from tests.scripted import decoding, endless, new_cache, random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 DEPTH = 3
@@ -37,26 +34,26 @@ def decoder(family: str) -> Decoder:
     return adopt(tiny_model(family))
 
 
-class Following(Session):
+class Following(TorchBackend):
     """Drafts the text it is given, whatever the exit says."""
 
     text: list[int]
+    root: int
 
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
-        return torch.tensor([[self.text[len(self.rows[0].prompt) - 1 + draft.plan.depths[level.start]]]])
+        return torch.tensor([[self.text[self.root + draft.plan.depths[level.start]]]])
 
 
 @torch.inference_mode()
 def runtime_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
-    """What the exit's head reads at the root and at the drafted tokens after it, in a real session."""
-    model, sampling = exit.model, Sampling()
-    cache = Cache(model.config, model.device, model.dtype)
-    row = Row(text[: root + 1], 0, 0, max_length=len(text) + DEPTH)
-    session = Following(model, cache, [row], sampling, Policy(Rules(), sampling, mode="force"), exit)
-    session.text = text
-    session.prefill()
-    cache.reserve(row.sequence, root + DEPTH + 1)
-    draft = session.draft([row], Plan.parse(f"chain:{DEPTH}"))
+    """What the exit's head reads at the root and at the drafted tokens after it, in a real step."""
+    sequence = Sequence(text[: root + 1], 0, 0, max_length=len(text) + DEPTH)
+    backend = Following(exit.model, new_cache(exit.model))
+    backend.text, backend.root = text, root
+    while not backend.prefill([sequence], exit):
+        pass
+    backend.cache.reserve(sequence.kv, root + DEPTH + 1)
+    draft = backend.draft([sequence], Plan.parse(f"chain:{DEPTH}"), exit)
     return [draft.reads[depth][0, 0] for depth in range(DEPTH)]
 
 
@@ -166,14 +163,13 @@ def answers_to(engine: Engine, prompts: list[list[int]], temperature: float, new
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("trimmed", [False, True], ids=["whole head", "trimmed head"])
-def test_measured_ranks_say_how_far_every_cycle_of_a_session_gets(family: str, trimmed: bool) -> None:
+def test_measured_ranks_say_how_far_every_step_gets(family: str, trimmed: bool) -> None:
     engine, exit = answering(family)
     prompt, plan = random_prompt(13), Plan.parse("tree:6,2,2")
     head_rows = torch.arange(0, VOCABULARY, 2) if trimmed else None
     (measured,) = measure(engine.model, [exit], head_rows, answers_to(engine, [prompt], 0.0), seed=0)
-    session = open_session(engine, [prompt], str(plan), exit.offering(head_rows, [prompt]), new_tokens=40)
-    session.prefill()
-    row, advances = session.rows[0], []
+    texts = decoding(engine, [prompt], str(plan), exit.offering(head_rows, [prompt]), new_tokens=40).prefill()
+    row, advances = texts.sequences[0], []
     while row.new_tokens < len(measured.ranks):
         path, node, expected = measured.ranks[row.new_tokens].tolist(), 0, 1
         for rank in path[: plan.depth]:
@@ -182,9 +178,9 @@ def test_measured_ranks_say_how_far_every_cycle_of_a_session_gets(family: str, t
                 break
             expected += 1
         before = row.new_tokens
-        session.cycle()
+        texts.step()
         advances.append((row.new_tokens - before, expected))
-    session.close()
+    texts.close()
     assert [real for real, _ in advances] == [expected for _, expected in advances]
     assert len({real for real, _ in advances}) > 1, "some drafts are right and some are wrong"
 

@@ -40,6 +40,7 @@ from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("calibration")  # one calibration serves most tests
 
+WORK = ".selfspec-calibration"
 ROWS, LENGTH = 8, 128  # of a chunk of text
 AMOUNTS = ["--tokens", str(3 * ROWS * LENGTH), "--steps", "80", "--exits", "1,2"]
 SHORT_TRIALS = (Setting("0", "1", 2, 4), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 1))
@@ -279,14 +280,14 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(place: Place, whole: Ou
         stop_at(patch, Writer, "chunk", lambda writer, number, *_: number == 1)
         first = place.calibrate(out, *AMOUNTS)
     assert first.code == 130 and "--resume" in first.text
-    assert (out / "work" / "chunk-0000.safetensors").exists() and not (out / "profile.json").exists()
+    assert (out / WORK / "chunk-0000.safetensors").exists() and not (out / "profile.json").exists()
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
         stop_at(patch, Trainer, "train_step", lambda trainer: trainer.step == 30)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
         assert [number for _, number, *_ in written] == [1, 2], "the first chunk was there"
-    damaged = out / "work" / "chunk-0001.safetensors"
+    damaged = out / WORK / "chunk-0001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-9])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -304,7 +305,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(place: Place, whole: Ou
         assert last.code == 0 and not written and not trained
     assert (last.out / "exits.safetensors").read_bytes() == (whole.out / "exits.safetensors").read_bytes()
     assert last.content == whole.content
-    assert not (out / "work").exists()
+    assert not (out / WORK).exists()
 
 
 def test_a_stopped_run_with_other_settings_is_refused(place: Place, quickly: Any, tmp_path: Path) -> None:
@@ -313,6 +314,33 @@ def test_a_stopped_run_with_other_settings_is_refused(place: Place, quickly: Any
     refused = place.calibrate(tmp_path, *AMOUNTS, "--seed", "5", "--resume")
     assert refused.code == 2 and "other settings (seed)" in refused.text
     assert place.calibrate(tmp_path, *AMOUNTS, "--resume").code == 130, "the first can still go on"
+
+
+def test_a_stopped_run_is_neither_dropped_nor_resumed_unasked(place: Place, quickly: Any, tmp_path: Path) -> None:
+    stop_at(quickly, Writer, "chunk", lambda writer, number, *_: number == 1)
+    assert place.calibrate(tmp_path, *AMOUNTS).code == 130
+    first = tmp_path / WORK / "chunk-0000.safetensors"
+    written = first.stat().st_mtime_ns
+    refused = place.calibrate(tmp_path, *AMOUNTS)
+    assert refused.code == 2 and str(tmp_path / WORK) in refused.text
+    assert "--resume to continue it" in refused.text and "--restart to drop it" in refused.text
+    assert first.stat().st_mtime_ns == written
+    assert place.calibrate(tmp_path, *AMOUNTS, "--restart").code == 130
+    assert first.stat().st_mtime_ns > written
+    both = place.calibrate(tmp_path, *AMOUNTS, "--resume", "--restart")
+    assert both.code == 2 and "pass one of them" in both.text
+
+
+def test_a_folder_of_the_users_named_work_is_left_alone(
+    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.out, tmp_path / "out")
+    thesis = tmp_path / "out" / "work" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("years of work")
+    for option in ("--restart", "--resume"):
+        assert place.calibrate(tmp_path / "out", "--no-train", option).code == 0
+        assert thesis.read_text() == "years of work"
 
 
 # Other ways to run it

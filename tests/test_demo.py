@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec import Engine
-from selfspec.cache.kv_cache import Rows
+from selfspec.cache.layout import Rows
 from selfspec.models.loading import resolve
 from selfspec.text import encode
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
 
-NEW_TOKENS = 128  # so that every text crosses two pages
+NEW_TOKENS = 72  # so that every text crosses the end of a page
 # An end that the model never says: every row is as long, past the end of its answer.
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
 TIE = 1e-4  # logits closer than this may change places
@@ -31,18 +31,6 @@ PROMPTS = [
     "List five animals that live in the sea.",
     "Write a haiku about autumn.",
     "What does HTTP status code 404 mean?",
-    "Why is the sky blue?",
-    "Summarise the story of Romeo and Juliet in two sentences.",
-    "Give me a recipe for pancakes.",
-    "Write an SQL query that counts the orders of each customer.",
-    "What is the difference between a list and a tuple in Python?",
-    "Suggest a name for a cat and explain your choice.",
-    "Solve for x: 2x + 6 = 20.",
-    "Write a polite email that cancels a meeting on Monday.",
-    "Who was Marie Curie?",
-    "How do I boil an egg?",
-    "Write a JSON object that describes a book.",
-    "Count from one to twenty in words.",
 ]
 
 
@@ -96,9 +84,9 @@ def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTraine
 @pytest.mark.parametrize(
     ("rows", "speculation"),
     [
-        (slice(0, 20), {"speculative_decoding": False}),
-        (slice(0, 8), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
-        (slice(12, 20), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
+        (slice(0, 8), {"speculative_decoding": False}),
+        (slice(0, 4), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(4, 8), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
     ],
     ids=["plain", "chain", "tree"],
 )
@@ -108,7 +96,7 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
     out = engine.generate(ids, mask, return_dict_in_generate=True, **GREEDY, **speculation)
     assert out.sequences.shape == (len(ids), ids.shape[1] + NEW_TOKENS)
     if "plan" in speculation:
-        assert min(stats.accepted for stats in out.stats) > 20, "drafts are accepted, so the tree is walked"
+        assert min(stats.accepted for stats in out.stats) > 10, "drafts are accepted, so the tree is walked"
     for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
         padding = (row_mask == 0).sum()
         assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)

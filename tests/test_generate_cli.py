@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 from selfspec import Completion, Engine, Stats
-from selfspec.backends.torch_backend import Session
+from selfspec.backends.base import Step
+from selfspec.batch import Batch
 from selfspec.generate import PROMPT, STYLES, main, parse, recount, report, verdict
 from selfspec.governor.governor import Change
-from selfspec.sequence import Row
 from selfspec.speculation.plan import NONE, Plan
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -371,11 +371,11 @@ def test_the_verdict_on_drafting_at_a_loss_says_why():
 
 
 def test_a_run_switched_off_half_way_is_shown_and_compared(run, engine, monkeypatch):
-    def choose_plan(session: Session, rows: list[Row]) -> tuple[Plan, str | None]:
-        drafts = session.exit is not None and rows[0].cycles < 3
+    def choose_plan(batch: Batch, before: Step | None) -> tuple[Plan, str | None]:
+        drafts = batch.exit is not None and batch.running[0].steps < 3
         return (Plan.parse("tree:3,2"), None) if drafts else (NONE, "goodput")
 
-    monkeypatch.setattr(Session, "choose_plan", choose_plan)
+    monkeypatch.setattr(Batch, "_choose_plan", choose_plan)
     text, told = run("hello", "--show", "--compare", "--max-new-tokens", "24", "--exit-layer", "3")
     assert text == answer(engine, "hello", max_new_tokens=24) + "\n"
     token = int(re.findall(r"after token (\d+): tree:3,2 -> none \(goodput\)", told)[0])
@@ -401,6 +401,20 @@ def test_a_dash_reads_the_prompt_from_standard_input(run, engine, monkeypatch, c
     text, report = run("-", "--max-new-tokens", "12", *compare)
     assert text == answer(engine, "hello\nyou") + "\n"
     assert not compare or "identical" in report
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_not_utf_8_is_an_error_of_one_line(run, monkeypatch, errors):
+    """Python reads it strictly, or in some locales with stand-ins for what it could not read."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
+    text, report = run("-", code=2)
+    assert text == "" and report.count("\n") == 1
+    assert "error: the prompt is not UTF-8" in report and "iconv" in report
+
+
+def test_brackets_in_a_prompt_are_text(run, engine):
+    text, _ = run("a [/x] b", "--max-new-tokens", "12", "--show", "--compare")
+    assert text == answer(engine, "a [/x] b") + "\n"
 
 
 def test_without_a_prompt_there_is_one():
@@ -433,7 +447,7 @@ def test_an_empty_prompt_is_an_error(run):
     assert "error: prompt 0 is empty" in report
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty", "odd[bold]name", "odd[/]name"])
+@pytest.mark.parametrize("name", ["nowhere", "empty", "odd[bold]name", "odd[/]name", "odd[/x]name"])
 def test_a_bad_folder_is_named(capsys, tmp_path, name):
     """The name comes back as it was given, brackets too, whatever the console makes of markup."""
     folder = tmp_path / name

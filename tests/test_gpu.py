@@ -80,10 +80,11 @@ def test_out_of_memory_fails_the_request_and_not_the_engine() -> None:
     engine = Engine.from_model(tiny_model("llama").cuda())
     ids = prompts(1)
     expected = engine.generate(ids, max_new_tokens=8, speculative_decoding=False)
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
         with pytest.raises(RuntimeError, match="memory"):
-            engine.generate(ids.expand(4096, -1).contiguous(), max_new_tokens=400, speculative_decoding=False)
+            engine.generate(ids.repeat(1, 40), max_new_tokens=8, speculative_decoding=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.cache.free_pages == engine.cache.num_pages

@@ -9,11 +9,13 @@ import torch
 
 from selfspec import sampling
 from selfspec.kernels import lm_head_topk as head
-from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top, perturbed_reference
-from selfspec.kernels.noise import Noise
-from selfspec.kernels.sample import Cuts, Workspace, choose, choose_scored
+from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top
+from selfspec.kernels.noise import Cuts, Noise, perturbed_reference
+from selfspec.kernels.sample import Workspace, choose, choose_scored
 from selfspec.kernels.topk import Scores, top_merge
-from selfspec.sampling import NoiseKey, Sampling, ranked, warp
+from selfspec.sampling import NoiseKey, SamplingParams, ranked, warp_logits
+from selfspec.speculation.plan import Plan
+from tests.slots import Batch, drawn, drawn_with_own_features
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,16 +38,17 @@ def noise_for(rows: int, temperature: float = 0.8) -> Noise:
     g = torch.Generator().manual_seed(1)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).cuda()
     positions = torch.randint(0, 5000, (rows,), generator=g, dtype=torch.int32).cuda()
-    return Noise(seeds, torch.arange(rows, device="cuda") % 3, positions, torch.tensor([temperature], device="cuda"))
+    heat = torch.full((rows,), temperature, device="cuda")
+    return Noise(seeds, torch.arange(rows, device="cuda") % 3, positions, heat)
 
 
 def part(noise: Noise, rows: int) -> Noise:
-    return Noise(noise.seeds[:rows], noise.copies[:rows], noise.positions[:rows], noise.temperature, noise.stream)
+    return Noise(*(tensor[:rows] for tensor in noise.tensors), noise.stream)
 
 
 def logits_of(x: torch.Tensor, weight: torch.Tensor, bm: int | None = None) -> torch.Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), torch.nan, device="cuda")
-    head._launch(x, weight, weight.shape[0], None, out, None, False, None, None, None, None, False, bm=bm)
+    head._launch(x, weight, weight.shape[0], None, logits=out, bm=bm)
     return out
 
 
@@ -73,9 +76,7 @@ def test_scores_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch
     assert whole.levels is not None
     for rows, bm in ((1, 16), (1, 64), (16, 16), (17, 32), (40, 16), (64, 32)):
         some = Scores.empty(rows, weight.shape[0], 4, "cuda")
-        head._launch(
-            x[:rows], weight, weight.shape[0], some, None, None, False, None, None, 30.0, part(noise, rows), True, bm=bm
-        )
+        head._launch(x[:rows], weight, weight.shape[0], some, softcap=30.0, noise=part(noise, rows), bm=bm)
         assert some.levels is not None
         assert torch.equal(some.keys, whole.keys[:rows]), (rows, bm)
         assert torch.equal(some.levels, whole.levels[:rows]), (rows, bm)
@@ -135,11 +136,12 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def cuts_of(settings: dict[str, Any]) -> Cuts:
-    kinds = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    scalars = {name: torch.tensor(value, dtype=kinds[name], device="cuda") for name, value in settings.items()}
-    most = settings.get("top_k", 1000)
-    return Cuts(**scalars, most=most if most <= 256 else None)
+def cuts_of(settings: dict[str, Any], rows: int) -> Cuts:
+    top_k = torch.full((rows,), settings.get("top_k", 0), dtype=torch.int32, device="cuda")
+    shares = (
+        torch.full((rows,), settings.get(name, off), device="cuda") for name, off in (("top_p", 1.0), ("min_p", 0.0))
+    )
+    return Cuts(top_k, *shares, few=1 <= settings.get("top_k", 0) <= 64)
 
 
 @pytest.mark.parametrize("vocabulary", [49152, 128256, 1001])
@@ -149,15 +151,15 @@ def test_the_choice_among_cut_logits_is_that_of_sampling(vocabulary: int, name: 
     torch.manual_seed(0)
     logits = torch.randn(64, vocabulary, device="cuda") * spread
     noise, out = noise_for(64), torch.full((64,), -7, device="cuda")
-    choose(logits, out, Workspace.empty(64, vocabulary, "cuda"), noise=noise, cuts=cuts_of(CUTS[name]))
-    wanted = Sampling(do_sample=True, temperature=0.8, **CUTS[name])
-    key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
-    expected = sampling.choose(warp(logits, wanted), wanted, key)
+    choose(logits, out, Workspace.empty(64, vocabulary, "cuda"), noise=noise, cuts=cuts_of(CUTS[name], 64))
+    wanted = [SamplingParams(do_sample=True, temperature=0.8, **CUTS[name])] * len(logits)
+    key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
+    expected = sampling.choose(warp_logits(logits, wanted), wanted, key)
     assert (out == expected).float().mean() > 0.98  # a mass at the very limit, or a last bit of the noise
     for rows in (1, 17):
         alone = torch.full((rows,), -7, device="cuda")
         work = Workspace.empty(rows, vocabulary, "cuda")
-        choose(logits[:rows], alone, work, noise=part(noise, rows), cuts=cuts_of(CUTS[name]))
+        choose(logits[:rows], alone, work, noise=part(noise, rows), cuts=cuts_of(CUTS[name], rows))
         assert torch.equal(alone, out[:rows])
 
 
@@ -165,23 +167,22 @@ def test_ties_among_cut_logits_go_to_the_lower_tokens() -> None:
     logits = torch.randint(0, 3, (16, 49152), device="cuda").float()
     for name in ("top_k", "top_k_1000"):
         noise, out = noise_for(16), torch.full((16,), -7, device="cuda")
-        choose(
-            logits, out, Workspace.empty(16, 49152, "cuda"), noise=noise, cuts=cuts_of({"top_k": CUTS[name]["top_k"]})
-        )
-        wanted = Sampling(do_sample=True, temperature=0.8, top_k=CUTS[name]["top_k"])
-        key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
-        assert torch.equal(out, sampling.choose(warp(logits, wanted), wanted, key))
+        cuts = cuts_of({"top_k": CUTS[name]["top_k"]}, 16)
+        choose(logits, out, Workspace.empty(16, 49152, "cuda"), noise=noise, cuts=cuts)
+        wanted = [SamplingParams(do_sample=True, temperature=0.8, top_k=CUTS[name]["top_k"])] * len(logits)
+        key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
+        assert torch.equal(out, sampling.choose(warp_logits(logits, wanted), wanted, key))
 
 
 def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
     x, weight = case("smol", torch.bfloat16, 16)
-    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"]), Workspace.empty(16, 49152, "cuda")
+    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"], 16), Workspace.empty(16, 49152, "cuda")
     one, best, out = Scores.empty(16, 49152, 1, "cuda"), torch.zeros(16, 1, device="cuda").long(), noise.seeds.clone()
 
     def step() -> None:
         head_top(x, weight, one, noise=noise)
         top_merge(one, best)
-        head_top(x, weight, work.scores, noise=noise, noisy=False)
+        head_top(x, weight, work.scores, noise=noise, cuts=cuts)
         choose_scored(49152, out, work, noise=noise, cuts=cuts)
 
     step()
@@ -190,7 +191,6 @@ def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
     with torch.cuda.graph(graph):
         for _ in range(3):  # neighbours may overlap
             step()
-    assert isinstance(noise.temperature, torch.Tensor) and cuts.top_k is not None and cuts.top_p is not None
     for number in range(5):
         x.normal_()
         noise.positions.add_(1)
@@ -209,3 +209,18 @@ def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
         assert torch.equal(apart, out)
         choose(logits, apart, work, noise=noise)
         assert torch.equal(apart, best[:, 0])
+
+
+@pytest.mark.parametrize("vocabulary", [49152, 1001])
+@pytest.mark.parametrize("plan", ["none", "tree:4,2"])
+def test_sequences_with_any_parameters_draw_the_same_alone_and_together(vocabulary: int, plan: str) -> None:
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        weight = torch.randn(vocabulary, 576).half() / 8
+        for _ in range(5):
+            batch = Batch.random(Plan.parse(plan), 8, vocabulary, 576)
+            tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
+            for part in [*([sequence] for sequence in range(8)), [5, 2, 7], [7, 6, 5, 4, 3, 2, 1, 0]]:
+                own_tokens, own_keys = drawn_with_own_features(batch.take(part), weight)
+                assert torch.equal(own_keys, keys[batch.rows_of(part)])
+                assert torch.equal(own_tokens, tokens[batch.rows_of(part)])

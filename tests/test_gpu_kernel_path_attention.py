@@ -56,7 +56,7 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
                 for apart in (False, True)
                 for pack in packs
             ]
-            for options in [*cuts, {"ranges": op.ranges_for(32768)}]:
+            for options in [*cuts, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
         assert all(torch.equal(launch.run(window), expected) for _ in range(100))
@@ -82,7 +82,8 @@ def test_a_row_keeps_its_bits_in_any_batch(shape: str) -> None:
     assert torch.equal(batch.run(window).view(64, 4, -1)[path, 1], alone)
 
 
-def test_a_graph_can_be_replayed_as_the_text_grows() -> None:
+@pytest.mark.parametrize("tickets", [False, True])
+def test_a_graph_can_be_replayed_as_the_text_grows(tickets: bool) -> None:
     text, _ = text_of("8b", 700)
     launch = text.plainly([600])
     ranges = op.ranges_for(2048)
@@ -93,7 +94,9 @@ def test_a_graph_can_be_replayed_as_the_text_grows() -> None:
 
     def attend() -> None:
         for _ in range(3):  # one layer after the other, in the same workspace
-            op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5)
+            op.path_attention(
+                *tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5, tickets=tickets
+            )
 
     attend()
     graph = torch.cuda.CUDAGraph()

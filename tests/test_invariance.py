@@ -117,23 +117,13 @@ def test_a_row_is_the_same_at_every_place_among_neighbours_of_other_lengths(plac
     assert rows[place] == alone(2, 8)
 
 
-def test_a_row_is_the_same_while_its_neighbours_end_and_the_rules_change_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Eighteen rows decode plainly; as rows end, chains and then trees set in."""
+def test_a_sequence_is_the_same_while_its_neighbours_end_and_the_rules_change_the_plan() -> None:
+    """Eighteen sequences decode plainly; as they end, chains and then trees set in."""
     prompts, seeds = [index % 4 for index in range(18)], [index // 4 for index in range(18)]
     whole = [alone(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     ends = sorted({row[step] for row, step in zip(whole, [2, 3, 4, 5, 6] * 4, strict=False)})
     expected = [_until(row, ends) for row in whole]
-    choose, kinds = Policy.choose, set()
-
-    def spy(policy: Policy, batch: int) -> Any:
-        plan, reason = choose(policy, batch)
-        kinds.add(str(plan).partition(":")[0])
-        return plan, reason
-
-    monkeypatch.setattr(Policy, "choose", spy)
-    rows, _ = generate(
+    rows, stats = generate(
         engine_of("llama"),
         [PROMPTS[prompt] for prompt in prompts],
         seeds,
@@ -142,6 +132,7 @@ def test_a_row_is_the_same_while_its_neighbours_end_and_the_rules_change_the_pla
         eos_token_id=ends,
     )
     assert rows == expected
+    kinds = {change.plan.partition(":")[0] for of in stats for change in of.changes}
     assert kinds == {"none", "chain", "tree"}
 
 

@@ -1,4 +1,4 @@
-"""The walk down the tree and the settling of what it accepts, in Triton's interpreter against the references."""
+"""Acceptance and the compaction of what it accepts, in Triton's interpreter against the references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels.accept import COUNT, LAST, TOKENS, accept, accept_reference
-from selfspec.kernels.kv_compaction import PAGE_SIZE, settle, settle_reference
+from selfspec.kernels.kv_compaction import PAGE_SIZE, compact_kv, compact_kv_reference
 from selfspec.speculation.plan import Plan
 from tests.strategies import plans
 
@@ -18,13 +18,24 @@ def children_of(plan: Plan) -> torch.Tensor:
     return torch.tensor([[*kids, *[-1] * (width - len(kids))] for kids in plan.children], dtype=torch.int32)
 
 
-@settings(deadline=None, max_examples=60)
-@given(plan=plans(), sequences=st.integers(1, 4), seed=st.integers(0, 2**20), vocabulary=st.sampled_from([1, 2, 3, 9]))
-def test_the_walk_is_the_references(plan: Plan, sequences: int, seed: int, vocabulary: int) -> None:
+@settings(deadline=None, max_examples=80)
+@given(
+    plan=plans(), sequences=st.integers(1, 4), seed=st.integers(0, 2**20), vocabulary=st.sampled_from([1, 2, 3, 9]),
+    least=st.sampled_from([0, -1]), counted=st.booleans(), stop_count=st.sampled_from([0, 1, 3]),
+)  # fmt: skip
+def test_the_walk_is_the_references(
+    plan: Plan, sequences: int, seed: int, vocabulary: int, least: int, counted: bool, stop_count: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     nodes, depths = len(plan) + 1, plan.depth + 1
-    chosen, tokens = torch.randint(0, vocabulary, (2, nodes * sequences), generator=generator, dtype=torch.int32)
-    active = torch.randint(0, 2, (sequences,), generator=generator, dtype=torch.int32)
+    size = (nodes * sequences,)
+    tokens = torch.randint(0, vocabulary, size, generator=generator, dtype=torch.int32)
+    chosen = torch.randint(least, vocabulary, size, generator=generator, dtype=torch.int32)
+    stops = torch.randint(-1, 4, (sequences, stop_count), generator=generator, dtype=torch.int32)
+    stops = stops if stop_count else None
+    counts = torch.randint(0, 9, (sequences, vocabulary), generator=generator, dtype=torch.int32)
+    expected_counts = counts.clone()
+    active = torch.randint(0, 3, (sequences,), generator=generator, dtype=torch.int32)
     lengths = torch.randint(0, 200, (sequences,), generator=generator, dtype=torch.int32)
     before, pending = lengths.clone(), torch.full((sequences,), 77, dtype=torch.int32)
     bases, paths = (
@@ -32,13 +43,19 @@ def test_the_walk_is_the_references(plan: Plan, sequences: int, seed: int, vocab
         torch.full((sequences, depths), -1, dtype=torch.int32),
     )
     report = torch.full((sequences, TOKENS + depths), -1, dtype=torch.int32)
-    accept(chosen, tokens, children_of(plan), active, lengths, bases, pending, paths, report)
+    accept(
+        chosen, tokens, children_of(plan), active, lengths, bases, pending, paths, report,
+        counts=counts if counted else None, stops=stops,
+    )  # fmt: skip
     assert torch.equal(bases, before)
-    for sequence, (path, emitted) in enumerate(accept_reference(chosen, tokens, children_of(plan), sequences)):
+    walks = accept_reference(chosen, tokens, children_of(plan), sequences, stops)
+    for sequence, (path, emitted) in enumerate(walks):
         if not active[sequence]:
             assert report[sequence, COUNT] == 0
             assert (lengths[sequence], pending[sequence]) == (before[sequence], 77)
             continue
+        if active[sequence] == 1:  # accepts no draft: only the root's choice
+            path, emitted = path[:1], emitted[:1]
         count = len(path)
         assert report[sequence, COUNT] == count
         assert report[sequence, LAST] == path[-1]
@@ -46,12 +63,36 @@ def test_the_walk_is_the_references(plan: Plan, sequences: int, seed: int, vocab
         assert paths[sequence, :count].tolist() == path
         assert lengths[sequence] == before[sequence] + count
         assert pending[sequence] == emitted[-1]
+        for token in emitted if counted else []:
+            expected_counts[sequence, token] += 2 * (token >= 0)
+    assert torch.equal(counts, expected_counts)
+
+
+def test_the_walk_ends_after_a_stop_token_and_after_no_choice() -> None:
+    tokens = torch.tensor([5, 7, 7], dtype=torch.int32)
+    for choices, stop, emitted in (
+        ([7, 7, 7], -1, [7, 7, 7]),
+        ([7, 7, 7], 7, [7]),
+        ([7, -1, 7], 7, [7]),
+        ([7, -1, 7], 3, [7, -1]),
+    ):
+        children = torch.tensor([[1], [2], [-1]], dtype=torch.int32)
+        stops = torch.tensor([[3, stop]], dtype=torch.int32) if stop >= 0 else None
+        chosen = torch.tensor(choices, dtype=torch.int32)
+        ints = [torch.full((1,), 2, dtype=torch.int32) for _ in range(4)]
+        paths, report = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 5, dtype=torch.int32)
+        counts = torch.zeros(1, 9, dtype=torch.int32)
+        accept(chosen, tokens, children, *ints, paths, report, counts=counts, stops=stops)
+        assert accept_reference(chosen, tokens, children, 1, stops)[0][1] == emitted
+        assert report[0, COUNT] == len(emitted)
+        assert report[0, TOKENS : TOKENS + len(emitted)].tolist() == emitted
+        assert counts[0].tolist() == [0] * 7 + [2 * emitted.count(7), 0]
 
 
 @pytest.mark.parametrize("depths", [1, 3, 17, 64])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 8), (3, 64), (5, 24)])
-@pytest.mark.parametrize("known", [False, True])
-def test_settling_moves_the_paths_in_all_layers(depths: int, heads: int, dim: int, known: bool) -> None:
+@pytest.mark.parametrize("first_state", [None, 3, 8])
+def test_compaction_moves_the_paths_in_all_layers(depths: int, heads: int, dim: int, first_state: int | None) -> None:
     generator = torch.Generator().manual_seed(depths)
     sequences, layers = 3, 2
     pages = torch.randn(2, layers, 12, PAGE_SIZE, heads, dim, generator=generator).half()
@@ -63,15 +104,16 @@ def test_settling_moves_the_paths_in_all_layers(depths: int, heads: int, dim: in
     counts = torch.tensor([depths, max(1, depths // 2), 0], dtype=torch.int32)
     expected = pages.clone()
     for tensor in expected:
-        settle_reference(tensor, table, bases, counts, paths)
-    states = torch.randn(sequences * 65, 10, generator=generator) if known else None
+        compact_kv_reference(tensor, table, bases, counts, paths)
+    states = None if first_state is None else torch.randn(first_state + sequences * 64, 10, generator=generator)
     moved = None if states is None else states.clone()
-    settle(pages[0], pages[1], table, bases, counts, paths, moved)
+    compact_kv(pages[0], pages[1], table, bases, counts, paths, moved, first_state or 0)
     assert torch.equal(pages, expected)
-    if states is not None and moved is not None:
+    if states is not None and moved is not None and first_state is not None:
         for sequence in range(sequences):
-            last = paths[sequence, counts[sequence] - 1] if counts[sequence] else -1
-            assert torch.equal(moved[sequence], states[(last + 1) * sequences + sequence])
+            last = paths[sequence, counts[sequence] - 1]
+            newest = first_state + last * sequences + sequence if counts[sequence] else sequence
+            assert torch.equal(moved[sequence], states[newest])
         assert torch.equal(moved[sequences:], states[sequences:])
 
 

@@ -19,7 +19,7 @@ from selfspec.kernels.lm_head_topk import head_logits, head_top  # noqa: E402
 from selfspec.kernels.noise import Noise  # noqa: E402
 from selfspec.kernels.sample import Cuts, Workspace, choose, choose_reference, choose_scored, score  # noqa: E402
 from selfspec.kernels.topk import Scores, top_merge  # noqa: E402
-from selfspec.sampling import NoiseKey, Sampling, ranked, warp  # noqa: E402
+from selfspec.sampling import NoiseKey, SamplingParams, ranked, warp_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEMPERATURE = 0.8
@@ -35,20 +35,20 @@ def noise_for(rows: int, seed: int = 1) -> Noise:
     g = torch.Generator(DEVICE).manual_seed(seed)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g)
     positions = torch.randint(0, 5000, (rows,), generator=g, dtype=torch.int32)
-    return Noise(seeds, torch.arange(rows) % 3, positions, torch.tensor([TEMPERATURE]))
+    return Noise(seeds, torch.arange(rows) % 3, positions, torch.full((rows,), TEMPERATURE))
 
 
-def cuts_for(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, most: int | None = None) -> Cuts:
+def cuts_for(sequences: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, few: bool | None = None) -> Cuts:
     return Cuts(
-        torch.tensor(top_k, dtype=torch.int32) if top_k else None,
-        torch.tensor(top_p) if top_p < 1 else None,
-        torch.tensor(min_p) if min_p else None,
-        most,
+        torch.full((sequences,), top_k, dtype=torch.int32),
+        torch.full((sequences,), top_p),
+        torch.full((sequences,), min_p),
+        1 <= top_k <= 64 if few is None else few,
     )
 
 
-def workspace(rows: int, vocabulary: int, most: int = 256) -> Workspace:
-    work = Workspace.empty(rows, vocabulary, DEVICE, most)
+def workspace(rows: int, vocabulary: int, few: bool = False) -> Workspace:
+    work = Workspace.empty(rows, vocabulary, DEVICE, few)
     work.masses.fill_(math.nan)
     work.undecided.fill_(7)
     for buffer in (work.scores.keys, work.scores.levels, work.scores.found):
@@ -59,14 +59,14 @@ def workspace(rows: int, vocabulary: int, most: int = 256) -> Workspace:
 
 def chosen(logits: torch.Tensor, noise: Noise | None, cuts: Cuts | None) -> torch.Tensor:
     out = torch.full((logits.shape[0],), -7)
-    choose(logits, out, workspace(*logits.shape), noise=noise, cuts=cuts)
+    choose(logits, out, workspace(*logits.shape, few=cuts is not None and cuts.few), noise=noise, cuts=cuts)
     return out
 
 
 def expected(logits: torch.Tensor, noise: Noise, **cuts: Any) -> torch.Tensor:
-    wanted = Sampling(do_sample=True, temperature=TEMPERATURE, **cuts)
-    key = NoiseKey(noise.seeds, noise.copies, noise.positions.long())
-    return sampling.choose(warp(logits, wanted), wanted, key)
+    wanted = [SamplingParams(do_sample=True, temperature=TEMPERATURE, **cuts)] * len(logits)
+    key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
+    return sampling.choose(warp_logits(logits, wanted), wanted, key)
 
 
 def clear_cut(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> bool:
@@ -89,15 +89,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("top_k", "most"), [(0, None), (1, 64), (50, 64), (200, 256), (50, None), (290, None)], ids=str
-)
-def test_the_choice_is_that_of_sampling(kind: str, top_k: int, most: int | None) -> None:
+@pytest.mark.parametrize("top_k", [0, 1, 50, 64, 65, 200, 290])
+def test_the_choice_is_that_of_sampling(kind: str, top_k: int) -> None:
     torch.manual_seed(3)
     logits = KINDS[kind](1, 300)
     for number, (top_p, min_p) in enumerate([(1.0, 0.0), (0.31, 0.0), (0.951, 0.103), (1.0, 0.103)]):
         if (top_k or top_p < 1 or min_p) and clear_cut(logits, top_k, top_p, min_p):
-            noise, cuts = noise_for(1, number), cuts_for(top_k, top_p, min_p, most)
+            noise, cuts = noise_for(1, number), cuts_for(1, top_k, top_p, min_p)
             got = chosen(logits, noise, cuts)
             assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
             assert torch.equal(got, choose_reference(logits.double(), noise, cuts))
@@ -124,8 +122,7 @@ def test_the_choice_is_that_of_sampling_for_any_cuts(
         # Where all are equal at the limit of min-p, both sides have the same number.
         assume(clear_cut(logits, top_k, top_p, 0.0 if min_p == 1 else min_p))
         noise = noise_for(2, seed)
-        most = 64 if 0 < top_k <= 64 else None
-        got = chosen(logits, noise, cuts_for(top_k, top_p, min_p, most))
+        got = chosen(logits, noise, cuts_for(2, top_k, top_p, min_p))
         assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
@@ -134,42 +131,42 @@ def test_a_nucleus_larger_than_the_sorted_list_is_searched_for() -> None:
     logits = torch.randn(3, 900) * 0.5
     logits[1] *= 20
     work, out, noise = workspace(3, 900), torch.full((3,), -7), noise_for(3)
-    choose(logits, out, work, noise=noise, cuts=cuts_for(top_p=0.9))
+    choose(logits, out, work, noise=noise, cuts=cuts_for(3, top_p=0.9))
     assert (work.undecided != 0).tolist() == [True, False, True]
     assert torch.equal(out, expected(logits, noise, top_p=0.9))
 
 
-@pytest.mark.parametrize("cuts", [{"most": 64}, {}, {"top_p": torch.tensor(1.0)}], ids=["quick", "thorough", "top_p_1"])
-def test_every_kept_token_can_be_drawn_and_no_other(cuts: dict[str, Any]) -> None:
-    cuts = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in cuts.items()}
-    logits = torch.zeros(16, 200)
-    logits[:, 100:140] = 1.0  # of these 40 equals the first 4 are the top 4
-    # With these seeds each of the four is drawn.
-    noise = Noise(torch.arange(16) + 3, torch.zeros(16).long(), torch.zeros(16).int(), 1.0)
-    drawn = set(chosen(logits, noise, replace(cuts_for(4), **cuts)).tolist())
-    assert drawn == {100, 101, 102, 103}
+@pytest.mark.parametrize("top_k", [4, 68, 260], ids=["first", "second", "thorough"])
+def test_of_equal_tokens_the_first_stay_and_each_of_them_can_be_drawn(top_k: int) -> None:
+    logits = torch.zeros(16, 700)
+    logits[:, 300:650] = 1.0
+    noise = Noise(torch.arange(16) + 3, torch.zeros(16).long(), torch.zeros(16).int(), torch.ones(16))
+    drawn = set(chosen(logits, noise, cuts_for(16, top_k)).tolist())
+    assert drawn <= set(range(300, 300 + top_k))
+    # With these seeds each of four is drawn.
+    assert max(drawn) > 300 + top_k // 2 and (top_k > 4 or len(drawn) == 4)
 
 
-@pytest.mark.parametrize("cuts", [{"top_k": 3, "most": 4}, {"top_k": 3}, {}], ids=["quick", "thorough", "all"])
+@pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
 @pytest.mark.parametrize(("top_p", "kept"), [(0.4975, {1}), (0.5025, {1, 0}), (0.8025, {0, 1, 3})])
 def test_top_p_cuts_where_it_says(cuts: dict[str, Any], top_p: float, kept: set[int]) -> None:
     shares = torch.tensor([0.3, 0.5, 0.0, 0.2])
     logits = (shares.log() * TEMPERATURE).repeat(10, 1)
-    assert set(chosen(logits, noise_for(10, 2), cuts_for(**cuts, top_p=top_p)).tolist()) == kept
+    assert set(chosen(logits, noise_for(10, 2), cuts_for(10, **cuts, top_p=top_p)).tolist()) == kept
 
 
-@pytest.mark.parametrize("most", [8, None], ids=["quick", "thorough"])
-def test_min_p_cuts_where_it_says(most: int | None) -> None:
+@pytest.mark.parametrize("top_k", [3, 65, 300, 0])
+def test_min_p_cuts_where_it_says(top_k: int) -> None:
     inside, outside = (TEMPERATURE * math.log(share) for share in (0.503, 0.497))
     logits = torch.tensor([[0.0, inside, outside]]).repeat(16, 1)
-    got = chosen(logits, noise_for(16), cuts_for(3, min_p=0.5, most=most))
+    got = chosen(logits, noise_for(16), cuts_for(16, top_k, min_p=0.5))
     assert set(got.tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("cuts", [{"top_k": 3, "most": 4}, {"top_k": 3}, {}], ids=str)
+@pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
 def test_the_best_token_stays_whatever_top_p_says(cuts: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    assert chosen(logits, noise_for(1), cuts_for(**cuts, top_p=0.0)).tolist() == [1]
+    assert chosen(logits, noise_for(1), cuts_for(1, **cuts, top_p=0.0)).tolist() == [1]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -189,6 +186,7 @@ SPECIAL = {
     "infinities": ([-math.inf, 1.0, math.inf, math.inf, -math.inf], [2, 3, 1, 0, 4]),
     "only_banned": ([-math.inf] * 3, [0, 1, 2]),
     "smallest_numbers": ([0.0, -(2.0**-149), 2.0**-149], [2, 0, 1]),
+    "no_numbers": ([1.0, math.inf, math.nan, -math.nan], [2, 3, 1, 0]),
 }
 
 
@@ -199,36 +197,48 @@ def test_order_of_special_values(name: str) -> None:
     score(torch.tensor([values]), scores)
     top_merge(scores, out)
     assert out[0].tolist() == order
-    assert torch.equal(out, ranked(torch.tensor([values]), len(values)))
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5, "most": 64}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 65}, {"top_k": 300}, {"top_p": 0.9}], ids=str)
 def test_banned_tokens_are_not_drawn(cut: dict[str, Any]) -> None:
     logits = torch.full((8, 100), -math.inf)
     logits[:, 70], logits[:, 30] = 1.0, 1.5
-    got = chosen(logits, noise_for(8), cuts_for(**cut))
+    got = chosen(logits, noise_for(8), cuts_for(8, **cut))
     assert set(got.tolist()) == {30, 70}
 
 
-@pytest.mark.parametrize("cuts", [{"top_k": 20, "most": 32, "top_p": 0.9}, {"top_k": 20}, {"top_p": 0.8}], ids=str)
-def test_a_row_does_not_depend_on_the_others(cuts: dict[str, Any]) -> None:
-    torch.manual_seed(1)
-    logits, noise = torch.randn(3, 400), noise_for(3)
-    together = chosen(logits, noise, cuts_for(**cuts))
-    for row in range(3):
-        one = slice(row, row + 1)
-        own = Noise(noise.seeds[one], noise.copies[one], noise.positions[one], noise.temperature)
-        assert chosen(logits[one], own, cuts_for(**cuts)) == together[row]
+WAYS: dict[str, dict[str, Any] | None] = {
+    "greedy": None,
+    "uncut": {},
+    "first": {"top_k": 5, "top_p": 0.9},
+    "second": {"top_k": 65, "min_p": 0.1},
+    "thorough": {"top_k": 300, "top_p": 0.9},
+    "nucleus": {"top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_row_without_a_finite_best_has_no_choice(way: str, special: float) -> None:
+    logits = torch.full((1, 600), special) if special < 0 else torch.zeros(1, 600)
+    logits[0, 570] = special
+    noise, cuts = noise_for(1), cuts_for(1, **(WAYS[way] or {}))
+    if WAYS[way] is None:
+        noise.temperature.zero_()
+        assert chosen(logits, None, None).tolist() == [-1]
+    assert chosen(logits, noise, cuts).tolist() == [-1]
+    assert choose_reference(logits, noise, cuts).tolist() == [-1]
 
 
 def test_scores_of_the_head_are_those_of_its_logits() -> None:
     torch.manual_seed(0)
     x, weight = torch.randint(-2, 3, (3, 48)).half(), torch.randint(-2, 3, (333, 48)).half()
-    logits, noise, cuts = torch.empty(3, 333), noise_for(3), cuts_for(20, most=32)
+    logits, noise, cuts = torch.empty(3, 333), noise_for(3), cuts_for(3, 20)
     head_logits(x, weight, logits)
-    ours, theirs = workspace(3, 333), workspace(3, 333)
-    head_top(x, weight, ours.scores, noise=noise, noisy=False)
-    score(logits, theirs.scores, noise=noise, noisy=False)
+    ours, theirs = workspace(3, 333, few=True), workspace(3, 333, few=True)
+    head_top(x, weight, ours.scores, noise=noise, cuts=cuts)
+    score(logits, theirs.scores, noise=noise, cuts=cuts)
     assert ours.scores.levels is not None and theirs.scores.levels is not None
     assert torch.equal(ours.scores.keys, theirs.scores.keys)
     assert torch.equal(ours.scores.levels, theirs.scores.levels)
@@ -240,18 +250,20 @@ def test_scores_of_the_head_are_those_of_its_logits() -> None:
 def test_wrong_arguments_are_named() -> None:
     logits, out, work, noise = torch.zeros(2, 100), torch.zeros(2).int(), workspace(2, 100), noise_for(2)
     with pytest.raises(ValueError, match="give the noise"):
-        choose(logits, out, work, cuts=cuts_for(3))
-    with pytest.raises(ValueError, match="no cut"):
-        choose(logits, out, work, noise=noise, cuts=Cuts())
-    with pytest.raises(ValueError, match="most=300"):
-        choose(logits, out, work, noise=noise, cuts=cuts_for(3, most=300))
-    with pytest.raises(ValueError, match="top_p"):
-        choose(logits, out, work, noise=noise, cuts=Cuts(top_p=torch.tensor(0.5, dtype=torch.float64)))
+        choose(logits, out, work, cuts=cuts_for(2, 3))
+    with pytest.raises(ValueError, match=r"top_k must have shape \[2\]"):
+        choose(logits, out, work, noise=noise, cuts=cuts_for(1, 3))
+    with pytest.raises(ValueError, match="top_p must be torch.float32"):
+        choose(logits, out, work, noise=noise, cuts=replace(cuts_for(2), top_p=torch.ones(2).double()))
+    with pytest.raises(ValueError, match=r"temperature must have shape \[2\]"):
+        choose(logits, out, work, noise=replace(noise, temperature=torch.ones(1)))
     with pytest.raises(ValueError, match="too small for the 256"):
-        choose(logits, out, workspace(2, 100, 16), noise=noise, cuts=cuts_for(top_p=0.5))
+        choose(logits, out, workspace(2, 100, few=True), noise=noise, cuts=cuts_for(2, top_p=0.5))
     with pytest.raises(ValueError, match="float32"):
         choose(logits.half(), out, work)
     with pytest.raises(ValueError, match="keys"):
         choose(torch.zeros(3, 100), out, work)
     with pytest.raises(ValueError, match="2 tiles"):
-        choose_scored(200, out, work, noise=noise, cuts=cuts_for(3))
+        choose_scored(200, out, work, noise=noise, cuts=cuts_for(2, 3))
+    with pytest.raises(ValueError, match="one best column"):
+        top_merge(work.scores, torch.zeros(2, 2).int(), finite=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels import tree_attention as op
+from selfspec.kernels.tree_attention_kernel import range_of, range_start, split_point
 from tests.path_worlds import Launch, Text, Tree, lay, on_path
 
 pytest.importorskip("triton")
@@ -163,8 +164,9 @@ def test_what_a_node_does_not_see_may_be_infinite(pack: int) -> None:
         assert torch.equal(actual[:3], expected[:3]) and not actual[3].isfinite().any(), length
 
 
+@pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("pack", [1, 5])
-def test_counters_serve_one_launch_after_the_other(pack: int) -> None:
+def test_counters_serve_one_launch_after_the_other(pack: int, tickets: bool) -> None:
     launch = drafted(Text.random(400, 3, 1, 16, HALF), 250, Tree.random(7, 3))
     ranges = op.ranges_for(400)
     workspace = torch.zeros(op.workspace_size(1, 7, 3, 16, ranges))
@@ -173,8 +175,12 @@ def test_counters_serve_one_launch_after_the_other(pack: int) -> None:
     first, second = (torch.empty_like(launch.q) for _ in range(2))
     for out in (first, second):
         workspace.fill_(float("nan"))  # what the first launch left may not serve the second
-        op.path_attention(*tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25, pack=pack)
+        op.path_attention(
+            *tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25, pack=pack, tickets=tickets
+        )
+        assert not counters.any()
     assert torch.equal(first, second)
+    torch.testing.assert_close(first.double(), launch.expected(), atol=2e-3, rtol=2e-3)
 
 
 def test_rows_and_heads_may_lie_apart() -> None:
@@ -198,18 +204,18 @@ def test_a_context_beyond_the_planned_ranges_is_no_number() -> None:
 
 
 def test_ranges_tile_the_positions_in_whole_pages() -> None:
-    starts = [op.range_start(index) for index in range(40)]
+    starts = [range_start(index) for index in range(40)]
     assert starts[0] == 0 and all(start % 64 == 0 for start in starts)
     for index, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
         assert start < end
-        assert op.range_of(start) == op.range_of(end - 1) == index
+        assert range_of(start) == range_of(end - 1) == index
 
 
 def test_the_split_leaves_a_tail_of_at_most_127_keys_behind_the_deepest_root() -> None:
     for position in range(-1, 1000):
-        split = op.split_point(position)
-        assert max(split, 0) == 64 * (max(0, position - op.DEEPEST) // 64)
-        assert split + op.DEEPEST <= max(position, 0)
+        split = split_point(position)
+        assert max(split, 0) == 64 * (max(0, position - op.MAX_NODES) // 64)
+        assert split + op.MAX_NODES <= max(position, 0)
         assert position - max(split, 0) < 127
     assert [op.ranges_for(context) for context in (0, 1, 127, 128, 256, 257, 1088, 5000)] == [0, 0, 0, 1, 2, 2, 8, 22]
 
@@ -240,7 +246,7 @@ def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="|".join(options)):
             launch.run(**options)
     tensors = (launch.q, launch.keys, launch.values, launch.page_table, launch.lengths, launch.paths, launch.depths)
-    workspace, counters = torch.zeros(op.workspace_size(1, 4, 2, 16, 1)), torch.zeros(4, dtype=torch.int32)
+    workspace, counters = torch.zeros(op.workspace_size(1, 4, 2, 16, 1)), torch.zeros(5, dtype=torch.int32)
     for too_small in ((workspace[1:], counters), (workspace, counters[1:])):
         with pytest.raises(ValueError, match="must hold"):
             op.path_attention(*tensors, torch.empty_like(launch.q), *too_small, ranges=1, window=None, scale=0.25)

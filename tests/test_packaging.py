@@ -82,6 +82,11 @@ def test_a_checkout_does_not_shadow_the_package_named_kernels(tmp_path):
     assert python("import kernels; print(kernels.real)", path=[ROOT, tmp_path], cwd=ROOT) == "True\n"
 
 
+def not_copied(folder: str, names: list[str]) -> set[str]:
+    """Compiled modules, and the real profiles, which are large."""
+    return {"__pycache__", *(["profiles"] if Path(folder) == ROOT / "calibration" else [])} & set(names)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The files of a wheel built from a copy of the checkout and much that is none of its business, unpacked."""
@@ -93,10 +98,9 @@ def installed(tmp_path_factory) -> Path:
         pytest.skip("building the wheel needs setuptools 77")
     base = tmp_path_factory.mktemp("build")
     names = ("pyproject.toml", "README.md", "LICENSE", "selfspec", "kernels", "calibration")
-    ignored = shutil.ignore_patterns("__pycache__", "profiles")  # real profiles are large
     for source in (ROOT / name for name in names if (ROOT / name).exists()):
         if source.is_dir():
-            shutil.copytree(source, base / "copy" / source.name, ignore=ignored)
+            shutil.copytree(source, base / "copy" / source.name, ignore=not_copied)
         else:
             (base / "copy").mkdir(exist_ok=True)
             shutil.copy(source, base / "copy")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
+from itertools import product
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +212,7 @@ BAD_ENTRIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ranks-at-an-unknown-temperature": (plans(ranks={"0.5": [[0.5]]}), ("ranks for 0.5", "0, 0.7, 1")),
     "ranks-above-a-whole": (plans(ranks={"0": [[0.5], [0.6, 0.40001]]}), ("temperature 0, depth 1", "shares")),
     "ranks-below-nothing": (plans(ranks={"1": [[0.5, -0.1]]}), ("temperature 1, depth 0", "shares")),
-    "ranks-not-a-number": (plans(ranks={"1": [[float("nan")]]}), ("temperature 1, depth 0", "shares")),
+    "ranks-not-a-number": (plans(ranks={"1": [[float("nan")]]}), ("text.ranks.1.0.0", "finite")),
     "ranks-of-no-depth": (plans(ranks={"0": [0.5]}), ("text.ranks.0.0", "list")),
     "costs-of-an-unknown-batch": (costs("3"), ("costs for 3", "1, 2-4, 5-16")),
     "costs-of-nothing": (costs(drafting=[]), ("text.costs.1.drafting", "at least 1")),
@@ -270,6 +274,9 @@ BAD_FILES = {
     "not-text": b"\xff\xfe\x00",
     "a-list": b"[2]",
     "a-number": b"2",
+    "lists-too-deep": b"[" * 100_000,
+    "objects-too-deep": b'{"a":' * 100_000,
+    "an-entry-too-deep": b'{"schema_version": 2, "domains": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 }
 
 
@@ -287,6 +294,51 @@ def test_a_file_that_is_none_is_refused_with_file_and_fix(folder: Path, what: st
         (folder / "profile.json").mkdir()
     message = refusal(lambda: Profile.load(folder))
     assert str(folder) in message and "profile.json" in message and HOW_TO_CALIBRATE in message
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to all that is in a JSON value; of entries that are alike, to the first."""
+    if path:
+        yield path
+    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if type(value) is list else []
+    alike = type(value) is list or {"plans", "exits", "ranks", "costs", "domains"} & {*path[-1:], *path[-2:-1]}
+    for name, entry in entries[:1] if alike else entries:
+        yield from places(entry, (*path, name))
+
+
+BAD_VALUES = {"negative": "-5", "zero": "0", "2^31": "2147483648", "10^400": f"1{'0' * 400}", "nan": "NaN"}
+BAD_VALUES |= {"infinite": "1e999", "text": '"x"', "null": "null", "list": "[]", "missing": ""}
+SIGNED = {"mean", "offset", "head_row", "trained", "centroid", "direction"}
+OF_TEXT = {"created", "objective", "type", "name", "dtype", "torch"}
+
+
+def test_every_entry_mutated(hf: PreTrainedModel, tmp_path: Path) -> None:
+    """A value that makes no sense is refused when the engine is built; with any other the engine generates."""
+    source = torch.Generator().manual_seed(0)
+    vectors = {name: torch.randn(32, generator=source).tolist() for name in ("centroid", "direction")}
+    domains = {name: choice.model_copy(update=vectors) for name, choice in full_profile().domains.items()}
+    exits = [random_exit(model(), layer) for layer in (1, 2, 3)]
+    full_profile().model_copy(update={"domains": domains}).save(tmp_path, exits, {"text": ROWS, "code": ROWS})
+    file = tmp_path / "profile.json"
+    content, decoder = file.read_text(), adopt(hf)
+    expected = hf.generate(PROMPT, max_new_tokens=3).tolist()
+    for path, (kind, value) in product(places(json.loads(content)), BAD_VALUES.items()):
+        mutant = json.loads(content)
+        holder = reduce(getitem, path[:-1], mutant)
+        holder[path[-1]] = "MUTATED"
+        if kind == "missing":
+            del holder[path[-1]]
+        file.write_text(json.dumps(mutant).replace('"MUTATED"', value))
+        try:
+            engine = Engine(decoder, profile=tmp_path)
+        except ValueError as error:
+            assert str(tmp_path) in str(error) and HOW_TO_CALIBRATE in str(error), f"{path} {kind}: {error}"
+            continue
+        assert kind not in ("10^400", "nan", "infinite"), f"{path} was accepted though {kind}"
+        assert kind != "negative" or SIGNED & {*path}, f"{path} was accepted though {kind}"
+        assert kind != "text" or path[-1] in OF_TEXT, f"{path} was accepted though {kind}"
+        assert engine.generate(PROMPT, max_new_tokens=3, speculative_decoding="force").tolist() == expected
+        engine.generate(PROMPT, max_new_tokens=3, do_sample=True, temperature=1.2)
 
 
 def test_how_to_calibrate_names_the_command() -> None:
@@ -407,7 +459,7 @@ def test_a_model_of_another_shape_is_another(entry: str) -> None:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Where profiles are looked for."""
     monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("selfspec.profiles.profile.shipped_dir", lambda: tmp_path / "shipped")
@@ -425,40 +477,96 @@ def found() -> Path | None:
     return profile.folder if profile else None
 
 
-def test_nothing_is_found_where_nothing_is(places: dict[str, Path]) -> None:
+def test_nothing_is_found_where_nothing_is(folders: dict[str, Path]) -> None:
     assert found() is None
 
 
-def test_a_shipped_profile_is_found(places: dict[str, Path]) -> None:
-    put(places["shipped"] / "another", of=adopt(tiny_model("llama", seed=1)))
+def test_a_shipped_profile_is_found(folders: dict[str, Path]) -> None:
+    put(folders["shipped"] / "another", of=adopt(tiny_model("llama", seed=1)))
     assert found() is None
-    shipped = put(places["shipped"] / "tiny")
+    shipped = put(folders["shipped"] / "tiny")
     assert found() == shipped
 
 
-def test_an_own_profile_is_found_before_the_shipped_one(places: dict[str, Path]) -> None:
-    put(places["shipped"] / "a")
-    own = put(places["own"] / "b", age=1000)
+def test_an_own_profile_is_found_before_the_shipped_one(folders: dict[str, Path]) -> None:
+    put(folders["shipped"] / "a")
+    own = put(folders["own"] / "b", age=1000)
     assert found() == own
 
 
-def test_the_newest_own_profile_is_found(places: dict[str, Path]) -> None:
-    put(places["own"] / "a", age=20)
-    newest = put(places["own"] / "b", age=10)
-    put(places["own"] / "c", age=30)
-    put(places["own"] / "d", age=0, of=adopt(tiny_model("llama", seed=1)))
+def test_the_newest_own_profile_is_found(folders: dict[str, Path]) -> None:
+    put(folders["own"] / "a", age=20)
+    newest = put(folders["own"] / "b", age=10)
+    put(folders["own"] / "c", age=30)
+    put(folders["own"] / "d", age=0, of=adopt(tiny_model("llama", seed=1)))
     assert found() == newest
 
 
-@pytest.mark.parametrize("kind", ["schema-older", "plan-malformed", "temperature-unknown"])
-def test_a_broken_own_profile_does_not_hide_the_shipped_one(places: dict[str, Path], kind: str) -> None:
-    edit_profile(put(places["own"] / "a"), **BAD_ENTRIES[kind][0])
-    shipped = put(places["shipped"] / "b")
+def nested(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+def entries(kind: str) -> Any:
+    return lambda file: edit_profile(file.parent, **BAD_ENTRIES[kind][0])
+
+
+UNUSABLE: dict[str, Any] = {kind: entries(kind) for kind in ("schema-older", "plan-malformed", "temperature-unknown")}
+UNUSABLE |= {"too-deep": nested}
+UNUSABLE |= {
+    "an-exit-that-is-not-there": lambda file: edit_profile(
+        file.parent, domains={"a": choice_of(9, "none").model_dump()}
+    )
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_an_unusable_own_profile_is_skipped_with_a_warning_that_names_it(folders: dict[str, Path], kind: str) -> None:
+    broken = put(folders["own"] / "a")
+    UNUSABLE[kind](broken / "profile.json")
+    shipped = put(folders["shipped"] / "b")
+    with pytest.warns(UserWarning, match=rf"skipped: .*{broken}.*calibrate"):
+        assert found() == shipped
+
+
+@pytest.mark.parametrize("target", ["nowhere", "profile.json"])
+@pytest.mark.filterwarnings("ignore:a profile is skipped")  # whether such a link is listed at all depends on Python
+def test_a_link_that_leads_nowhere_stops_nothing(folders: dict[str, Path], target: str) -> None:
+    file = put(folders["own"] / "a") / "profile.json"
+    file.unlink()
+    file.symlink_to(file.parent / target)
+    shipped = put(folders["shipped"] / "b")
     assert found() == shipped
 
 
-def test_an_engine_uses_what_is_found(places: dict[str, Path], hf: PreTrainedModel, tmp_path: Path) -> None:
-    put(places["shipped"] / "tiny")
+def test_profiles_of_other_models_are_passed_over_in_silence(folders: dict[str, Path]) -> None:
+    put(folders["own"] / "another", of=adopt(tiny_model("llama", seed=1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found() is None
+
+
+def test_weights_that_are_not_finite_have_no_profile(folders: dict[str, Path]) -> None:
+    broken = tiny_model("llama")
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    put(folders["own"] / "a")
+    assert Engine.from_model(broken, profile="auto").profile is None
+
+
+def test_folders_are_named_by_the_weights(tmp_path: Path) -> None:
+    """In whatever dtype they are held; a model of the same shape that differs in its upper layers has another name."""
+    original = tiny_model("llama", torch.float32)
+    original.save_pretrained(tmp_path)
+    names = {ModelIdentity.of(load_folder(tmp_path, CPU, dtype)).name for dtype in (torch.float32, torch.bfloat16)}
+    assert len(names) == 1
+    with torch.no_grad():
+        for layer in original.model.layers[2:]:
+            layer.mlp.down_proj.weight.mul_(1.5)
+    assert ModelIdentity.of(adopt(original)).name not in names
+
+
+def test_an_engine_uses_what_is_found(folders: dict[str, Path], hf: PreTrainedModel, tmp_path: Path) -> None:
+    put(folders["shipped"] / "tiny")
     hf.save_pretrained(tmp_path / "model")
     for engine in (Engine.from_model(hf, profile="auto"), Engine.from_pretrained(tmp_path / "model", device="cpu")):
         out = engine.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)

@@ -233,7 +233,6 @@ def test_a_profile_with_nothing_measured_says_so(plan, tmp_path):
     "missing",
     [
         {"exits": {}},
-        {"exits": {2: ExitRates(top1=0, top4=0, accept_rate=float("nan"), tokens_per_cycle=1, speedup=1)}},
         {"most_accepting_exit": None},
         {"chain": None},
         {"prompt_agreement": None},

@@ -8,17 +8,21 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
 )
 
 from selfspec import Engine, GenerateOutput
-from tests.tiny import tiny_model
+from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
 
 PROMPT = torch.tensor([[1, 5, 9, 33]])
 PADDED = torch.tensor([[0, 0, 0, 17, 44], [8, 21, 60, 4, 90], [0, 0, 7, 12, 3]])
@@ -95,6 +99,109 @@ def test_a_processor_replaces_the_setting_of_its_kind():
     assert not torch.equal(ours, model.generate(ids, **{**settings(), "logits_processor": None}))
 
 
+# Options that change what greedy decoding chooses; words and biases name tokens that the prompts' texts contain.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "min_length": {"min_length": 12},
+    "min_length-counts-the-prompt": {"min_length": 3},
+    "min_length-without-an-end": {"min_length": 12, "eos_token_id": None},
+    "min_new_tokens": {"min_new_tokens": 9},
+    "min_new_tokens-beats-min_length": {"min_new_tokens": 2, "min_length": 14},
+    "bad_words_ids": {"bad_words_ids": [[37], [30], [83]]},
+    "bad_words_ids-spare-the-ends": {"bad_words_ids": [[end] for end in ENDS]},
+    "longer-bad_words_ids": {"bad_words_ids": [[37, 37], [68], [30, 40, 68], [16, 68]]},
+    "suppress_tokens": {"suppress_tokens": [37, 30, 83]},
+    "suppressed-end": {"suppress_tokens": ENDS},
+    "sequence_bias": {"sequence_bias": {(37,): -6.0, (40,): 3.5}},
+    "sequence_bias-as-lists": {"sequence_bias": [[[37], -6.0], [[40], 3.5]]},
+    "longer-sequence_bias": {"sequence_bias": {(37,): -2.0, (30, 40): -9.0, (83, 16): -9.0}},
+}
+OPTIONS["all"] = {
+    "repetition_penalty": 1.2,
+    "min_length": 11,
+    "bad_words_ids": [[30, 40], [16]],
+    "suppress_tokens": [68],
+    "sequence_bias": {(37,): -2.0, (25, 30): -9.0},
+}
+
+
+@pytest.mark.parametrize("speculation", [{}, {"speculative_decoding": "force", "plan": "tree:3,2", "exit_layer": 1}])
+@pytest.mark.parametrize("batch", ["alone", "left-padded"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_greedy_tokens_of_every_option_are_those_of_transformers(options, batch, speculation):
+    model, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+    inputs = {"input_ids": PROMPT} if batch == "alone" else {"input_ids": PADDED, "attention_mask": MASK}
+    theirs = model.generate(**inputs, max_new_tokens=14, **options)
+    assert_same(theirs, engine.generate(**inputs, max_new_tokens=14, **options, **speculation))
+
+
+def test_every_option_changes_some_text():
+    """Or the comparison above could not fail."""
+    _, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+    plain = engine.generate(PADDED, MASK, max_new_tokens=14).tolist()
+    same = [
+        name
+        for name, options in OPTIONS.items()
+        if engine.generate(PADDED, MASK, max_new_tokens=14, **options).tolist() == plain
+    ]
+    assert same == [
+        "min_length-counts-the-prompt",
+        "min_new_tokens-beats-min_length",
+        "bad_words_ids-spare-the-ends",
+    ]
+
+
+class TestOwnOptions:
+    """Options that transformers does not have."""
+
+    def text(self, **options: Any) -> list[int]:
+        _, engine = pair({"eos_token_id": ENDS})
+        return engine.generate(PROMPT, max_new_tokens=20, **options)[0, PROMPT.shape[1] :].tolist()
+
+    @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 2}], ids=["greedy", "sampled"])
+    def test_drafting_changes_no_token(self, sampling):
+        options = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 4.0, 30: -2.0}, **sampling}
+        options |= {"allowed_token_ids": range(60), "stop_token_ids": [7], "min_new_tokens": 8}
+        drafted = {"speculative_decoding": "force", "exit_layer": 1}
+        plain = self.text(**options)
+        for plan in ("chain:3", "tree:3,2"):
+            assert self.text(**options, **drafted, plan=plan) == plain
+
+    def test_logit_bias_is_a_sequence_bias_of_single_tokens(self):
+        bias = dict.fromkeys(self.text()[:3], -6.0)
+        biased = self.text(sequence_bias={(token,): value for token, value in bias.items()})
+        assert self.text(logit_bias=bias) == biased != self.text()
+
+    def test_logit_and_sequence_bias_add_up(self):
+        first = self.text()[0]
+        whole = self.text(logit_bias={first: -6.0})
+        assert self.text(logit_bias={first: -2.0}, sequence_bias={(first,): -4.0}) == whole
+
+    def test_only_allowed_tokens_are_generated(self):
+        assert set(self.text(allowed_token_ids=range(40, 44))) <= {40, 41, 42, 43}
+
+    def test_a_stop_token_ends_the_text_beside_the_ends(self):
+        text = self.text(eos_token_id=None)
+        assert self.text(stop_token_ids=[text[2]]) == text[: text.index(text[2]) + 1]
+        assert self.text(stop_token_ids=[100]) == self.text()
+
+    def test_a_presence_penalty_as_large_as_can_be_forbids_every_repetition(self):
+        text = self.text(eos_token_id=None, presence_penalty=1e6)
+        assert len(set(text)) == len(text) == 20
+
+    def test_a_negative_frequency_penalty_repeats_one_token(self):
+        text = self.text(eos_token_id=None, frequency_penalty=-1e6)
+        assert text == text[:1] * 20
+
+
+def test_a_minimum_length_bans_what_a_stop_criterion_does_not_end_with():
+    """transformers bans the end tokens of the settings, whatever tokens the criterion ends a text with."""
+    model, engine = pair({"eos_token_id": ENDS, "pad_token_id": 0})
+    own = {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria([29])]), "min_length": 14, "max_new_tokens": 16}
+    for prompt in PADDED[1:2], PROMPT:
+        assert_same(model.generate(prompt, **own), engine.generate(prompt, **own))
+
+
 @pytest.mark.parametrize("batch", ["alone", "left-padded"])
 @pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES.keys())
 def test_the_same_source_wins_as_in_transformers(sources, batch):
@@ -152,6 +259,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "cache_implementation": {"cache_implementation": "static"},
     "nothing-forbidden": {"bad_words_ids": None, "suppress_tokens": None, "no_repeat_ngram_size": 0},
     "no-outputs": {"output_scores": False, "output_attentions": False, "output_hidden_states": False},
+    "outputs-that-are-not-returned": {"output_scores": True, "output_logits": True, "output_attentions": True},
     "assistant-defaults": {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4},
     "neutral-warpers": {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
     "sampling-settings-while-greedy": {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
@@ -168,6 +276,39 @@ def test_entries_that_cannot_change_greedy_output_are_accepted(entries, where):
     config = GenerationConfig(**entries) if where == "config" else None
     kwargs = entries if where == "kwargs" else {}
     assert_same(plain, engine.generate(PROMPT, generation_config=config, max_new_tokens=6, **kwargs))
+
+
+def test_inputs_is_another_name_for_input_ids():
+    model, engine = pair()
+    assert_same(model.generate(inputs=PROMPT, max_new_tokens=4), engine.generate(inputs=PROMPT, max_new_tokens=4))
+
+
+def test_a_tokenizer_may_come_with_stop_strings():
+    """The engine has none of its own here."""
+    model, engine = pair({"eos_token_id": 2})
+    tokenizer = tiny_tokenizer()
+    token = model.generate(PROMPT, max_new_tokens=9)[0, -1]
+    settings = {"max_new_tokens": 20, "tokenizer": tokenizer, "stop_strings": [tokenizer.decode(token)]}
+    ours = engine.generate(PROMPT, **settings)
+    assert_same(model.generate(PROMPT, **settings), ours)
+    assert ours.shape[1] < PROMPT.shape[1] + 20
+    assert_same(model.generate(PROMPT, tokenizer=tokenizer), engine.generate(PROMPT, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, torch.tensor, np.array], ids=lambda number: number.__name__)
+def test_integers_of_numpy_and_torch_are_integers(number):
+    _, engine = pair()
+    said = {"max_new_tokens": 5, "num_return_sequences": 2, "seed": 7, "top_k": 9, "eos_token_id": 6}
+    settings = {"do_sample": True, "temperature": np.float32(0.5)}
+    assert_same(
+        engine.generate(PROMPT, **settings, **said),
+        engine.generate(PROMPT, **settings, **{name: number(value) for name, value in said.items()}),
+    )
+    two = torch.cat((PROMPT, PROMPT))
+    assert_same(
+        engine.generate(two, seed=7, do_sample=True, max_new_tokens=3),
+        engine.generate(two, seed=number(7), do_sample=True, max_new_tokens=3),
+    )
 
 
 @pytest.mark.parametrize("pad", [0, 99], ids=["pad-0", "pad-99"])
@@ -239,6 +380,51 @@ def test_the_prompt_comes_back_untouched():
     out = engine.generate(ids, mask, max_new_tokens=4)
     assert ids.tolist() == PADDED.tolist() and mask.tolist() == MASK.tolist()
     assert out[:, : PADDED.shape[1]].tolist() == PADDED.tolist()
+
+
+def test_processors_may_return_half_precision():
+    _, engine = pair()
+
+    def halved(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.half()
+
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+    expected = engine.generate(PROMPT, **options, logits_processor=[lambda tokens, scores: scores.half().to(scores)])
+    drafted = {"plan": "tree:3,2", "exit_layer": 1, "speculative_decoding": "force"}
+    assert_same(expected, engine.generate(PROMPT, **options, logits_processor=[halved], **drafted))
+
+
+def test_autocast_changes_nothing():
+    """A processor may compute in 16 bits under it; the model does not."""
+    model = tiny_model("llama", torch.float32, num_hidden_layers=2, eos_token_id=None)
+    engine = Engine.from_model(model)
+    mix = torch.eye(VOCABULARY) + 0.01
+    options = {"max_new_tokens": 12, "logits_processor": [lambda tokens, scores: (scores @ mix).to(torch.bfloat16)]}
+    expected = engine.generate(PROMPT, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(expected, engine.generate(PROMPT, plan="chain:2", exit_layer=1, **options))
+
+
+class TestCompletions:
+    def test_no_prompts_give_no_completions(self):
+        """As many completions as prompts: a caller that filters its prompts need not treat an empty list apart."""
+        assert Engine.from_model(two_layers(), tokenizer=tiny_tokenizer()).complete([]) == []
+
+    def test_messages_of_text_parts_are_messages(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% for message in messages %}{{ message.role + ':' + message.content }}{% endfor %}"
+        engine = Engine.from_model(two_layers(), tokenizer=tokenizer)
+        parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+        tokens = [
+            engine.complete([{"role": "user", "content": content}], max_new_tokens=5).tokens
+            for content in (parts, "one two", "one")
+        ]
+        assert tokens[0] == tokens[1] != tokens[2]
+
+    def test_token_ids_are_not_for_text(self):
+        engine = Engine.from_model(two_layers(), tokenizer=tiny_tokenizer())
+        with pytest.raises(ValueError, match="inputs goes with generate"):
+            engine.complete("a", inputs=PROMPT)
 
 
 class TestReturnDict:

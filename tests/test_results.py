@@ -1,8 +1,7 @@
-"""What becomes of a session's rows: statistics, completions, and streams of text with each token's origin."""
+"""What a request returns: statistics, completions, and streams of text with each token's origin."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
@@ -10,67 +9,63 @@ from typing import Any
 
 import pytest
 
+from selfspec.drafters import Drafter
 from selfspec.governor.governor import Change
 from selfspec.results import Completion, Stream, completion_of, stats_of
+from selfspec.sequence import Request, Sequence, StepRecord
 from selfspec.speculation.plan import NONE, Plan
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
 TREE = Plan.parse("tree:4,2")
+FIRST_OF_DEPTH = [0, 1, 5]  # nodes of that tree
 
-Cycle = list[tuple[str, int]]  # origins and tokens
+Cycle = list[tuple[str, int]]  # origins and tokens of a step
 
 
 class Script:
-    """Stands in for a session of one row: each cycle brings the tokens that it is told to bring."""
+    """Stands in for a scheduler with one request: each step brings the tokens that it is told to bring."""
 
     def __init__(self, *cycles: Cycle, exit_layer: int | None = 3, fails: bool = False) -> None:
-        self.script, self.fails, self.closed = cycles, fails, 0
-        self.owed: list[str] = []
-        self.exit = None if exit_layer is None else SimpleNamespace(layer=exit_layer)
+        self.script, self.fails, self.ended = cycles, fails, 0
         prompt = ids_of("a", "b")
-        self.row = SimpleNamespace(
-            prompt=prompt,
-            tokens=list(prompt),
-            new_tokens=0,
-            finish_reason=None,
-            cycles=0,
-            drafted=0,
-            accepted=0,
-            rejections=0,
-            plans=Counter(),
-            disabled_reason=None,
-            elapsed_s=0.5,
-            origins=[],
-            changes=[],
-            ood=False,
-            accepted_by_depth=[],
-            reached_by_depth=[],
-        )
-        self.rows: Any = [self.row]
+        self.sequence = Sequence(prompt, 0, 0, max_length=len(prompt) + sum(map(len, cycles)))
+        exit: Any = SimpleNamespace(layer=exit_layer)
+        self.request = Request([self.sequence], drafter=None if exit_layer is None else Drafter(exit))
 
-    def run(self) -> Iterator[None]:
+    def submit(self, request: Request) -> None:
+        assert request is self.request
+
+    def follow(self, request: Request) -> Iterator[int]:
         try:
-            for index, cycle in enumerate(self.script):
-                self.tell()
-                for origin, token in cycle:
-                    self.row.tokens.append(token)
-                    self.owed.append(origin)
-                    self.row.new_tokens += 1
+            for cycle in self.script:
                 if self.fails:
                     raise ZeroDivisionError
-                self.row.cycles += 1
-                self.row.plans[NONE if cycle[0][0] == "plain" else TREE] += 1
-                if index == len(self.script) - 1:
-                    self.row.finish_reason = "length"
-                yield
+                self.step(cycle)
+                if self.sequence.is_finished:
+                    request.progress.end(self.sequence.new_tokens)
+                yield self.sequence.new_tokens
+        except GeneratorExit:
+            request.is_cancelled = True
+            raise
         finally:
-            self.tell()
-            self.closed += 1
+            self.ended += 1
 
-    def tell(self) -> None:
-        """Where tokens come from is known when somebody asks, or later."""
-        self.row.origins += self.owed
-        self.owed = []
+    def cancel(self, request: Request) -> None:
+        request.finish("cancelled")
+
+    def step(self, cycle: Cycle) -> None:
+        for origin, token in cycle:
+            self.sequence.append(token, origin == "drafted")
+        drafted = sum(origin == "drafted" for origin, _ in cycle)
+        last = drafted - 1 if cycle[-1][0] == "drafted" else drafted  # an end that was drafted too is no node's
+        plan = NONE if cycle[0][0] == "plain" else TREE
+        self.sequence.records.append(StepRecord.of(plan, plan, "goodput" if plan is NONE else None))
+        self.sequence.lasts.append(FIRST_OF_DEPTH[last])
+
+    def run(self) -> Sequence:
+        for _ in self.follow(self.request):
+            pass
+        return self.sequence
 
 
 def cycle(origins: str, *pieces: str) -> Cycle:
@@ -80,7 +75,8 @@ def cycle(origins: str, *pieces: str) -> Cycle:
 
 
 def stream_of(*cycles: Cycle, **options: Any) -> Stream:
-    return Stream(Script(*cycles, **options), tiny_tokenizer())  # type: ignore[arg-type]
+    script: Any = Script(*cycles, **options)
+    return Stream(script.request, script, tiny_tokenizer())
 
 
 CYCLES = [cycle("dde", "the", "x", "and"), cycle("p", "y"), cycle("e", "z"), cycle("de", "one", "two")]
@@ -135,67 +131,61 @@ class TestStreams:
         assert stream.completion is not None
         assert stream.completion.origins == [origin for _, origin in MARKED]
 
-    def test_closing_early_ends_the_session_and_leaves_no_completion(self):
+    def test_closing_early_ends_the_request_and_leaves_no_completion(self):
         stream = stream_of(*CYCLES)
         pieces = stream.marked()
         next(pieces)
         stream.close()
-        assert stream.completion is None and stream._session.closed == 1  # type: ignore[attr-defined]
+        assert stream.completion is None and stream._sequence.finish_reason == "cancelled"
 
-    def test_dropping_the_marks_and_the_stream_ends_the_session_at_once(self):
+    def test_dropping_the_marks_and_the_stream_ends_the_request_at_once(self):
         stream = stream_of(*CYCLES)
-        session: Any = stream._session
+        script: Any = stream._scheduler
         pieces = stream.marked()
         next(pieces)
         del stream
-        assert session.closed == 0
+        assert (script.ended, script.request.is_cancelled) == (0, False)
         del pieces
-        assert session.closed == 1
+        assert (script.ended, script.request.is_cancelled) == (1, True)
 
     @pytest.mark.parametrize("marked", [False, True], ids=["pieces", "marked"])
-    def test_tokens_of_a_cycle_that_failed_are_never_shown(self, marked: bool):
+    def test_a_failing_request_raises_and_shows_nothing_more(self, marked: bool):
         stream = stream_of(*CYCLES, fails=True)
         with pytest.raises(ZeroDivisionError):
             next(stream.marked() if marked else stream)
         assert list(stream) == list(stream.marked()) == []
 
 
+def completion(*cycles: Cycle, **options: Any) -> Completion:
+    return completion_of(Script(*cycles, **options).run(), tiny_tokenizer())
+
+
 class TestCompletions:
-    def finished(self, *cycles: Cycle, exit_layer: int | None = 3, **row: Any) -> tuple[Any, Script]:
-        session = Script(*cycles, exit_layer=exit_layer)
-        for _ in session.run():
-            pass
-        vars(session.row).update(row)
-        return session.row, session
-
-    def completion(self, *cycles: Cycle, **row: Any) -> Completion:
-        return completion_of(*self.finished(*cycles, **row), tiny_tokenizer())  # type: ignore[arg-type]
-
     def test_every_token_has_an_origin(self):
-        completion = self.completion(*CYCLES)
-        assert completion.text == TEXT
-        assert len(completion.tokens) == len(completion.origins) == completion.stats.new_tokens == 7
-        assert completion.origins == [origin for _, origin in MARKED]
+        of = completion(*CYCLES)
+        assert of.text == TEXT
+        assert len(of.tokens) == len(of.origins) == of.stats.new_tokens == 7
+        assert of.origins == [origin for _, origin in MARKED]
 
     def test_statistics_tell_every_change_and_acceptance_by_depth(self):
-        changes = [Change(0, 0, "tree:4,2", None), Change(2, 5, "none", "goodput")]
-        row = {"changes": changes, "ood": True, "accepted_by_depth": [3, 1], "reached_by_depth": [4, 3]}
-        stats = self.completion(*CYCLES, **row, accepted=4, rejections=3, disabled_reason="goodput").stats
-        assert (stats.changes, stats.ood, stats.disabled_reason) == (changes, True, "goodput")
-        assert (stats.accepted_by_depth, stats.reached_by_depth) == ([3, 1], [4, 3])
-        assert stats.accept_rate == 4 / 7
-        assert (stats.plan, stats.cycles, stats.tokens_per_cycle) == ("tree:4,2", 4, 7 / 4)
+        """Steps accept 2, none (plain), 0 and 1 nodes of a tree of depth 2."""
+        stats = completion(*CYCLES).stats
+        tree = "tree:4,2"
+        changes = [Change(0, 0, tree, None), Change(1, 3, "none", "goodput"), Change(2, 4, tree, None)]
+        assert (stats.changes, stats.ood, stats.disabled_reason) == (changes, False, "goodput")
+        assert (stats.accepted_by_depth, stats.reached_by_depth) == ([2, 1], [3, 2])
+        assert (stats.drafted, stats.accepted, stats.accept_rate) == (3 * 12, 3, 3 / 5)
+        assert (stats.plan, stats.cycles, stats.tokens_per_cycle, stats.exit_layer) == (tree, 4, 7 / 4, 3)
 
-    def test_results_do_not_change_with_the_row(self):
-        row, session = self.finished(*CYCLES, accepted_by_depth=[1], reached_by_depth=[1])
-        completion = completion_of(row, session, tiny_tokenizer())  # type: ignore[arg-type]
-        for grows in (row.origins, row.changes, row.accepted_by_depth, row.reached_by_depth):
-            grows.append(None)
-        stats = completion.stats
-        assert (len(completion.origins), len(stats.changes)) == (7, 0)
-        assert (stats.accepted_by_depth, stats.reached_by_depth) == ([1], [1])
+    def test_results_do_not_change_with_the_sequence(self):
+        script = Script(*CYCLES)
+        of = completion_of(script.run(), tiny_tokenizer())
+        script.step(cycle("dde", "the", "x", "and"))
+        script.sequence.origins.append("plain")
+        assert (len(of.origins), len(of.stats.changes)) == (7, 3)
+        assert (of.stats.accepted_by_depth, of.stats.reached_by_depth) == ([2, 1], [3, 2])
 
     def test_without_an_exit_there_is_no_layer(self):
-        stats = stats_of(*self.finished(cycle("p", "x"), exit_layer=None))  # type: ignore[arg-type]
+        stats = stats_of(Script(cycle("p", "x"), exit_layer=None).run())
         assert (stats.exit_layer, stats.plan, stats.accept_rate) == (None, "none", 0)
-        assert (stats.ood, stats.changes, stats.accepted_by_depth, stats.reached_by_depth) == (False, [], [], [])
+        assert (stats.ood, stats.accepted_by_depth, stats.reached_by_depth) == (False, [], [])

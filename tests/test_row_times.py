@@ -52,7 +52,7 @@ def model() -> Decoder:
 def test_rows_are_timed_with_layers_of_the_model(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(lambda rows: 2.0 if rows == 1 else 5.0 + rows)
     seen = clock.watch(model, monkeypatch)
-    times = time_rows(model, Cache(model.config, model.device, model.dtype), clock)
+    times = time_rows(model, Cache(model.config, model.device, model.dtype, num_pages=2), clock)
     assert [times(rows) for rows in (1, 2, 8, 16)] == [1.0, 3.5, 6.5, 10.5]
     assert {layer for layer, _ in seen} == set(range(model.config.num_layers)), "not one that stays near"
 
@@ -61,13 +61,13 @@ def test_the_fastest_of_several_passes_counts(model: Decoder, monkeypatch: pytes
     slow = iter([9.0] * (model.config.num_layers + 2 * len(row_times._COUNTS) - 1))
     clock = Clock(lambda rows: rows * next(slow, 1.0))
     clock.watch(model, monkeypatch)
-    times = time_rows(model, Cache(model.config, model.device, model.dtype), clock)
+    times = time_rows(model, Cache(model.config, model.device, model.dtype, num_pages=2), clock)
     assert times.seconds == tuple(map(float, row_times._COUNTS))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_cache_has_its_pages_back(model: Decoder, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(model.config, model.device, model.dtype)
+    cache = Cache(model.config, model.device, model.dtype, num_pages=2)
     if fails:
         monkeypatch.setattr(model, "project", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
@@ -77,7 +77,7 @@ def test_the_cache_has_its_pages_back(model: Decoder, fails: bool, monkeypatch: 
 
 def test_a_vocabulary_may_be_smaller_than_a_pass() -> None:
     model = adopt(tiny_model("llama", vocab_size=5, bos_token_id=1, eos_token_id=2, pad_token_id=0))
-    assert time_rows(model, Cache(model.config, model.device, model.dtype))(2) >= 1.0
+    assert time_rows(model, Cache(model.config, model.device, model.dtype, num_pages=2))(2) >= 1.0
 
 
 def test_between_the_numbers_timed_it_is_a_straight_line_and_after_them_the_mean_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,21 +31,21 @@ from selfspec.sampling import (
     CHILDREN,
     TARGET,
     NoiseKey,
-    Sampling,
+    SamplingParams,
     choose,
     gumbel,
-    penalise,
     perturbed,
+    process_logits,
     ranked,
     uniform,
-    warp,
+    warp_logits,
 )
 
 PROPERTY = settings(
     max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 STREAMS = pytest.mark.parametrize("stream", [TARGET, CHILDREN, ACCEPT], ids=["target", "children", "accept"])
-GREEDY, SAMPLED = Sampling(), Sampling(do_sample=True)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(do_sample=True)
 
 eighths = st.integers(-200, 200).map(lambda n: n / 8)  # exact in float32, and small enough for every softmax
 
@@ -59,8 +63,8 @@ def rows_of_logits(draw: st.DrawFn, ties: bool = False, max_rows: int = 3) -> to
 
 
 @st.composite
-def samplings(draw: st.DrawFn) -> Sampling:
-    return Sampling(
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
         do_sample=True,
         temperature=draw(st.sampled_from([0.3, 0.8, 1.0, 1.7])),
         top_k=draw(st.sampled_from([0, 1, 2, 5, 100])),
@@ -69,7 +73,7 @@ def samplings(draw: st.DrawFn) -> Sampling:
     )
 
 
-def warpers(sampling: Sampling) -> LogitsProcessorList:
+def warpers(sampling: SamplingParams) -> LogitsProcessorList:
     """What transformers' generate would apply, in its order."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
@@ -81,6 +85,10 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
     return processors
 
 
+def warp(logits: torch.Tensor, params: SamplingParams, cut: bool = True) -> torch.Tensor:
+    return warp_logits(logits, [params] * len(logits), cut)
+
+
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """The same tokens are possible, with the same values."""
     assert (actual > -math.inf).tolist() == (expected > -math.inf).tolist()
@@ -89,21 +97,21 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @PROPERTY
 @given(logits=rows_of_logits(), sampling=samplings())
-def test_without_ties_warping_keeps_what_transformers_keeps(logits: torch.Tensor, sampling: Sampling) -> None:
+def test_without_ties_warping_keeps_what_transformers_keeps(logits: torch.Tensor, sampling: SamplingParams) -> None:
     assert_same(warp(logits, sampling), warpers(sampling)(None, logits))
 
 
 @PROPERTY
 @given(logits=rows_of_logits(), temperature=st.floats(0.05, 5))
 def test_drafts_of_trees_are_warped_by_temperature_alone(logits: torch.Tensor, temperature: float) -> None:
-    sampling = Sampling(do_sample=True, temperature=temperature, top_k=1, top_p=0.5, min_p=0.5)
+    sampling = SamplingParams(do_sample=True, temperature=temperature, top_k=1, top_p=0.5, min_p=0.5)
     assert_same(warp(logits, sampling, cut=False), TemperatureLogitsWarper(temperature)(None, logits))
 
 
 @PROPERTY
 @given(logits=rows_of_logits(ties=True))
 def test_greedy_logits_are_not_warped(logits: torch.Tensor) -> None:
-    assert torch.equal(warp(logits, Sampling(temperature=0.5, top_k=1, top_p=0.5, min_p=0.5)), logits)
+    assert torch.equal(warp(logits, SamplingParams(temperature=0.5, top_k=1, top_p=0.5, min_p=0.5)), logits)
 
 
 def by_rank(row: list[float]) -> list[int]:
@@ -118,14 +126,14 @@ def possible(row: torch.Tensor) -> set[int]:
 @PROPERTY
 @given(logits=rows_of_logits(ties=True), k=st.integers(1, 25))
 def test_top_k_keeps_the_first_k_by_rank(logits: torch.Tensor, k: int) -> None:
-    for row, kept in zip(logits, warp(logits, Sampling(do_sample=True, top_k=k)), strict=True):
+    for row, kept in zip(logits, warp(logits, SamplingParams(do_sample=True, top_k=k)), strict=True):
         assert possible(kept) == set(by_rank(row.tolist())[:k]) & possible(row)
 
 
 @PROPERTY
 @given(logits=rows_of_logits(ties=True), top_p=st.sampled_from([0.15, 0.35, 0.55, 0.85, 0.97]))
 def test_top_p_keeps_the_shortest_run_of_ranks_with_that_mass(logits: torch.Tensor, top_p: float) -> None:
-    for row, kept in zip(logits, warp(logits, Sampling(do_sample=True, top_p=top_p)), strict=True):
+    for row, kept in zip(logits, warp(logits, SamplingParams(do_sample=True, top_p=top_p)), strict=True):
         order = by_rank(row.tolist())
         mass = row.softmax(-1)[order].cumsum(-1)
         assume((mass - top_p).abs().min() > 1e-9)
@@ -136,14 +144,14 @@ def test_top_p_keeps_the_shortest_run_of_ranks_with_that_mass(logits: torch.Tens
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
-        pytest.param(Sampling(do_sample=True, top_k=2), {1, 2}, id="top-k"),
-        pytest.param(Sampling(do_sample=True, top_p=0.4), {1, 2}, id="top-p"),
-        pytest.param(Sampling(do_sample=True, top_k=3, top_p=0.5), {1, 2}, id="top-k then top-p"),
-        pytest.param(Sampling(do_sample=True, min_p=1.0), {1, 2, 4, 5}, id="min-p removes no equals"),
+        pytest.param(SamplingParams(do_sample=True, top_k=2), {1, 2}, id="top-k"),
+        pytest.param(SamplingParams(do_sample=True, top_p=0.4), {1, 2}, id="top-p"),
+        pytest.param(SamplingParams(do_sample=True, top_k=3, top_p=0.5), {1, 2}, id="top-k then top-p"),
+        pytest.param(SamplingParams(do_sample=True, min_p=1.0), {1, 2, 4, 5}, id="min-p removes no equals"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_of_four_equal_tokens_the_lower_ids_stay(sampling: Sampling, kept: set[int], dtype: torch.dtype) -> None:
+def test_of_four_equal_tokens_the_lower_ids_stay(sampling: SamplingParams, kept: set[int], dtype: torch.dtype) -> None:
     logits = torch.tensor([[-30.0, 2.0, 2.0, -30.0, 2.0, 2.0]], dtype=dtype)
     assert possible(warp(logits, sampling)[0]) == kept
 
@@ -151,59 +159,89 @@ def test_of_four_equal_tokens_the_lower_ids_stay(sampling: Sampling, kept: set[i
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
 def test_the_best_token_always_stays(sampling: dict[str, float]) -> None:
     logits = torch.linspace(-1, 1, 50_000)[None]
-    assert possible(warp(logits, Sampling(do_sample=True, **sampling))[0]) == {49_999}
-
-
-@PROPERTY
-@given(
-    logits=rows_of_logits(ties=True),
-    penalty=st.sampled_from([0.5, 1.0, 1.3, 4.0]),
-    min_new_tokens=st.integers(0, 4),
-    data=st.data(),
-)
-def test_penalties_are_those_of_transformers(
-    logits: torch.Tensor, penalty: float, min_new_tokens: int, data: st.DataObject
-) -> None:
-    count, size = logits.shape
-    ids = st.integers(0, size - 1)
-    texts = [data.draw(st.lists(ids, min_size=1, max_size=8)) for _ in range(count)]
-    new_tokens = [data.draw(st.integers(0, len(text) - 1)) for text in texts]
-    ends = data.draw(st.lists(ids, max_size=3, unique=True))
-    expected = []
-    for row, text, new in zip(logits, texts, new_tokens, strict=True):
-        processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
-        if ends:
-            processors.append(MinNewTokensLengthLogitsProcessor(len(text) - new, min_new_tokens, ends))
-        expected.append(processors(torch.tensor([text]), row[None]))
-    seen = torch.zeros(count, size, dtype=torch.bool)
-    for row, text in enumerate(texts):
-        seen[row, text] = True
-    sampling = Sampling(repetition_penalty=penalty, min_new_tokens=min_new_tokens, eos_token_ids=tuple(ends))
-    before = logits.clone()
-    assert_same(penalise(logits, sampling, seen, new_tokens), torch.cat(expected))
-    assert torch.equal(logits, before), "the model's logits are not penalise()'s to change"
-
-
-@pytest.mark.parametrize("end", [-1, 5, 999])
-def test_an_end_outside_the_vocabulary_bans_no_token(end: int) -> None:
-    logits = torch.randn(2, 5)
-    sampling = Sampling(min_new_tokens=3, eos_token_ids=(end,))
-    assert torch.equal(penalise(logits, sampling, None, [0, 1]), logits)
+    assert possible(warp(logits, SamplingParams(do_sample=True, **sampling))[0]) == {49_999}
 
 
 @PROPERTY
 @given(logits=rows_of_logits(ties=True), data=st.data())
-def test_penalties_of_a_trimmed_head_are_those_of_its_tokens(logits: torch.Tensor, data: st.DataObject) -> None:
+def test_processing_is_that_of_transformers_row_by_row(logits: torch.Tensor, data: st.DataObject) -> None:
+    """Rows with equal and with different parameters, in one call."""
     count, size = logits.shape
-    head = torch.tensor(sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))))
-    ends = data.draw(st.lists(st.integers(0, size - 1), unique=True))
-    seen = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count * size, max_size=count * size)))
-    seen = seen.view(count, size)
-    sampling = Sampling(repetition_penalty=1.7, min_new_tokens=2, eos_token_ids=tuple(ends))
-    new_tokens = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    whole = penalise(logits, sampling, seen, new_tokens)
-    trimmed = penalise(logits[:, head], sampling, seen[:, head], new_tokens, token_ids=head)
-    assert torch.equal(trimmed, whole[:, head])
+    ids = st.integers(0, size - 1)
+    each = [data.draw(processed_params(size)) for _ in range(2)]
+    params = [each[data.draw(st.integers(0, 1))] for _ in range(count)]
+    texts = [data.draw(st.lists(ids, min_size=1, max_size=8)) for _ in range(count)]
+    prompts = [data.draw(st.integers(1, len(text))) for text in texts]
+    before = logits.clone()
+    processed = process_logits(logits, params, texts, prompts)
+    for row, expected in enumerate(logits):
+        assert_same(processed[row : row + 1], by_transformers(expected[None], params[row], texts[row], prompts[row]))
+    assert torch.equal(logits, before), "the model's logits are not process_logits()'s to change"
+
+
+@st.composite
+def processed_params(draw: st.DrawFn, size: int) -> SamplingParams:
+    tokens = st.lists(st.integers(0, size - 1), max_size=3, unique=True)
+    return SamplingParams(
+        repetition_penalty=draw(st.sampled_from([0.5, 1.0, 1.3, 4.0])),
+        logit_bias=tuple((token, draw(st.sampled_from([-2.5, 0.5, -math.inf]))) for token in draw(tokens)),
+        banned_token_ids=tuple(draw(tokens)),
+        min_new_tokens=draw(st.integers(0, 4)),
+        min_length=draw(st.integers(0, 9)),
+        stop_token_ids=tuple(draw(tokens)),
+    )
+
+
+def by_transformers(logits: torch.Tensor, params: SamplingParams, text: list[int], prompt: int) -> torch.Tensor:
+    processors = LogitsProcessorList()
+    if params.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
+    processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.stop_token_ids:
+        processors.append(MinLengthLogitsProcessor(params.min_length, list(params.stop_token_ids)))
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_new_tokens, list(params.stop_token_ids)))
+    processors.append(SuppressTokensLogitsProcessor(params.banned_token_ids))
+    return processors(torch.tensor([text]), logits)
+
+
+def test_presence_and_frequency_count_what_was_generated() -> None:
+    """The prompt's tokens 0 and 1 do not count; of the new ones, 2 came twice and 3 once."""
+    text, logits = [0, 1, 1, 2, 3, 2], torch.zeros(1, 5)
+    presence = process_logits(logits, [SamplingParams(presence_penalty=0.5)], [text], [3])
+    assert presence.tolist() == [[0, 0, -0.5, -0.5, 0]]
+    both = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25)
+    assert process_logits(logits, [both], [text], [3]).tolist() == [[0, 0, 0, -0.25, 0]]
+
+
+def test_the_repetition_penalty_comes_before_the_presence_penalty() -> None:
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0)
+    assert process_logits(torch.tensor([[4.0, 4.0]]), [params], [[0, 1]], [1]).tolist() == [[2, 1]]
+
+
+def test_only_allowed_tokens_stay_possible() -> None:
+    params = SamplingParams(allowed_token_ids=(4, 1, 900), banned_token_ids=(1,))
+    assert possible(process_logits(torch.zeros(1, 5), [params], [[0]], [1])[0]) == {4}
+
+
+@pytest.mark.parametrize("token", [-1, 5, 999])
+def test_a_stop_token_outside_the_vocabulary_bans_no_token(token: int) -> None:
+    logits = torch.randn(2, 5)
+    params = SamplingParams(min_new_tokens=3, stop_token_ids=(token,))
+    assert torch.equal(process_logits(logits, [params] * 2, [[1], [1, 2]], [1, 1]), logits)
+
+
+@PROPERTY
+@given(logits=rows_of_logits(ties=True), data=st.data())
+def test_processing_for_a_trimmed_head_is_that_of_its_tokens(logits: torch.Tensor, data: st.DataObject) -> None:
+    count, size = logits.shape
+    ids = st.integers(0, size - 1)
+    head = torch.tensor(data.draw(st.lists(ids, min_size=1, unique=True)))
+    texts = data.draw(st.lists(st.lists(ids, min_size=1), min_size=count, max_size=count))
+    allowed = data.draw(st.none() | st.lists(ids, min_size=1))
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "allowed_token_ids": allowed}
+    params = [replace(data.draw(processed_params(size)), **penalties)] * count
+    whole = process_logits(logits, params, texts, [1] * count)
+    assert torch.equal(process_logits(logits[:, head], params, texts, [1] * count, head), whole[:, head])
 
 
 any_float = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, -math.inf, math.inf, 1.0, -1.0])
@@ -227,13 +265,13 @@ def test_ranking_a_large_vocabulary_full_of_ties_is_a_stable_sort() -> None:
 @PROPERTY
 @given(logits=rows_of_logits(ties=True))
 def test_the_greedy_choice_is_the_lowest_of_the_best_tokens(logits: torch.Tensor) -> None:
-    chosen = choose(logits, GREEDY, key_of(len(logits)))
+    chosen = choose(logits, [GREEDY] * len(logits), key_of(len(logits)))
     assert chosen.tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 @pytest.mark.parametrize("vocabulary", [7, 64, 1000, 50_257])
 def test_the_greedy_choice_among_equals_is_token_zero(vocabulary: int) -> None:
-    assert choose(torch.full((3, vocabulary), 1.5), GREEDY, key_of(3)).tolist() == [0, 0, 0]
+    assert choose(torch.full((3, vocabulary), 1.5), [GREEDY] * 3, key_of(3)).tolist() == [0, 0, 0]
 
 
 def key_of(rows: int, seed: int = 11) -> NoiseKey:
@@ -244,7 +282,7 @@ def key_of(rows: int, seed: int = 11) -> NoiseKey:
 
 def noise_of(key: NoiseKey, row: int, token: int, stream: int) -> float:
     one = key.at(torch.tensor([row]))
-    return gumbel(uniform(one.seeds, one.copies, one.positions, torch.tensor([[token]]), stream)).item()
+    return gumbel(uniform(one.seeds, one.sample_indices, one.positions, torch.tensor([[token]]), stream)).item()
 
 
 @STREAMS
@@ -270,19 +308,48 @@ def test_columns_of_a_trimmed_head_get_the_noise_of_their_tokens(stream: int) ->
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
+    """Whatever the parameters of the rows beside it."""
     key = key_of(6)
     values = torch.randn(6, 37, generator=torch.Generator().manual_seed(1))
     values[1:4] = values[1:4].masked_fill(values[1:4] < 1, -math.inf)  # some rows have few tokens, some have all
-    together = choose(values, SAMPLED, key)
-    alone = [choose(values[row : row + 1], SAMPLED, key.at(torch.tensor([row]))).item() for row in range(6)]
+    params = [SAMPLED, GREEDY, SamplingParams(do_sample=True, top_k=3, temperature=2.0), SAMPLED, GREEDY, SAMPLED]
+    together = choose(warp_logits(values, params), params, key)
+    alone = [
+        choose(warp(values[row : row + 1], params[row]), [params[row]], key.at(torch.tensor([row]))).item()
+        for row in range(6)
+    ]
     assert together.tolist() == alone
+    assert [together[row] for row in (1, 4)] == [values[row].argmax() for row in (1, 4)]
 
 
-@pytest.mark.parametrize("field", ["seeds", "copies", "positions"])
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("fault", [math.nan, -math.nan, math.inf], ids=["nan", "-nan", "inf"])
+def test_logits_that_are_not_finite_are_refused_with_their_row(fault: float, top_k: int, do_sample: bool) -> None:
+    values = torch.zeros(3, 5)
+    values[1, 2] = fault
+    params = [SamplingParams(do_sample=do_sample, top_k=top_k if do_sample else 0)] * 3
+    with pytest.raises(ValueError, match="row 1: the model's logits are not finite"):
+        choose(warp_logits(values, params), params, key_of(3))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(do_sample=True, temperature=1e-38), SamplingParams(banned_token_ids=tuple(range(5)))],
+    ids=["temperature overflows", "all tokens banned"],
+)
+def test_a_row_that_leaves_no_choice_is_refused(params: SamplingParams) -> None:
+    every = [SAMPLED, params]
+    values = process_logits(torch.tensor([[1.0, 2, 3, -1, 5]] * 2), every, [[0], [0]], [1, 1])
+    with pytest.raises(ValueError, match="row 1: the model's logits are not finite"):
+        choose(warp_logits(values, every), every, key_of(2))
+
+
+@pytest.mark.parametrize("field", ["seeds", "sample_indices", "positions"])
 def test_noise_depends_on(field: str) -> None:
-    numbers = {name: torch.zeros(200, dtype=torch.long) for name in ("seeds", "copies", "positions")}
+    numbers = {name: torch.zeros(200, dtype=torch.long) for name in ("seeds", "sample_indices", "positions")}
     numbers[field] = torch.arange(200)
-    chosen = choose(torch.zeros(200, 50), SAMPLED, NoiseKey(**numbers))
+    chosen = choose(torch.zeros(200, 50), [SAMPLED] * 200, NoiseKey(**numbers))
     assert len(chosen.unique()) > 25
 
 
@@ -290,7 +357,7 @@ def test_choices_are_drawn_with_the_probabilities_of_their_logits() -> None:
     values = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]).log()
     rows = 40_000
     key = NoiseKey(torch.arange(rows), torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long))
-    shares = choose(values.expand(rows, -1), SAMPLED, key).bincount(minlength=5) / rows
+    shares = choose(values.expand(rows, -1), [SAMPLED] * rows, key).bincount(minlength=5) / rows
     torch.testing.assert_close(shares, values.exp(), rtol=0, atol=0.01)
     assert shares[4] == 0
 
@@ -316,9 +383,42 @@ def test_choices_are_drawn_with_the_probabilities_of_their_logits() -> None:
         ("repetition_penalty", -2.0),
         ("min_new_tokens", -1),
         ("min_new_tokens", 1.5),
+        ("min_length", -1),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", "1"),
+        ("frequency_penalty", 10**400),
+        ("logit_bias", {3: math.inf}),
+        ("logit_bias", {-3: 1.0}),
+        ("logit_bias", ((3, 1.0), (3, 2.0))),
+        ("logit_bias", 5),
+        ("banned_token_ids", (-1,)),
+        ("banned_token_ids", (1.5,)),
+        ("allowed_token_ids", ("a",)),
     ],
 )
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_an_impossible_setting_is_refused_by_name_and_value(name: str, value: Any, do_sample: bool) -> None:
     with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} .*must be"):
-        Sampling(do_sample=do_sample, **{name: value})
+        SamplingParams(do_sample=do_sample, **{name: value})
+
+
+def test_no_allowed_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed_token_ids is empty"):
+        SamplingParams(allowed_token_ids=())
+
+
+def test_numbers_and_ids_of_numpy_and_torch_become_pythons() -> None:
+    given = SamplingParams(
+        do_sample=np.bool_(True),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=torch.tensor(7),  # type: ignore[arg-type]
+        min_length=np.int64(3),  # type: ignore[arg-type]
+        logit_bias={np.int64(5): np.float64(1.5), 2: 1},  # type: ignore[arg-type]
+        banned_token_ids=np.array([4, 1]),  # type: ignore[arg-type]
+        stop_token_ids=torch.tensor([2, 3]),  # type: ignore[arg-type]
+    )
+    said = SamplingParams(
+        True, 0.5, 7, min_length=3, logit_bias=((2, 1.0), (5, 1.5)), banned_token_ids=(1, 4), stop_token_ids=(2, 3)
+    )
+    assert given == said and hash(given) == hash(said)
+    assert repr(given) == repr(said)

@@ -8,19 +8,36 @@ import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import Phi3Config
 
 from selfspec.models import loading as weights
 from selfspec.models.decoder import Decoder, Part, model_parts
+from tests.calibrated import chat_tokenizer
 from tests.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
+BAD_VALUES: dict[str, Any] = {
+    "negative": -1,
+    "zero": 0,
+    "huge": 10**7 + 1,
+    "2^63": 2**63,
+    "text": "x",
+    "list": [1],
+    "object": {"a": 1},
+    "boolean": True,
+    "nan": float("nan"),
+    "infinite": float("inf"),
+}
+NEEDED = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"]
+NEEDED += ["vocab_size", "model_type", "hidden_act", "hidden_activation"]
 
 
 def tensors_of(decoder: Decoder) -> dict[str, torch.Tensor]:
@@ -259,6 +276,24 @@ class TestRefusals:
         edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0})
         refused(folder, "config.json", "longrope")
 
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_every_entry_mutated(self, family: str, tmp_path: Path) -> None:
+        """A number that cannot be is refused, of whatever kind; any other entry is refused or does no harm."""
+        file = save(tiny_model(family, torch.float32), tmp_path) / "config.json"
+        config = json.loads(file.read_text())
+        for entry, (kind, value) in product(config, BAD_VALUES.items()):
+            file.write_text(json.dumps(config | {entry: value}))
+            try:
+                weights.load_folder(tmp_path, CPU)
+            except ValueError as error:
+                assert str(file) in str(error) or str(tmp_path) in str(error), f"{entry} {kind}: {error}"
+            else:
+                assert entry not in NEEDED, f"{entry} was accepted though {kind}"
+
+    def test_more_layers_than_the_weights_have(self, folder: Path, refused: Callable[..., None]) -> None:
+        edit_config(folder, num_hidden_layers=7)
+        refused(folder, "missing", "model.layers.4.input_layernorm.weight")
+
     @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
     def test_quantized(self, method: str, folder: Path, refused: Callable[..., None]) -> None:
         edit_config(folder, quantization_config={"quant_method": method})
@@ -352,23 +387,56 @@ class TestHub:
         with pytest.raises(ValueError, match="neither a folder here nor a model on the hub"):
             weights.resolve("no such name!")
 
-    def test_config_is_checked_before_the_weights_are_fetched(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked: list[list[str]] = []
+    @pytest.fixture
+    def hub(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A repository on the hub; what is downloaded of it lies in `cache` beside it."""
+        repository = folder.rename(tmp_path / "repository")
+        for name in ("consolidated.safetensors", "model.fp16.safetensors", "consolidated.00.pth", "model.gguf"):
+            (repository / name).write_bytes(b"large")
+        (repository / "original").mkdir()
+        (repository / "original" / "consolidated.safetensors").write_bytes(b"large")
+        (repository / "original" / "params.json").write_text("{}")
+        chat_tokenizer().save_pretrained(repository)
 
-        def download(name: str, allow_patterns: list[str], **options: Any) -> str:
-            asked.append(allow_patterns)
-            return str(folder)
+        def download(name: str, allow_patterns: list[str], ignore_patterns: list[str] | None = None) -> str:
+            files = [str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()]
+            for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+                (tmp_path / "cache" / file).parent.mkdir(exist_ok=True, parents=True)
+                shutil.copy(repository / file, tmp_path / "cache" / file)
+            return str(tmp_path / "cache")
 
         monkeypatch.setattr(weights, "snapshot_download", download)
-        assert weights.resolve("some/model") == folder
-        assert asked[0] == ["config.json"] and "*.safetensors" in asked[1]
-        assert not any(pattern.endswith((".bin", "*")) for pattern in asked[1])
-        edit_config(folder, model_type="mixtral")
-        with pytest.raises(ValueError, match="mixtral"):
+        return repository
+
+    def downloaded(self, hub: Path) -> set[str]:
+        return {path.name for path in (hub.parent / "cache").rglob("*")}
+
+    def test_copies_of_the_weights_are_not_downloaded(self, hub: Path) -> None:
+        weights.load_folder(weights.resolve("some/model"), CPU)
+        expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        assert self.downloaded(hub) - {"tokenizer_config.json", "chat_template.jinja"} == expected
+
+    def test_every_shard_is_downloaded_whatever_its_name(self, hub: Path) -> None:
+        (hub / "model.safetensors").rename(hub / "part-1.safetensors")
+        stored = load_file(hub / "part-1.safetensors")
+        index = {"weight_map": dict.fromkeys(stored, "part-1.safetensors")}
+        (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+        weights.load_folder(weights.resolve("some/model"), CPU)
+        assert {name for name in self.downloaded(hub) if name.endswith(".safetensors")} == {"part-1.safetensors"}
+
+    @pytest.mark.parametrize(
+        ("file", "entries"),
+        [("config.json", {"model_type": "mixtral"}), ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": "a.B"}})],
+        ids=["type", "code"],
+    )
+    def test_a_model_is_refused_before_its_weights_are_downloaded(
+        self, hub: Path, file: str, entries: dict[str, Any]
+    ) -> None:
+        path = hub / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+        with pytest.raises(ValueError, match=next(iter(entries.values())) if file == "config.json" else "auto_map"):
             weights.resolve("some/model")
-        assert asked[2:] == [["config.json"]]
+        assert not any(name.endswith(".safetensors") for name in self.downloaded(hub))
 
 
 class TestAdopt:

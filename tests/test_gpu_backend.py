@@ -1,8 +1,9 @@
-"""Sessions on the GPU's kernels and graphs: the same bits for every plan and batch, in 16 bit; memory and failures."""
+"""Batches on the GPU's kernels and graphs: the same bits for every plan and batch, in 16 bit; memory and failures."""
 
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,13 @@ import torch
 
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
-from selfspec.cache.kv_cache import flat_slot
-from selfspec.governor.governor import Watch
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.cache.kv_cache import CacheFull, KVPages, flat_slot
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Spread
 from selfspec.profiles.router import marks_of
-from selfspec.request import read_settings, split_options
 from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of, random_exit
-from tests.scripted import endless
-from tests.test_device_session import LAYER
-from tests.test_device_session import governed as governed_session
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = [
@@ -30,10 +27,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PLANS = ["chain:1", "chain:4", "tree:3,2,1", "tree:8,3", "nodes:0.0,0.2,1.0,1.1,2.0,4.1"]
+PLANS = ["chain:4", "tree:3,2,1", "nodes:0.0,0.2,1.0,1.1,2.0,4.1"]
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 11}
 CUT: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 11}
+ANY_CUT: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.9, "min_p": 0.01, "seed": 11}
+PENALISED: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.2}
+EVERY = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT, "any_cut": ANY_CUT, "penalised": PENALISED}
+
+
+def endless(family: str) -> Any:
+    """A tiny model in bfloat16 that speaks until it is stopped."""
+    model = tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def graphs_of(engine: Engine) -> Graphs:
+    assert engine._graphs is not None
+    return engine._graphs
 
 
 @pytest.fixture(scope="module")
@@ -59,59 +71,42 @@ def generate(engine: Engine, batch: int, plan: str, count: int, longest: int = 1
     return engine.generate(ids, mask, max_new_tokens=count, **settings)
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, CUT], ids=["greedy", "sampled", "cut"])
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: int, name: str) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    plain = generate(engine, batch, "none", 64, **settings)
+    plain = generate(engine, batch, "none", 64, **EVERY[name])
     accepted = 0
     for plan in PLANS:
-        drafted = generate(engine, batch, plan, 64, **settings)
+        drafted = generate(engine, batch, plan, 64, **EVERY[name])
         assert torch.equal(drafted.sequences, plain.sequences), plan
         accepted += sum(stats.accepted for stats in drafted.stats)
     assert accepted > 0
 
 
 @pytest.mark.parametrize("plan", ["none", "tree:3,2,1"])
-def test_rows_that_end_one_after_the_other_change_nothing_for_those_that_go_on(small: Decoder, plan: str) -> None:
-    """Which move to fewer seats, with a cycle in flight; the second time by what was captured in the first."""
+def test_requests_of_many_kinds_that_come_and_go_get_the_tokens_that_they_get_alone(small: Decoder, plan: str) -> None:
+    """From several threads, with every kind of sampling side by side, some without drafts, each ending at a time of its
+    own: batches grow and shrink with a step in flight. The second time everything is captured."""
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    whole = generate(engine, 16, "none", 64, **GREEDY).sequences[:, 150:].tolist()
+    kinds = [*EVERY.values(), {**GREEDY, "speculative_decoding": False}, {**SAMPLED, "frequency_penalty": 0.3}]
+    requests = [(5 + 37 * place % 140, 4 + 7 * place % 50, kinds[place % len(kinds)]) for place in range(24)]
+
+    def run(request: tuple[int, int, dict[str, Any]], plan: str) -> list[int]:
+        longest, count, settings = request
+        return generate(engine, 1, plan, count, longest=longest, **settings).sequences[0].tolist()
+
+    alone = [run(request, "none") for request in requests]
     for _ in range(2):
-        assert ending_apart(engine, 16, plan) == [row[: 4 * place + 3] for place, row in enumerate(whole)]
-
-
-def ending_apart(engine: Engine, batch: int, plan: str) -> list[list[int]]:
-    """New tokens of rows of which each gets four more than the one before."""
-    ids, mask = prompts(batch)
-    texts = [row[seen > 0].tolist() for row, seen in zip(ids, mask, strict=True)]
-    drafting = {"speculative_decoding": "force", "plan": plan, "exit_layer": 2}
-    request, _ = split_options(drafting if plan != "none" else {"speculative_decoding": False})
-    settings = read_settings(engine.generation_config, None, {"max_new_tokens": 64, "eos_token_id": None, **GREEDY})
-    session = engine._session(texts, 150, settings, list(range(batch)), [], None, request)
-    for place, row in enumerate(session.rows):
-        row.max_length = len(row.prompt) + 4 * place + 3
-    for _ in session.run():
-        pass
-    return [row.tokens[len(row.prompt) :] for row in session.rows]
-
-
-def test_a_row_alone_draws_what_it_draws_in_a_batch(small: Decoder) -> None:
-    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    ids, mask = prompts(16)
-    together = generate(engine, 16, "tree:3,2,1", 48, **GREEDY).sequences
-    for row in (0, 7, 15):
-        alone: Any = engine.generate(
-            ids[row][mask[row] > 0][None], max_new_tokens=48, eos_token_id=None, pad_token_id=0, **GREEDY
-        )
-        assert torch.equal(alone[0, -48:], together[row, -48:])
+        with ThreadPoolExecutor(12) as threads:
+            together = list(threads.map(lambda request: run(request, plan), requests))
+        assert together == alone
+    assert engine.cache.free_pages == engine.cache.num_pages - 1  # idle slots keep a page to write to
 
 
 def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    machine, exit = engine._machine, random_exit(small, 2)
-    assert machine is not None
-    machine.take_memory()
+    exit = random_exit(small, 2)
     generator = torch.Generator().manual_seed(3)
     groups = [
         [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in lengths]
@@ -129,13 +124,12 @@ def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(smal
 
 def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[torch.Tensor]]:
     """What each of some prompts leaves in the cache, and what is known of its end, passed together by the kernels."""
-    machine, cache = engine._machine, engine.cache
-    assert machine is not None
+    cache = engine.cache
     sequences = [cache.open() for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         cache.reserve(sequence, len(text))
     with torch.inference_mode():
-        prompts, replay = machine.prompts(exit, list(map(len, texts)))
+        prompts, replay = graphs_of(engine).prompts(exit, list(map(len, texts)))
         prompts.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
         found = [
@@ -148,11 +142,10 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[to
 
 
 def _left_by_pytorch(engine: Engine, exit: Exit, text: list[int]) -> list[torch.Tensor]:
-    machine, sequence = engine._machine, engine.cache.open()
-    assert machine is not None
+    sequence = engine.cache.open()
     engine.cache.reserve(sequence, len(text))
     with torch.inference_mode():
-        prefill, replay = machine.prefill(exit, len(text), len(text))
+        prefill, replay = graphs_of(engine).prefill(exit, len(text), len(text))
         prefill.load(text, 0, sequence.pages)
         prefill.remember(None)
         replay()
@@ -162,71 +155,34 @@ def _left_by_pytorch(engine: Engine, exit: Exit, text: list[int]) -> list[torch.
 
 
 def _in_cache(
-    engine: Engine, sequence: Any, count: int, known: torch.Tensor, judged: torch.Tensor
+    engine: Engine, sequence: KVPages, count: int, known: torch.Tensor, judged: torch.Tensor
 ) -> list[torch.Tensor]:
     slots = [flat_slot(sequence, slot) for slot in range(count)]
     cached = [t.flatten(1, 2)[:, slots].clone() for t in (engine.cache.keys, engine.cache.values)]
     return [*cached, known.clone(), judged[:count].clone()]
 
 
-def test_requests_on_different_streams_come_in_their_order(small: Decoder) -> None:
-    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
-    expected = generate(engine, 4, "tree:3,2,1", 32, **GREEDY).sequences
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    for turn in range(6):
-        with torch.cuda.stream(streams[turn % 3]):
-            found = generate(engine, 4, "tree:3,2,1", 32, **GREEDY).sequences
-            assert torch.equal(found, expected), turn
-
-
-def test_warming_up_leaves_nothing_of_usual_prompts_to_capture(tmp_path: Path) -> None:
-    model = endless(tiny_model("llama", dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
-    engine = governed(model, tmp_path)
-    machine = engine._machine
-    assert machine is not None
+def test_warming_up_leaves_nothing_of_usual_requests_to_capture(tmp_path: Path) -> None:
+    engine = governed(endless("llama"), tmp_path)
     engine.warmup(3)
-    held = set(machine._passes)
+    held = set(graphs_of(engine)._captured)
     for count, longest in ((3, 100), (1, 250), (1, 400)):
         ids, mask = prompts(count, longest)
         engine.generate(ids % 90 + 3, mask, max_new_tokens=8, pad_token_id=0, **GREEDY)
-        assert set(machine._passes) == held
-
-
-def test_prompts_are_judged_alike_in_any_company_and_nearly_as_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: dict[int, float] = {}
-    monkeypatch.setattr(Watch, "learn_prompt", lambda self, share, *_: shares.update({id(self): share}))
-    model = endless(tiny_model("llama", dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
-    generator = torch.Generator().manual_seed(6)
-    texts = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in (300, 20, 90, 400)]
-    found = []
-    for kernels, batches in ((True, [texts, *([text] for text in texts)]), (False, [[text] for text in texts])):
-        engine = Engine.from_model(model, kernels=kernels)
-        engine.drafters.exits = {LAYER: random_exit(engine.model, LAYER)}
-        if engine._machine is not None:
-            engine._machine.short_prompt = 256  # longer ones are alone
-        for batch in batches:
-            shares.clear()
-            session = governed_session(engine, batch, 4, {})
-            for _ in session.run():
-                pass
-            found += [shares[id(row.watch)] for row in session.rows]
-    together, alone, of_pytorch = found[:4], found[4:8], found[8:]
-    assert together == alone and max(alone) > 0
-    assert all(abs(ours - theirs) < 0.1 for ours, theirs in zip(alone, of_pytorch, strict=True))
+        assert set(graphs_of(engine)._captured) == held
 
 
 def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 31, 64, 130, 256, 300, 20, 90)]
-    assert engine._machine is not None
-    found, expected = engine._machine.marks(texts, 3), marks_of(small, engine.cache, texts, 3)
+    found, expected = graphs_of(engine).marks(texts, 3), marks_of(small, engine.cache, texts, 3)
     assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.999
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
-    model = endless(tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
+    model = endless(family)
     engine = Engine.from_model(model, kernels=True)
     engine.drafters.exits = {2: random_exit(engine.model, 2)}
     ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
@@ -257,7 +213,7 @@ def governed(model: Any, folder: Path) -> Engine:
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_routed_and_governed_requests_keep_their_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
     """With a governor that changes its mind all the time."""
-    model = endless(tiny_model("llama", dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda())
+    model = endless("llama")
     engine = governed(model, tmp_path)
     assert engine.has_kernels
     ids = torch.randint(3, 100, (3, 90), generator=torch.Generator().manual_seed(1)).cuda()
@@ -285,37 +241,11 @@ def test_texts_grow_over_pages_and_ranges(small: Decoder) -> None:
         assert torch.equal(generate(engine, 1, "tree:4,2", 400, longest=longest, **GREEDY).sequences, plain.sequences)
 
 
-def test_processors_leave_the_graph_and_keep_the_tokens(small: Decoder) -> None:
+def test_callables_keep_the_tokens(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
     settings = {**SAMPLED, "repetition_penalty": 1.2, "logits_processor": [lambda ids, logits: logits * 0.9]}
     plain = generate(engine, 2, "none", 24, **settings)
     assert torch.equal(generate(engine, 2, "tree:3,2", 24, **settings).sequences, plain.sequences)
-
-
-def test_two_streams_on_one_engine_do_not_disturb_each_other(small: Decoder) -> None:
-    engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
-    expected = [generate(engine, 1, "chain:4", 40, longest=length, **GREEDY).sequences[0] for length in (60, 90)]
-    sessions = []
-    for length in (60, 90):
-        ids, mask = prompts(1, length)
-        request = _request(engine, ids, {"max_new_tokens": 40, "plan": "chain:4", "exit_layer": 2})
-        sessions.append(request)
-    running = [session.run() for session in sessions]
-    while running:
-        running = [run for run in running if next(run, "over") != "over"]
-    assert [session.rows[0].tokens for session in sessions] == [tokens.tolist() for tokens in expected]
-
-
-def _request(engine: Engine, ids: torch.Tensor, options: dict[str, Any]) -> Any:
-    from selfspec.governor.rules import Policy, Rules
-    from selfspec.sampling import Sampling
-    from selfspec.sequence import Row
-    from selfspec.speculation.plan import Plan
-
-    sampling = Sampling()
-    policy = Policy(Rules(), sampling, mode="force", plan=Plan.parse(options["plan"]))
-    row = Row(ids[0].tolist(), 0, 0, ids.shape[1] + options["max_new_tokens"])
-    return engine.open([row], sampling, policy, Exit(engine.model, options["exit_layer"]))
 
 
 def test_a_speculating_engine_needs_little_more_memory(small: Decoder) -> None:
@@ -325,7 +255,7 @@ def test_a_speculating_engine_needs_little_more_memory(small: Decoder) -> None:
     plain = torch.cuda.max_memory_allocated()
     generate(engine, 1, "tree:8,3", 16, **GREEDY)
     assert torch.cuda.max_memory_allocated() - plain < 0.2 * small.nbytes
-    assert engine.memory()["cycles"] < 0.2 * small.nbytes
+    assert engine.memory()["graphs"] < 0.2 * small.nbytes
 
 
 def test_out_of_memory_while_capturing_fails_the_request_and_not_the_engine(small: Decoder) -> None:
@@ -335,7 +265,7 @@ def test_out_of_memory_while_capturing_fails_the_request_and_not_the_engine(smal
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
     try:
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(CacheFull, match="out of memory"):
             generate(engine, 4, "tree:8,3", 16, **CUT)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,4 +1,4 @@
-"""The cycle itself: no work is done twice, perfect drafts are accepted whole, and the statistics say what happened."""
+"""The step itself: no work is done twice, perfect drafts are accepted whole, and the statistics say what happened."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import pytest
 import torch
 
 from selfspec import Engine, GenerateOutput, Plan, Stats
-from selfspec.backends.torch_backend import Session
-from selfspec.cache.kv_cache import Rows
+from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Attend, Decoder
-from selfspec.sampling import Sampling
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
 from tests.scripted import (
     IRREGULAR,
     PLANS,
     ScriptedExit,
-    ScriptedPolicy,
+    decoding,
     endless,
     left_padded,
-    open_session,
     plan_id,
     random_prompt,
     silence,
@@ -88,54 +86,65 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return Passes(monkeypatch)
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "batch3"])
 @pytest.mark.parametrize("exit_layer", [1, 3], ids=lambda layer: f"exit{layer}")
 @plans
-def test_every_node_passes_every_layer_exactly_once_a_cycle(
-    plan: str, exit_layer: int, prompts: list[list[int]], passes: Passes
-) -> None:
+def test_every_node_passes_every_layer_exactly_once_a_step(plan: str, exit_layer: int, passes: Passes) -> None:
     engine = engine_of("llama")
-    session = open_session(engine, prompts, plan, Exit(engine.model, exit_layer), new_tokens=50)
-    session.prefill()
+    running = decoding(engine, PROMPTS, plan, Exit(engine.model, exit_layer), new_tokens=50).prefill()
     passes.take()
     nodes = range(len(Plan.parse(plan)) + 1)
-    once = Counter((row, layer, node) for row in range(len(prompts)) for layer in range(LAYERS) for node in nodes)
+    once = Counter((row, layer, node) for row in range(len(PROMPTS)) for layer in range(LAYERS) for node in nodes)
     for _ in range(3):
-        session.cycle()
+        running.step()
         assert passes.take() == once
-    session.close()
+    running.close()
 
 
 def test_the_exit_block_runs_once_for_each_node_of_a_level_that_drafts(passes: Passes) -> None:
     engine = engine_of("llama")
     plan = Plan.parse(IRREGULAR)
-    session = open_session(engine, PROMPTS[:1], IRREGULAR, exit_with_block(engine), new_tokens=50)
-    session.prefill()
+    running = decoding(engine, PROMPTS[:1], IRREGULAR, exit_with_block(engine), new_tokens=50).prefill()
     passes.take()
-    session.cycle()
+    running.step()
     ran = {node: count for (_, layer, node), count in passes.take().items() if layer == LAYERS}
     levels_that_draft = {node for level in plan.levels if plan.width(level) for node in level}
     assert ran == dict.fromkeys(levels_that_draft, 1)
-    session.close()
+    running.close()
 
 
-@pytest.mark.parametrize("length", [1, 2, 64, 65, 513, 514, 1030])
+@pytest.mark.parametrize("length", [1, 2, 513, 1030])
 def test_prefill_runs_all_but_the_last_prompt_token_once(length: int, passes: Passes) -> None:
     engine = Engine.from_model(endless(tiny_model("llama", max_position_embeddings=2048)))
-    session = open_session(engine, [random_prompt(length)], "chain:2", Exit(engine.model, 2))
-    session.prefill()
+    running = decoding(engine, [random_prompt(length)], "chain:2", Exit(engine.model, 2), samples=3).prefill()
     positions = Counter((layer, position) for layer, rows, _ in passes.seen for position in rows.positions[0].tolist())
     assert positions == Counter((layer, position) for layer in range(LAYERS) for position in range(length - 1))
-    assert session.rows[0].sequence.length == length - 1
-    session.close()
+    assert [sequence.kv.length for sequence in running.sequences] == [length - 1] * 3
+    running.close()
 
 
-def test_copies_of_a_prompt_are_prefilled_once(passes: Passes) -> None:
+@pytest.mark.parametrize("where", ["draft", "verify", "accept"])
+def test_a_step_that_fails_leaves_the_cache_at_its_committed_length(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of("llama")
-    session = open_session(engine, PROMPTS[:2], "chain:2", Exit(engine.model, 2), copies=3)
-    session.prefill()
-    assert sum(passes.take().values()) == LAYERS * sum(len(prompt) - 1 for prompt in PROMPTS[:2])
-    session.close()
+    running = decoding(engine, PROMPTS, "tree:3,2,1", Exit(engine.model, 2), new_tokens=50).prefill()
+    running.step()
+    before = [sequence.kv.length for sequence in running.sequences]
+    states = [sequence.previous_state for sequence in running.sequences]
+    part = getattr(running.backend, where)
+
+    def failing(*args: Any) -> None:
+        part(*args)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(running.backend, where, failing)
+    with pytest.raises(ZeroDivisionError):
+        running.step()
+    kvs = [sequence.kv for sequence in running.sequences]
+    assert [(kv.length, kv.drafted, kv.verified) for kv in kvs] == [(length, 0, 0) for length in before]
+    assert all(of.previous_state is old for of, old in zip(running.sequences, states, strict=True))
+    running.close()
+    assert engine.cache.free_pages == engine.cache.num_pages
 
 
 def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,47 +173,34 @@ def exit_with_block(engine: Engine) -> Exit:
     "history", [["none"], ["chain:4"], ["tree:4,2,2,1", "none", IRREGULAR]], ids=["plain", "chain", "mixed"]
 )
 def test_a_draft_depends_on_the_text_not_on_how_it_was_made(family: str, history: list[str]) -> None:
-    """The exit block's cache is as good after any cycles as after a prefill of the same text."""
+    """The exit block's cache is as good after any steps as after a prefill of the same text."""
     engine = engine_of(family)
     exit = exit_with_block(engine)
-    grown = open_session(engine, PROMPTS[:1], "chain:4", exit, new_tokens=100)
-    grown.policy = ScriptedPolicy(history)  # type: ignore[assignment]
-    grown.prefill()
-    for _ in range(9):
-        grown.cycle()
-    fresh = open_session(engine, [grown.rows[0].tokens], "chain:4", exit, new_tokens=100)
-    fresh.prefill()
-    assert torch.equal(*(drafted_tokens(session, "tree:3,2,2") for session in (grown, fresh)))
+    grown = decoding(engine, PROMPTS[:1], history, exit, new_tokens=100).prefill()
+    grown.step(9)
+    fresh = decoding(engine, [grown.sequences[0].tokens], "chain:4", exit, new_tokens=100).prefill()
+    assert grown.draft("tree:3,2,2") == fresh.draft("tree:3,2,2")
     grown.close()
     fresh.close()
 
 
-@torch.inference_mode()
-def drafted_tokens(session: Session, plan: str) -> torch.Tensor:
-    session.catch_up(session.rows)
-    for row in session.rows:
-        session.cache.reserve(row.sequence, row.sequence.length + len(Plan.parse(plan)) + 1)
-    return session.draft(session.rows, Plan.parse(plan)).tokens
-
-
-def drafted_with(sampling: Sampling, plan: str) -> list[list[int]]:
+def drafted_with(params: SamplingParams, plan: str) -> list[list[int]]:
     engine = engine_of("llama")
-    session = open_session(engine, PROMPTS, plan, Exit(engine.model, 2), sampling=sampling)
-    session.prefill()
-    tokens = drafted_tokens(session, plan).tolist()
-    session.close()
+    running = decoding(engine, PROMPTS, plan, Exit(engine.model, 2), params=params).prefill()
+    tokens = running.draft(plan)
+    running.close()
     return tokens
 
 
 def test_a_cut_narrows_the_draft_of_a_chain() -> None:
-    cut = Sampling(do_sample=True, temperature=1.3, top_k=1)
-    assert drafted_with(cut, "chain:4") == drafted_with(Sampling(), "chain:4")
-    assert drafted_with(replace(cut, top_k=0), "chain:4") != drafted_with(Sampling(), "chain:4")
+    cut = SamplingParams(do_sample=True, temperature=1.3, top_k=1)
+    assert drafted_with(cut, "chain:4") == drafted_with(SamplingParams(), "chain:4")
+    assert drafted_with(replace(cut, top_k=0), "chain:4") != drafted_with(SamplingParams(), "chain:4")
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}], ids=["top_k", "top_p", "min_p"])
 def test_a_cut_leaves_the_draft_of_a_tree_alone(cut: dict[str, Any]) -> None:
-    uncut = Sampling(do_sample=True, temperature=1.3)
+    uncut = SamplingParams(do_sample=True, temperature=1.3)
     assert drafted_with(replace(uncut, **cut), "tree:4,2") == drafted_with(uncut, "tree:4,2")
 
 
@@ -237,7 +233,7 @@ def assert_counts(stats: Stats, new_tokens: int, cycles: int, drafted: int, acce
 
 @pytest.mark.parametrize("family", FAMILIES)
 @perfect
-def test_silent_layers_accept_the_full_depth_in_every_cycle(
+def test_silent_layers_accept_the_full_depth_in_every_step(
     family: str, plan: str, new_tokens: int, cycles: int, drafted: int, accepted: int
 ) -> None:
     for row in stats_of(silent_engine(family, 2), PROMPTS, plan=plan, exit_layer=2, max_new_tokens=new_tokens):
@@ -276,7 +272,7 @@ def test_drafts_of_silent_layers_wait_for_min_new_tokens() -> None:
 
 
 def test_drafts_of_silent_layers_end_the_text_as_soon_as_they_may() -> None:
-    """The end token is allowed from the third node of the second cycle on, where it is said."""
+    """The end token is allowed from the third node of the second step on, where it is said."""
     engine = silent_engine("llama", 2)
     text = greedy_text(engine, 8)
     assert text[7] not in text[:7]
@@ -371,7 +367,7 @@ def test_a_token_of_a_rank_the_plan_does_not_offer_is_refused() -> None:
 
 def test_an_end_of_text_on_an_accepted_path_is_no_rejection() -> None:
     text = greedy_text(engine_of("llama"), 12)
-    assert text[6] not in text[:6]  # so it ends the text at the second token of the second cycle
+    assert text[6] not in text[:6]  # so it ends the text at the second token of the second step
     row = scripted_stats("chain:4", 12, lambda token: 0, eos_token_id=text[6])
     assert_counts(row, new_tokens=7, cycles=2, drafted=8, accepted=6, accept_rate=1)
     assert row.finish_reason == "stop"

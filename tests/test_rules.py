@@ -9,23 +9,25 @@ from typing import Any
 import pytest
 
 from selfspec.governor.rules import BATCHES, Policy, Rules
-from selfspec.sampling import Sampling
+from selfspec.sampling import SamplingParams
 from selfspec.speculation.plan import NONE, Plan
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 TREE = Plan.parse("tree:3,2,1")
 
 
-def sampled(temperature: float = 0.2, top_k: int = 50) -> Sampling:
-    return Sampling(do_sample=True, temperature=temperature, top_k=top_k)
+def sampled(temperature: float = 0.2, top_k: int = 50) -> SamplingParams:
+    return SamplingParams(do_sample=True, temperature=temperature, top_k=top_k)
 
 
-def choose(batch: int = 1, sampling: Sampling = GREEDY, rules: Rules | None = None, **request: Any) -> tuple[str, Any]:
+def choose(
+    batch: int = 1, sampling: SamplingParams = GREEDY, rules: Rules | None = None, **request: Any
+) -> tuple[str, Any]:
     plan, reason = Policy(rules or Rules(), sampling, **request).choose(batch)
     return str(plan), reason
 
 
-def reason(batch: int = 1, sampling: Sampling = GREEDY, rules: Rules | None = None, **request: Any) -> str | None:
+def reason(batch: int = 1, sampling: SamplingParams = GREEDY, rules: Rules | None = None, **request: Any) -> str | None:
     plan, why = choose(batch, sampling, rules, **request)
     assert (plan == "none") == (why is not None), "a plan of none has a reason, and no other has"
     return why
@@ -79,7 +81,7 @@ def test_unset_top_k_counts_as_large_above_temperature_one(temperature: float, e
 
 @pytest.mark.parametrize("fields", [{"temperature": 2.0}, {"top_k": 500}, {"temperature": 1.2, "top_k": 0}], ids=str)
 def test_sampling_rules_leave_greedy_alone(fields: dict[str, Any]) -> None:
-    assert reason(sampling=Sampling(do_sample=False, **fields)) is None
+    assert reason(sampling=SamplingParams(do_sample=False, **fields)) is None
 
 
 @pytest.mark.parametrize("mode", [None, True, "force"], ids=str)
@@ -177,7 +179,7 @@ def test_default_plan(batch: int, temperature: float | None, tree: str, chain: s
 
 
 def test_temperature_without_sampling_does_not_shorten_the_default_plan() -> None:
-    assert choose(sampling=Sampling(do_sample=False, temperature=1.2)) == ("tree:4,2,2,1", None)
+    assert choose(sampling=SamplingParams(do_sample=False, temperature=1.2)) == ("tree:4,2,2,1", None)
 
 
 @pytest.mark.parametrize(("batch", "expected"), [(1, "tree:3,2,1"), (4, "tree:3,2,1"), (5, "chain:3"), (16, "chain:3")])
@@ -336,7 +338,7 @@ def test_batch_rules_can_be_set(rules: Rules, batch: int, expected: tuple[str, s
         (Rules(unset_top_k_temperature=1.2), sampled(1.2, top_k=0), None),
     ],
 )
-def test_sampling_rules_can_be_set(rules: Rules, sampling: Sampling, expected: str | None) -> None:
+def test_sampling_rules_can_be_set(rules: Rules, sampling: SamplingParams, expected: str | None) -> None:
     assert reason(sampling=sampling, rules=rules) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,62 @@ def test_the_cpu_has_the_hosts_room_and_no_bound() -> None:
     assert memory_bound(CPU) is None
     with pytest.raises(ValueError, match="24 GB .* needs a CUDA device, and this runs on cpu: leave the bound out"):
         bound_memory(24, CPU)
+
+
+# The host's memory within cgroups: 64 GB are available in all
+
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+NAMES = {V2: ("memory.max", "memory.current", ""), V1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
+
+
+def system(root: Path, cgroup: str) -> Path:
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable:   {64 * GB // 1024} kB\n")
+    (root / "proc" / "self" / "cgroup").write_text(cgroup)
+    return root
+
+
+def limit(root: Path, version: str, path: str, most: str | int, used: int = 0, files: int = 0) -> None:
+    """A cgroup's limit, what it uses, and how much of that caches files."""
+    folder = root / version / path
+    folder.mkdir(parents=True, exist_ok=True)
+    of_limit, of_usage, prefix = NAMES[version]
+    (folder / of_limit).write_text(f"{most}\n")
+    (folder / of_usage).write_text(f"{used}\n")
+    cached = f"{prefix}active_file {files // 2}\n{prefix}inactive_file {files - files // 2}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{cached}unevictable 0\n")
+
+
+@pytest.mark.parametrize(("version", "line"), [(V2, "0::/pod/own\n"), (V1, "7:cpu,memory:/pod/own\n0::/\n")], ids="21")
+class TestCgroup:
+    def test_the_limit_less_what_is_used_but_for_cached_files(self, tmp_path: Path, version: str, line: str) -> None:
+        limit(system(tmp_path, line), version, "pod/own", 8 * GB, used=5 * GB, files=2 * GB)
+        assert host_room(tmp_path) == 5 * GB
+
+    def test_a_limit_of_any_cgroup_above_counts(self, tmp_path: Path, version: str, line: str) -> None:
+        limit(system(tmp_path, line), version, "pod/own", 8 * GB)
+        limit(tmp_path, version, "pod", 6 * GB, used=4 * GB)
+        assert host_room(tmp_path) == 2 * GB
+
+    def test_a_container_sees_its_own_cgroup_as_the_root(self, tmp_path: Path, version: str, line: str) -> None:
+        limit(system(tmp_path, line), version, ".", 3 * GB)
+        assert host_room(tmp_path) == 3 * GB
+
+    def test_more_than_the_system_has_is_no_room(self, tmp_path: Path, version: str, line: str) -> None:
+        limit(system(tmp_path, line), version, "pod/own", "max" if version == V2 else 2**63 - 4096)
+        assert host_room(tmp_path) == 64 * GB // 1024 * 1024
+
+    def test_more_used_than_allowed_leaves_nothing(self, tmp_path: Path, version: str, line: str) -> None:
+        limit(system(tmp_path, line), version, "pod/own", GB, used=2 * GB)
+        assert host_room(tmp_path) == 0
+
+    @pytest.mark.parametrize("damaged", NAMES[V2][:2] + NAMES[V1][:2] + ("memory.stat",))
+    def test_a_file_that_says_nothing_is_passed_over(
+        self, tmp_path: Path, version: str, line: str, damaged: str
+    ) -> None:
+        limit(system(tmp_path, line), version, "pod/own", 8 * GB)
+        (tmp_path / version / "pod/own" / damaged).write_text("\n")
+        assert host_room(tmp_path) in (8 * GB, 64 * GB // 1024 * 1024)
 
 
 def test_calibration_on_a_cpu_refuses_a_bound_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

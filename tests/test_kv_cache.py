@@ -3,7 +3,6 @@ one else writes to and that all come back."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -21,19 +20,19 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from selfspec.backends.torch_backend import Draft, Session
+from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache import kv_cache as cache_module
-from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, Rows, Sequence
-from selfspec.governor.rules import Policy, Rules
+from selfspec.cache import layout
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, KVPages
+from selfspec.cache.layout import Rows
 from selfspec.models import loading as weights
-from selfspec.models.decoder import Decoder
-from selfspec.sampling import Sampling
-from selfspec.sequence import Row
+from selfspec.sequence import Sequence
+from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
 from selfspec.speculation.plan import Plan
+from tests.scripted import new_cache
 from tests.strategies import SETTINGS, paths, plans
 from tests.tiny import tiny_model
 
@@ -66,51 +65,52 @@ def exit_of(family: str) -> Exit:
     return Exit(model, layer=1, block=ExitBlock(model.layers[2], *affine, recall))
 
 
-def new_cache(model: Decoder, max_pages: int | None = None) -> Cache:
-    return Cache(model.config, model.device, model.dtype, max_pages)
+class Forced(TorchBackend):
+    """A backend that drafts the tokens it is told to."""
 
-
-class Forced(Session):
-    """A session that drafts the tokens it is told to."""
-
-    def __init__(self, family: str, cache: Cache, rows: list[Row] | None = None) -> None:
-        exit = exit_of(family)
-        policy = Policy(Rules(), Sampling(), mode="force")
-        super().__init__(exit.model, cache, rows or [], Sampling(), policy, exit=exit)
+    def __init__(self, family: str, cache: Cache) -> None:
+        self.exit = exit_of(family)
+        super().__init__(self.exit.model, cache)
         self.forced: dict[int, torch.Tensor] = {}  # node -> [B] tokens
 
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
         return torch.stack([self.forced[node] for node in level], dim=1)
 
-    def write(
-        self, rows: list[Row], plan: Plan, drafted: list[list[int]], verify: bool = True
-    ) -> tuple[Draft, torch.Tensor] | None:
-        """Drafts and, unless told not to, verifies; nothing is accepted yet. `drafted[b][i]` is node i + 1 of row b."""
-        for row in rows:
-            self.cache.reserve(row.sequence, row.sequence.length + len(plan) + 1)
-        self.forced = {node + 1: torch.tensor([tokens[node] for tokens in drafted]) for node in range(len(plan))}
-        draft = self.draft(rows, plan)
-        return (draft, self.verify(rows, draft)) if verify else None
+    def fill_prompt(self, sequence: Sequence) -> None:
+        while not self.prefill([sequence], self.exit):
+            pass
 
-    def take(self, rows: list[Row], written: tuple[Draft, torch.Tensor] | None, accepted: list[list[int]]) -> None:
+    def write(
+        self, sequences: list[Sequence], plan: Plan, drafted: list[list[int]], verify: bool = True
+    ) -> tuple[Draft, torch.Tensor] | None:
+        """Drafts and, unless told not to, verifies; nothing is accepted yet. `drafted[b][i]` is node i + 1 of sequence
+        b."""
+        for sequence in sequences:
+            self.cache.reserve(sequence.kv, sequence.kv.length + len(plan) + 1)
+        self.forced = {node + 1: torch.tensor([tokens[node] for tokens in drafted]) for node in range(len(plan))}
+        draft = self.draft(sequences, plan, self.exit)
+        return (draft, self.verify(sequences, draft, self.exit)) if verify else None
+
+    def take(
+        self, sequences: list[Sequence], written: tuple[Draft, torch.Tensor] | None, accepted: list[list[int]]
+    ) -> None:
         """Accepts these nodes of what `write` has written."""
         assert written is not None
-        self.commit(rows, *written, accepted)
-        for row in rows:
-            self.catch_up([row])
+        self.commit(sequences, *written, accepted, self.exit)
+        self.fill_exit(sequences, self.exit, score=False, before=None)
 
 
-def new_row(tokens: list[int]) -> Row:
-    return Row(tokens, seed=0, copy=0, max_length=10**6)
+def new_sequence(tokens: list[int]) -> Sequence:
+    return Sequence(tokens, seed=0, sample_index=0, max_length=10**6)
 
 
-def fork_row(cache: Cache, parent: Row) -> Row:
-    fork = new_row(parent.tokens)
-    fork.sequence, fork.known = cache.fork(parent.sequence), parent.known
-    return fork
+def fork(cache: Cache, parent: Sequence) -> Sequence:
+    forked = new_sequence(parent.tokens)
+    forked.kv, forked.previous_state = cache.fork(parent.kv), parent.previous_state
+    return forked
 
 
-def contents(cache: Cache, sequence: Sequence) -> torch.Tensor:
+def contents(cache: Cache, sequence: KVPages) -> torch.Tensor:
     """Keys and values at the committed positions of a sequence, in all layers: [2, layers + 1, length, Hkv, D]."""
     both = torch.stack((cache.keys, cache.values))[:, :, sequence.pages]
     return both.flatten(2, 3)[:, :, : sequence.length]
@@ -118,10 +118,10 @@ def contents(cache: Cache, sequence: Sequence) -> torch.Tensor:
 
 @cache
 def fresh_prefill(family: str, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the cache holds for a text, and what is known at its end."""
-    session = Forced(family, new_cache(exit_of(family).model), [new_row([*tokens, 0])])
-    session.prefill()
-    return contents(session.cache, session.rows[0].sequence), session.rows[0].known
+    """What the cache holds for a text, and the state at its end."""
+    backend, sequence = Forced(family, new_cache(exit_of(family).model, 400)), new_sequence([*tokens, 0])
+    backend.fill_prompt(sequence)
+    return contents(backend.cache, sequence.kv), sequence.previous_state
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -140,30 +140,32 @@ def test_a_prefill_holds_the_keys_and_values_that_transformers_computes(family: 
 
 
 class Life(RuleBasedStateMachine):
-    """Sequences that are opened, forked, extended together, abandoned in mid-cycle, cut back and closed."""
+    """Sequences that are opened, forked, extended together, abandoned in mid-step, cut back, swapped and closed."""
 
     def __init__(self, family: str, page_size: int) -> None:
         super().__init__()
         self.family = family
         self.page_size = page_size
-        self.patch = mock.patch.object(cache_module, "PAGE_SIZE", page_size)
-        self.patch.start()
-        self.session = Forced(family, new_cache(exit_of(family).model))
-        self.cache = self.session.cache
-        self.rows: list[Row] = []
+        self.patches = [mock.patch.object(module, "PAGE_SIZE", page_size) for module in (cache_module, layout)]
+        for patch in self.patches:
+            patch.start()
+        self.backend = Forced(family, new_cache(exit_of(family).model, 400 * 4 // page_size))
+        self.cache = self.backend.cache
+        self.sequences: list[Sequence] = []
 
     def teardown(self) -> None:
-        for row in self.rows:
-            self.cache.close(row.sequence)
-        self.patch.stop()
+        for sequence in self.sequences:
+            self.cache.close(sequence.kv)
+        for patch in self.patches:
+            patch.stop()
         assert self.cache.free_pages == self.cache.num_pages
 
-    def some_row(self, data: st.DataObject) -> Row:
-        return self.rows[data.draw(st.integers(0, len(self.rows) - 1), label="row")]
+    def some_sequence(self, data: st.DataObject) -> Sequence:
+        return self.sequences[data.draw(st.integers(0, len(self.sequences) - 1), label="sequence")]
 
-    def some_rows(self, data: st.DataObject) -> list[Row]:
-        indices = st.lists(st.integers(0, len(self.rows) - 1), min_size=1, unique=True)
-        return [self.rows[index] for index in data.draw(indices, label="rows")]
+    def some_sequences(self, data: st.DataObject) -> list[Sequence]:
+        indices = st.lists(st.integers(0, len(self.sequences) - 1), min_size=1, unique=True)
+        return [self.sequences[index] for index in data.draw(indices, label="sequences")]
 
     @initialize(acceptance=st.sampled_from(["always", "never", "mostly", "at random"]), data=st.data())
     def start(self, acceptance: str, data: st.DataObject) -> None:
@@ -171,78 +173,90 @@ class Life(RuleBasedStateMachine):
         self.open(data)
         self.fork(data)
 
-    @precondition(lambda self: len(self.rows) < 4)
+    @precondition(lambda self: len(self.sequences) < 4)
     @rule(data=st.data())
     def open(self, data: st.DataObject) -> None:
         """Prompts end around the ends of the first three pages, or have nothing to prefill."""
         length = data.draw(st.sampled_from([2, 1, 3, 0])) * self.page_size + data.draw(st.integers(-3, 3))
         first, step = data.draw(TOKENS), data.draw(TOKENS)
-        row = new_row([(first + i * step) % VOCABULARY for i in range(max(0, length) + 1)])
-        self.rows.append(row)
-        self.session.rows = [row]
-        self.session.prefill()
+        sequence = new_sequence([(first + i * step) % VOCABULARY for i in range(max(0, length) + 1)])
+        self.sequences.append(sequence)
+        self.backend.fill_prompt(sequence)
 
-    @precondition(lambda self: len(self.rows) < 4)
+    @precondition(lambda self: len(self.sequences) < 4)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        self.rows.append(fork_row(self.cache, self.some_row(data)))
+        self.sequences.append(fork(self.cache, self.some_sequence(data)))
 
     @rule(data=st.data(), plan=plans())
-    def cycle(self, data: st.DataObject, plan: Plan) -> None:
-        rows = self.some_rows(data)
-        drafted, written = self.write(rows, plan, data)
-        accepted = [data.draw(paths(plan, self.acceptance)) for _ in rows]
-        self.session.take(rows, written, accepted)
-        for row, tokens, path in zip(rows, drafted, accepted, strict=True):
-            row.tokens += [tokens[node - 1] for node in path[1:]] + [data.draw(TOKENS)]
+    def step(self, data: st.DataObject, plan: Plan) -> None:
+        sequences = self.some_sequences(data)
+        drafted, written = self.write(sequences, plan, data)
+        accepted = [data.draw(paths(plan, self.acceptance)) for _ in sequences]
+        self.backend.take(sequences, written, accepted)
+        for sequence, tokens, path in zip(sequences, drafted, accepted, strict=True):
+            sequence.tokens += [tokens[node - 1] for node in path[1:]] + [data.draw(TOKENS)]
 
     @rule(data=st.data(), plan=plans(), verify=st.booleans())
-    def abandoned_cycle(self, data: st.DataObject, plan: Plan, verify: bool) -> None:
-        rows = self.some_rows(data)
-        self.write(rows, plan, data, verify)
-        self.cache.abort([row.sequence for row in rows])
+    def abandoned_step(self, data: st.DataObject, plan: Plan, verify: bool) -> None:
+        sequences = self.some_sequences(data)
+        self.write(sequences, plan, data, verify)
+        self.cache.abort([sequence.kv for sequence in sequences])
 
     def write(
-        self, rows: list[Row], plan: Plan, data: st.DataObject, verify: bool = True
+        self, sequences: list[Sequence], plan: Plan, data: st.DataObject, verify: bool = True
     ) -> tuple[list[list[int]], tuple[Draft, torch.Tensor] | None]:
         nodes = st.lists(TOKENS, min_size=len(plan), max_size=len(plan))
-        drafted = [data.draw(nodes) for _ in rows]
-        written = self.session.write(rows, plan, drafted, verify)
-        for row in rows:
-            writable = set(row.sequence.pages[row.sequence.length // self.page_size :])
-            assert all(writable.isdisjoint(other.sequence.pages) for other in self.rows if other is not row)
+        drafted = [data.draw(nodes) for _ in sequences]
+        written = self.backend.write(sequences, plan, drafted, verify)
+        for sequence in sequences:
+            writable = set(sequence.kv.pages[sequence.kv.length // self.page_size :])
+            assert all(writable.isdisjoint(other.kv.pages) for other in self.sequences if other is not sequence)
         return drafted, written
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        row = self.some_row(data)
-        length = max(0, row.sequence.length - data.draw(st.integers(0, 2 * self.page_size)))
-        self.cache.truncate(row.sequence, length)
-        row.tokens = row.tokens[: length + 1]
-        row.known = fresh_prefill(self.family, tuple(row.tokens[:-1]))[1]  # the cache cannot give it back
+        sequence = self.some_sequence(data)
+        length = max(0, sequence.kv.length - data.draw(st.integers(0, 2 * self.page_size)))
+        self.cache.truncate(sequence.kv, length)
+        sequence.tokens = sequence.tokens[: length + 1]
+        sequence.previous_state = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))[
+            1
+        ]  # the cache cannot give it back
 
-    @precondition(lambda self: len(self.rows) > 2)
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject) -> None:
+        """Out, something else takes the pages, and in again."""
+        sequence, other = self.some_sequence(data), self.cache.open()
+        swapped, free = self.cache.swap_out(sequence.kv), self.cache.free_pages
+        assert not sequence.kv.pages
+        self.cache.reserve(other, 3 * self.page_size)
+        self.cache.swap_in(sequence.kv, swapped)
+        self.cache.close(other)
+        assert self.cache.free_pages == free - len(sequence.kv.pages)
+
+    @precondition(lambda self: len(self.sequences) > 2)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        row = self.some_row(data)
-        self.cache.close(row.sequence)
-        self.rows.remove(row)
+        sequence = self.some_sequence(data)
+        self.cache.close(sequence.kv)
+        self.sequences.remove(sequence)
 
     @invariant()
     def every_sequence_holds_what_a_fresh_prefill_would(self) -> None:
-        for row in self.rows:
-            assert row.sequence.length == len(row.tokens) - 1
-            expected, known = fresh_prefill(self.family, tuple(row.tokens[:-1]))
-            assert_same(contents(self.cache, row.sequence), expected)
-            assert (row.known is None) == (known is None) == (row.sequence.length == 0)
-            if row.known is not None and known is not None:
-                assert_same(row.known, known)
+        for sequence in self.sequences:
+            assert sequence.kv.length == len(sequence.tokens) - 1
+            expected, state = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))
+            assert_same(contents(self.cache, sequence.kv), expected)
+            assert (sequence.previous_state is None) == (state is None) == (sequence.kv.length == 0)
+            if sequence.previous_state is not None and state is not None:
+                assert_same(sequence.previous_state, state)
 
     @invariant()
     def every_page_is_free_or_held(self) -> None:
-        for row in self.rows:
-            assert len(set(row.sequence.pages)) == len(row.sequence.pages)
-        held = {page for row in self.rows for page in row.sequence.pages}
+        for sequence in self.sequences:
+            assert len(set(sequence.kv.pages)) == len(sequence.kv.pages)
+        held = {page for sequence in self.sequences for page in sequence.kv.pages}
         assert len(held) + self.cache.free_pages == self.cache.num_pages
 
 
@@ -254,21 +268,21 @@ def test_after_any_events_the_cache_equals_a_fresh_prefill(family: str, page_siz
     )
 
 
-def prefilled(cache: Cache, length: int, first: int = 0) -> Row:
-    """A row of llama whose cache holds `length` positions."""
-    row = new_row([(first + 5 * i) % VOCABULARY for i in range(length + 1)])
-    Forced("llama", cache, [row]).prefill()
-    return row
+def prefilled(cache: Cache, length: int, first: int = 0) -> Sequence:
+    """A sequence of llama of which the cache holds `length` positions."""
+    sequence = new_sequence([(first + 5 * i) % VOCABULARY for i in range(length + 1)])
+    Forced("llama", cache).fill_prompt(sequence)
+    return sequence
 
 
-def extend(cache: Cache, row: Row, tokens: list[int]) -> None:
+def extend(cache: Cache, sequence: Sequence, tokens: list[int]) -> None:
     """Appends the tokens, by a chain all of whose nodes are accepted."""
-    plan, session = Plan.tree((1,) * len(tokens)), Forced("llama", cache)
-    session.take([row], session.write([row], plan, [tokens]), [list(range(len(tokens) + 1))])
+    plan, backend = Plan.tree((1,) * len(tokens)), Forced("llama", cache)
+    backend.take([sequence], backend.write([sequence], plan, [tokens]), [list(range(len(tokens) + 1))])
 
 
-def llama_cache(max_pages: int | None = None) -> Cache:
-    return new_cache(exit_of("llama").model, max_pages)
+def llama_cache(pages: int = 20) -> Cache:
+    return new_cache(exit_of("llama").model, pages)
 
 
 @pytest.mark.parametrize("writer", ["parent", "fork"])
@@ -276,68 +290,56 @@ def llama_cache(max_pages: int | None = None) -> Cache:
 def test_what_one_writes_after_a_fork_the_other_never_sees(length: int, writer: str) -> None:
     cache = llama_cache()
     parent = prefilled(cache, length)
-    fork = fork_row(cache, parent)
-    one, other = (parent, fork) if writer == "parent" else (fork, parent)
-    before = contents(cache, other.sequence)
+    forked = fork(cache, parent)
+    one, other = (parent, forked) if writer == "parent" else (forked, parent)
+    before = contents(cache, other.kv)
     extend(cache, one, [1, 2, 3])
-    assert torch.equal(contents(cache, other.sequence), before)
+    assert torch.equal(contents(cache, other.kv), before)
 
 
 @pytest.mark.parametrize("writer", ["parent", "fork"])
 def test_cut_back_into_a_shared_page_one_does_not_write_over_the_other(writer: str) -> None:
     cache = llama_cache()
     parent = prefilled(cache, 2 * PAGE_SIZE)
-    fork = fork_row(cache, parent)
-    one, other = (parent, fork) if writer == "parent" else (fork, parent)
-    before = contents(cache, other.sequence)
-    cache.truncate(one.sequence, PAGE_SIZE + 10)
+    forked = fork(cache, parent)
+    one, other = (parent, forked) if writer == "parent" else (forked, parent)
+    before = contents(cache, other.kv)
+    cache.truncate(one.kv, PAGE_SIZE + 10)
     extend(cache, one, [1, 2, 3])
-    assert torch.equal(contents(cache, other.sequence), before)
+    assert torch.equal(contents(cache, other.kv), before)
 
 
 def test_forks_share_their_full_pages() -> None:
     cache = llama_cache()
     parent = prefilled(cache, 3 * PAGE_SIZE)
     free = cache.free_pages
-    forks = [cache.fork(parent.sequence) for _ in range(5)]
+    forks = [cache.fork(parent.kv) for _ in range(5)]
     assert cache.free_pages == free
-    for sequence in (parent.sequence, *forks):
+    for sequence in (parent.kv, *forks):
         assert cache.free_pages == free
         cache.close(sequence)
     assert cache.free_pages == cache.num_pages
 
 
-def test_the_cache_grows_only_when_no_page_is_free() -> None:
-    cache = llama_cache()
-    row = prefilled(cache, 10)
-    pages = cache.num_pages
-    cache.fork(row.sequence)
-    cache.reserve(cache.open(), (cache.free_pages - 1) * PAGE_SIZE)
-    cache.reserve(cache.open(), 1)
-    assert (cache.num_pages, cache.free_pages) == (pages, 0)
-    cache.reserve(cache.open(), 1)
-    assert cache.num_pages > pages
-
-
 def test_closing_twice_returns_a_page_once() -> None:
     cache = llama_cache()
-    row = prefilled(cache, 10)
-    cache.close(row.sequence)
-    cache.close(row.sequence)
+    sequence = prefilled(cache, 10)
+    cache.close(sequence.kv)
+    cache.close(sequence.kv)
     assert cache.free_pages == cache.num_pages
 
 
 def test_pages_that_come_back_are_taken_again_one_behind_the_other() -> None:
-    """However often: a text on pages in a row is read without being gathered."""
+    """However often: a text on pages in a sequence is read without being gathered."""
     cache = llama_cache()
     for _ in range(3):
-        row = prefilled(cache, 3 * PAGE_SIZE)
-        first = row.sequence.pages[0]
-        assert row.sequence.pages == [first, first + 1, first + 2]
-        cache.truncate(row.sequence, PAGE_SIZE)
-        cache.reserve(row.sequence, 3 * PAGE_SIZE)
-        assert row.sequence.pages == [first, first + 1, first + 2]
-        cache.close(row.sequence)
+        sequence = prefilled(cache, 3 * PAGE_SIZE)
+        first = sequence.kv.pages[0]
+        assert sequence.kv.pages == [first, first + 1, first + 2]
+        cache.truncate(sequence.kv, PAGE_SIZE)
+        cache.reserve(sequence.kv, 3 * PAGE_SIZE)
+        assert sequence.kv.pages == [first, first + 1, first + 2]
+        cache.close(sequence.kv)
 
 
 def test_a_closed_sequence_takes_no_pages() -> None:
@@ -350,22 +352,22 @@ def test_a_closed_sequence_takes_no_pages() -> None:
 
 def test_a_cut_returns_the_pages_behind_it() -> None:
     cache = llama_cache()
-    row = prefilled(cache, 3 * PAGE_SIZE)
+    sequence = prefilled(cache, 3 * PAGE_SIZE)
     free = cache.free_pages
-    cache.truncate(row.sequence, PAGE_SIZE)
+    cache.truncate(sequence.kv, PAGE_SIZE)
     assert cache.free_pages == free + 2
 
 
 @pytest.mark.parametrize("length", [-1, 11])
 def test_a_cut_to_an_impossible_length_is_refused(length: int) -> None:
     cache = llama_cache()
-    row = prefilled(cache, 10)
+    sequence = prefilled(cache, 10)
     with pytest.raises(ValueError, match=rf"10 positions to {length}"):
-        cache.truncate(row.sequence, length)
+        cache.truncate(sequence.kv, length)
 
 
 def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
-    cache = llama_cache(max_pages=20)
+    cache = llama_cache(pages=20)
     first, second = cache.open(), cache.open()
     cache.reserve(first, 10 * PAGE_SIZE)
     before = cache.num_pages, cache.free_pages
@@ -379,58 +381,35 @@ def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
 
 
 def test_a_fork_without_a_page_to_write_to_takes_nothing() -> None:
-    cache = llama_cache(max_pages=3)
+    cache = llama_cache(pages=3)
     parent = prefilled(cache, 2 * PAGE_SIZE + 1)
-    forks: list[Sequence] = []
+    forks: list[KVPages] = []
     with pytest.raises(CacheFull):
-        forks.append(cache.fork(parent.sequence))
+        forks.append(cache.fork(parent.kv))
         cache.reserve(forks[0], forks[0].length + 1)
-    for sequence in (*forks, parent.sequence):
+    for sequence in (*forks, parent.kv):
         cache.close(sequence)
     assert cache.free_pages == cache.num_pages == 3
 
 
 def test_a_cut_without_a_page_for_its_copy_leaves_no_shared_page_to_write_to() -> None:
-    cache = llama_cache(max_pages=2)
+    cache = llama_cache(pages=2)
     parent = prefilled(cache, 2 * PAGE_SIZE)
-    fork = cache.fork(parent.sequence)
+    forked = cache.fork(parent.kv)
     with pytest.raises(CacheFull):
-        cache.truncate(fork, PAGE_SIZE + 10)
-        cache.reserve(fork, fork.length + 1)
+        cache.truncate(forked, PAGE_SIZE + 10)
+        cache.reserve(forked, forked.length + 1)
     with pytest.raises(CacheFull):
-        cache.reserve(fork, fork.length + 1)
+        cache.reserve(forked, forked.length + 1)
 
 
-class OutOfMemoryAt(TorchDispatchMode):
-    """Lets some operations of torch pass, and fails the next."""
+def test_a_cache_for_which_there_is_no_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("simulated")
 
-    def __init__(self, operation: int) -> None:
-        super().__init__()
-        self.left = operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise torch.OutOfMemoryError("simulated")
-        return func(*args, **(kwargs or {}))
-
-
-def test_out_of_memory_at_any_moment_of_growing_changes_nothing() -> None:
-    cache = llama_cache()
-    row = prefilled(cache, 10)
-    before, pages, free = contents(cache, row.sequence), cache.num_pages, cache.free_pages
-    other = cache.open()
-    for operation in itertools.count():
-        try:
-            with OutOfMemoryAt(operation):
-                cache.reserve(other, (pages + 1) * PAGE_SIZE)
-            break
-        except RuntimeError:
-            assert (cache.num_pages, cache.free_pages, other.pages) == (pages, free, [])
-            assert torch.equal(contents(cache, row.sequence), before)
-    assert operation >= 2, "keys and values were to be allocated"
-    assert len(other.pages) == pages + 1
-    assert torch.equal(contents(cache, row.sequence), before)
+    monkeypatch.setattr(cache_module, "_zeros", fails)
+    with pytest.raises(CacheFull, match="20 pages.*smaller kv_cache_gb, max_length or max_batch"):
+        llama_cache()
 
 
 @pytest.mark.parametrize(
@@ -444,9 +423,9 @@ def test_out_of_memory_at_any_moment_of_growing_changes_nothing() -> None:
 )
 def test_commit_refuses_an_impossible_path_and_changes_no_sequence(path: list[int]) -> None:
     cache = llama_cache()
-    rows = [prefilled(cache, 10), prefilled(cache, 20)]
-    sequences = [row.sequence for row in rows]
-    Forced("llama", cache).write(rows, Plan.tree((3,)), [[1, 2, 3], [4, 5, 6]])
+    prefilled_ones = [prefilled(cache, 10), prefilled(cache, 20)]
+    sequences = [sequence.kv for sequence in prefilled_ones]
+    Forced("llama", cache).write(prefilled_ones, Plan.tree((3,)), [[1, 2, 3], [4, 5, 6]])
     keys = cache.keys.clone()
     with pytest.raises(ValueError, match="path"):
         cache.commit(sequences, [[0, 2], path])
@@ -457,32 +436,32 @@ def test_commit_refuses_an_impossible_path_and_changes_no_sequence(path: list[in
 @pytest.mark.parametrize("path", [[0], [0, 1]], ids=["root", "child"])
 def test_commit_refuses_what_only_the_draft_partition_has_written(path: list[int]) -> None:
     cache = llama_cache()
-    row = prefilled(cache, 10)
-    Forced("llama", cache).write([row], Plan.tree((3,)), [[1, 2, 3]], verify=False)
+    sequence = prefilled(cache, 10)
+    Forced("llama", cache).write([sequence], Plan.tree((3,)), [[1, 2, 3]], verify=False)
     with pytest.raises(ValueError, match="0 slots written"):
-        cache.commit([row.sequence], [path])
+        cache.commit([sequence.kv], [path])
 
 
 @pytest.mark.parametrize(("drafted", "verified"), [(3, 2), (2, 3)], ids=["draft ahead", "verify ahead"])
 def test_commit_goes_as_far_as_both_partitions_have_written(drafted: int, verified: int) -> None:
     cache = llama_cache()
-    row = prefilled(cache, 10)
-    cache.reserve(row.sequence, 13)
-    row.sequence.drafted, row.sequence.verified = drafted, verified
+    sequence = prefilled(cache, 10)
+    cache.reserve(sequence.kv, 13)
+    sequence.kv.drafted, sequence.kv.verified = drafted, verified
     with pytest.raises(ValueError, match="2 slots written"):
-        cache.commit([row.sequence], [[0, 1, 2]])
-    cache.commit([row.sequence], [[0, 1]])
-    assert row.sequence.length == 12
+        cache.commit([sequence.kv], [[0, 1, 2]])
+    cache.commit([sequence.kv], [[0, 1]])
+    assert sequence.kv.length == 12
 
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
-def test_a_path_is_accepted_only_in_the_cycle_that_wrote_it(ending: str) -> None:
+def test_a_path_is_accepted_only_in_the_step_that_wrote_it(ending: str) -> None:
     cache = llama_cache()
-    row = prefilled(cache, 10)
-    Forced("llama", cache).write([row], Plan.tree((3,)), [[1, 2, 3]])
-    cache.commit([row.sequence], [[0, 1]]) if ending == "commit" else cache.abort([row.sequence])
+    sequence = prefilled(cache, 10)
+    Forced("llama", cache).write([sequence], Plan.tree((3,)), [[1, 2, 3]])
+    cache.commit([sequence.kv], [[0, 1]]) if ending == "commit" else cache.abort([sequence.kv])
     with pytest.raises(ValueError, match="0 slots written"):
-        cache.commit([row.sequence], [[0]])
+        cache.commit([sequence.kv], [[0]])
 
 
 def sees(plan: Plan, length: int, node: int, slot: int, window: int | None) -> bool:
@@ -503,7 +482,7 @@ def sees(plan: Plan, length: int, node: int, slot: int, window: int | None) -> b
 def test_the_mask_shows_each_row_what_its_definition_says(data: st.DataObject, plan: Plan, window: int | None) -> None:
     lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3) | st.integers(0, 20).map(lambda n: [n, n]))
     nodes = data.draw(st.sampled_from([*plan.levels, range(len(plan) + 1)]))
-    sequences = [Sequence(length=length) for length in lengths]
+    sequences = [KVPages(length=length) for length in lengths]
     ancestors = plan.ancestors[nodes.start : nodes.stop, : nodes.stop]
     rows = Rows(sequences, nodes, torch.tensor(plan.depths[: nodes.stop]), ancestors, torch.device("cpu"))
     mask = rows.mask(window)

@@ -19,11 +19,13 @@ from transformers import (
 
 from selfspec import Engine
 from selfspec.backends.torch_backend import PREFILL_CHUNK
-from selfspec.cache.kv_cache import PAGE_SIZE, Cache, Rows, Sequence
+from selfspec.cache.kv_cache import PAGE_SIZE, KVPages
+from selfspec.cache.layout import Rows
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
 from selfspec.speculation.plan import Plan
+from tests.scripted import new_cache
 from tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 
 LENGTH = PAGE_SIZE + 9  # past a page, and past every tiny sliding window
@@ -46,7 +48,7 @@ class Run:
 
     def __init__(self, decoder: Decoder, rows: int = 1) -> None:
         self.decoder = decoder
-        self.cache = Cache(decoder.config, decoder.device, decoder.dtype)
+        self.cache = new_cache(decoder)
         self.sequences = [self.cache.open() for _ in range(rows)]
 
     def tree(self, hidden: torch.Tensor, layers: range, plan: Plan, nodes: range) -> torch.Tensor:
@@ -63,7 +65,7 @@ class Run:
         starts = range(0, len(tokens), chunk)
         return torch.cat([self._chunk(tokens[start : start + chunk], self.sequences[row]) for start in starts])
 
-    def _chunk(self, tokens: list[int], sequence: Sequence) -> torch.Tensor:
+    def _chunk(self, tokens: list[int], sequence: KVPages) -> torch.Tensor:
         count = len(tokens)
         self.cache.reserve(sequence, sequence.length + count)
         causal = torch.ones(count, count, dtype=torch.bool).tril()
@@ -230,6 +232,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "gemma3_untied": ("gemma3_text", {"tie_word_embeddings": False}),
     "gemma3_softcapped": ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    **{f"{family}_softcapped": (family, {"final_logit_softcapping": 3.0}) for family in FAMILIES[:-1]},  # ignored
     "gemma3_other_query_scale": ("gemma3_text", {"query_pre_attn_scalar": 40}),
     "gemma3_other_activation": ("gemma3_text", {"hidden_activation": "silu"}),
     "gemma3_attention_bias": ("gemma3_text", {"attention_bias": True}),

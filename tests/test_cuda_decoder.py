@@ -10,30 +10,35 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec import Engine
-from selfspec.backends.cuda import decoder as fused
+from selfspec.backends.cuda import decoder as decoder_module
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch, Stream
 from selfspec.kernels.norm import scaled_reference, squares_reference
-from selfspec.models.decoder import Decoder, Layer
+from selfspec.models.decoder import Layer
 from selfspec.speculation.exit import Exit
-from tests.profiles import random_exit
-from tests.scripted import endless
-from tests.tiny import tiny_model
+from selfspec.speculation.plan import Plan
+from tests.interpreted import (
+    ONLY_INTERPRETED,
+    ScriptedBatch,
+    cuda_backend,
+    new_graphs,
+    plain_tokens,
+    prompt_of,
+    sequence_of,
+    trained_exit,
+)
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter, where there is no GPU")
-
-LAYER = 1
+pytestmark = ONLY_INTERPRETED
 
 
-def exit_of(kind: str, model: Decoder) -> Exit:
-    trained = random_exit(model, LAYER)
+def exit_of(kind: str, family: str) -> Exit:
+    trained = trained_exit(family)
     assert trained.block is not None
     if kind == "without recall":
         return replace(trained, block=replace(trained.block, recall=None))
     return trained if kind == "trained" else replace(trained, block=None)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize(
     ("family", "kind", "plan"),
     [
@@ -45,25 +50,22 @@ def exit_of(kind: str, model: Decoder) -> Exit:
     ],
 )
 def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: str) -> None:
-    model = endless(tiny_model(family, dtype=torch.float32, num_hidden_layers=3, head_dim=16))
-    engine = Engine.from_model(model, kernels=True)
-    engine.drafters.exits = {LAYER: exit_of(kind, engine.model)}
-    offset, read = engine.model.config.norm_offset, []
-    store = FusedDecoder.store
+    graphs, exit = new_graphs(family), exit_of(kind, family)
+    offset, read, store = graphs.model.config.norm_offset, set(), FusedDecoder.store
 
     def checked(self: FusedDecoder, layer: Layer, spec: Any, cache_layer: int, source: Stream, *rest: Any) -> None:
-        read.append(cache_layer)
+        read.add(cache_layer)
         torch.testing.assert_close(source.squares, squares_reference(source.states))
         assert torch.equal(source.scaled, scaled_reference(source.states, layer.attention_norm, offset))
         store(self, layer, spec, cache_layer, source, *rest)
 
+    batch, sequence = ScriptedBatch(cuda_backend(graphs), exit), sequence_of(prompt_of(4, 1), 2, exit=exit)
     with mock.patch.object(FusedDecoder, "store", checked):
-        engine.generate(
-            torch.tensor([[5, 6, 7]]), speculative_decoding="force", plan=plan, exit_layer=LAYER, max_new_tokens=2,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
-    layers = {0, 1, 2} if plan == "none" or kind == "raw" else {0, 1, 2, engine.cache.exit_layer_index}
-    assert set(read) == layers
+        batch.admit([sequence])
+        batch.run([Plan.parse(plan)])
+    drafts_with_block = plan != "none" and kind != "raw"
+    assert read == ({0, 1, graphs.cache.exit_layer_index} if drafts_with_block else {0, 1})
+    assert sequence.tokens == plain_tokens(sequence, family)
 
 
 def test_where_triton_cannot_launch_nothing_is_decoded_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +74,14 @@ def test_where_triton_cannot_launch_nothing_is_decoded_by_kernels(monkeypatch: p
         def active(self) -> None:
             raise RuntimeError("Failed to find C compiler")
 
-    runtime = SimpleNamespace(driver=NoCompiler())
-    monkeypatch.setattr(fused, "triton", SimpleNamespace(runtime=runtime))
-    fused.can_launch.cache_clear()
+    monkeypatch.setattr(decoder_module, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=NoCompiler())))
+    decoder_module.can_launch.cache_clear()
     with pytest.warns(UserWarning, match="Failed to find C compiler"):
-        assert not fused.can_launch()
-    fused.can_launch.cache_clear()
+        assert not decoder_module.can_launch()
+    decoder_module.can_launch.cache_clear()
 
 
-def test_scratch_that_was_outgrown_is_kept_for_cycles_that_were_captured_with_it() -> None:
+def test_scratch_that_was_outgrown_is_kept_for_steps_that_were_captured_with_it() -> None:
     scratch = Scratch(torch.device("cpu"))
     small = scratch.take("x", 2, 3, dtype=torch.float32)
     assert scratch.take("x", 3, dtype=torch.float32).data_ptr() == small.data_ptr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -19,19 +19,20 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, Rules
 from selfspec.backends import torch_backend as runtime
-from selfspec.backends.torch_backend import Session
+from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.governor.acceptance import FAMILIAR, UNFAMILIAR
-from selfspec.governor.costs import almost_free
+from selfspec.governor.costs import Costs, almost_free
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import BATCHES
 from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import RowTimes
 from selfspec.profiles.profile import CycleCost, Device, Spread
+from selfspec.sequence import Sequence
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.strategies import SETTINGS
-from tests.test_exits import Trained
+from tests.test_exit import Trained
 
 RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
 PROMPTS = [random_prompt(length) for length in (9, 3, 20, 9, 5)]
@@ -120,17 +121,27 @@ def test_restless_clocks_do_change_plans(folder: Path, monkeypatch: pytest.Monke
     assert any("none" in plans[2:] for plans in changes), "it went off again"
 
 
-def session_of(engine: Engine, **kwargs: Any) -> Session:
-    seen: list[Session] = []
-    run = Session.run
+@dataclass
+class Joined:
+    """A batch as it was when the sequences of a request had joined it."""
 
-    def remember(self: Session) -> Any:
-        seen.append(self)
-        return run(self)
+    governor: Governor | None
+    costs: Costs
+    sequences: list[Sequence]
+
+
+def joined(engine: Engine, prompts: int = 2, tokens: int = 4, **kwargs: Any) -> Joined:
+    """Generates, and tells how the batch was when the request joined."""
+    seen: list[Joined] = []
+    join = Batch.join
+
+    def remember(self: Batch, sequences: Any) -> None:
+        join(self, sequences)
+        seen.append(Joined(self.governor, self._costs, list(sequences)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "run", remember)
-        generate(engine, PROMPTS[:2], 4, **kwargs)
+        patch.setattr(Batch, "join", remember)
+        generate(engine, PROMPTS[:prompts], tokens, **kwargs)
     return seen[0]
 
 
@@ -150,15 +161,15 @@ def session_of(engine: Engine, **kwargs: Any) -> Session:
     ids=str,
 )
 def test_who_asks_for_nothing_is_governed(folder: Path, kwargs: dict[str, Any], is_governed: bool) -> None:
-    session = session_of(engine_of("llama", folder / "plain"), **kwargs)
-    assert (session.governor is not None) == is_governed
+    request = joined(engine_of("llama", folder / "plain"), **kwargs)
+    assert (request.governor is not None) == is_governed
 
 
 def test_a_profile_without_ranks_keeps_its_plans(folder: Path) -> None:
     engine = engine_of("llama", folder / "fixed", ranks={})
-    session = session_of(engine)
-    assert session.governor is None
-    assert str(session.rows[0].plans.most_common()[0][0]) == "chain:2"
+    request = joined(engine)
+    assert request.governor is None
+    assert str(request.sequences[0].plans.most_common()[0][0]) == "chain:2"
 
 
 def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) -> None:
@@ -166,7 +177,7 @@ def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) 
     device = Device(type="cuda", name="some GPU", dtype="bfloat16", torch="2.13.0")
     profile = profile_of(exit.model, {"text": choice_of(exit.layer, "none", ranks=RANKS)}, device=device)
     engine = Engine.from_model(trained("llama").hf, profile=profile.save(folder / "elsewhere", [exit]))
-    assert session_of(engine).governor is not None
+    assert joined(engine).governor is not None
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -176,7 +187,7 @@ def test_costs_count_where_the_same_operations_run(folder: Path, kernels: bool) 
     costs = {"1": CycleCost(plain=1.0, depth=2.0, drafting=[(1, 5.0)], head_row=0.0, head_rows=0)}
     choice = choice_of(exit.layer, "none", ranks=RANKS, costs=costs)
     profile = profile_of(exit.model, {"text": choice}, device=device).save(folder / f"costs {kernels}", [exit])
-    governor = session_of(Engine.from_model(trained("llama").hf, profile=profile)).governor
+    governor = joined(Engine.from_model(trained("llama").hf, profile=profile)).governor
     assert governor is not None
     assert (governor.ladder.guess(1)(1, 1) == 7.0) == (not kernels)
 
@@ -184,14 +195,14 @@ def test_costs_count_where_the_same_operations_run(folder: Path, kernels: bool) 
 @pytest.mark.parametrize(("temperature", "top1"), [(0.0, 0.6), (0.4, 0.6), (0.9, 0.5), (1.0, 0.5), (1.4, 0.462)])
 def test_what_is_expected_follows_the_temperature(folder: Path, temperature: float, top1: float) -> None:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 20} if temperature else {}
-    governor = session_of(engine_of("llama", folder / "warm"), **sampling).governor
+    governor = joined(engine_of("llama", folder / "warm"), **sampling).governor
     assert governor is not None
     assert governor.ladder.acceptance.chance(4, 0, 0) == pytest.approx(top1, abs=1e-4)
 
 
 def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
     rules = Rules(probe_interval=7, max_tree_batch=1, longest_cycle=5.0)
-    governor = session_of(engine_of("llama", folder / "ruled"), rules=rules).governor
+    governor = joined(engine_of("llama", folder / "ruled"), rules=rules).governor
     assert governor is not None
     assert governor.rules == rules
     assert all(plan.is_chain for plan in governor.ladder.plans(2))
@@ -200,7 +211,7 @@ def test_rules_of_a_request_reach_its_governor(folder: Path) -> None:
 def test_how_long_cycles_may_be_is_a_rule_of_the_request(folder: Path) -> None:
     engine = engine_of("llama", folder / "limited")
     for limit in (0.5, 2.0, inf, 2.0):
-        governor = session_of(engine, rules=Rules(longest_cycle=limit)).governor
+        governor = joined(engine, rules=Rules(longest_cycle=limit)).governor
         assert governor is not None
         assert governor.ladder.longest_cycle == governor.rules.cycle_limit == limit
         assert bool(governor.ladder.plans(1)) == (limit >= 1), "no cycle is shorter than a plain step"
@@ -239,10 +250,9 @@ def test_plain_requests_measure_for_the_others(folder: Path) -> None:
 def test_requests_that_do_other_things_have_costs_of_their_own(folder: Path) -> None:
     engine = engine_of("llama", folder / "kinds")
     kinds = [{}, {"do_sample": True}, {"repetition_penalty": 1.2}, {"logits_processor": [lambda ids, logits: logits]}]
-    costs = [session_of(engine, **kwargs).costs for kwargs in kinds]
-    assert costs[0] is session_of(engine).costs is session_of(engine, speculative_decoding=False).costs
-    assert len({id(of_kind) for of_kind in costs}) == 3
-    assert costs[2] is costs[3], "the host has a hand in both"
+    costs = [joined(engine, **kwargs).costs for kwargs in kinds]
+    assert costs[0] is joined(engine).costs is joined(engine, speculative_decoding=False).costs
+    assert len({id(of_kind) for of_kind in costs}) == 4
 
 
 @pytest.mark.parametrize(("kernels", "sizes"), [(False, [1, 4, 16]), (True, [1, 2, 4, 8, 16])])
@@ -250,7 +260,7 @@ def test_kernels_are_guessed_for_sizes_between_those_measured(folder: Path, kern
     cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2), (8, 1.6)], head_row=0.0, head_rows=0)
     engine = engine_of("llama", folder / f"sizes{kernels}", costs={"2-4": cost})
     engine.drafters._kernels = kernels
-    governor = session_of(engine).governor
+    governor = joined(engine).governor
     assert governor is not None and sorted(governor.ladder.guesses) == sizes
     assert (governor.ladder.guess(8)(1, 1) == governor.ladder.guess(4)(1, 3)) == kernels
 
@@ -273,7 +283,7 @@ def test_rows_are_timed_at_once_where_calibration_has_not_measured_cycles(
     engine = engine_of("llama", folder / f"timed{len(bands)}{timed}", costs=dict.fromkeys(bands, cost), ranks=ranks)
     assert calls == [engine.model] * timed
     if timed:
-        governor = session_of(engine).governor
+        governor = joined(engine).governor
         assert governor is not None and governor.costs.guessed_here
         two_in_four, measured = governor.ladder.guess(2), governor.ladder.guess(1)
         assert two_in_four(1, 1) - two_in_four(1, 0) == pytest.approx((5.0 - 3.0) / 3.0)
@@ -282,7 +292,7 @@ def test_rows_are_timed_at_once_where_calibration_has_not_measured_cycles(
 
 def test_a_profile_whose_drafts_were_never_right_decodes_as_it_plans(folder: Path) -> None:
     engine = engine_of("llama", folder / "hopeless", ranks={"0": [[]], "1": [[0.0]]})
-    assert session_of(engine).governor is None
+    assert joined(engine).governor is None
 
 
 def test_a_large_batch_is_off_whoever_governs(folder: Path) -> None:
@@ -302,12 +312,22 @@ def test_a_prompt_unlike_all_others_is_not_trusted(folder: Path, prompt: int, ho
     profile = profile_of(exit.model, {"a": choice, "b": choice})
     governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"far{prompt}", [exit]))
     text = PROMPTS[0] if prompt == 0 else PROMPTS[2]
-    seen: list[Session] = []
+    (sequence,) = joined_with(governed, text)
+    assert sequence.watch.belief.home == home
+
+
+def joined_with(engine: Engine, prompt: list[int]) -> list[Sequence]:
+    seen: list[Sequence] = []
+    join = Batch.join
+
+    def remember(self: Batch, sequences: Any) -> None:
+        seen.extend(sequences)
+        join(self, sequences)
+
     with pytest.MonkeyPatch.context() as patch:
-        run = Session.run
-        patch.setattr(Session, "run", lambda self: seen.append(self) or run(self))  # type: ignore[func-returns-value]
-        generate(governed, [text], 1)
-    assert seen[0].rows[0].watch.belief.home == home
+        patch.setattr(Batch, "join", remember)
+        generate(engine, [prompt], 1)
+    return seen
 
 
 def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
@@ -322,12 +342,12 @@ def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     rules = Rules(
         least_gain=0.0, hysteresis=0.0, probe_interval=3, probe_allowance=50, loss_allowance=50, longest_cycle=inf
     )
-    session = session_of_tokens(engine, 60, rules)
-    for row in session.rows:
+    sequences = joined(engine, 3, 60, rules=rules).sequences
+    for row in sequences:
         origins = Counter(row.origins)
         assert len(row.origins) == row.new_tokens
         assert origins["drafted"] == row.accepted
-        assert origins["decoded"] + origins["plain"] >= row.cycles - 1, "every cycle ends with the model's own token"
+        assert origins["decoded"] + origins["plain"] >= row.steps - 1, "every cycle ends with the model's own token"
         assert sum(row.accepted_by_depth) == row.accepted
         assert sum(row.reached_by_depth) == row.accepted + row.rejections
         assert all(a <= r for a, r in zip(row.accepted_by_depth, row.reached_by_depth, strict=True))
@@ -336,18 +356,9 @@ def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row.changes[0].cycle == row.changes[0].token == 0
         assert all((change.plan == "none") == (change.reason is not None) for change in row.changes)
     summary = engine.metrics()
-    assert summary.tokens == sum(row.new_tokens for row in session.rows)
-    assert summary.emissions == sum(row.cycles for row in session.rows)
-    assert summary.accepted_by_depth[0] == sum(row.accepted_by_depth[0] for row in session.rows)
-
-
-def session_of_tokens(engine: Engine, tokens: int, rules: Rules) -> Session:
-    seen: list[Session] = []
-    with pytest.MonkeyPatch.context() as patch:
-        run = Session.run
-        patch.setattr(Session, "run", lambda self: seen.append(self) or run(self))  # type: ignore[func-returns-value]
-        generate(engine, PROMPTS[:3], tokens, rules=rules)
-    return seen[0]
+    assert summary.tokens == sum(row.new_tokens for row in sequences)
+    assert summary.emissions == sum(row.steps for row in sequences)
+    assert summary.accepted_by_depth[0] == sum(row.accepted_by_depth[0] for row in sequences)
 
 
 def test_a_governor_that_fails_leaves_no_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,62 @@
+"""Whole steps of a model without weights, to be compiled: all kernels together, as decoding launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.synthetic import config_of
+from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
+from selfspec.backends.cuda.exit import Drafter, DraftHead, known_buffer
+from selfspec.backends.cuda.exit_scoring import ExitFill
+from selfspec.backends.cuda.slots import Features, SlotTable
+from selfspec.backends.cuda.step import DeviceStep
+from selfspec.cache.kv_cache import Cache
+from selfspec.kernels.final_norm import Waiting
+from selfspec.models.decoder import Decoder, model_parts
+from selfspec.speculation.exit import Exit, ExitBlock
+from selfspec.speculation.plan import NONE, Plan
+
+META = torch.device("meta")
+SLOTS, REACH = 2, 2048  # sequences, and the tokens that their texts may have
+
+
+def _model() -> Decoder:
+    config = config_of("smollm2-135m")
+    tensors = {}
+    for name, parts in model_parts(config).items():
+        size = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        tensors[name] = torch.empty(size, dtype=torch.bfloat16, device=META)
+    return Decoder(config, tensors)
+
+
+def _exit(model: Decoder) -> Exit:
+    hidden = model.config.hidden_size
+    weight = torch.empty(hidden, hidden, dtype=model.dtype, device=META)
+    recall = torch.empty(hidden, 2 * hidden, dtype=model.dtype, device=META)
+    return Exit(model, 2, model.norm, ExitBlock(model.layers[2], weight, weight[0], recall))
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """With a trained exit; those after the first share most of their kernels with it."""
+    model = _model()
+    cache = Cache(model.config, META, model.dtype, num_pages=64)
+    table = SlotTable(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
+    slots = table.first(SLOTS)
+    waiting = Waiting.empty(slots.unfilled, model.config.hidden_size, model.dtype)
+    known = known_buffer(model, SLOTS + 64 * SLOTS)
+    drafter = Drafter(_exit(model), DraftHead.empty(16384, META), known, SLOTS, waiting)
+    fused = FusedDecoder(model, cache, Scratch(META), slots, REACH)
+    few = Features(samples=True, cuts=True, few=True)
+    everything = Features(samples=True, cuts=True, few=False, processes=True)
+    tree = Plan.parse("tree:4,2")
+    yield "a tree", DeviceStep(fused, slots, tree, drafter, few).launch
+    yield "a plain step whose states wait", DeviceStep(fused, slots, NONE, drafter, few).launch
+    yield "a tree of everything that a request may ask for", DeviceStep(fused, slots, tree, drafter, everything).launch
+    yield "a greedy step without an exit", DeviceStep(fused, slots, NONE, None, Features()).launch
+    fill = ExitFill(model, cache, Scratch(META), slots, REACH, drafter, few, scores=True)
+    yield "what the exit's cache lacks", fill.launch
+    parts = DeviceStep(fused, slots, tree, drafter, everything)
+    yield "passes for callables", parts.launch_passes
+    yield "the choice after callables", parts.choose_processed

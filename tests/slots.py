@@ -1,0 +1,163 @@
+"""Sequences with random sampling parameters side by side, for tests of the kernels that take these."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from selfspec.kernels.lm_head_topk import head_top
+from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.noise import Cuts, Noise
+from selfspec.kernels.sample import Workspace, choose_scored
+from selfspec.kernels.topk import NO_LEVEL, Scores, top_merge
+from selfspec.speculation.plan import Plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STOPS = 3
+
+
+@dataclass(frozen=True)
+class Tree:
+    paths: torch.Tensor  # [n + 1, depth + 1] int32
+    depths: torch.Tensor  # [n + 1] int32
+
+
+def tree_of(plan: Plan) -> Tree:
+    paths = torch.full((len(plan) + 1, plan.depth + 1), 10**6, dtype=torch.int32)  # behind a node: not to be followed
+    for node, depth in enumerate(plan.depths):
+        above = node
+        for at in range(depth, -1, -1):
+            paths[node, at] = above
+            above = plan.parents[above - 1] if above else 0
+    return Tree(paths, torch.tensor(plan.depths, dtype=torch.int32))
+
+
+def off(tree: Tree, sequences: int, vocabulary: int) -> Processing:
+    """Everything off; all nodes carry token 0."""
+    rows = len(tree.depths) * sequences
+    return Processing(
+        torch.ones(sequences), torch.zeros(sequences), torch.zeros(sequences),
+        torch.zeros(sequences, vocabulary), torch.zeros(sequences, vocabulary, dtype=torch.int32),
+        torch.zeros(sequences, dtype=torch.int32), torch.full((sequences, STOPS), -1, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32), tree.paths, tree.depths, torch.zeros(rows, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def random_processing(plan: Plan, sequences: int, vocabulary: int) -> Processing:
+    """Every parameter is on for about half of the sequences."""
+    processing = off(tree_of(plan), sequences, vocabulary)
+
+    def some(tensor: torch.Tensor, values: torch.Tensor) -> None:
+        on = torch.rand(sequences) < 0.5
+        tensor.copy_(torch.where(on.view(-1, *[1] * (tensor.dim() - 1)), values.to(tensor.dtype), tensor))
+
+    some(processing.repetition, torch.rand(sequences) + 0.5)
+    some(processing.presence, torch.randn(sequences))
+    some(processing.frequency, torch.randn(sequences))
+    some(processing.bias, torch.randn(sequences, vocabulary) * (torch.rand(sequences, vocabulary) < 0.3))
+    some(processing.bias, processing.bias.masked_fill(torch.rand(sequences, vocabulary) < 0.2, -math.inf))
+    processing.counts.copy_(torch.randint(0, 6, (sequences, vocabulary)) * (torch.rand(sequences, vocabulary) < 0.5))
+    processing.stops.copy_(torch.randint(-1, vocabulary, processing.stops.shape))
+    processing.positions.copy_(torch.randint(5, 15, processing.positions.shape))
+    some(processing.min_length, torch.full((sequences,), 10))
+    processing.tokens.copy_(torch.randint(0, min(vocabulary, 6), processing.tokens.shape))
+    return processing
+
+
+def levels_of(values: torch.Tensor) -> torch.Tensor:
+    """The levels of float32 values, by the definition in `kernels.noise`."""
+    bits = (values + 0.0).view(torch.int32)
+    levels = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).int()
+    assert (levels > NO_LEVEL).all()
+    return levels
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a tree for B sequences, and the parameters of each."""
+
+    x: torch.Tensor
+    noise: Noise
+    cuts: Cuts
+    processing: Processing
+
+    @classmethod
+    def random(cls, plan: Plan, sequences: int, vocabulary: int, hidden: int = 16) -> Batch:
+        def any_of(values: list, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (sequences,))]
+
+        processing = random_processing(plan, sequences, vocabulary)
+        rows = len(processing.positions)
+        seeds, indices = torch.randint(0, 2**40, (sequences,)), torch.randint(0, 3, (sequences,))
+        noise = Noise(seeds, indices, processing.positions, any_of([0.0, 0.7, 1.4], torch.float32))
+        cuts = Cuts(
+            any_of([0, 0, 1, 7, 64, 65, 200, 257], torch.int32),
+            any_of([1.0, 1.0, 0.6, 0.95], torch.float32),
+            any_of([0.0, 0.0, 0.05], torch.float32),
+        )
+        return cls(torch.randint(-2, 3, (rows, hidden)).half(), noise, cuts, processing)
+
+    def take(self, order: list[int]) -> Batch:
+        """The batch of these sequences."""
+        noise, processing, at = self.noise, self.processing, torch.tensor(order)
+        rows = self.rows_of(order)
+        positions = noise.positions[rows]
+        tokens = processing.tokens.view(-1, len(noise.seeds))[:, at].flatten()
+        named = ("repetition", "presence", "frequency", "bias", "counts", "min_length", "stops")
+        return Batch(
+            self.x[rows],
+            Noise(noise.seeds[at], noise.sample_indices[at], positions, noise.temperature[at]),
+            Cuts(self.cuts.top_k[at], self.cuts.top_p[at], self.cuts.min_p[at]),
+            replace(
+                processing,
+                **{name: getattr(processing, name)[at] for name in named},
+                positions=positions,
+                tokens=tokens,
+            ),
+        )
+
+    def rows_of(self, order: list[int]) -> torch.Tensor:
+        rows = torch.arange(len(self.x)).view(-1, len(self.noise.seeds))
+        return rows[:, torch.tensor(order)].flatten()
+
+    @property
+    def processes(self) -> bool:
+        part = self.processing
+        off = (part.repetition == 1).all() and (part.presence == 0).all() and (part.frequency == 0).all()
+        early = (part.positions.view(-1, len(part.min_length)) < part.min_length).any()
+        return not (off and not early and (part.bias == 0).all())
+
+    @property
+    def few(self) -> bool:
+        cut = self.cuts.on & (self.noise.temperature > 0)
+        return bool((~cut | ((self.cuts.top_k >= 1) & (self.cuts.top_k <= 64))).all())
+
+
+def drawn(batch: Batch, weight: torch.Tensor, noise: Noise | None, cuts: Cuts | None, processing: Processing | None):
+    """Choices [R] and the tiles' keys [R, tiles]."""
+    rows, vocabulary = len(batch.x), len(weight)
+    if noise is None or cuts is None:
+        scores, out = Scores.empty(rows, vocabulary, 1, DEVICE), torch.full((rows, 1), -7)
+        head_top(batch.x, weight, scores, softcap=4.0, noise=noise, processing=processing)
+        top_merge(scores, out, finite=True)
+        return out[:, 0], scores.keys
+    work, out = Workspace.empty(rows, vocabulary, DEVICE, cuts.few), torch.full((rows,), -7)
+    work.masses.fill_(torch.nan)
+    work.undecided.fill_(7)
+    head_top(batch.x, weight, work.scores, softcap=4.0, noise=noise, cuts=cuts, processing=processing)
+    choose_scored(vocabulary, out, work, noise=noise, cuts=cuts)
+    return out, work.scores.keys
+
+
+def drawn_with_own_features(batch: Batch, weight: torch.Tensor):
+    sampled = bool((batch.noise.temperature > 0).any())
+    cut = sampled and bool(batch.cuts.on.any())
+    return drawn(
+        batch,
+        weight,
+        batch.noise if sampled else None,
+        replace(batch.cuts, few=batch.few) if cut else None,
+        batch.processing if batch.processes else None,
+    )

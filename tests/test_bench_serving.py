@@ -1,0 +1,121 @@
+"""Benchmarks that send many requests: their stamps, options and commands, on tiny models."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bench import exactness, options, serving, synthetic
+from bench.requests import Stamped, Target, built_in_options, run_together
+from selfspec import Engine
+from tests.scripted import endless, random_prompt
+from tests.tiny import VOCABULARY, tiny_model
+
+PROMPTS = [random_prompt(length) for length in (5, 9, 3)]
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@cache
+def engine() -> Engine:
+    return Engine.from_model(endless(tiny_model("llama")), max_batch=4)
+
+
+def target(**speculation: Any) -> Target:
+    return Target("tiny", engine(), PROMPTS, speculation or {"plan": "tree:2,1", "exit_layer": 2})
+
+
+def stamped(*arrivals: tuple[float, int]) -> Stamped:
+    request = Stamped(engine(), PROMPTS[0], 0, 8, {"do_sample": False})
+    request.submitted_at, request.stamps.arrivals = 1.0, list(arrivals)
+    return request
+
+
+# Requests
+
+
+def test_times_are_told_from_when_tokens_came() -> None:
+    request = stamped((3.0, 1), (4.0, 3), (7.0, 5))
+    assert request.first_token_s == 2.0 and request.per_token_s == 1.0 and request.ended_at == 7.0
+    assert stamped((3.0, 2)).per_token_s is None
+    assert request.gaps(4.5, 5.0) == [3.0] and request.gaps(3.5, 9.0) == [1.0, 3.0] and request.gaps(7.0, 9.0) == []
+
+
+def test_requests_together_get_the_tokens_of_each_alone_and_every_arrival_is_stamped() -> None:
+    drafting = target().speculation
+    alone = [Stamped(engine(), prompt, 0, 8, {"do_sample": False}) for prompt in PROMPTS]
+    for request in alone:
+        assert run_together([request]) > 0
+    together = [Stamped(engine(), prompt, 0, 8, {"do_sample": False, **drafting}) for prompt in PROMPTS]
+    run_together(together)
+    assert [of.tokens for of in together] == [of.tokens for of in alone]
+    for of in together:
+        (sequence,) = of.request.sequences
+        assert len(of.stamps.arrivals) == sequence.steps and of.stamps.arrivals[-1][1] == 8 == len(of.tokens)
+
+
+def test_the_built_in_options_leave_nothing_to_the_host() -> None:
+    made = built_in_options(PROMPTS, [7], VOCABULARY)
+    requests = {name: Stamped(engine(), PROMPTS[0], 0, 8, of).request for name, of in made.items()}
+    assert not any(request.processors or request.criteria for request in requests.values())
+    params = [request.sequences[0].params for request in requests.values()]
+    assert len(set(params)) == len(params) and not params[0].changes_logits
+
+
+# Commands
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(synthetic.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(synthetic, "own_text_agreement", lambda *_: synthetic.Agreement(0.5, 0.6))
+    return "--shape tiny --device cpu --dtype float32 --limit 2 --prompt-tokens 6".split()
+
+
+def test_every_part_of_serving_is_measured_in_both_modes(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--max-new-tokens 4 --requests 5 --decoding 2 --long-prompt 600 --running 2 --running-tokens 300 --repeat 1"
+    assert serving.main([*command, *sizes.split()]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    counts = {part: [row["mode"] for row in found[part]].count("speculation") for part in serving.PARTS}
+    assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3}
+    assert all(2 * count == len(found[part]) for part, count in counts.items())
+    plain, ninety = found["throughput"][0], found["latency"][-1]
+    assert ninety["requests_per_s"] == pytest.approx(0.9 * plain["tokens_per_s"] / 4, rel=0.01)
+    assert all(row["first_token_ms_p50"] <= row["first_token_ms_p99"] for row in found["latency"])
+    for row in found["joining"]:
+        assert row["chunks"] == 2 and row["prompt_tokens"] == 600
+        assert row["longest_gap_ms"] > 0 and row["step_ms"] > 0 and row["chunk_ms"] > 0
+
+
+def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options.main([*command, "--max-new-tokens", "5", "--options", "penalty", "nothing"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = [row["option"] for row in found["results"]]
+    assert names[0] == "greedy" and names[-1] == "processor that does nothing" and len(names) == 5
+    assert found["results"][0]["plain_against_greedy"] == 1.0 and found["all_tokens_same"]
+    assert all(row["same_tokens"] == row["texts"] == 2 for row in found["results"])
+
+
+def test_options_that_change_with_speculation_are_told() -> None:
+    chosen = {"greedy": options.options_of(target())["greedy"]}
+    (row,) = options.measure(target(repetition_penalty=5.0), chosen, new_tokens=6, repeat=2)
+    assert row["same_tokens"] < row["texts"] == 6
+
+
+def test_random_arrivals_have_the_tokens_of_each_request_alone() -> None:
+    with mock.patch.object(exactness, "ARRIVALS", 20):
+        found = exactness.check_arrivals(target(), wanted=1, new_tokens=8)
+        told = exactness.summary(list(found.values()))
+        assert told["differences"] == 0 and told["compared"] >= 20 * 2 and len(found) > 5
+        wrong = exactness.check_arrivals(target(repetition_penalty=5.0), wanted=1, new_tokens=8)
+    assert any(tally.differences and tally.first for tally in wrong.values())

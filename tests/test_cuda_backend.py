@@ -1,0 +1,341 @@
+"""Batches on the CUDA backend, in Triton's interpreter: every sequence gets the tokens that it gets alone and plain."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.backends.cuda.backend import CudaBackend, DeviceStepInFlight
+from selfspec.backends.torch_backend import TorchBackend
+from selfspec.cache.kv_cache import Cache
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Sequence, StepRecord
+from selfspec.speculation.exit_scoring import PROMPT_END
+from selfspec.speculation.plan import NONE, Plan
+from tests.interpreted import (
+    ONLY_INTERPRETED,
+    SLOTS,
+    ScriptedBatch,
+    accurate_exit,
+    cuda_backend,
+    exit_keys,
+    new_graphs,
+    plain_tokens,
+    prompt_of,
+    sequence_of,
+    torch_backend,
+    trained_exit,
+)
+from tests.tiny import FAMILIES
+
+pytestmark = ONLY_INTERPRETED
+
+PLANS = [Plan.parse(plan) for plan in ("none", "none", "chain:1", "chain:2", "tree:2,1")]
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"stop_token_ids": (3, 5, 8, 13, 21, 34, 55, 89)},
+    {"stop_token_ids": tuple(range(30)), "min_new_tokens": 4},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {7: 3.0, 9: -2.0}, "banned_token_ids": (11, 12)},
+    {"do_sample": True, "temperature": 0.8},
+    {"do_sample": True, "temperature": 0.7, "top_k": 7, "presence_penalty": 1.0},
+    {"do_sample": True, "temperature": 1.2, "top_p": 0.8},
+    {"do_sample": True, "temperature": 1.2, "min_p": 0.1, "allowed_token_ids": tuple(range(20, 90))},
+]
+
+
+class Drive:
+    """A batch to which a seeded dice decides what happens before each step."""
+
+    def __init__(self, seed: int, overlaps: bool) -> None:
+        self.dice, self.graphs, self.exit = random.Random(seed), new_graphs(), accurate_exit()
+        self.batch = ScriptedBatch(cuda_backend(self.graphs, overlaps), self.exit)
+        self.sequences: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+
+    @property
+    def cache(self) -> Cache:
+        return self.graphs.cache
+
+    def happen(self) -> None:
+        room = SLOTS - len(self.batch.running)
+        event = self.dice.random()
+        if self.swapped and room:
+            self.swap_in()
+        elif event < 0.5 and room:
+            self.admit(self.dice.randint(1, min(room, 2)))
+        elif event < 0.6 and self.batch.running:
+            self.batch.dismiss(self.dice.choice(self.batch.running))
+        elif event < 0.75 and len(self.batch.running) > 1:
+            self.swap_out()
+            if self.swapped and self.dice.random() < 0.5:
+                self.swap_in()  # before any step of the others
+
+    def admit(self, count: int) -> None:
+        """Of which about one in four wants no drafts; some prompts end close to a page's end."""
+        made = []
+        for _ in range(count):
+            number = len(self.sequences) + len(made)
+            prompt = prompt_of(self.dice.choice([1, 5, 61]), number)
+            params = SamplingParams(**PARAMS[number % len(PARAMS)])
+            mode = self.dice.choice(["force", "force", "force", False])
+            made.append(sequence_of(prompt, self.dice.randint(2, 8), params, seed=number, exit=self.exit, mode=mode))
+        self.sequences += made
+        self.batch.admit(made)
+
+    def swap_out(self) -> None:
+        """As the scheduler does where pages run out."""
+        self.batch.drain()
+        self.batch.dismiss_finished()
+        if self.batch.running:
+            newest = self.batch.running[-1]
+            self.batch.backend.suspend(newest)
+            self.batch.leave([newest])
+            newest.swapped = self.cache.swap_out(newest.kv)
+            self.swapped.append(newest)
+
+    def swap_in(self) -> None:
+        sequence = self.swapped.pop()
+        assert sequence.swapped is not None
+        self.cache.swap_in(sequence.kv, sequence.swapped)
+        self.batch.join([sequence])
+
+    def step(self) -> None:
+        self.batch.plan = self.dice.choice(PLANS)
+        self.batch.step()
+        for sequence in self.batch.running:
+            if sequence.is_finished and sequence.request.drafter is not None:
+                self.check_exit_keys(sequence)
+        self.batch.dismiss_finished()
+
+    def check_exit_keys(self, sequence: Sequence) -> None:
+        """They follow from the text alone, whichever plans it was decoded by: as if all of it had been a prompt."""
+        filled = min(sequence.kv.length, len(sequence.tokens) - 1) - self.batch.backend._unfilled.get(sequence, 0)
+        text = sequence_of([*sequence.tokens, 0], 1, exit=self.exit)
+        reference = torch_backend()
+        reference.prefill([text], self.exit)
+        expected = exit_keys(reference.cache, text, filled)
+        torch.testing.assert_close(exit_keys(self.cache, sequence, filled), expected, atol=5e-4, rtol=5e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("seed", "overlaps"), [(3, False), (4, True), (10, True)])
+def test_sequences_that_join_leave_and_swap_get_their_own_tokens(seed: int, overlaps: bool) -> None:
+    drive = Drive(seed, overlaps)
+    for _ in range(14):
+        drive.happen()
+        if drive.batch.running:
+            drive.step()
+    while drive.batch.running or drive.swapped:
+        if drive.swapped and len(drive.batch.running) < SLOTS:
+            drive.swap_in()
+        drive.step()
+    for sequence in drive.sequences:
+        expected = plain_tokens(sequence)
+        got = sequence.tokens
+        if sequence.finish_reason == "cancelled":
+            expected = expected[: len(got)]
+        assert got == expected, sequence.params
+        if sequence.request.drafter is None and sequence.steps:
+            assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
+    assert sum(sequence.accepted for sequence in drive.sequences) > 0
+    drive.batch.drain()
+    backend = drive.batch.backend
+    assert drive.cache.free_pages == drive.cache.num_pages - 1  # idle slots keep a page to write to
+    assert not backend._slot_of and len(backend._free_slots) == SLOTS
+
+
+# Callables
+
+
+def penalise_last(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Follows the text: the newest token is unlikely, one that depends on it likelier."""
+    newest = prefix[:, -1:]
+    return scores.scatter(1, newest, -50.0).scatter_add(1, (newest * 7 + 3) % 101, torch.full_like(newest, 2.0) * 1.0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("plan", ["none", "chain:2", "tree:2,1"])
+def test_callables_choose_beside_sequences_that_the_device_chooses_for(plan: str) -> None:
+    """The passes, the choice and the commit run apart; built-in processing comes before the callables."""
+    exit = accurate_exit()
+    with_callables = [
+        sequence_of(prompt_of(5, 1), 4, exit=exit, processors=[penalise_last]),
+        sequence_of(
+            prompt_of(5, 2), 4, SamplingParams(do_sample=True, temperature=0.8, repetition_penalty=1.4), seed=2,
+            exit=exit, processors=[penalise_last],
+        ),
+    ]  # fmt: skip
+    penalised = sequence_of(prompt_of(5, 3), 4, SamplingParams(frequency_penalty=0.7), exit=exit)
+    graphs = new_graphs()
+    batch = ScriptedBatch(cuda_backend(graphs, overlaps=True), exit)
+    batch.admit([*with_callables, penalised])
+    batch.run([Plan.parse(plan)])
+    assert penalised.tokens == plain_tokens(penalised)
+    for sequence in with_callables:
+        assert sequence.tokens == plain_tokens(sequence, processors=[penalise_last])
+    assert sum(of.accepted for of in with_callables) > 0 or plan == "none"
+    assert graphs.cache.free_pages == graphs.cache.num_pages - 1
+
+
+# Failures
+
+
+def break_after(count: int) -> Any:
+    def process(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if prefix.shape[1] >= count:
+            raise RuntimeError("broken on purpose")
+        return scores
+
+    return process
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["no token", "not a number", "raises"])
+def test_a_choice_that_is_not_possible_fails_its_own_request_alone(kind: str) -> None:
+    exit, prompt = accurate_exit(), prompt_of(5, 1)
+    nothing = SamplingParams(allowed_token_ids=(5,), banned_token_ids=(5,))
+    processors = {
+        "no token": [],
+        "not a number": [lambda prefix, scores: scores * float("nan" if prefix.shape[1] > 5 else "1")],
+        "raises": [break_after(6)],
+    }
+    failing = sequence_of(
+        prompt, 4, nothing if kind == "no token" else None, exit=exit, processors=processors[kind]
+    )  # fmt: skip
+    beside = sequence_of(prompt_of(5, 2), 4, SamplingParams(do_sample=True, temperature=0.8), seed=2, exit=exit)
+    graphs = new_graphs()
+    batch = ScriptedBatch(cuda_backend(graphs, overlaps=True), exit)
+    batch.admit([failing, beside])
+    batch.run([Plan.parse("chain:1")])
+    assert failing.finish_reason == "error"
+    assert failing.request.error is not None
+    assert ("broken on purpose" if kind == "raises" else "not finite") in str(failing.request.error)
+    assert beside.request.error is None and beside.tokens == plain_tokens(beside)
+    assert graphs.cache.free_pages == graphs.cache.num_pages - 1
+
+
+# What the exit drafts and how it is scored
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_all_depths_and_choices_are_those_of_pytorch(family: str) -> None:
+    """Texts do not depend on drafts, so only this tells that an exit drafts as it should: greedily, with noise, and
+    with penalties, which count the tokens on the way to a node."""
+    plan, exit = Plan.parse("tree:3,2,1"), trained_exit(family)
+    every = [{}, {"do_sample": True, "temperature": 0.8}, {"frequency_penalty": 2.0, "repetition_penalty": 1.5}]
+    drafts, tokens = [], []
+    graphs = new_graphs(family)
+    for backend in (cuda_backend(graphs), torch_backend(family)):
+        sequences = [
+            sequence_of(prompt_of(5 + i, i), 9, SamplingParams(**params), seed=i, exit=exit)
+            for i, params in enumerate(every)
+        ]
+        batch = ScriptedBatch(backend, exit)
+        batch.admit(sequences)
+        batch.step()
+        batch.drain()
+        batch._fill_exit(score=False, before=None)
+        batch.plan = plan
+        if isinstance(backend, CudaBackend):
+            batch.step()
+            made, _ = backend._graph(DeviceStepInFlight(sequences, StepRecord.of(plan, plan, None)), exit)
+            drafts.append(made.places.tokens.view(len(plan) + 1, -1)[:, : len(every)].T.tolist())
+        else:
+            drafts.append(backend.draft(sequences, plan, exit).tokens.tolist())
+            batch.step()
+        tokens.append([sequence.tokens for sequence in sequences])
+    assert drafts[0] == drafts[1]
+    assert tokens[0] == tokens[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_plain_steps_are_scored_as_pytorch_scores_them(overlaps: bool) -> None:
+    """Of sequences that joined at different times, so that the exit's cache lacks more of one than of another; the
+    tokens of a step in flight may be among those that are scored."""
+    exit, found = accurate_exit(), []
+    for backend in (cuda_backend(new_graphs(), overlaps), torch_backend()):
+        sampled = SamplingParams(do_sample=True, temperature=1.5)
+        sequences = [
+            sequence_of(prompt_of(9 - i, i), 20, sampled if i % 2 else None, seed=i, exit=exit) for i in range(4)
+        ]
+        batch = ScriptedBatch(backend, exit)
+        batch.admit(sequences[:3])
+        for _ in range(3):
+            batch.step()
+        batch.admit(sequences[3:])
+        for _ in range(2):
+            batch.step()
+        batch._fill_exit(score=True, before=batch.in_flight)
+        batch.step()
+        batch.drain()
+        ranks = {of: ranks for scores in batch.scores for of, ranks in zip(scores.sequences, scores.ranks, strict=True)}
+        keys = [exit_keys(backend.cache, of, len(of.prompt) + 1) for of in sequences]
+        found.append(([[int(rank > 0) for rank in ranks[of]] for of in sequences], keys))
+    (ours, our_keys), (theirs, their_keys) = found
+    torch.testing.assert_close(our_keys, their_keys, atol=5e-4, rtol=5e-4)
+    assert [len(ranks) for ranks in theirs] == [5, 5, 5, 2]
+    assert [len(ranks) for ranks in ours] == ([6, 6, 6, 2] if overlaps else [5, 5, 5, 2])
+    assert [ranks[: len(of)] for ranks, of in zip(ours, theirs, strict=True)] == theirs
+    assert {rank for ranks in theirs for rank in ranks} == {0, 1}
+
+
+@torch.inference_mode()
+def test_prompts_are_scored_as_pytorch_scores_them() -> None:
+    """Beside a prompt of one token, of which there is nothing to score, and a sequence that decodes already."""
+    exit, found = replace(accurate_exit(), head_rows=None), []
+    for backend in (cuda_backend(new_graphs(), overlaps=True), torch_backend()):
+        if isinstance(backend, TorchBackend):
+            backend._scored_positions = PROMPT_END
+        running = sequence_of(prompt_of(4, 0), 9, exit=exit)
+        batch = ScriptedBatch(backend, exit)
+        batch.admit([running])
+        batch.step()
+        joining = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (1, 40, 6)]
+        batch.admit(joining)
+        backend.score_prompts(joining, exit)
+        scores = backend.prompt_scores(wait=True)
+        found.append([scores.get(of) for of in joining])
+        batch.run()
+        assert [of.tokens for of in (running, *joining)] == [plain_tokens(of) for of in (running, *joining)]
+    (none, *ours), (_, *theirs) = found
+    assert none is None and ours == [(pytest.approx(share), places) for share, places in theirs]
+    assert [places for _, places in theirs] == [32, 5] and 0 < theirs[0][0] < 1
+
+
+# What a step's time tells
+
+
+@torch.inference_mode()
+def test_a_step_tells_what_its_plan_costs_only_behind_another_one() -> None:
+    exit, steps = accurate_exit(), []
+    backend = cuda_backend(new_graphs(), overlaps=True)
+    batch, launch = ScriptedBatch(backend, exit), backend.launch
+
+    def noted(*args: Any) -> Any:
+        step = launch(*args)
+        steps.append(("drafting" if len(step.record.plan) else "plain", step.is_typical))
+        return step
+
+    backend.launch = noted  # type: ignore[method-assign]
+    batch.admit([sequence_of(prompt_of(4, 1), 30, exit=exit)])
+    batch.step()  # launches two steps: the second one while the first is in flight
+    batch.step()
+    batch.admit([sequence_of(prompt_of(4, 2), 30, exit=exit)])
+    batch.step()
+    batch.plan = Plan.parse("chain:1")
+    batch.step()  # what the exit's cache lacks is filled first, which is a part of what drafting costs
+    batch.plan = NONE
+    batch.step()
+    batch._fill_exit(score=False, before=batch.in_flight)  # which is none of what a plain step costs
+    batch.step()
+    assert steps == [
+        ("plain", False), ("plain", True), ("plain", True), ("plain", False), ("drafting", True), ("plain", True),
+        ("plain", False),
+    ]  # fmt: skip

@@ -1,0 +1,208 @@
+"""Prompts on the CUDA backend, in Triton's interpreter: they leave what PyTorch's prefill leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec import Engine
+from selfspec.backends import torch_backend as torch_backend_module
+from selfspec.backends.cuda import backend as backend_module
+from selfspec.backends.cuda import prompt_scoring, short_prefill
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.short_prefill import (
+    LONGEST,
+    MOST_STRETCHES,
+    SHORT,
+    Marking,
+    Prompts,
+    pass_size,
+    passes,
+    stretches,
+)
+from selfspec.cache.kv_cache import Cache, CacheFull, KVPages, flat_slot
+from selfspec.profiles.router import marks_of
+from selfspec.speculation.exit import Exit
+from tests.interpreted import (
+    LAYER,
+    ONLY_INTERPRETED,
+    ScriptedBatch,
+    cuda_backend,
+    new_graphs,
+    plain_tokens,
+    prompt_of,
+    sequence_of,
+    torch_backend,
+    trained_exit,
+)
+from tests.tiny import tiny_model
+
+pytestmark = ONLY_INTERPRETED
+
+COUNT, STRETCH, END = 4, 4, 6  # small ones: interpreted kernels are slow
+TEXTS = [prompt_of(9, 1), prompt_of(3, 2)]  # three stretches, and one
+
+
+@given(st.lists(st.integers(1, LONGEST), max_size=40))
+def test_texts_are_passed_in_their_order_and_no_pass_is_too_large(lengths: list[int]) -> None:
+    groups = list(passes(lengths))
+    assert [index for group in groups for index in group] == list(range(len(lengths)))
+    for group in groups:
+        inside = [lengths[index] for index in group]
+        count, stretch, longest = pass_size(inside)
+        assert sum(map(stretches, inside)) <= count <= MOST_STRETCHES
+        assert max(inside) <= stretch or stretch == 64
+        assert max(inside) <= longest
+    fuller = [
+        sum(stretches(lengths[i]) for i in (*one, other[0])) for one, other in zip(groups, groups[1:], strict=False)
+    ]
+    assert all(taken > MOST_STRETCHES for taken in fuller)  # none ends before it has to
+
+
+def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
+    """One pass over some texts; their pages then hold them."""
+    held = [graphs.cache.open() for _ in texts]
+    for kv, text in zip(held, texts, strict=True):
+        graphs.cache.reserve(kv, len(text))
+    made.load([(text, kv.pages) for text, kv in zip(texts, held, strict=True)])
+    with torch.inference_mode():
+        made.launch()
+    return held
+
+
+def small(graphs: Graphs) -> tuple:
+    return graphs.model, graphs.cache, graphs.scratch, COUNT, STRETCH, SHORT, graphs.idle_page
+
+
+def left_in_cache(cache: Cache, kv: KVPages, count: int) -> list[torch.Tensor]:
+    slots = [flat_slot(kv, slot) for slot in range(count)]
+    return [tensor.flatten(1, 2)[:, slots].clone() for tensor in (cache.keys, cache.values)]
+
+
+@torch.inference_mode()
+def of_pytorch(exit: Exit | None, text: list[int], family: str) -> list[torch.Tensor]:
+    """What a prompt leaves: keys and values, what the exit reads next and, of its end, what it is scored by."""
+    backend = torch_backend(family)
+    backend._scored_positions = END
+    sequence = sequence_of([*text, 5], 1)
+    while not backend.prefill([sequence], exit):
+        pass
+    left = left_in_cache(backend.cache, sequence.kv, len(text))
+    if exit is None:
+        return [tensor[:-1] for tensor in left]
+    assert sequence.previous_state is not None
+    hidden, previous, known = (states[0] for states in backend._prompt_ends[sequence])
+    return [*left, sequence.previous_state, torch.cat((hidden, previous, known[:, : hidden.shape[1]]), dim=1)]
+
+
+def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_short_prompts_in_one_pass_leave_what_pytorch_leaves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (short_prefill, prompt_scoring):
+        monkeypatch.setattr(module, "PROMPT_END", END)
+    graphs, exit = new_graphs(family), trained_exit(family)
+    made = Prompts(*small(graphs), exit=exit)
+    held = run(graphs, made, TEXTS)
+    for number, (text, kv) in enumerate(zip(TEXTS, held, strict=True)):
+        ends = made.judged[number, : min(len(text), END)]
+        found = [*left_in_cache(graphs.cache, kv, len(text)), made.known[number], ends]
+        assert_alike(found, of_pytorch(exit, text, family))
+
+
+def test_a_prompt_leaves_the_same_bits_in_any_company_and_with_or_without_an_exit() -> None:
+    graphs, exit = new_graphs(), trained_exit()
+    layers, found = graphs.model.config.num_layers, []
+    for of_exit, texts in ((exit, TEXTS), (exit, TEXTS[::-1]), (None, TEXTS[:1])):
+        held = run(graphs, Prompts(*small(graphs), exit=of_exit), texts)
+        found.append(left_in_cache(graphs.cache, held[texts.index(TEXTS[0])], len(TEXTS[0])))
+    for other in found[1:]:
+        assert all(torch.equal(a[:layers], b[:layers]) for a, b in zip(found[0], other, strict=True))
+    assert torch.equal(found[0][0][layers], found[1][0][layers])  # the exit's own keys
+
+
+def test_sums_of_marks_are_those_of_routing() -> None:
+    graphs = new_graphs()
+    made = Marking(*small(graphs), layer=LAYER)
+    run(graphs, made, TEXTS)
+    sums = torch.stack([of_text.sum(0) for of_text in made.sums.split([3, 1])])
+    found = sums / torch.tensor([[len(text)] for text in TEXTS])
+    torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, TEXTS, LAYER), atol=1e-5, rtol=1e-5)
+
+
+def test_marks_leave_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = new_graphs()
+    monkeypatch.setattr(graphs, "short_prompt", LONGEST)
+    monkeypatch.setattr(short_prefill, "STRETCH", 8)
+    free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
+    found = graphs.marks(texts, LAYER)
+    torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
+    assert graphs.cache.free_pages == free
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["pytorch", "padded"])
+def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
+    overlaps: bool, drafting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 16; padded to 32 rows where they would be captured."""
+    for module in (torch_backend_module, backend_module):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+    graphs, exit = new_graphs(), trained_exit() if drafting else None
+    for length in (1, 16, 33, 70):
+        text = prompt_of(length, 3)
+        backend, sequence = cuda_backend(graphs, overlaps), sequence_of([*text, 5], 1)
+        passes = 1
+        while not backend.prefill([sequence], exit):
+            passes += 1
+        assert passes == -(-length // 16)
+        found = left_in_cache(graphs.cache, sequence.kv, length)
+        if drafting:
+            assert (sequence in backend._prompt_ends) == overlaps and sequence.previous_state is not None
+            assert_alike([*found, sequence.previous_state], of_pytorch(exit, text, "llama")[:3])
+        else:
+            assert_alike([tensor[:-1] for tensor in found], of_pytorch(None, text, "llama"))
+        backend.release(sequence)
+        assert not backend._prompt_ends and not backend._torch._prompt_ends
+        graphs.cache.close(sequence.kv)
+
+
+@torch.inference_mode()
+def test_prompts_of_all_kinds_begin_texts_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token, some that share a pass, and one too long for that."""
+    monkeypatch.setattr(short_prefill, "STRETCH", 8)
+    monkeypatch.setattr(short_prefill, "SHORTEST", 8)
+    graphs, exit = new_graphs(), trained_exit()
+    graphs.short_prompt = 12
+    batch = ScriptedBatch(cuda_backend(graphs), exit)
+    sequences = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (4, 10, 1, 20)]
+    batch.admit(sequences)
+    batch.run()
+    assert [of.tokens for of in sequences] == [plain_tokens(of) for of in sequences]
+    assert graphs.cache.free_pages == graphs.cache.num_pages - 1
+
+
+@torch.inference_mode()
+def test_a_pass_without_pages_fails_and_keeps_none() -> None:
+    graphs = new_graphs(pages=3)  # one of them is the idle slots'
+    graphs.short_prompt = LONGEST
+    backend = cuda_backend(graphs)
+    sequences = [sequence_of(prompt_of(length, 1), 1) for length in (60, 100)]
+    with pytest.raises(CacheFull):
+        backend.prefill(sequences, None)
+    for sequence in sequences:
+        graphs.cache.close(sequence.kv)
+    assert graphs.cache.free_pages == 2
+
+
+def test_models_that_the_kernels_cannot_run_are_refused() -> None:
+    with pytest.raises(ValueError, match="kernels need"):
+        Engine.from_model(tiny_model("llama"), kernels=True)  # float64

@@ -1,0 +1,44 @@
+"""Results on their way to the host: their times, and that free ones are used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.backends.cuda.readback import Readback, Readbacks
+
+
+class Event:
+    """A timer that was recorded at a time, in milliseconds."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.recorded = at, 0
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+def test_a_result_tells_the_time_since_its_own_beginning_or_the_result_before() -> None:
+    before, result = Readback(torch.zeros(1)), Readback(torch.zeros(1))
+    before._event, result._own_start, result._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
+    result.start(after=before)
+    assert result.seconds == pytest.approx(7e-3) and not result._own_start.recorded  # type: ignore[attr-defined]
+    result.start()
+    assert result.seconds == pytest.approx(4e-3) and result._own_start.recorded  # type: ignore[attr-defined]
+    assert result.seconds_since(before) == pytest.approx(7e-3)
+
+
+def test_free_ones_are_used_again_for_results_alike() -> None:
+    readbacks = Readbacks()
+    first = readbacks.take(torch.zeros(2, 3))
+    first.send(torch.ones(2, 3))
+    readbacks.give_back(first, None)
+    assert readbacks.take(torch.zeros(3, 2)) is not first
+    assert readbacks.take(torch.zeros(2, 3, dtype=torch.int32)) is not first
+    again = readbacks.take(torch.zeros(2, 3))
+    assert again is first and readbacks.take(torch.zeros(2, 3)) is not first
+    again.send(torch.full((2, 3), 4.0))
+    assert again.is_done and again.read() == [[4.0] * 3] * 2

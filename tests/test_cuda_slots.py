@@ -1,0 +1,197 @@
+"""The slot table against a plain Python model of it: writes, moves, idle slots, and what processing leaves behind."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.backends.cuda.slots import (
+    DRAFTING,
+    IDLE,
+    MAX_STOPS,
+    PLAIN,
+    Features,
+    ProcessingState,
+    SlotState,
+    SlotTable,
+)
+from selfspec.sampling import SamplingParams
+
+CAPACITY, PAGES, VOCABULARY, IDLE_PAGE = 8, 5, 11, 99
+STATE_FIELDS = [name for name in SlotState.__dataclass_fields__ if name != "stops"]
+OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+
+
+class Model:
+    """What each slot should hold, as plain Python values."""
+
+    def __init__(self) -> None:
+        self.slots: list[dict[str, Any]] = [self.idle() for _ in range(CAPACITY)]
+
+    @staticmethod
+    def idle() -> dict[str, Any]:
+        fields = {name: OFF.get(name, 0) for name in STATE_FIELDS}
+        return {**fields, "unfilled": 0, "stops": (), "seed": 0, "pages": [IDLE_PAGE], "processed": None, "known": None}
+
+    def check(self, table: SlotTable, known: torch.Tensor) -> None:
+        for count in (1, 2, 4, 8):
+            view = table.first(count)
+            for slot in range(count):
+                self.check_slot(self.slots[slot], view, slot, table, known)
+
+    def check_slot(self, of: dict[str, Any], view: Any, slot: int, table: SlotTable, known: torch.Tensor) -> None:
+        if of["active"] == IDLE:  # what an idle slot holds beside this is never looked at
+            assert [int(getattr(view, name)[slot]) for name in ("active", "lengths", "unfilled")] == [0, 0, 0]
+            assert int(view.page_table[slot, 0]) == IDLE_PAGE
+            return
+        for name in (*STATE_FIELDS, "unfilled"):
+            assert getattr(view, name)[slot].item() == pytest.approx(of[name]), name
+        assert int(view.seeds[slot]) == of["seed"]
+        assert view.stops[slot].tolist() == [*of["stops"], *[-1] * (MAX_STOPS - len(of["stops"]))]
+        assert view.page_table[slot, : len(of["pages"])].tolist() == of["pages"]
+        assert float(known[slot, 0]) == of["known"]
+        bias, counts = of["processed"] or ([0.0] * VOCABULARY, None)
+        assert table.bias[slot].tolist() == bias
+        assert counts is None or table.counts[slot].tolist() == counts
+
+
+def random_state(dice: random.Random) -> SlotState:
+    fields = {name: dice.randint(1, 90) for name in STATE_FIELDS}
+    fields |= {name: dice.random() for name in OFF}
+    fields["active"] = dice.choice([PLAIN, DRAFTING])
+    return SlotState(**fields, stops=tuple(dice.sample(range(VOCABULARY), dice.randint(0, 3))))
+
+
+def random_processing(dice: random.Random) -> tuple[ProcessingState, tuple[list[float], list[int]]]:
+    """What is written, and the bias and counts that follow."""
+    allowed = tuple(sorted(dice.sample(range(VOCABULARY), 6))) if dice.random() < 0.5 else None
+    banned = tuple(dice.sample(range(VOCABULARY), dice.randint(0, 2)))
+    bias = tuple((token, dice.choice([-2.0, 0.5])) for token in dice.sample(range(VOCABULARY), dice.randint(0, 3)))
+    text = [dice.choices(range(VOCABULARY), k=dice.randint(0, 6)) for _ in range(2)]
+    values = [
+        -math.inf if (allowed is not None and t not in allowed) or t in banned else 0.0 for t in range(VOCABULARY)
+    ]
+    for token, value in bias:
+        values[token] += value
+    counts = [(token in text[0]) + 2 * text[1].count(token) for token in range(VOCABULARY)]
+    return ProcessingState(bias, banned, allowed, (text[0], text[1])), (values, counts)
+
+
+class Driven:
+    """A table and its model, to which a seeded dice does the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.model = random.Random(seed), Model()
+        self.table = SlotTable(CAPACITY, PAGES, VOCABULARY, torch.device("cpu"), IDLE_PAGE)
+        self.known = torch.zeros(CAPACITY, 1)
+
+    def free(self) -> list[int]:
+        return [slot for slot, of in enumerate(self.model.slots) if of["active"] == IDLE]
+
+    def taken(self) -> list[int]:
+        return [slot for slot in range(CAPACITY) if slot not in self.free()]
+
+    def some(self, slots: list[int]) -> list[int]:
+        return sorted(self.dice.sample(slots, self.dice.randint(0, len(slots))))
+
+    def write(self) -> None:
+        """Some free slots are taken, and others become idle in the same write."""
+        joined, left = self.some(self.free()), self.some(self.taken())
+        if not joined and not left:
+            return
+        states = [random_state(self.dice) for _ in joined]
+        seeds = [self.dice.randint(0, 2**40) for _ in joined]
+        pages = [[self.dice.randint(0, 90) for _ in range(self.dice.randint(1, PAGES))] for _ in joined]
+        self.table.write(
+            [*joined, *left], [*states, *(None for _ in left)], [*seeds, *(0 for _ in left)],
+            [*pages, *([IDLE_PAGE] for _ in left)],
+        )  # fmt: skip
+        for slot in left:
+            self.model.slots[slot] = self.model.idle()
+        for slot, state, seed, of_slot in zip(joined, states, seeds, pages, strict=True):
+            self.known[slot] = float(seed % 1000)
+            own = {**vars(state), "seed": seed, "pages": of_slot, "known": float(seed % 1000)}
+            self.model.slots[slot] = {**self.model.idle(), **own}
+            if self.dice.random() < 0.5:
+                written, expected = random_processing(self.dice)
+                self.table.write_processing(slot, written)
+                self.model.slots[slot]["processed"] = expected
+            else:
+                self.table.clear_processing(slot)
+
+    def grow(self) -> None:
+        """Some slots' sequences take a page; these slots need not be neighbours."""
+        slots = [slot for slot in self.some(self.taken()) if len(self.model.slots[slot]["pages"]) < PAGES]
+        for slot in slots:
+            self.model.slots[slot]["pages"].append(self.dice.randint(0, 90))
+        if slots:
+            self.table.write_pages(slots, [self.model.slots[slot]["pages"] for slot in slots])
+
+    def change_drafting(self) -> None:
+        slots = self.some(self.taken())
+        if not slots:
+            return
+        drafts = [self.dice.random() < 0.5 for _ in slots]
+        self.table.write_drafting(slots, drafts)
+        for slot, drafting in zip(slots, drafts, strict=True):
+            self.model.slots[slot]["active"] = DRAFTING if drafting else PLAIN
+
+    def move(self) -> None:
+        sources, free = self.some(self.taken()), self.free()
+        sources = sources[: len(free)]
+        if not sources:
+            return
+        targets = self.dice.sample(free, len(sources))
+        self.table.first(CAPACITY).unfilled[sources] = 3  # as plain steps count them
+        for source in sources:
+            self.model.slots[source]["unfilled"] = 3
+        self.table.move(sources, targets, self.known)
+        for source, target in zip(sources, targets, strict=True):
+            self.model.slots[target], self.model.slots[source] = self.model.slots[source], self.model.idle()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_hold_what_was_written_wherever_it_was_moved(seed: int) -> None:
+    driven = Driven(seed)
+    for _ in range(40):
+        driven.dice.choice([driven.write, driven.grow, driven.change_drafting, driven.move])()
+        driven.model.check(driven.table, driven.known)
+    driven.table.idle()
+    driven.model.slots = [Model.idle() for _ in range(CAPACITY)]
+    driven.model.check(driven.table, driven.known)
+    assert (driven.table.page_table == IDLE_PAGE).all()
+
+
+def test_fields_begin_at_multiples_of_16_bytes() -> None:
+    """Triton compiles a kernel once for all sizes if every pointer is such a multiple."""
+    for capacity in (1, 2, 3, 16):
+        table = SlotTable(capacity, 4, 5, torch.device("cpu"), 0)
+        view = table.first(capacity)
+        fields = [field for name, field in vars(view).items() if torch.is_tensor(field) and name != "page_table"]
+        assert len(fields) == 16 and not any(field.data_ptr() % 16 for field in fields)
+
+
+def test_a_sequence_whose_logits_the_host_processes_has_no_processing_of_its_own() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_new_tokens=3, stop_token_ids=(2,)
+    )
+    on, off = (SlotState.of(params, 4, 5, 0, prompt=5, drafts=True, processed=of) for of in (True, False))
+    assert (on.repetition, on.presence, on.frequency, on.min_length) == (1.2, 0.3, 0.2, 8)
+    assert (off.repetition, off.presence, off.frequency, off.min_length) == (1.0, 0.0, 0.0, 0)
+    assert on.temperature == off.temperature == 0.0  # greedy
+
+
+def test_features_are_enough_for_all_sequences_and_one_of_four() -> None:
+    """Each combination is captured apart, so there are few."""
+    greedy, sampled = SamplingParams(top_k=5), SamplingParams(do_sample=True)
+    few, many = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
+    biased = SamplingParams(logit_bias={1: 1.0})
+    short, everything = Features(samples=True, cuts=True), Features(samples=True, cuts=True, few=False, processes=True)
+    assert Features.of([greedy]) == Features()
+    assert Features.of([greedy, biased]) == Features(processes=True)
+    assert Features.of([greedy, sampled]) == Features.of([sampled, few]) == short
+    assert Features.of([few, many]) == Features.of([sampled, biased]) == everything

@@ -1,0 +1,245 @@
+"""Scores of exits while nothing is drafted: the ranks and agreements that drafting itself would have shown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec.backends import torch_backend
+from selfspec.governor.acceptance import Acceptance
+from selfspec.governor.candidates import Ladder
+from selfspec.governor.governor import Governor, Watch
+from selfspec.sampling import SamplingParams
+from selfspec.speculation import exit_scoring
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import NONE, Plan
+from tests.scripted import Decoding, new_cache
+from tests.test_exit import (
+    GREEDY,
+    SEED,
+    assert_same_sequences,
+    decoding,
+    drafted,
+    families,
+    random_tokens,
+    trained_once,
+)
+from tests.tiny import VOCABULARY
+
+STEPS = 11
+WARM = SamplingParams(do_sample=True, temperature=0.8)
+
+
+def plainly_decoded(exit: Exit, params: SamplingParams = GREEDY) -> Decoding:
+    running = decoding(exit, [random_tokens(20), random_tokens(9, seed=1)], params=params)
+    running.step(STEPS)
+    return running
+
+
+def ranks(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS) -> list[list[int]]:
+    """The ranks of all tokens that were decoded plainly."""
+    assert running.exit is not None
+    sequences = running.sequences
+    waiting = [sequence.waiting for sequence in sequences]
+    assert {len(of) for of in waiting} == {steps}
+    caught = exit_scoring.Caught.of([sequence.kv for sequence in sequences], waiting)
+    read = caught.read(running.exit, running.cache, 0, steps)
+    assert {len(of) for of in waiting} == {0}
+    tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
+    positions = [at for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
+    key = running.backend._noise_key([of for of in sequences for _ in range(steps)], positions)
+    return exit_scoring.ranks(running.exit, read, tokens, [params] * len(sequences), key).tolist()
+
+
+@families
+def test_ranks_are_those_in_the_exits_logits_as_a_model_of_its_own(family: str) -> None:
+    trained = trained_once(family)
+    running = plainly_decoded(trained.exit)
+    for sequence, got in zip(running.sequences, ranks(running), strict=True):
+        order = trained.hf_exit_logits(sequence.tokens[:-1])[-STEPS:].argsort(descending=True)
+        expected = [order[at].tolist().index(token) for at, token in enumerate(sequence.tokens[-STEPS:])]
+        assert got == [min(rank, exit_scoring.OFFERED) for rank in expected]
+        assert len(set(got)) > 1, "some are right and some are not"
+
+
+def test_ranks_of_sampled_tokens_are_those_of_drafts_with_the_same_noise() -> None:
+    exit = trained_once("llama").exit
+    running = plainly_decoded(exit, WARM)
+    for sequence, got in zip(running.sequences, ranks(running, WARM), strict=True):
+        for place in range(STEPS):
+            text, token = sequence.tokens[: place - STEPS], sequence.tokens[place - STEPS]
+            offered = drafted(exit, text, f"tree:{exit_scoring.OFFERED}", WARM)
+            assert got[place] == (offered.index(token) if token in offered else exit_scoring.OFFERED)
+
+
+def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
+    exit = trained_once("llama").exit
+    said = {token for sequence in plainly_decoded(exit).sequences for token in sequence.tokens[-STEPS:]}
+    lacking = torch.tensor([token for token in range(VOCABULARY) if token not in said])
+    missed = ranks(plainly_decoded(replace(exit, head_rows=lacking)))
+    assert {rank for of_sequence in missed for rank in of_sequence} == {exit_scoring.OFFERED}
+
+
+@pytest.mark.parametrize(("start", "stop"), [(STEPS - 4, STEPS), (2, 5)])
+def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) -> None:
+    exit = trained_once("llama").exit
+    some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
+    reads = []
+    for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
+        kvs, waiting = [of.kv for of in running.sequences], [of.waiting for of in running.sequences]
+        caught = exit_scoring.Caught.of(kvs, waiting)
+        if running is some:
+            caught.fill(exit, running.cache)
+        reads.append(caught.read(exit, running.cache, *places))
+    assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
+    assert_same_sequences(some, all_of_it)
+
+
+# In a batch under a governor
+
+
+def governed(
+    exit: Exit, prompts: list[list[int]], params: SamplingParams = GREEDY, samples: int = 1, cost: float = 1.1
+) -> Decoding:
+    """With a governor that takes every drafting step to last `cost` plain steps; drafting pays up to about 1.4."""
+    ladder = Ladder(Acceptance([[0.5, 0.1]]), {16: lambda depth, nodes: cost}, exit.layer, 4)
+    options: dict[str, Any] = {"params": params, "samples": samples, "seed": SEED, "new_tokens": 400}
+    options |= {"candidates": ladder, "agreement": (0.5, 0.1)}
+    return Decoding(exit.model, new_cache(exit.model), prompts, exit, **options)
+
+
+def follow(running: Decoding, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes the batch follow the plan in the list it returns, with the reason after it; the governor learns nothing."""
+    chosen: list[Any] = [NONE, "goodput"]
+    monkeypatch.setattr(running.batch, "_choose_plan", lambda before: tuple(chosen))
+    monkeypatch.setattr(running.batch.governor, "observe", lambda *args: None)
+    return chosen
+
+
+@pytest.fixture
+def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The shares that watches learn from prompts."""
+    seen: list[float] = []
+
+    def remember(self: Watch, agreement: float, places: int, *usual: Any) -> None:
+        assert usual == (0.5, 0.1)
+        assert places in (5, exit_scoring.FEW)
+        seen.append(agreement)
+
+    monkeypatch.setattr(Watch, "learn_prompt", remember)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prompt_is_scored_by_its_last_positions(
+    family: str, chunk: int, agreements: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = trained_once(family)
+    prompts = [random_tokens(70), random_tokens(6, seed=2)]
+    monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", chunk)
+    governed(trained.exit, prompts).prefill()
+    expected = []
+    for prompt in prompts:
+        text = prompt[:-1]
+        guesses = trained.hf_exit_logits(text).argmax(-1)
+        with torch.no_grad():
+            own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
+        expected.append((guesses == own)[-exit_scoring.FEW :].double().mean().item())
+    assert agreements == pytest.approx(expected)
+    assert 0 < min(agreements) < 1
+
+
+@pytest.mark.parametrize(("prompt", "cost", "scored"), [(70, 1.1, 1), (70, 3.0, 0), (1, 1.1, 0)])
+def test_no_prompt_is_scored_where_it_is_too_short_or_nothing_would_be_drafted(
+    prompt: int, cost: float, scored: int, agreements: list[float]
+) -> None:
+    governed(trained_once("llama").exit, [random_tokens(prompt)], cost=cost).prefill()
+    assert len(agreements) == scored
+
+
+def test_samples_take_over_what_their_prompt_told() -> None:
+    running = governed(trained_once("llama").exit, [random_tokens(40)], WARM, samples=3).prefill()
+    first, *others = (sequence.watch for sequence in running.sequences)
+    assert first.belief.weights != Watch().belief.weights
+    assert all(watch.belief.weights == first.belief.weights for watch in others)
+    others[0].belief.fade(50)
+    assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
+
+
+@pytest.mark.parametrize(("count", "steps", "waiting"), [(1, [32, 96, 163], 7), (2, [16, 48, 112, 147], 23)])
+def test_while_nothing_is_drafted_scores_come_every_few_tokens(
+    count: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soon, then more seldom, and after a step that drafts soon again; of two sequences sooner."""
+    prompts = [random_tokens(20 + 10 * index) for index in range(count)]
+    running = governed(trained_once("llama").exit, prompts, cost=3.0).prefill()
+    chosen, scored = follow(running, monkeypatch), []
+
+    def remember(watches: list[Watch], of: list[list[int]], offered: int) -> None:
+        scored.append((step, [len(of_sequence) for of_sequence in of]))
+
+    monkeypatch.setattr(running.batch.governor, "scored", remember)
+    for step in range(170):
+        chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
+        running.step()
+    assert scored == [(step, [exit_scoring.FEW] * count) for step in steps]
+    assert all(len(sequence.waiting) == waiting for sequence in running.sequences)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_score_tells_the_ranks_of_the_newest_tokens(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    exit, prompts = trained_once("llama").exit, [random_tokens(20), random_tokens(9, seed=1)]
+    scored: list[list[list[int]]] = []
+    running, beside = (governed(exit, prompts, params).prefill() for _ in range(2))
+    for each in (running, beside):
+        follow(each, monkeypatch)
+        each.step(16)
+    monkeypatch.setattr(running.batch.governor, "scored", lambda watches, ranks, offered: scored.append(ranks))
+    running.step()
+    (newest,) = scored
+    expected = ranks(beside, params, steps=16)
+    assert newest == [of_sequence[-exit_scoring.FEW :] for of_sequence in expected]
+    assert len({rank for of_sequence in newest for rank in of_sequence}) > 1
+
+
+@pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 65)])
+def test_nothing_is_scored_where_a_rule_forbids_drafting(
+    reason: str, expected: int, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = governed(trained_once("llama").exit, [random_tokens(20)], cost=3.0).prefill()
+    follow(running, monkeypatch)[1] = reason
+    monkeypatch.setattr(running.batch, "_reasons", [reason if reason == "batch" else None])
+    scored: list[int] = []
+    monkeypatch.setattr(running.batch.governor, "scored", lambda watches, ranks, offered: scored.append(len(ranks)))
+    running.step(65)
+    assert len(scored) == expected
+    assert len(running.sequences[0].waiting) == waiting
+
+
+def test_a_sequence_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(20)])
+    running.sequences[0].max_length = 23
+    running.prefill()
+    follow(running, monkeypatch)
+    running.step(5)
+    assert [len(sequence.waiting) for sequence in running.sequences] == [0, 5]
+    running.close()
+    assert not any(len(sequence.waiting) for sequence in running.sequences)
+
+
+def test_steps_are_booked_by_how_long_texts_were_when_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were chosen: one that brings a text to its next page has not paid for that page yet."""
+    running = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)]).prefill()
+    follow(running, monkeypatch)[:] = [Plan.parse("chain:2"), None]
+    assert isinstance(running.batch.governor, Governor)
+    contexts: list[int] = []
+    monkeypatch.setattr(running.batch.governor, "observe", lambda *told: contexts.append(told[4]))
+    before = []
+    for _ in range(6):
+        before.append(max(len(sequence.tokens) for sequence in running.sequences))
+        running.step()
+    assert contexts == before

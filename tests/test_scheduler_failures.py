@@ -1,0 +1,120 @@
+"""What fails, fails alone: swaps, joins, cancellations that come early, and numbers that a slot cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from selfspec import Engine
+from selfspec.backends.cuda.decoder import Scratch
+from selfspec.backends.cuda.graphs import bucket
+from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotTable
+from selfspec.batch import Batch
+from selfspec.cache.kv_cache import Cache
+from selfspec.request import SpeculationRequest, read_settings
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request
+from selfspec.speculation.plan import MAX_STEP_ROWS, Plan
+from tests.tiny import tiny_model
+
+
+def engine_of(pages: int = 40, **options: Any) -> Engine:
+    engine = Engine.from_model(tiny_model("llama"), **options)
+    engine.cache = engine.scheduler.cache = Cache(engine.model.config, engine.model.device, engine.model.dtype, pages)
+    return engine
+
+
+def request_of(engine: Engine, length: int = 8, new_tokens: int = 4, **kwargs: Any) -> Request:
+    settings = read_settings(engine.generation_config, None, {"max_new_tokens": new_tokens, **kwargs})
+    return engine._request([[5] * length], length, settings, None, None, None, SpeculationRequest())
+
+
+def test_a_request_cancelled_before_the_loop_has_taken_it_ends_at_once() -> None:
+    engine = engine_of()
+    request = request_of(engine, new_tokens=400)
+    request.is_cancelled = True  # and the loop's flag was cleared before it was in any list
+    engine.scheduler._mailbox._items.append(request)
+    assert not engine.scheduler.step()
+    assert request.progress.is_over and request.sequences[0].new_tokens == 0
+
+
+def test_a_failing_swap_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(pages=6)
+    first, second = request_of(engine, 60, 200), request_of(engine, 60, 200)
+    engine.scheduler.waiting.extend([*first.sequences, *second.sequences])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(Cache, "swap_out", fail)
+    while engine.scheduler.step():
+        pass
+    assert first.error is None and first.sequences[0].new_tokens == 200
+    assert second.error is not None and second.progress.is_over
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_a_failing_join_ends_the_requests_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    request = request_of(engine)
+    monkeypatch.setattr(Batch, "_choose_governor", lambda self: (_ for _ in ()).throw(RuntimeError("broken")))
+    engine.scheduler.submit(request)
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.scheduler.wait(request)
+    monkeypatch.undo()
+    assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_what_is_kept_of_a_prompt_is_dropped_when_its_request_is_cancelled() -> None:
+    engine = engine_of()
+    request = request_of(engine, 200)
+    scheduler = engine.scheduler
+    scheduler.waiting.extend(request.sequences)
+    scheduler._admit()
+    ((batch, _),) = scheduler.prefilling.items()
+    backend: Any = batch.backend
+    backend._prompt_ends[request.sequences[0]] = [torch.zeros(1)]
+    scheduler._forget(request)
+    assert not backend._prompt_ends
+
+
+def test_slots_hold_any_parameters_that_a_request_may_have() -> None:
+    params = SamplingParams(do_sample=True, top_k=2**40, min_new_tokens=2**40, stop_token_ids=(2**40, 7))
+    state = SlotState.of(params, 3, 5, 0, 4, drafts=True, processed=True)
+    table = SlotTable(4, 2, 50, torch.device("cpu"), idle_page=0)
+    table.write([1], [state], [2**60], [[3]])
+    slots = table.first(2)
+    assert slots.top_k.tolist()[1] == slots.min_length.tolist()[1] == 2**31 - 1
+    assert slots.stops[1, :2].tolist() == [7, -1]
+
+
+def test_banning_tokens_that_the_model_does_not_have_changes_nothing() -> None:
+    table = SlotTable(2, 2, 50, torch.device("cpu"), idle_page=0)
+    table.write_processing(1, ProcessingState((), (3, 10**5), None, ([1], [2])))
+    assert table.bias[1].isinf().nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("sequences", [1, 16, 17, 33, 64])
+def test_a_forced_plan_fits_the_buffers_of_all_slots(sequences: int) -> None:
+    batch: Any = Batch.__new__(Batch)
+    batch.running, batch.backend = [None] * sequences, type("Backend", (), {"slots_for": staticmethod(bucket)})
+    plan = batch._bounded(Plan.parse("tree:4,2,2,1"))
+    assert (len(plan) + 1) * bucket(sequences) <= MAX_STEP_ROWS
+    assert len(plan) or sequences > 16
+
+
+def test_a_step_keeps_its_logits_where_captured_launches_know_them() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    small = scratch.take("logits", 1, 8, dtype=torch.float32)
+    scratch.take("logits", 4, 8, dtype=torch.float32)
+    assert scratch.take("logits", 1, 8, dtype=torch.float32).data_ptr() != small.data_ptr(), "a property would move"
+    from selfspec.backends.cuda.step import DeviceStep
+
+    step: Any = DeviceStep.__new__(DeviceStep)
+    step.scratch, step.rows = Scratch(torch.device("cpu")), 1
+    step.fused = step.model = type("Model", (), {"config": type("Config", (), {"vocab_size": 8})})
+    before = step.logits.data_ptr()
+    step.scratch.take("logits", 4, 8, dtype=torch.float32)
+    assert step.logits.data_ptr() == before

@@ -1,0 +1,371 @@
+"""What sequences tell of their steps, whichever backend makes their tokens, against a count kept token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec import Plan, Rules
+from selfspec.backends.base import Step
+from selfspec.backends.cuda.backend import _append
+from selfspec.backends.torch_backend import TorchBackend
+from selfspec.batch import Batch
+from selfspec.drafters import Drafters
+from selfspec.governor.governor import MEASURING, Change
+from selfspec.metrics import Metrics
+from selfspec.results import stats_of
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.speculation.draft_tree import Draft
+from selfspec.speculation.plan import NONE
+from tests.scripted import IRREGULAR, ScriptedPolicy
+
+OWN, DRAFTED, END = 5, 10, 100  # the model's token; a node's, plus the node; added to either where the text ends
+VOCABULARY = 256
+LENGTHS = {"prompt": 3, "most": 40}
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A step: how it was chosen, and for each sequence the last node that is right and the place of an end, if any."""
+
+    plan: Plan
+    reason: str | None
+    outcomes: list[tuple[int, int | None]]
+
+    def tokens(self, index: int) -> list[int]:
+        last, end = self.outcomes[index]
+        tokens = [DRAFTED + node for node in self.plan.path(last)[1:]] + [OWN]
+        return [token + END * (place == end) for place, token in enumerate(tokens)]
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[Scripted]:
+    """Steps of three sequences, enough for every text to end."""
+    kinds = [("none", MEASURING), ("none", "goodput"), ("none", "ood")]
+    kinds += [(plan, None) for plan in ("chain:1", "chain:3", "tree:3,2", IRREGULAR)]
+    made = []
+    for _ in range(LENGTHS["most"]):
+        name, reason = draw(st.sampled_from(kinds))
+        plan = Plan.parse(name)
+        lasts = [draw(st.integers(0, len(plan))) for _ in range(3)]
+        ends = [draw(st.sampled_from([None] * 9 + list(range(plan.depths[last] + 1)))) for last in lasts]
+        made.append(Scripted(plan, reason, list(zip(lasts, ends, strict=True))))
+    return made
+
+
+class Nothing:
+    """Stands in for a cache: keeps nothing."""
+
+    def reserve(self, sequence: Any, slots: int) -> None: ...
+    def commit(self, sequences: Any, paths: Any) -> None: ...
+    def abort(self, sequences: Any) -> None: ...
+
+
+MODEL: Any = SimpleNamespace(device=torch.device("cpu"))
+
+
+class HostBackend(TorchBackend):
+    """The reference backend with a model that says, and an exit that drafts, what a script tells."""
+
+    def __init__(self, script: list[Scripted], sequences: list[Sequence]) -> None:
+        super().__init__(MODEL, Nothing())  # type: ignore[arg-type]
+        self.script, self.all, self.done = script, sequences, 0
+
+    def draft(self, sequences: list[Sequence], plan: Plan, exit: Any) -> Draft:
+        tokens = torch.arange(len(plan) + 1).repeat(len(sequences), 1) + DRAFTED
+        for place, sequence in enumerate(sequences):
+            path, said = self._said(sequence)
+            for node, token in zip(path[1:], said[:-1], strict=True):
+                tokens[place, node:][:1] = token  # a plan that was truncated has fewer nodes
+        return Draft(plan, tokens, hidden=tokens)
+
+    def verify(self, sequences: list[Sequence], draft: Draft, exit: Any) -> torch.Tensor:
+        logits = torch.zeros(len(sequences), len(self.script[self.done].plan) + 1, VOCABULARY)
+        for place, sequence in enumerate(sequences):
+            for node, token in zip(*self._said(sequence), strict=True):
+                logits[place, node, token] = 1
+        self.done += 1
+        return logits
+
+    def _logits(self, known: torch.Tensor) -> torch.Tensor:
+        return known
+
+    def _said(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        step, index = self.script[self.done], self.all.index(sequence)
+        return step.plan.path(step.outcomes[index][0]), step.tokens(index)
+
+
+class OverlappingBackend(HostBackend):
+    """Reports what a script tells of each step only when it is read, after the next one was launched."""
+
+    overlaps = True
+
+    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
+        self.done += 1
+        return Step(list(sequences), record, [self.done - 1], 1e-3, 1e-3)
+
+    def read(self, step: Step) -> None:
+        scripted, launched = self.script[step.lasts[0]], step.sequences
+        step.sequences, step.lasts = [of for of in launched if not of.is_finished], []
+        for sequence in step.sequences:
+            index = self.all.index(sequence)
+            tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
+            step.lasts.append(_append(sequence, tokens, scripted.plan, last))
+        step.is_typical = step.sequences == launched
+
+
+class ScriptedBatch(Batch):
+    """Sequences whose plans, and reasons for them, come from a script."""
+
+    def __init__(self, script: list[Scripted], lengths: list[int], backend: type[HostBackend] = HostBackend) -> None:
+        params = SamplingParams(stop_token_ids=tuple(range(END, VOCABULARY)))
+        prompt = [1] * LENGTHS["prompt"]
+        self.sequences = [Sequence(prompt, 0, 0, len(prompt) + length, params=params) for length in lengths]
+        self.request = Request(self.sequences, policy=ScriptedPolicy(["none"]))  # type: ignore[arg-type]
+        self.script = script
+        drafters = Drafters(MODEL, None, lambda *_: torch.empty(0))
+        super().__init__(backend(script, self.sequences), None, drafters, Metrics())
+        self.join(self.sequences)
+
+    def _choose_plan(self, before: Step | None) -> tuple[Plan, str | None]:
+        step = self.script[self.backend.done]  # type: ignore[attr-defined]
+        return step.plan, step.reason
+
+    def _choose_governor(self) -> None: ...
+
+    def _goes_on(self, step: Step) -> bool:
+        return self.backend.done < len(self.script)  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Sequences that have ended leave, as in the scheduler."""
+        super().step()
+        for sequence in [of for of in self.running if of.is_finished]:
+            self.leave([sequence])
+
+
+class Observer:
+    """Stands in for a governor: notes what it is told of steps, but for whose they were and how long they took."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.watched: list[Any] = []
+        self.plan, self.rules, self.usual_agreement = NONE, Rules(), None
+        self.timed: list[bool] = []
+
+    def knows(self, *_: Any) -> bool:
+        return True
+
+    def observe(self, watches: Any, plan: Plan, ends: Any, seconds: float | None, *rest: Any) -> None:
+        self.watched.append(watches)
+        self.seen.append((plan, ends, *rest))
+        self.timed.append(seconds is not None)
+
+
+@dataclass
+class Counted:
+    """One text of a script, token by token."""
+
+    tokens: list[int] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    steps: list[tuple[Plan, Plan, str | None]] = field(default_factory=list)  # plan, before it was truncated, reason
+    starts: list[int] = field(default_factory=list)  # tokens before each step
+    accepted: Counter[int] = field(default_factory=Counter)  # by depth
+    reached: Counter[int] = field(default_factory=Counter)
+    rejections: int = 0
+    last: int = 0  # node, of the last step
+    finish_reason: str | None = None
+
+    def add(self, plan: Plan, chosen: Plan, reason: str | None, last: int, tokens: list[int], most: int) -> None:
+        self.steps.append((plan, chosen, reason))
+        self.starts.append(len(self.tokens))
+        self.last = last
+        for depth, token in enumerate(tokens):
+            drafted = depth < plan.depths[last]
+            self.tokens.append(token)
+            self.origins.append("drafted" if drafted else "decoded" if len(plan) else "plain")
+            self.accepted[depth] += drafted
+            rejected = not drafted and len(plan.children[last]) > 0
+            self.reached[depth] += drafted or rejected
+            self.rejections += rejected
+            if token >= END or len(self.tokens) == most:
+                self.finish_reason = "stop" if token >= END else "length"
+                return
+
+    def changes(self) -> list[Change]:
+        """Another plan, or the end of measuring."""
+        found: list[Change] = []
+        for step, (start, (_, chosen, reason)) in enumerate(zip(self.starts, self.steps, strict=True)):
+            last = found[-1] if found else None
+            if last is None or last.plan != str(chosen) or (last.reason == MEASURING and reason != MEASURING):
+                found.append(Change(step, start, str(chosen), reason))
+        return found
+
+    def by_depth(self, counts: Counter[int]) -> list[int]:
+        return [counts[depth] for depth in range(sum(count > 0 for count in self.reached.values()))]
+
+    def end(self) -> int | None:
+        """The last node, while the text goes on."""
+        return self.last if self.finish_reason is None else None
+
+    def left(self, most: int) -> int:
+        return most - len(self.tokens) if self.finish_reason is None else 0
+
+    def check(self, sequence: Sequence) -> None:
+        assert sequence.tokens[LENGTHS["prompt"] :] == self.tokens
+        assert sequence.finish_reason == self.finish_reason
+        assert sequence.origins == self.origins
+        assert sequence.steps == len(self.steps)
+        assert sequence.drafted == sum(len(plan) for plan, _, _ in self.steps)
+        assert sequence.accepted == self.accepted.total() == self.origins.count("drafted")
+        assert sequence.rejections == self.rejections
+        assert sequence.plans == Counter(plan for plan, _, _ in self.steps)
+        assert list(sequence.plans) == list(dict.fromkeys(plan for plan, _, _ in self.steps)), (
+            "the first of equals leads"
+        )
+        assert sequence.accepted_by_depth == self.by_depth(self.accepted)
+        assert sequence.reached_by_depth == self.by_depth(self.reached)
+        assert sum(sequence.outcomes.values()) == sequence.steps and min(sequence.outcomes.values()) > 0
+        reasons = [reason for _, _, reason in self.steps if reason not in (None, MEASURING)]
+        assert sequence.disabled_reason == (reasons[0] if reasons else None)
+        assert sequence.changes == self.changes()
+
+
+def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list[list[Counted]]:
+    """What is told of each sequence after each step, up to the last one's end. A backend that does not overlap
+    `truncates` plans to what is left of the longest text."""
+    sequences, told = [Counted() for _ in lengths], []
+    for step in script:
+        active = [index for index, of in enumerate(sequences) if of.finish_reason is None]
+        if not active:
+            break
+        left = max(lengths[index] - len(sequences[index].tokens) for index in active)
+        plan = step.plan.truncated(left - 1) if truncates else step.plan
+        for index in active:
+            path = [node for node in step.plan.path(step.outcomes[index][0]) if node <= len(plan)]
+            tokens = step.tokens(index)[: len(path)]
+            sequences[index].add(plan, step.plan, step.reason, path[-1], tokens, lengths[index])
+        told.append([Counted(**{name: _copy(of) for name, of in vars(row).items()}) for row in sequences])
+    return told
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if hasattr(value, "copy") else value
+
+
+MANY = st.lists(st.integers(1, LENGTHS["most"]), min_size=3, max_size=3)
+
+
+@pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(script=scripts(), lengths=MANY, every_step=st.booleans())
+def test_sequences_tell_what_happened_token_by_token(
+    backend: type[HostBackend], script: list[Scripted], lengths: list[int], every_step: bool
+) -> None:
+    """Whether they are asked after every step or only at the end."""
+    batch, overlaps = ScriptedBatch(script, lengths, backend), backend.overlaps
+    told = counted(script, lengths, truncates=not overlaps)
+    batch.governor = observer = Observer()  # type: ignore[assignment]
+    steps = 0
+    while batch.running:
+        batch.step()
+        steps += 1
+        for sequence, of_sequence in zip(batch.sequences, told[steps - 1], strict=True) if every_step else ():
+            of_sequence.check(sequence)
+    assert steps == len(told)
+    assert [len(watched) for watched in observer.watched] == [len(seen[1]) for seen in observer.seen]
+    for before, after, seen in zip([[Counted()] * 3, *told], told, observer.seen, strict=False):
+        active = [index for index, of in enumerate(before) if of.finish_reason is None]
+        plan, _, reason = after[active[0]].steps[-1]
+        ends, left = [after[i].end() for i in active], [after[i].left(lengths[i]) for i in active]
+        context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the step began
+        assert seen == (plan, ends, context, reason, left)
+    ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *told[:-1])]
+    sent_ahead = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
+    assert observer.timed == [not others for others in sent_ahead], "a step's time is of all sequences that were in it"
+    for sequence, of_sequence in zip(batch.sequences, told[-1], strict=True):
+        of_sequence.check(sequence)
+        stats = stats_of(sequence)
+        reached = sum(sequence.reached_by_depth)
+        assert stats.accept_rate == (sequence.accepted / reached if reached else 0)
+        assert stats.plan == str(sequence.plans.most_common(1)[0][0])
+    summary = batch.metrics.summary()
+    assert (summary.cycles, summary.emissions) == (steps, sum(of.steps for of in batch.sequences))
+    assert summary.tokens == sum(of.new_tokens for of in batch.sequences)
+
+
+@pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
+def test_a_text_that_ends_with_a_drafted_token_has_none_of_the_models_own(backend: type[HostBackend]) -> None:
+    script = [Scripted(Plan.parse("chain:3"), None, [(2, None)]), Scripted(Plan.parse("chain:3"), None, [(2, 1)])]
+    batch = ScriptedBatch(script, [40], backend)
+    (sequence,) = batch.sequences
+    while batch.running:
+        batch.step()
+    assert sequence.origins == ["drafted", "drafted", "decoded", "drafted", "drafted"]
+    assert (sequence.accepted, sequence.rejections, sequence.drafted) == (4, 1, 6)
+    assert sequence.outcomes == {(2, 3): 1, (2, 2): 1}
+    assert (sequence.accepted_by_depth, sequence.reached_by_depth) == ([2, 2, 0], [2, 2, 1])
+
+
+@pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
+def test_a_criterion_that_fails_ends_the_text_with_its_error(backend: type[HostBackend]) -> None:
+    calls: list[int] = []
+
+    def fails(prefix: torch.Tensor, _: Any) -> bool:
+        calls.append(prefix.shape[1])
+        return len(calls) > 3 and 1 // 0 > 0
+
+    batch = ScriptedBatch([Scripted(Plan.parse("chain:1"), None, [(1, None)])] * 5, [40], backend)
+    batch.request.criteria = (fails,)
+    while batch.running:
+        batch.step()
+    assert isinstance(batch.request.error, ZeroDivisionError)
+    assert batch.sequences[0].new_tokens == len(calls) == 4
+
+
+def test_logits_that_are_not_finite_fail_the_request() -> None:
+    sequences = [Sequence([1, 2], 0, index, 9) for index in range(2)]
+    request = Request(sequences)
+    sequences[0].append(-1, drafted=False)
+    sequences[1].append(7, drafted=False)
+    assert isinstance(request.error, ValueError) and "not finite" in str(request.error)
+    assert [of.finish_reason for of in sequences] == ["error"] * 2
+    assert [of.new_tokens for of in sequences] == [0, 0], "a request that has failed gets no more tokens"
+
+
+def test_a_sequence_that_has_not_begun_tells_of_nothing() -> None:
+    new = Sequence([1], 0, 0, 9)
+    assert (new.steps, new.drafted, new.accepted, new.rejections, new.disabled_reason) == (0, 0, 0, 0, None)
+    assert (new.origins, new.changes, new.accepted_by_depth, new.reached_by_depth) == ([], [], [], [])
+    assert not new.plans and not new.outcomes and NONE not in new.plans
+
+
+def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
+    """Of which there is a record already, and no last node yet."""
+    sequence, record = Sequence([1], 0, 0, 9), StepRecord.of(NONE, NONE, "request")
+    sequence.records += [record, record]
+    sequence.lasts.append(0)
+    assert sequence.origins == ["plain"]
+    sequence.lasts.append(0)
+    assert sequence.origins == ["plain", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("new", "steps", "usual"),
+    [(0, 0, 3), (12, 8, 1.5), (30, 10, 3), (50, 10, 3)],
+    ids=["nothing yet", "few", "all", "more"],
+)
+def test_a_step_usually_brings_what_those_before_brought_and_no_more_than_it_can(
+    new: int, steps: int, usual: float
+) -> None:
+    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, lasts=[0] * steps)
+    sequence.tokens += [2] * new
+    assert sequence.usual_tokens(Plan.parse("chain:2")) == usual
