@@ -54,9 +54,13 @@ class Scheduler:
     # Called by any thread
 
     def submit(self, request: Request) -> None:
-        """Queues a request; `wait` or `follow` tell how it goes on."""
+        """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
         self._check_thread()
-        self._mailbox.put(self, request)
+        try:
+            self._mailbox.put(self, request)
+        except BaseException:
+            self._cancel(request)
+            raise
 
     def wait(self, request: Request) -> None:
         """Blocks until the request has ended; raises its error. Whatever interrupts the wait cancels the request."""
@@ -435,6 +439,12 @@ class _Mailbox:
     def is_loop_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
+    def may_loop(self) -> bool:
+        """Whether the calling thread, just started, is to run the loop. An interrupt in `put` can hide that a thread
+        starts, so that the next `put` starts another one: the first must not run beside it."""
+        with self._changed:
+            return self.is_loop_thread
+
     def put(self, scheduler: Scheduler, item: Request | _Call) -> None:
         with self._changed:
             self._items.append(item)
@@ -475,6 +485,8 @@ class _Mailbox:
 
 def _run(reference: weakref.ref[Scheduler], mailbox: _Mailbox) -> None:
     """The loop's thread: steps while there is work, and keeps the scheduler alive only then."""
+    if not mailbox.may_loop():
+        return
     if mailbox.device.type == "cuda":
         torch.cuda.set_device(mailbox.device)  # of this thread alone
     while mailbox.wait():

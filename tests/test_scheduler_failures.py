@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -37,6 +38,47 @@ def test_a_request_cancelled_before_the_loop_has_taken_it_ends_at_once() -> None
     request.is_cancelled = True  # and the loop's flag was cleared before it was in any list
     engine.scheduler._mailbox._items.append(request)
     assert not engine.scheduler.step()
+    assert request.progress.is_over and request.sequences[0].new_tokens == 0
+
+
+def test_a_thread_whose_start_was_interrupted_does_not_loop_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = threading.Event()
+
+    class Late(threading.Thread):
+        """Started, but not seen to be alive yet."""
+
+        def is_alive(self) -> bool:
+            return starts.is_set() and super().is_alive()
+
+        def run(self) -> None:
+            starts.wait()
+            super().run()
+
+    monkeypatch.setattr(threading, "Thread", Late)
+    engine = engine_of()
+    requests = [request_of(engine), request_of(engine)]
+    for request in requests:
+        engine.scheduler.submit(request)
+    started = [thread for thread in threading.enumerate() if isinstance(thread, Late)]
+    starts.set()
+    for request in requests:
+        engine.scheduler.wait(request)
+    started[0].join(timeout=20)
+    assert [thread.is_alive() for thread in started] == [False, True]
+
+
+def test_an_interrupt_while_a_request_is_queued_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    request = request_of(engine, new_tokens=400)
+
+    def interrupt(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.scheduler.submit(request)
+    assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
     assert request.progress.is_over and request.sequences[0].new_tokens == 0
 
 
