@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from selfspec.governor.governor import Change
+from selfspec.request import Settings
 from selfspec.scheduler import Scheduler
 from selfspec.sequence import Request, Sequence
 from selfspec.text import Detokenizer
@@ -129,6 +130,15 @@ def _progress(request: Request, scheduler: Scheduler) -> Generator[int, None, No
     scheduler.submit(request)
     with closing(scheduler.follow(request)) as progress:  # closing this generator alone leaves the inner one open
         yield from progress
+
+
+def to_tensor(input_ids: torch.Tensor, sequences: list[Sequence], settings: Settings) -> torch.Tensor:
+    """Returns the prompts as given, padding included, and their new tokens, padded on the right to the longest."""
+    prompts = input_ids.repeat_interleave(settings.num_return_sequences, dim=0)
+    longest = max(sequence.new_tokens for sequence in sequences)
+    pad = settings.pad_token_id if settings.pad_token_id is not None else 0
+    new = [of.tokens[len(of.prompt) :] + [pad] * (longest - of.new_tokens) for of in sequences]
+    return torch.cat((prompts, torch.tensor(new, device=input_ids.device)), dim=1)
 
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:

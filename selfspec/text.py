@@ -7,6 +7,7 @@ from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
+Prompt = str | list[Message]  # a text to continue, or a chat to answer
 
 _CONTEXT = 8  # tokens of a prompt's end that a text is decoded after: more than one character is ever spread over
 
@@ -16,7 +17,7 @@ def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
-def encode(tokenizer: Any, prompt: str | list[Message]) -> list[int]:
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of a text as it is, or of a chat through the tokenizer's template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

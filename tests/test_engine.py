@@ -706,10 +706,10 @@ class TestAutomaticProfile:
         assert engine.profile is None
         assert stats_of(engine)[0].disabled_reason == "no_profile"
 
-    def test_a_live_model_asks_for_it(self, home, model):
+    def test_a_live_models_profile_is_found(self, home, model):
         save_profile(model, home / "some-name")
-        assert Engine.from_model(model).profile is None
-        assert Engine.from_model(model, profile="auto").profile is not None
+        assert Engine.from_model(model).profile.folder == home / "some-name"
+        assert Engine.from_model(model, profile=None).profile is None
 
     def test_a_profile_named_none_is_not_looked_for(self, home, model, folder):
         save_profile(model, home / "some-name")

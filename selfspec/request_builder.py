@@ -1,0 +1,190 @@
+"""Builds the request of one call: checks its prompts, sampling parameters and wishes before any work starts.
+
+Takes no page of the KV cache and runs no pass. `request` reads single arguments; the scheduler runs what is built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import GenerationConfig, StopStringCriteria
+
+from selfspec.drafters import Drafter, Drafters
+from selfspec.governor.governor import Watch
+from selfspec.governor.rules import Policy, Rules
+from selfspec.models.decoder import Decoder
+from selfspec.request import (
+    Resolved,
+    Settings,
+    SpeculationRequest,
+    check_prompts,
+    check_token_ids,
+    read_seeds,
+    read_settings,
+    split_options,
+)
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request
+from selfspec.sequence import Sequence as Sequence_
+from selfspec.speculation.plan import Plan
+from selfspec.text import Prompt, encode
+from selfspec.warn import WarnOnce
+
+DEFAULT_COMPLETION_TOKENS = 512  # new tokens of complete() and stream() where no length is given
+
+# Arguments that only sampling uses, and their values that need no warning in a greedy request: transformers' defaults,
+# the values that switch them off, and temperature 0, which asks for greedy decoding.
+_WITHOUT_EFFECT = {"temperature": (0.0, 1.0), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+
+
+class RequestBuilder:
+    """Builds requests for one engine: its model, exits, rules and longest sequence."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        drafters: Drafters,
+        rules: Rules,
+        context: int,  # tokens of a sequence, at most
+        has_kernels: bool,
+    ) -> None:
+        self.model, self.drafters, self.rules = model, drafters, rules
+        self.context, self.has_kernels = context, has_kernels
+        self._warn = WarnOnce()
+
+    def build(
+        self,
+        prompts: list[list[int]],
+        width: int,  # tokens of the widest prompt, padding included
+        settings: Settings,
+        seed: int | Sequence[int] | None,
+        processors: Sequence[Callable] | None,
+        criteria: Sequence[Callable] | None,
+        speculation: SpeculationRequest,
+        tokenizer: Any = None,  # for stop strings
+    ) -> Request:
+        """Returns the request; raises ValueError for an argument that cannot be served."""
+        check_prompts(prompts, self.model.config.vocab_size, self.context)
+        resolved = settings.resolve(width, processors, criteria, self.model.device)
+        params = resolved.params
+        check_token_ids(params, self.model.config.vocab_size)
+        seeds = read_seeds(seed, len(prompts), params.do_sample)
+        plan = None if speculation.plan is None else Plan.parse(speculation.plan)
+        layer = self.drafters.own_exit_layer(speculation, plan)
+        policy = self._policy(params, speculation, plan, layer)
+        if policy.off_for_good == "no_profile":
+            self._warn_no_profile()
+        if resolved.processors and self.has_kernels:
+            self._warn_callables(resolved.processors)
+        request = Request(
+            self._sequences(prompts, seeds, resolved, settings.num_return_sequences),
+            device=self.model.device,
+            processors=tuple(resolved.processors),
+            criteria=tuple(_criteria(resolved, tokenizer)),
+            policy=policy,
+            rejection=speculation.acceptance == "rejection" and params.do_sample,
+        )
+        if not policy.off_for_good:
+            request.find_drafter = partial(self._find_drafter, request, speculation, prompts, layer)
+        return request
+
+    def build_for_text(
+        self, tokenizer: Any, model_config: GenerationConfig, prompts: Sequence[Prompt], options: dict[str, Any]
+    ) -> Request:
+        """Tokenizes the prompts and builds a request with `options`, the keyword arguments of a call."""
+        options = dict(options)
+        for name in ("input_ids", "inputs", "attention_mask", "streamer"):
+            if name in options:
+                raise ValueError(f"{name} goes with generate(), not with text: use stream() to follow a completion")
+        names = ("generation_config", "logits_processor", "stopping_criteria", "seed", "tokenizer")
+        config, processors, criteria, seed, stop_tokenizer = (options.pop(name, None) for name in names)
+        speculation, kwargs = split_options(options)
+        lengths = ("max_new_tokens", "max_length")
+        if all(kwargs.get(name) is None and getattr(config, name, None) is None for name in lengths):
+            kwargs["max_new_tokens"] = DEFAULT_COMPLETION_TOKENS
+        settings = self.settings(model_config, config, kwargs)
+        tokens = [encode(tokenizer, prompt) for prompt in prompts]
+        width = max((len(prompt) for prompt in tokens), default=0)
+        reads_stops = stop_tokenizer if stop_tokenizer is not None else tokenizer
+        return self.build(tokens, width, settings, seed, processors, criteria, speculation, reads_stops)
+
+    def settings(
+        self, model_config: GenerationConfig, config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> Settings:
+        """Reads the arguments of a call; warns of those that only sampling uses where the call decodes greedily."""
+        settings = read_settings(model_config, config, kwargs)
+        if not settings.sampling.do_sample:
+            self._warn_ignored(kwargs)
+        return settings
+
+    def _warn_ignored(self, asked: dict[str, Any]) -> None:
+        for name, neutral in _WITHOUT_EFFECT.items():
+            value = asked.get(name)
+            if value is not None and value not in neutral:
+                self._warn(
+                    f"{name}={value} has no effect: do_sample is False, so decoding is greedy. Pass do_sample=True to "
+                    f"sample, or leave {name} out."
+                )
+
+    def _policy(
+        self, params: SamplingParams, speculation: SpeculationRequest, plan: Plan | None, layer: int | None
+    ) -> Policy:
+        return Policy(
+            rules=(speculation.rules or self.rules).on(self.model.device.type),
+            sampling=params,
+            mode=speculation.speculative_decoding,
+            plan=plan,
+            has_exit=layer is not None or self.drafters.profile is not None,
+            stateful_processors=speculation.stateful_processors,
+        )
+
+    def _sequences(
+        self, prompts: list[list[int]], seeds: list[int], resolved: Resolved, samples: int
+    ) -> list[Sequence_]:
+        """Returns `samples` sequences per prompt; those after a prompt's first share its prefill."""
+        sequences: list[Sequence_] = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            longest = min(len(prompt) + resolved.max_new_tokens, self.context)
+            first = Sequence_(prompt, seed, 0, longest, resolved.params)
+            sequences.append(first)
+            for index in range(1, samples):
+                sample = Sequence_(prompt, seed, index, longest, resolved.params)
+                sample.parent = first
+                sequences.append(sample)
+        return sequences
+
+    def _find_drafter(
+        self, request: Request, speculation: SpeculationRequest, prompts: list[list[int]], layer: int | None
+    ) -> Drafter | None:
+        """Finds the request's domain, exit and plans; marks sequences whose prompts are unlike calibration's."""
+        assert request.policy is not None
+        drafter, unfamiliar = self.drafters.drafter(speculation, prompts, request.policy, layer)
+        samples = len(request.sequences) // len(prompts)
+        for index, is_unfamiliar in enumerate(unfamiliar):
+            for sequence in request.sequences[index * samples : (index + 1) * samples]:
+                sequence.watch = Watch.of_prompt(is_unfamiliar)
+        return drafter
+
+    def _warn_callables(self, callables: Sequence[Callable]) -> None:
+        names = ", ".join(dict.fromkeys(getattr(of, "__name__", type(of).__name__) for of in callables))
+        self._warn(
+            f"the logits processors {names} are Python callables: every step waits for them on the host, so decoding "
+            "is slower. Built-in options (penalties, logit_bias, allowed_token_ids, ...) run on the device."
+        )
+
+    def _warn_no_profile(self) -> None:
+        self._warn(
+            "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate it "
+            "(python -m selfspec.calibrate --model ...), or pass exit_layer= and plan= to draft with an untrained exit."
+        )
+
+
+def _criteria(resolved: Resolved, tokenizer: Any) -> list[Callable]:
+    every = list(resolved.criteria)
+    if resolved.stop_strings:
+        if tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer: pass tokenizer=, or one to Engine.from_model")
+        every.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=list(resolved.stop_strings)))
+    return every

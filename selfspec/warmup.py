@@ -1,0 +1,65 @@
+"""Compiles and captures the steps that an engine's requests are expected to replay. Needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationConfig
+
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp
+from selfspec.drafters import Drafters
+from selfspec.governor.rules import Policy, Rules
+from selfspec.request import read_settings
+from selfspec.speculation.plan import NONE
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The requests to prepare for: up to `batch` sequences of up to `max_length` tokens."""
+
+    batch: int
+    domain: str | None  # None: every domain of the profile
+    temperatures: Sequence[float]
+    max_length: int
+
+
+def warm_up(
+    graphs: Graphs, drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
+) -> int:
+    """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many."""
+    profile = drafters.profile
+    marked = profile.router_layer if profile is not None and profile.routes else None
+    scored = profile is not None and any(choice.prompt_agreement for choice in profile.domains.values())
+    steps = list(dict.fromkeys(expected_steps(drafters, rules, generation_config, expected)))
+    preparing = WarmUp(graphs, expected.max_length, rules.max_tree_batch if scored else 0)
+    exits = dict.fromkeys(step.exit for step in steps)
+    with preparing.compiling():
+        for exit in exits:
+            preparing.prepare_prompts(exit, expected.batch, marked)
+        for step in steps:
+            preparing.prepare(step)
+    for exit in exits:
+        preparing.prepare_prompts(exit, expected.batch, marked)
+    for step in track(steps, description="capturing steps", console=Console(stderr=True), transient=True):
+        preparing.prepare(step)
+    return len(steps)
+
+
+def expected_steps(
+    drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
+) -> Iterator[ExpectedStep]:
+    """Yields plain steps and those of the profile's plans, for batches of every power of two up to `batch`."""
+    profile, domain, batch = drafters.profile, expected.domain, expected.batch
+    domains = [] if profile is None else [domain] if domain is not None else list(profile.domains)
+    sizes = [1 << power for power in range((batch - 1).bit_length(), -1, -1)]  # sequences end at different times
+    for temperature, size in product(expected.temperatures, sizes):
+        asked = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        params = read_settings(generation_config, None, asked).resolve(1).params
+        yield ExpectedStep(size, NONE, None, params)
+        for plan, exit in drafters.expected(min(size, batch), domains, Policy(rules, params)):
+            yield ExpectedStep(size, plan, exit, params)
