@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.ops import Case
 from selfspec.memory import device_room
 
-OPS = ("linear", "path_attention", "head")
+OPS = ("gemm", "tree_attention", "lm_head_topk")
 _IN_A_GRAPH, _REPLAYS = 10, 7
 _READERS = 2**15  # parts of a long read
 

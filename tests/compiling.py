@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that are not there: within `compiling`, a launch compiles its kernel instead of running it.
 
 The tensors may lie on any device ("meta" costs no memory). It needs a process in which Triton does not interpret, so
-tests ask one that runs this file: `echo '["linear", 90, ""]' | python -m tests.compiling` compiles what
-`tests/launches_linear.py` launches and prints one line of JSON.
+tests ask one that runs this file: `echo '["gemm", 90, ""]' | python -m tests.compiling` compiles what
+`tests/launches_gemm.py` launches and prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 # Each has a file tests/launches_<op>.py with `launches()`: pairs of a name and a call of a launcher.
-OPS = ["linear", "path_attention", "head", "choose"]
+OPS = ["gemm", "tree_attention", "lm_head_topk", "sample"]
 STACK_LIMIT = 32  # bytes: what a few registers or the cosine of a large angle take; arrays that spill take more
 SHARED_LIMITS = {80: 163, 86: 99, 90: 227, 120: 99}  # KB that a program may have
 
@@ -32,7 +32,7 @@ def test_whole_steps_compile_and_fit(arch: int) -> None:
 
 
 def test_attention_of_many_rows_compiles_and_fits() -> None:
-    check(compile_op("path_attention", 90, "many rows"))
+    check(compile_op("tree_attention", 90, "many rows"))
 
 
 def check(compiled: list[Compiled]) -> None:

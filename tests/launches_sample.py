@@ -9,7 +9,7 @@ import torch
 
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.sample import Workspace, choose
-from tests.launches_head import META, drawing
+from tests.launches_lm_head_topk import META, drawing
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from selfspec.kernels import tree_attention as op
 from selfspec.kernels.tree_attention_kernel import range_of, range_start, split_point
-from tests.path_worlds import Launch, Text, Tree, lay, on_path
+from tests.tree_attention_cases import Launch, Text, Tree, lay, on_path
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="tests/test_gpu_kernel_path_attention.py runs instead"
+    torch.cuda.is_available(), reason="tests/test_gpu_kernel_tree_attention.py runs instead"
 )
 
 # float16 where bits are compared: the interpreter multiplies float32 with BLAS, whose rows depend on their number.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.kernels import tree_attention as op
-from tests.path_worlds import Text, Tree, lay, on_path
+from tests.tree_attention_cases import Text, Tree, lay, on_path
 
 pytestmark = [
     pytest.mark.gpu,
