@@ -1,9 +1,8 @@
-"""Drawing tokens: logits processing, the target's choice, a draft's ranked children, and classical rejection.
+"""Sampling: SamplingParams, logits processing, Gumbel noise, the target's choice, and rejection sampling.
 
 The choice at a position is argmax(processed logits + Gumbel noise), the noise a pure function of (seed, sample index,
-position, token), so the same logits give the same token in any tree and any batch. Greedy is the same without noise.
-Ties go to the lower token id, everywhere. Works on rows of logits, each with its own parameters; trees and caches are
-unknown here.
+position, token id), so the same logits give the same token in any tree and any batch. Greedy is the same without noise.
+Ties go to the lower token id. Works on rows of logits [R, V], each with its own parameters; knows no tree and no cache.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import torch
 
 from selfspec.kernels.philox import gumbel, uniform, uniform_vocabulary
 
-# Noise streams: coupled drafts share the target's; rejection sampling must keep its three uses apart.
+# Independent noise streams. Coupled drafts use the target's; rejection sampling draws children, accepts them and draws
+# from the residual with noise of three streams.
 TARGET, CHILDREN, ACCEPT = 0, 1, 2
 
-MAX_STOPS = 32  # stop tokens that a minimum length can ban: the device keeps so many of each sequence
+MAX_STOPS = 32  # stop tokens that a minimum length can ban: a slot on the device holds this many
 
 _LIMITS: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "temperature": (float, lambda x: x > 0, "a number above 0; for greedy decoding pass do_sample=False"),
@@ -37,7 +37,7 @@ _LIMITS: dict[str, tuple[type, Callable[[float], bool], str]] = {
 
 
 def as_scalar(value: Any) -> Any:
-    """The Python number of a numpy scalar or of an array or tensor without dimensions; all else as it is."""
+    """Returns the Python number of a numpy scalar or of an array or tensor without dimensions; else `value` itself."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -46,7 +46,7 @@ def is_int(value: Any) -> bool:
 
 
 def read_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids given as one integer, a sequence, an array or a tensor; None gives none."""
+    """Returns the token ids given as one integer, a list, tuple, set or range, an array or a tensor; () for None."""
     if value is None:
         return ()
     value = as_scalar(value)
@@ -60,22 +60,22 @@ def read_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence's tokens are drawn; checked when built. Equal parameters compare and hash equal."""
+    """The sampling parameters of one sequence; checked when built, hashable."""
 
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # on tokens of the prompt and of the generated text
-    presence_penalty: float = 0.0  # subtracted once from each token that was generated; the prompt does not count
-    frequency_penalty: float = 0.0  # subtracted once for every time a token was generated
-    min_new_tokens: int = 0  # no stop token before
-    min_length: int = 0  # the same, prompt and new tokens together
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    repetition_penalty: float = 1.0  # on tokens of prompt and new tokens: divides logits above 0, multiplies the others
+    presence_penalty: float = 0.0  # subtracted from the logit of each token among the new tokens
+    frequency_penalty: float = 0.0  # subtracted as many times as the token is among the new tokens
+    min_new_tokens: int = 0  # stop tokens are banned while the sequence has fewer new tokens
+    min_length: int = 0  # stop tokens are banned while prompt and new tokens together are fewer
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
     banned_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # end the sequence; only a minimum length uses them here
 
     def __post_init__(self) -> None:
         self._set("do_sample", bool(as_scalar(self.do_sample)))
@@ -95,11 +95,11 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", self._unique("allowed_token_ids"))
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty: it must name a token at least; None allows all of them")
+                raise ValueError("allowed_token_ids is empty: pass at least one token id, or None to allow all tokens")
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether `process_logits` may change anything."""
+        """True if `process_logits` may change a logit."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         minimum = bool(self.stop_token_ids) and self._has_minimum
         restricted = bool(self.banned_token_ids) or self.allowed_token_ids is not None
@@ -120,14 +120,15 @@ class SamplingParams:
 
 
 def _is_number(value: Any, kind: type) -> bool:
+    """True for an int (`kind` int), or a finite int or float (`kind` float)."""
     if kind is int:
         return is_int(value)
-    # An integer too large for a float is no number here: isfinite() would raise OverflowError.
+    # False for an integer that is too large for a float: isfinite() would raise OverflowError.
     return (isinstance(value, float) or (is_int(value) and abs(value) < 2**1023)) and math.isfinite(value)
 
 
 def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, from a dict or from pairs; minus infinity bans a token."""
+    """Returns (token id, bias) sorted by token id, from a dict or from pairs; a bias of -inf bans the token."""
     try:
         pairs = [(as_scalar(token), as_scalar(value)) for token, value in getattr(bias, "items", lambda: bias)()]
         distinct = len({token for token, _ in pairs}) == len(pairs)
@@ -143,22 +144,23 @@ def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Which noise each of R rows draws with. Positions count real tokens; a row's place in the batch never enters."""
+    """The arguments of the noise of R rows. They do not depend on the batch, the slot or the node of a row."""
 
     seeds: torch.Tensor  # [R] int64
-    sample_indices: torch.Tensor  # [R] int64: index among the returned sequences of one prompt
-    positions: torch.Tensor  # [R] int64: the position of the token being drawn
+    sample_indices: torch.Tensor  # [R] int64: index among the num_return_sequences sequences of one prompt
+    positions: torch.Tensor  # [R] int64: position of the token to draw, padding not counted
 
     def at(self, rows: torch.Tensor) -> NoiseKey:
+        """The key of these rows (int64 indices)."""
         return NoiseKey(self.seeds[rows], self.sample_indices[rows], self.positions[rows])
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which token each column of a row of logits stands for."""
+    """The token ids of the columns of logits [R, count]."""
 
     count: int
-    token_ids: torch.Tensor | None  # [count]; None: tokens 0 to count - 1
+    token_ids: torch.Tensor | None  # [count]; None: column i is token i
     device: torch.device
 
     @cached_property
@@ -167,12 +169,12 @@ class _Columns:
         return self.count if self.token_ids is None else int(self.token_ids.max()) + 1
 
     def mask(self, ids: Sequence[int]) -> torch.Tensor:
-        """[count] bool: columns of these tokens; tokens without a column are skipped."""
+        """[count] bool: true for the columns of these tokens; tokens without a column are skipped."""
         columns = torch.arange(self.count, device=self.device) if self.token_ids is None else self.token_ids
         return torch.isin(columns, torch.tensor(ids, dtype=torch.long, device=self.device))
 
     def bias(self, pairs: Sequence[tuple[int, float]], dtype: torch.dtype) -> torch.Tensor:
-        """[count]: what is added to each column."""
+        """[count]: the bias of each column, 0 for tokens that are not in `pairs`."""
         kept = [(token, value) for token, value in pairs if token < self.size]
         bias = torch.zeros(self.size, dtype=dtype, device=self.device)
         tokens = torch.tensor([token for token, _ in kept], dtype=torch.long, device=self.device)
@@ -180,36 +182,52 @@ class _Columns:
         return self._pick(bias)
 
     def counts(self, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-        """[R, count]: how often each column's token is in each text."""
+        """[R, count]: how many times each column's token occurs in each text."""
         longest = max((len(text) for text in texts), default=0)
-        padded = [[*text, *([self.size] * (longest - len(text)))] for text in texts]  # one extra column for padding
-        ids = torch.tensor(padded, dtype=torch.long, device=self.device).clamp(max=self.size)  # and for larger ids
+        padded = [[*text, *([self.size] * (longest - len(text)))] for text in texts]
+        # Padding and ids without a column are counted in one extra column.
+        ids = torch.tensor(padded, dtype=torch.long, device=self.device).clamp(max=self.size)
         counts = torch.zeros(len(texts), self.size + 1, dtype=dtype, device=self.device)
         return self._pick(counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=dtype))[:, : self.size])
 
     def _pick(self, by_token: torch.Tensor) -> torch.Tensor:
+        """Values by token id [..., size] to values by column [..., count]."""
         return by_token if self.token_ids is None else by_token[..., self.token_ids]
 
 
 def process_logits(
     logits: torch.Tensor,  # [R, V]
     params: Sequence[SamplingParams],  # R
-    texts: Sequence[Sequence[int]],  # R: all tokens so far; for a node of a tree its own path included
-    prompt_lengths: Sequence[int],  # R: how many tokens of each text are the prompt's
-    token_ids: torch.Tensor | None = None,  # [V] where the columns are not simply the whole vocabulary
+    texts: Sequence[Sequence[int]],  # R: prompt and new tokens; for a node of a tree also the tokens of its path
+    prompt_lengths: Sequence[int],  # R: number of prompt tokens with which each text begins
+    token_ids: torch.Tensor | None = None,  # [V] token ids of the columns; None: column i is token i
 ) -> torch.Tensor:
-    """Logit bias, repetition, presence and frequency penalty, banned and allowed tokens, minimum length: in the order
-    of transformers, for every row by its own parameters. The logits given are left as they are."""
+    """Applies logit bias, repetition, presence and frequency penalty, banned and allowed tokens and minimum length to
+    each row by its parameters, in transformers' order. Returns [R, V]; does not change `logits`."""
     columns = _Columns(logits.shape[-1], token_ids, logits.device)
 
     def process(values: torch.Tensor, of: SamplingParams, rows: Sequence[int]) -> torch.Tensor:
         if not of.changes_logits:
             return values
-        own_texts, lengths = [texts[row] for row in rows], [prompt_lengths[row] for row in rows]
-        values = _penalise(values, of, own_texts, lengths, columns)
-        return _ban(values, of, own_texts, lengths, columns)
+        group = _Texts([texts[row] for row in rows], [prompt_lengths[row] for row in rows])
+        return _ban(_penalise(values, of, group, columns), of, group, columns)
 
     return _by_params(logits, params, process)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of some rows, and the number of prompt tokens with which each begins."""
+
+    tokens: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int]
+
+    def generated(self) -> list[Sequence[int]]:
+        return [text[length:] for text, length in zip(self.tokens, self.prompt_lengths, strict=True)]
+
+    def shorter_than_minimum(self, of: SamplingParams) -> list[bool]:
+        lengths = zip(self.tokens, self.prompt_lengths, strict=True)
+        return [len(text) < max(of.min_length, prompt + of.min_new_tokens) for text, prompt in lengths]
 
 
 def _by_params(
@@ -217,7 +235,7 @@ def _by_params(
     params: Sequence[SamplingParams],
     change: Callable[[torch.Tensor, SamplingParams, Sequence[int]], torch.Tensor],
 ) -> torch.Tensor:
-    """Applies change(values [G, V], parameters, rows) to every group of rows with equal parameters."""
+    """Applies change(values [G, V], parameters, row indices) to each group of G rows with equal parameters."""
     if all(other is params[0] for other in params):
         return change(values, params[0], range(len(params))) if params else values
     groups: dict[SamplingParams, list[int]] = {}
@@ -230,49 +248,35 @@ def _by_params(
     return changed
 
 
-def _penalise(
-    values: torch.Tensor,
-    of: SamplingParams,
-    texts: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    columns: _Columns,
-) -> torch.Tensor:
+def _penalise(values: torch.Tensor, of: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
+    """Adds the logit bias, then applies the repetition penalty, then presence and frequency penalty."""
     if of.logit_bias:
         values = values + columns.bias(of.logit_bias, values.dtype)
     if of.repetition_penalty != 1:
-        seen, factor = columns.counts(texts, values.dtype) > 0, of.repetition_penalty
+        seen, factor = columns.counts(texts.tokens, values.dtype) > 0, of.repetition_penalty
         values = torch.where(seen, torch.where(values < 0, values * factor, values / factor), values)
     if of.presence_penalty or of.frequency_penalty:
-        generated = [text[length:] for text, length in zip(texts, prompt_lengths, strict=True)]
-        counts = columns.counts(generated, values.dtype)
+        counts = columns.counts(texts.generated(), values.dtype)
         values = values - of.presence_penalty * (counts > 0) - of.frequency_penalty * counts
     return values
 
 
-def _ban(
-    values: torch.Tensor,
-    of: SamplingParams,
-    texts: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    columns: _Columns,
-) -> torch.Tensor:
+def _ban(values: torch.Tensor, of: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
+    """Sets to -inf: banned tokens, all but allowed tokens, and stop tokens of texts below the minimum length."""
     if of.banned_token_ids:
         values = values.masked_fill(columns.mask(of.banned_token_ids), -math.inf)
     if of.allowed_token_ids is not None:
         values = values.masked_fill(~columns.mask(of.allowed_token_ids), -math.inf)
-    early = [
-        len(text) < max(of.min_length, length + of.min_new_tokens)
-        for text, length in zip(texts, prompt_lengths, strict=True)
-    ]
-    if any(early) and of.stop_token_ids:
+    too_short = texts.shorter_than_minimum(of)
+    if any(too_short) and of.stop_token_ids:
         stops = columns.mask(of.stop_token_ids)
-        values = values.masked_fill(torch.tensor(early, device=values.device)[:, None] & stops, -math.inf)
+        values = values.masked_fill(torch.tensor(too_short, device=values.device)[:, None] & stops, -math.inf)
     return values
 
 
 def warp_logits(values: torch.Tensor, params: Sequence[SamplingParams], cut: bool = True) -> torch.Tensor:
-    """Temperature and, if `cut`, top-k, top-p and min-p, for every row by its own parameters: removed tokens become
-    -inf. Greedy rows stay as they are."""
+    """Divides each row by its temperature and, if `cut`, sets tokens outside its top-k, top-p and min-p to -inf.
+    Returns greedy rows unchanged."""
     return _by_params(values, params, lambda group, of, rows: _warp(group, of, cut))
 
 
@@ -290,22 +294,23 @@ def _warp(logits: torch.Tensor, of: SamplingParams, cut: bool) -> torch.Tensor:
 
 
 def _keep_top(values: torch.Tensor, k: int, top_p: float) -> torch.Tensor:
+    """Keeps the k best tokens and of these the fewest whose probabilities sum to `top_p`; sets the others to -inf."""
     order = ranked(values, min(k, values.shape[-1]))  # [R, k]
     best = values.gather(-1, order)
     if top_p < 1:
         probabilities = best.softmax(-1)
-        better = probabilities.cumsum(-1) - probabilities  # mass of the tokens ranked above
-        better[..., 0] = 0  # whatever rounding says, the best token stays
-        best = best.masked_fill(better >= top_p, -math.inf)
+        before = probabilities.cumsum(-1) - probabilities  # sum over the tokens of lower rank
+        before[..., 0] = 0  # rounding could give the best token a sum above 0 and remove it
+        best = best.masked_fill(before >= top_p, -math.inf)
     kept = torch.full_like(values, -math.inf).scatter(-1, order, best)
     top = values.amax(-1, keepdim=True)
-    return torch.where(top.isnan(), top, kept)  # a NaN may rank last: `choose` must see it
+    return torch.where(top.isnan(), top, kept)  # a NaN may rank last and be cut; `choose` refuses rows with a NaN
 
 
 def ranked(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest values of each row, largest first, ties by lower index: [..., k]."""
-    bits = (values.float() + 0.0).view(torch.int32)  # adding zero makes -0.0 and 0.0 equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as signed integers, in the order of the floats
+    """Returns the indices [..., k] of the k largest values of each row, largest first, ties by lower index."""
+    bits = (values.float() + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # signed integers in the order of the floats
     last = values.shape[-1] - 1
     columns = torch.arange(values.shape[-1], device=values.device)
     keys = (ordered.long() << 32) | (last - columns)
@@ -315,8 +320,9 @@ def ranked(values: torch.Tensor, k: int) -> torch.Tensor:
 def perturbed(
     values: torch.Tensor, key: NoiseKey, stream: int = TARGET, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Values [R, V] plus Gumbel noise; columns are tokens 0..V-1 unless `token_ids` [V] says otherwise."""
+    """Returns values [R, V] plus Gumbel noise; `token_ids` [V] are the token ids of the columns (None: 0 to V - 1)."""
     kept_rows, kept_columns = (values > -math.inf).nonzero(as_tuple=True)
+    # One Philox call makes the noise of 4 neighbouring tokens: cheaper for all tokens than for more than a quarter.
     if token_ids is None and 4 * len(kept_rows) > values.numel():
         noise = uniform_vocabulary(key.seeds, key.sample_indices, key.positions, values.shape[-1], stream)
         return values + gumbel(noise)
@@ -329,8 +335,8 @@ def perturbed(
 
 
 def choose(values: torch.Tensor, params: Sequence[SamplingParams], key: NoiseKey) -> torch.Tensor:
-    """The target's choice for each row of processed logits [R, V]: token ids [R]. Raises ValueError where the largest
-    value of a row is not finite, for nothing could be drawn by it."""
+    """Returns the target's choice for each row of processed logits [R, V]: token ids [R]. Raises ValueError if the
+    largest value of a row is not finite."""
     largest = values.amax(-1)
     finite = largest.isfinite()
     if not finite.all():
@@ -350,17 +356,18 @@ def choose(values: torch.Tensor, params: Sequence[SamplingParams], key: NoiseKey
 
 def reject_or_accept(
     p: torch.Tensor,  # [R, V] the target's probabilities
-    draft: torch.Tensor,  # [R, V] the draft's processed logits, -inf for what it cannot draft
-    ranked_tokens: torch.Tensor,  # [R, K] drawn from the draft one after the other, none twice
-    offered: Sequence[bool],  # K: which of them are nodes of the tree
+    draft: torch.Tensor,  # [R, V] the draft's processed logits, -inf for tokens that it cannot draft
+    ranked_tokens: torch.Tensor,  # [R, K] drawn from the draft without replacement
+    offered: Sequence[bool],  # K: true for the ranks that are nodes of the tree
     key: NoiseKey,
-) -> torch.Tensor:  # [R] tokens
-    """The classical rule: try the offered tokens in turn, else draw from what is left of p."""
+) -> torch.Tensor:  # [R] token ids
+    """Classical rejection sampling: tries the offered tokens in order of rank; if all are rejected, draws from the
+    residual of p."""
     chosen = torch.full_like(ranked_tokens[:, 0], -1)
     for is_node, tokens in zip(offered, ranked_tokens.T[..., None], strict=True):  # tokens [R, 1]
         if is_node:
-            # From logits anew for every rank: probabilities of an overconfident draft underflow to zero. Where the
-            # draft has run out of tokens, what ranks from here on was not drawn from it and is not tried.
+            # Softmax of the remaining logits for every rank: renormalised probabilities of an overconfident draft would
+            # underflow to 0. A token whose draft logit is -inf was not drawn from the draft and is not tried.
             drawn = draft.gather(1, tokens) > -math.inf
             q = draft.masked_fill(~drawn, 0).softmax(-1)
             u = uniform(key.seeds, key.sample_indices, key.positions, tokens, ACCEPT)
@@ -368,7 +375,7 @@ def reject_or_accept(
             accepted = open_rows & (u * q.gather(1, tokens) < p.gather(1, tokens))
             chosen = torch.where(accepted, tokens, chosen[:, None])[:, 0]
             left = (p - q).clamp(min=0)
-            total = left.sum(-1, keepdim=True)  # zero only after a refusal that rounding alone allowed
+            total = left.sum(-1, keepdim=True)  # 0 only if p equals q and rounding rejected the token
             p = torch.where(open_rows & ~accepted & (total > 0), left / total, p)
         draft = draft.scatter(1, tokens, -math.inf)
     return torch.where(chosen < 0, perturbed(p.log(), key, TARGET).argmax(-1), chosen)

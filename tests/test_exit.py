@@ -553,7 +553,7 @@ def test_a_prompts_own_tokens_are_offered_too() -> None:
     exit = trained_once("llama").exit
     offering = exit.offering(torch.tensor([5, 9, 11]), [[4, 9, 4], [100, 5]])
     assert offering.head_rows is not None
-    assert offering.head_rows.tolist() == [5, 9, 11, 4, 100] and offering.guests == 2
+    assert offering.head_rows.tolist() == [5, 9, 11, 4, 100] and offering.prompt_rows == 2
     assert offering.block is exit.block and offering.norm is exit.norm
 
 
@@ -569,11 +569,11 @@ def test_a_prompt_without_other_tokens_takes_the_rows_as_they_are(prompts: list[
 def test_rows_are_joined_by_those_of_prompts_and_leave_the_domain_its_own(seed: int, dtype: torch.dtype) -> None:
     ids = head_rows(seed).to(dtype)
     rows, prompts = HeadRows(ids), [random_tokens(12, seed), random_tokens(7, seed + 1)]
-    joined = rows.joined_by(prompts)
+    joined = rows.with_tokens_of(prompts)
     assert joined.dtype == dtype
     assert joined.tolist() == [*ids.tolist(), *sorted({*prompts[0], *prompts[1]} - set(ids.tolist()))]
     assert torch.equal(rows.ids, head_rows(seed).to(dtype))
-    assert rows.joined_by([]) is ids, "what one request brings is no other's"
+    assert rows.with_tokens_of([]) is ids, "what one request brings is no other's"
 
 
 def test_without_rows_of_its_own_a_domain_offers_everything() -> None:

@@ -1,1 +1,1 @@
-"""The paged KV cache."""
+"""The paged KV cache, its size, and the token layout of a pass."""

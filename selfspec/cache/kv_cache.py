@@ -1,9 +1,10 @@
-"""The one KV cache: pages of 64 positions, allocated once, shared by draft and verify, rolled back by length.
+"""The paged KV cache: pages of 64 slots, allocated once for all layers, with reference counts and copy on write.
 
-A sequence holds pages and a committed length. During a step the draft partition (layers below the exit, and the exit
-block's own layer) writes ahead of the verify partition; commit makes the accepted path contiguous in all layers and
-advances the length. Slots past the length are dead and overwritten later: that is the rollback. Knows slots and pages,
-not tokens or attention.
+A sequence holds a list of pages and a committed length; slot i of a sequence is slot i % 64 of its page i // 64. During
+a step the draft pass (layers below the exit, and the exit block's layer) writes slots past the length, then the verify
+pass (the remaining layers) writes the same slots. Commit moves the accepted path's slots so that they follow the length
+in every layer, and advances the length. Slots past the length are never read again and are overwritten by the next
+step: that is the rollback. This module handles slots and pages; it knows no tokens, positions or attention masks.
 """
 
 from __future__ import annotations
@@ -20,48 +21,48 @@ from selfspec.models.config import ModelConfig
 
 
 class CacheFull(RuntimeError):
-    """Too few pages are free."""
+    """The request needs more pages than are free."""
 
 
 @dataclass(eq=False)
 class KVPages:
-    """One sequence's share of the cache."""
+    """One sequence's pages, in the order of its slots, and its committed length."""
 
     pages: list[int] = field(default_factory=list)
-    length: int = 0  # committed positions; slots below it hold their position's keys and values in every layer
-    drafted: int = 0  # slots past the length that the draft partition has written in this step
-    verified: int = 0  # slots past the length that the verify partition has written in this step
+    length: int = 0  # committed slots: slot i < length holds the keys and values of position i in every layer
+    drafted: int = 0  # slots past the length that the draft pass of this step has written
+    verified: int = 0  # slots past the length that the verify pass of this step has written
     closed: bool = False
 
 
 @dataclass(frozen=True)
 class SwappedPages:
-    """A sequence's pages in host memory: [layers, pages, page size, Hkv, D]."""
+    """Copies of a preempted sequence's pages in host memory."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: torch.Tensor  # [layers + 1, pages, 64, Hkv, D]
+    values: torch.Tensor  # as keys
     length: int
 
 
 class Cache:
-    """A fixed number of pages for all layers plus one: index `num_layers` holds the exit block's keys and values."""
+    """Keys and values [layers + 1, pages, 64, Hkv, D]; layer index `num_layers` is the exit block's."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, num_pages: int) -> None:
         self.exit_layer_index = config.num_layers
         shape = (config.num_layers + 1, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        # Zeros, not empty: masked slots are still multiplied by a zero weight, which NaN garbage would survive.
+        # Zeros, not empty: attention multiplies masked slots by a zero weight, and 0 * NaN is NaN.
         try:
             self.keys, self.values = (_zeros(shape, device, dtype) for _ in range(2))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise CacheFull(
-                f"no memory for a KV cache of {num_pages} pages of {PAGE_SIZE} positions "
+                f"not enough memory for a KV cache of {num_pages} pages of {PAGE_SIZE} positions "
                 f"({num_pages * page_nbytes(config, dtype) / 1e9:.1f} GB): pass a smaller kv_cache_gb, max_length or "
                 "max_batch when building the engine"
             ) from error
         self._free = list(reversed(range(num_pages)))
-        self._owners = [0] * num_pages  # how many sequences hold each page
+        self._owners = [0] * num_pages  # number of sequences that hold each page
 
     @property
     def num_pages(self) -> int:
@@ -79,60 +80,61 @@ class Cache:
         return KVPages()
 
     def close(self, sequence: KVPages) -> None:
-        """Returns the sequence's pages; closing twice is harmless."""
+        """Releases the sequence's pages; a second call does nothing."""
         self._release(sequence.pages)
         sequence.pages.clear()
         sequence.length = sequence.drafted = sequence.verified = 0
         sequence.closed = True
 
     def missing_pages(self, sequence: KVPages, slots: int) -> int:
-        """Pages that `reserve` would take for this many slots."""
+        """Number of free pages that `reserve` would take."""
         return max(-(-slots // PAGE_SIZE) - len(sequence.pages), 0) + self._shares_last_page(sequence)
 
     def reserve(self, sequence: KVPages, slots: int) -> None:
-        """Makes sure that the first `slots` slots have pages, and that no other sequence holds the pages past the
-        length; all or nothing."""
+        """Gives the sequence pages for its first `slots` slots, and makes every slot past the length writable: copies
+        the last page if another sequence holds it too. Raises CacheFull, and changes nothing, if too few are free."""
         if sequence.closed:
             raise ValueError("this sequence is closed; open a new one")
         needed = self.missing_pages(sequence, slots)
         if needed > len(self._free):
             raise CacheFull(
-                f"the KV cache is full: {self.num_pages} pages of {PAGE_SIZE} positions, {len(self._free)} of them "
-                f"free and {needed} needed. Close other streams, send fewer or shorter prompts, or build the engine "
-                "with a larger kv_cache_gb."
+                f"the KV cache is full: it has {self.num_pages} pages of {PAGE_SIZE} positions, {len(self._free)} of "
+                f"them free, and {needed} more are needed. Close other streams, send fewer or shorter prompts, or "
+                "build the engine with a larger kv_cache_gb."
             )
         if self._shares_last_page(sequence):
             self._copy_page(sequence, sequence.length // PAGE_SIZE)
         sequence.pages += [self._take() for _ in range(-(-slots // PAGE_SIZE) - len(sequence.pages))]
 
     def _shares_last_page(self, sequence: KVPages) -> bool:
+        """True if the next slot lies in a partly filled page that another sequence holds too."""
         last, offset = divmod(sequence.length, PAGE_SIZE)
         return offset != 0 and self._owners[sequence.pages[last]] > 1
 
     def fork(self, parent: KVPages) -> KVPages:
-        """A sequence with the same committed content. Full pages stay shared; the partly filled last one is copied by
-        the first sequence that writes to it."""
+        """Returns a sequence with the same committed slots. All pages are shared; `reserve` copies a partly filled last
+        page before one of the sequences writes to it."""
         pages = parent.pages[: -(-parent.length // PAGE_SIZE)]
         for page in pages:
             self._owners[page] += 1
         return KVPages(pages, parent.length)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores k and v [B, M, Hkv, D] of one layer at flat slots [B * M]. Values that are not finite are stored as
-        0: a zero attention weight on a masked slot would not cancel them. Their rows' own states stay as they are."""
-        for tensor, rows in ((self.keys, k), (self.values, v)):
-            finite = torch.nan_to_num(rows.flatten(0, 1), nan=0.0, posinf=0.0, neginf=0.0)
-            tensor[layer].flatten(0, 1).index_copy_(0, slots, finite)
+        """Stores k and v [B, M, Hkv, D] of one layer at flat slots [B * M]. Stores 0 for values that are not finite:
+        the zero attention weight of a masked slot would not cancel them."""
+        for stored, given in ((self.keys, k), (self.values, v)):
+            finite = torch.nan_to_num(given.flatten(0, 1), nan=0.0, posinf=0.0, neginf=0.0)
+            stored[layer].flatten(0, 1).index_copy_(0, slots, finite)
 
     def commit(self, sequences: Seq[KVPages], paths: Seq[Seq[int]]) -> None:
-        """Accepts for each sequence the nodes of `paths` (slots past its length, ascending): they become its newest
-        positions in every layer, and everything else past its length is dropped."""
+        """Moves the slots of each sequence's accepted path (nodes in ascending order, the root first) to the slots that
+        follow its length, in every layer, and advances the length. Drops all other slots past it."""
         source: list[int] = []
         target: list[int] = []
         for sequence, path in zip(sequences, paths, strict=True):
             written = min(sequence.drafted, sequence.verified)
             if any(not 0 <= node < written for node in path) or list(path) != sorted(set(path)):
-                raise ValueError(f"path {list(path)} does not ascend through the {written} slots written this step")
+                raise ValueError(f"path {list(path)} must ascend within the {written} slots written in this step")
             for offset, node in enumerate(path):
                 if node != offset:
                     source.append(flat_slot(sequence, sequence.length + node))
@@ -146,26 +148,29 @@ class Cache:
             sequence.drafted = sequence.verified = 0
 
     def extend(self, sequence: KVPages, count: int) -> None:
-        """Makes the next `count` slots, which a prefill pass has written in every layer, the newest positions."""
+        """Advances the length by `count` slots, which a prefill pass has written in every layer."""
         sequence.length += count
         sequence.drafted = sequence.verified = 0
 
     def abort(self, sequences: Seq[KVPages]) -> None:
-        """Drops what this step has written past the committed lengths."""
+        """Drops the slots that this step has written past the committed lengths."""
         for sequence in sequences:
             sequence.drafted = sequence.verified = 0
 
     def truncate(self, sequence: KVPages, length: int) -> None:
-        """Cuts the committed length back; pages that are no longer needed are returned."""
+        """Reduces the committed length and releases the pages past it."""
         if not 0 <= length <= sequence.length:
-            raise ValueError(f"cannot cut a sequence of {sequence.length} positions to {length}")
+            raise ValueError(
+                f"cannot truncate a sequence of {sequence.length} positions to {length}; give a length from 0 to "
+                f"{sequence.length}"
+            )
         keep = -(-length // PAGE_SIZE)
         self._release(sequence.pages[keep:])
         del sequence.pages[keep:]
         sequence.length, sequence.drafted, sequence.verified = length, 0, 0
 
     def swap_out(self, sequence: KVPages) -> SwappedPages:
-        """Copies the committed pages to host memory and returns them to the pool. The sequence keeps nothing."""
+        """Copies the committed pages to host memory and releases all of the sequence's pages."""
         pages = self._indices(sequence.pages[: -(-sequence.length // PAGE_SIZE)])
         swapped = SwappedPages(self.keys[:, pages].cpu(), self.values[:, pages].cpu(), sequence.length)
         self._release(sequence.pages)
@@ -174,7 +179,7 @@ class Cache:
         return swapped
 
     def swap_in(self, sequence: KVPages, swapped: SwappedPages) -> None:
-        """Takes pages for what was swapped out and copies it back, bit for bit."""
+        """Takes free pages for a swapped-out sequence and copies its pages back, bit for bit."""
         self.reserve(sequence, swapped.length)
         pages = self._indices(sequence.pages[: swapped.keys.shape[1]])
         self.keys[:, pages] = swapped.keys.to(self.keys.device)
@@ -185,6 +190,7 @@ class Cache:
         return torch.tensor(pages, dtype=torch.int64, device=self.keys.device)
 
     def _copy_page(self, sequence: KVPages, index: int) -> None:
+        """Replaces a shared page of the sequence by a copy."""
         shared, own = sequence.pages[index], self._take()
         for tensor in (self.keys, self.values):
             tensor[:, own] = tensor[:, shared]
@@ -197,7 +203,8 @@ class Cache:
         return page
 
     def _release(self, pages: Seq[int]) -> None:
-        """The last one first, so that the next sequence gets neighbouring pages again."""
+        """Drops one reference to each page. Frees the last page first: pages are taken from the end of the free list,
+        so the next sequence gets them in ascending order, and attention reads a contiguous range without a gather."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:
@@ -205,30 +212,31 @@ class Cache:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros; in host memory the system commits a page only when it is first written."""
+    """Returns zeros. In host memory by numpy (calloc): the operating system commits memory on the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def page_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one page: keys and values of all layers and of the exit block."""
+    """Returns the bytes of one page: keys and values of all layers and of the exit block."""
     return 2 * (config.num_layers + 1) * PAGE_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch failed for want of memory; CUDA faults and other errors are RuntimeErrors too."""
+    """True for an allocation that failed; on the CPU torch raises a plain RuntimeError, as for other faults."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def compact(pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies flat slots `source` [n] to `target` [n] in all layers of pages [layers, pages, page size, Hkv, D].
 
-    Reads everything before it writes: a target may be another entry's source.
+    Reads all sources before it writes: a target may be the source of another entry.
     """
     flat = pages.flatten(1, 2)  # [layers, slots, Hkv, D]
     flat[:, target] = flat[:, source]
 
 
 def flat_slot(sequence: KVPages, slot: int) -> int:
+    """Index of a sequence's slot among all slots of a layer, pages flattened."""
     return sequence.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE

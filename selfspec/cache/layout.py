@@ -1,4 +1,7 @@
-"""Where the rows of one pass stand in the cache: their slots, positions, and what each of them may attend to."""
+"""The token layout of one pass: the cache slot, position and attention mask of each of its rows.
+
+Computes indices and masks from page tables, committed lengths and the nodes of a plan; holds no keys, values or tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from selfspec.cache.kv_cache import PAGE_SIZE, KVPages, flat_slot
 
 
 class Rows:
-    """M rows for each of B sequences, at the same tree nodes in all of them.
+    """M rows of hidden states for each of B sequences, one row per tree node; the nodes are the same in all sequences.
 
-    Row m of a sequence of length l is node `nodes[m]`: its slot is l + node, its position l + depth of the node. It
-    sees every committed slot, and past them the slots of its ancestors and itself.
+    Row m of a sequence with committed length l is node `nodes[m]`: its slot is l + node, its position l + depth of the
+    node. It attends to every committed slot, to the slots of its ancestors and to its own.
     """
 
     def __init__(
         self,
         sequences: Seq[KVPages],
         nodes: range,
-        depths: torch.Tensor,  # [K] depth of every node up to the last row's, K = nodes.stop
-        ancestors: torch.Tensor,  # [M, K] bool: which nodes each row sees
+        depths: torch.Tensor,  # [K] depths of nodes 0 to K - 1, K = nodes.stop
+        ancestors: torch.Tensor,  # [M, K] bool: the nodes that each row attends to
         device: torch.device,
-        all_ancestors: bool | None = None,  # whether that is all of them, where it is known without a look
+        all_ancestors: bool | None = None,  # ancestors.all() if the caller has it: reading it waits for the device
     ) -> None:
         self.sequences = sequences
         self.nodes = nodes
@@ -33,20 +36,21 @@ class Rows:
         self.depths = depths.to(device)
         self.ancestors = ancestors.to(device)
         self.positions = self.lengths[:, None] + self.depths[nodes.start : nodes.stop]  # [B, M]
-        self.slots = max(sequence.length for sequence in sequences) + nodes.stop  # S: slots that any row may see
+        self.slots = max(sequence.length for sequence in sequences) + nodes.stop  # S: slots that some row attends to
         self._all_ancestors = bool(ancestors.all()) if all_ancestors is None else all_ancestors
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
-        self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # the model's, of the positions
+        self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # filled by Decoder.rotations_of
 
     @classmethod
     def causal(cls, sequences: Seq[KVPages], count: int, device: torch.device) -> Rows:
-        """`count` known tokens after every sequence: a chain, every row of which sees the ones before it."""
+        """The layout of `count` tokens that follow each sequence; each attends to the ones before it."""
         return cls(sequences, range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
 
     @cached_property
     def pages(self) -> torch.Tensor | slice:
-        """The pages of each sequence [B, P]; for one whose pages lie one behind the other, simply their range."""
+        """The sequences' page tables [B, P], padded with page 0; a slice if there is one sequence and its pages are
+        contiguous, which spares attention a gather."""
         needed = -(-self.slots // PAGE_SIZE)
         table = [(sequence.pages + [0] * needed)[:needed] for sequence in self.sequences]
         first = table[0][0]
@@ -60,20 +64,21 @@ class Rows:
         return torch.tensor(flat, device=self.device)
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """[B, M, S] bool, or None where every row sees every slot. Built once a pass, for all layers alike."""
+        """[B, M, S] bool: the slots each row attends to; None if each row attends to all S. Kept for all layers with
+        the same window: a row at position t attends to positions above t - window (None: to all)."""
         if window is not None and window >= self.slots:
             window = None
         if window not in self._masks:
-            everything = window is None and self._same_length and self._all_ancestors
-            self._masks[window] = None if everything else self._build_mask(window)
+            unmasked = window is None and self._same_length and self._all_ancestors
+            self._masks[window] = None if unmasked else self._build_mask(window)
         return self._masks[window]
 
     def _build_mask(self, window: int | None) -> torch.Tensor:
-        node = torch.arange(self.slots, device=self.device) - self.lengths[:, None]  # [B, S]: below 0, committed
-        known = node.clamp(0, self.nodes.stop - 1)
-        of_tree = self.ancestors[:, known].transpose(0, 1)  # [B, M, S]
+        node = torch.arange(self.slots, device=self.device) - self.lengths[:, None]  # [B, S]; negative: committed slot
+        index = node.clamp(0, self.nodes.stop - 1)
+        of_tree = self.ancestors[:, index].transpose(0, 1)  # [B, M, S]
         visible = (node < 0)[:, None] | (of_tree & ((node >= 0) & (node < self.nodes.stop))[:, None])
         if window is not None:
-            slot_position = self.lengths[:, None] + torch.where(node < 0, node, self.depths[known])  # [B, S]
+            slot_position = self.lengths[:, None] + torch.where(node < 0, node, self.depths[index])  # [B, S]
             visible &= slot_position[:, None] > self.positions[:, :, None] - window
         return visible

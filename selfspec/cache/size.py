@@ -1,4 +1,7 @@
-"""How many pages the KV cache gets: decided once, when an engine is built."""
+"""Computes the number of KV cache pages from the context, the batch limit and the free memory, when an engine is built.
+
+Allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from selfspec.memory import device_room
 from selfspec.models.config import ModelConfig
 from selfspec.speculation.plan import SPARE_POSITIONS
 
-USUAL_BATCH = 16  # texts of the full context that the cache has room for, unless max_batch is given
-SHARE = 0.5  # of the memory that is free once the weights are loaded: the rest is for graphs and other programs
+USUAL_BATCH = 16  # sequences of the full context that fit unless max_batch is given: above 16 nothing is drafted
+SHARE = 0.5  # part of the memory left after loading the weights: CUDA graphs and other programs need the rest
 
 
 def cache_pages(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    context: int,  # positions of a text, at most
+    context: int,  # most positions of one sequence
     max_batch: int | None,
     kv_cache_gb: float | None,
 ) -> int:
-    """Room for `max_batch` texts of the full context (16 unless given), but at most half of the memory that is free;
-    `kv_cache_gb` (10^9 bytes) overrides both. Always enough for one short text."""
+    """Returns the pages for `max_batch` sequences of the full context (16 unless given), but at most half of the free
+    memory; `kv_cache_gb` (10^9 bytes) overrides both. Never returns fewer than a sequence of 64 positions needs."""
     size, least = page_nbytes(config, dtype), pages_for(PAGE_SIZE + SPARE_POSITIONS) + 1
     if kv_cache_gb is not None:
         if isinstance(kv_cache_gb, bool) or not isinstance(kv_cache_gb, int | float) or not kv_cache_gb > 0:
@@ -30,8 +33,8 @@ def cache_pages(
         pages = int(kv_cache_gb * 1e9 / size)
         if pages < least:
             raise ValueError(
-                f"kv_cache_gb={kv_cache_gb:g} holds {pages} pages of {PAGE_SIZE} positions, and {least} are needed at "
-                f"least: pass {least * size / 1e9:.2g} or more"
+                f"kv_cache_gb={kv_cache_gb:g} holds {pages} pages of {PAGE_SIZE} positions, and at least {least} are "
+                f"needed: pass {least * size / 1e9:.2g} or more"
             )
         return pages
     wanted = (max_batch or USUAL_BATCH) * pages_for(context + SPARE_POSITIONS) + 1
@@ -39,4 +42,5 @@ def cache_pages(
 
 
 def pages_for(positions: int) -> int:
+    """Pages that hold this many positions of one sequence."""
     return -(-positions // PAGE_SIZE)

@@ -101,7 +101,7 @@ def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> floa
     """Seconds that a row of the draft head adds to a depth: a chain over all of the exit's rows takes `chain`, and is
     compared with one over a quarter of them."""
     rows = torch.arange(exit.vocabulary, device=engine.model.device) if exit.head_rows is None else exit.head_rows
-    fewer = replace(exit, head_rows=rows[::_HEAD_STEP], shared=None, guests=0)
+    fewer = replace(exit, head_rows=rows[::_HEAD_STEP], domain_rows=None, prompt_rows=0)
     saved = exit.vocabulary - fewer.vocabulary
     if not saved:
         return 0.0

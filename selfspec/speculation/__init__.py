@@ -1,1 +1,1 @@
-"""Plans, draft trees and exits."""
+"""Plans, draft trees, exits and their scoring."""

@@ -1,6 +1,6 @@
-"""A draft in progress: the tree of one cycle as tensors, level by level, and its shape on the device.
+"""The draft tree of one step as tensors: tokens, hidden states and rankings of its nodes, and the plan's shape.
 
-Only holds; who fills it, and what is accepted of it, is `runtime`'s business.
+Holds tensors only: `TorchBackend` drafts, verifies and accepts.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from selfspec.speculation.plan import Plan
 
 @dataclass
 class Draft:
-    """The tree drafted in one cycle, for B rows."""
+    """The draft tree of one step for B sequences; n is the number of nodes of the plan."""
 
     plan: Plan
     tokens: torch.Tensor  # [B, n+1], the root's first
-    hidden: torch.Tensor  # [B, n+1, hidden] after layer N-1
-    rows: Rows | None = None  # where the newest level stands
-    # For each level but the last, of its M nodes:
-    reads: list[torch.Tensor] = field(default_factory=list)  # [B, M, hidden] what the exit's head read
-    ranked: list[torch.Tensor] = field(default_factory=list)  # [B, M, width] the best draft tokens in order
-    logits: list[torch.Tensor] = field(default_factory=list)  # [B, M, V], processed; for rejection only
+    hidden: torch.Tensor  # [B, n+1, hidden]: output of layer N-1
+    rows: Rows | None = None  # layout of the newest level
+    # One entry for each level but the last, M being the number of its nodes:
+    reads: list[torch.Tensor] = field(default_factory=list)  # [B, M, hidden]: normed states, the exit head's input
+    ranked: list[torch.Tensor] = field(default_factory=list)  # [B, M, width]: draft token ids, best first
+    logits: list[torch.Tensor] = field(default_factory=list)  # [B, M, V]: processed draft logits, for rejection only
 
     def at(self, node: int) -> tuple[int, int]:
-        """A node's level and its place in it."""
+        """Returns a node's depth and its index within the level of that depth."""
         depth = self.plan.depths[node]
         return depth, node - self.plan.levels[depth].start
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Some nodes of a plan as tensors on the device."""
+    """M contiguous nodes of a plan, as tensors on the device; K is one more than the last node."""
 
-    depths: torch.Tensor  # [K] of every node up to the last of these
+    depths: torch.Tensor  # [K]: depths of nodes 0 to K - 1
     ancestors: torch.Tensor  # [M, K] bool
-    all: bool  # whether every node sees every other
-    parents: torch.Tensor  # [M] the place of each node's parent among the nodes of the level before; the root has none
-    ranks: torch.Tensor  # [M]
+    all: bool  # ancestors.all(), read on the host
+    parents: torch.Tensor  # [M] index of each node's parent within the level above; the root has no entry
+    ranks: torch.Tensor  # [M]; the root has no entry
 
     @classmethod
     def of(cls, plan: Plan, nodes: range, device: torch.device) -> Shape:

@@ -1,6 +1,8 @@
-"""Fills the exit block's KV for plainly decoded tokens in batches, and scores its drafts.
+"""Fills the exit block's keys and values of plainly decoded tokens, many positions at a time, and scores its drafts.
 
-The states come from plain steps, which compute them anyway. What follows from the scores is decided by the governor.
+A plain step computes the states that the exit needs but does not run the exit. This module keeps these states, runs the
+exit over them later, and ranks each decoded token among the tokens that the exit would have drafted. The governor
+decides by these ranks; nothing here drafts or changes a token.
 """
 
 from __future__ import annotations
@@ -16,19 +18,21 @@ from selfspec.kernels.philox import gumbel, uniform
 from selfspec.sampling import TARGET, NoiseKey, SamplingParams
 from selfspec.speculation.exit import Exit
 
-OFFERED = 8  # best draft tokens that are looked at: a token beyond them is a miss
-PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
-FEW = 8  # positions of it, or at first of what waits, that are looked at where every row costs; fewer tell nothing
-_NOISY = 256  # best draft tokens whose noise is looked up
+OFFERED = 8  # draft tokens that are ranked for each position; a decoded token that is not among them is a miss
+PROMPT_END = 32  # positions at the end of a prompt at which the exit is compared with the model
+FEW = 8  # positions scored at a time on a CPU, where a pass takes longer with every row; also those of a first score
+_NOISY = 256  # best draft tokens that get noise when sampling: one beyond them is hardly ever among the best 8
 
 
 class Waiting:
-    """States of one sequence's newest positions, which the exit's cache does not have yet. They are copied: to keep
-    what every step has just made would leave holes all over the memory that the next steps work in."""
+    """States of one sequence's unfilled positions: its newest ones, for which the exit block has no keys and values.
+
+    Copies states into one growing buffer: keeping the tensors of every step would fragment the memory.
+    """
 
     def __init__(self) -> None:
         self._count = 0
-        # Of each position the hidden state after layer N, and [2 * hidden] what was known one position before.
+        # Of each position: the hidden state after layer N [hidden], and the feature of the previous one [2 * hidden].
         self._states: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -36,13 +40,15 @@ class Waiting:
 
     @property
     def states(self) -> list[torch.Tensor]:
+        """Hidden states [T, hidden] and features of the previous positions [T, 2 * hidden] of the T positions."""
         return [states[: self._count] for states in self._states]
 
     def add(self, *states: torch.Tensor) -> None:
+        """Appends the states of one position, each a vector."""
         if not self._states or self._count == len(self._states[0]):
             grown = [state.new_empty(max(32, 2 * self._count), len(state)) for state in states]
-            for new, old in zip(grown, self._states, strict=False):
-                new[: self._count] = old
+            for larger, kept in zip(grown, self._states, strict=False):
+                larger[: self._count] = kept
             self._states = grown
         for kept, state in zip(self._states, states, strict=True):
             kept[self._count] = state
@@ -54,19 +60,19 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Caught:
-    """What waited, taken for the exit's cache: of the newest positions [B, T, ...] of some sequences."""
+    """The states of the newest T positions of B sequences, to be run through the exit."""
 
     sequences: Seq[KVPages]
-    hidden: torch.Tensor
-    previous: torch.Tensor
+    hidden: torch.Tensor  # [B, T, hidden]: output of layer N - 1
+    previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
 
     @classmethod
     def of(cls, sequences: Seq[KVPages], waiting: Seq[Waiting]) -> Caught:
-        """The same number of positions of every sequence; nothing waits any more."""
-        states = zip(*(of_row.states for of_row in waiting), strict=True)
-        hidden, previous = (torch.stack(of_rows) for of_rows in states)
-        for of_row in waiting:
-            of_row.clear()
+        """Takes all unfilled states of the sequences, which must have the same number of them, and clears them."""
+        states = zip(*(of_sequence.states for of_sequence in waiting), strict=True)
+        hidden, previous = (torch.stack(of_sequences) for of_sequences in states)
+        for of_sequence in waiting:
+            of_sequence.clear()
         return cls(sequences, hidden, previous)
 
     @property
@@ -75,18 +81,19 @@ class Caught:
 
     @torch.inference_mode()
     def fill(self, exit: Exit, cache: Cache) -> None:
-        """Stores the exit's keys and values of all of them."""
+        """Stores the exit block's keys and values of all T positions."""
         exit.fill(self.hidden, self.previous, newest(self.sequences, self.count, exit.model.device), cache)
 
     @torch.inference_mode()
     def read(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """What the exit's head reads at some of them [B, M, hidden]; their keys and values are stored too."""
+        """Returns the exit's normed states [B, stop - start, hidden] at positions start to stop - 1 of the T, and fills
+        the block's keys and values there."""
         at = newest(self.sequences, stop - start, exit.model.device, after=self.count - stop)
         return exit.read(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
 
 
 def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int = 0) -> Rows:
-    """The rows of the last `count` committed positions, but for some after them."""
+    """The layout of `count` committed positions of each sequence, the last `after` of which are left out."""
     before = [KVPages(sequence.pages, sequence.length - after - count) for sequence in sequences]
     return Rows.causal(before, count, device)
 
@@ -95,18 +102,18 @@ def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int
 def ranks(
     exit: Exit, read: torch.Tensor, tokens: torch.Tensor, params: Seq[SamplingParams], key: NoiseKey
 ) -> torch.Tensor:
-    """Which rank each of these tokens [B, M] would have had among the drafts there; OFFERED for a miss. `params` are
-    those of each sequence, `key` is the noise of each token."""
+    """Returns the rank [B, M] that each decoded token [B, M] has among the exit's draft tokens at its position, OFFERED
+    for a miss. `read` are the exit's normed states, `params` the B sequences', `key` has B * M entries."""
     logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
     samples = any(of.do_sample for of in params)
     values, columns = logits.topk(min(_NOISY if samples else OFFERED, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
     if samples:
-        heat = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
+        temperature = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
         sampled = torch.tensor([of.do_sample for of in params], device=logits.device)
-        heat, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (heat, sampled))
+        temperature, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (temperature, sampled))
         noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
-        values = values / heat + torch.where(sampled, noise, 0.0)
+        values = values / temperature + torch.where(sampled, noise, 0.0)
         drafted = drafted.gather(1, values.topk(min(OFFERED, values.shape[-1]), dim=-1).indices)
     found = drafted == tokens.flatten()[:, None]
     rank = torch.where(found.any(1), found.int().argmax(1), OFFERED)
@@ -117,9 +124,9 @@ def ranks(
 def prompt_agreement(
     exit: Exit, cache: Cache, sequences: Seq[KVPages], hidden: torch.Tensor, previous: torch.Tensor, read: torch.Tensor
 ) -> list[float]:
-    """The share of the last positions of each prompt at which the exit's best token is the model's own; `read` is what
-    the model's head read there [B, M, hidden]."""
+    """Returns for each prompt the share of its last M positions at which the exit's best token is the model's; `read`
+    are the model's normed final states there [B, M, hidden]."""
     model = exit.model
-    drafted = exit.read(hidden, previous, newest(sequences, hidden.shape[1], model.device), cache)
-    guesses = exit.to_token_ids(exit.logits(drafted).argmax(-1))
-    return (guesses == model.project(read, model.head).argmax(-1)).float().mean(1).tolist()
+    exit_read = exit.read(hidden, previous, newest(sequences, hidden.shape[1], model.device), cache)
+    drafted = exit.to_token_ids(exit.logits(exit_read).argmax(-1))
+    return (drafted == model.project(read, model.head).argmax(-1)).float().mean(1).tolist()

@@ -1,7 +1,8 @@
-"""Plans: the shape of the tree of tokens drafted in one cycle, as plain data.
+"""Plan: the shape of the draft tree of one step, as plain data.
 
-Node 0 is the root (the newest committed token); drafted nodes are 1..n, ordered by depth, each with a parent and a
-rank: rank r means the parent's r-th best draft token. Nothing here knows tokens, tensors of a model, or the cache.
+Node 0 is the root (the newest committed token). Drafted nodes are 1..n, ordered by depth; each has a parent and a rank:
+the node with rank r is the parent's draft token of rank r, rank 0 being the best. A plan holds no tokens, no tensors of
+a model and no cache slots.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import torch
 
 from selfspec.kernels.constants import MAX_NODES
 
-DEEPEST_PLAN = 5  # depth of the plans that calibration measures and the governor chooses from
-MAX_STEP_ROWS = 1024  # rows of one verify pass, of all sequences together: bounds its buffers
-SPARE_POSITIONS = 3 * (MAX_NODES + 1)  # past its end that a text may be drafted to before that is noticed
+DEEPEST_PLAN = 5  # largest depth of the plans that calibration measures and the governor chooses from
+MAX_STEP_ROWS = 1024  # rows of one verify pass, all sequences together: bounds its buffers
+# Cache positions past a sequence's longest length: a step needs slots for its nodes and root, for the path that it
+# accepts and for the path of the step in flight before it, each at most MAX_NODES + 1.
+SPARE_POSITIONS = 3 * (MAX_NODES + 1)
 
 _FORMS = "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1; the empty plan is plain decoding."""
+    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1. The plan without nodes decodes plainly."""
 
     parents: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -53,10 +56,10 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.parents, self.ranks))  # once: plans are looked up many times a cycle
+        return hash((self.parents, self.ranks))  # computed once: plans are dictionary keys in every step
 
     def __str__(self) -> str:
-        """The shortest form that `parse` reads back as this plan."""
+        """Returns the shortest string that `parse` reads as this plan."""
         return self._name
 
     @cached_property
@@ -65,7 +68,7 @@ class Plan:
             return "none"
         widths = tuple(self.width(level) for level in self.levels[:-1])
         nodes = sum(prod(widths[: depth + 1]) for depth in range(self.depth))
-        if nodes == len(self) and self == Plan.tree(widths):  # no child is missing, and none out of order
+        if nodes == len(self) and self == Plan.tree(widths):  # every node has all its children, in order of rank
             return f"chain:{self.depth}" if self.is_chain else "tree:" + ",".join(map(str, widths))
         pairs = zip(self.parents, self.ranks, strict=True)
         return "nodes:" + ",".join(f"{parent}.{rank}" for parent, rank in pairs)
@@ -75,7 +78,7 @@ class Plan:
 
     @classmethod
     def parse(cls, plan: str | Plan | Iterable[tuple[int, int]]) -> Plan:
-        """Reads any form of plan: a string, an iterable of (parent, rank), or a Plan."""
+        """Returns the plan given as a string, as an iterable of (parent, rank), or as a Plan."""
         if isinstance(plan, Plan):
             return plan
         if not isinstance(plan, str):
@@ -96,7 +99,7 @@ class Plan:
 
     @classmethod
     def from_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Plan:
-        """The general form: (parent, rank) for each node, depth by depth."""
+        """Returns the plan with these nodes, each (parent, rank), depth by depth."""
         try:
             pairs = [(index(parent), index(rank)) for parent, rank in nodes]
         except (TypeError, ValueError) as error:
@@ -107,14 +110,15 @@ class Plan:
 
     @classmethod
     def from_paths(cls, paths: Iterable[tuple[int, ...]]) -> Plan:
-        """The plan whose nodes have these ranks from the root down; every path's beginning must be among them."""
+        """Returns the plan with one node per path, a path being the ranks from the root to the node; every prefix of a
+        path must be among the paths."""
         ordered = sorted(paths, key=lambda path: (len(path), path))
         number = {(): 0} | {path: index for index, path in enumerate(ordered, start=1)}
         return cls.from_nodes((number[path[:-1]], path[-1]) for path in ordered)
 
     @classmethod
     def tree(cls, widths: tuple[int, ...]) -> Plan:
-        """`widths[d]` children for every node of depth d."""
+        """Returns the tree in which every node of depth d has `widths[d]` children."""
         if not widths or min(widths) < 1:
             raise ValueError(f"a plan needs at least one node at every depth, got widths {widths}; write {_FORMS}")
         parents: list[int] = []
@@ -132,7 +136,7 @@ class Plan:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Depth of every node, the root's 0 first."""
+        """Depth of every node, the root first (0)."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -144,41 +148,41 @@ class Plan:
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
-        """Nodes of each depth, the root's level first; a level is a contiguous range."""
+        """The nodes of each depth as a range, the root's first."""
         counts = [self.depths.count(depth) for depth in range(self.depth + 1)]
         starts = [sum(counts[:depth]) for depth in range(self.depth + 1)]
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children of every node, root included, best rank first."""
-        kids: list[list[int]] = [[] for _ in self.depths]
+        """The children of every node, the root included, in order of rank (best first)."""
+        children: list[list[int]] = [[] for _ in self.depths]
         for node, parent in enumerate(self.parents, start=1):
-            kids[parent].append(node)
-        return tuple(tuple(sorted(k, key=lambda node: self.ranks[node - 1])) for k in kids)
+            children[parent].append(node)
+        return tuple(tuple(sorted(nodes, key=lambda node: self.ranks[node - 1])) for nodes in children)
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
-        """[n+1, n+1] bool: row i is true at i and at every ancestor of i."""
+        """[n+1, n+1] bool: entry [i, j] is true if j is i or an ancestor of i."""
         mask = torch.eye(len(self) + 1, dtype=torch.bool)
         for node, parent in enumerate(self.parents, start=1):
             mask[node] |= mask[parent]
         return mask
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root down to this one."""
+        """The nodes from the root to this one, both included."""
         path = [node]
         while path[-1]:
             path.append(self.parents[path[-1] - 1])
         return path[::-1]
 
     def width(self, level: range) -> int:
-        """How many draft tokens must be ranked for the nodes of a level: its children's largest rank, plus one."""
+        """Number of draft tokens to rank for each node of a level: the largest rank of its children plus one."""
         return 1 + max((self.ranks[child - 1] for node in level for child in self.children[node]), default=-1)
 
-    @lru_cache(maxsize=256)  # noqa: B019 - plans are small, few, and cut in every cycle
+    @lru_cache(maxsize=256)  # noqa: B019 - plans are small and few, and truncated in every step
     def truncated(self, depth: int) -> Plan:
-        """The same plan without its nodes deeper than `depth`."""
+        """Returns this plan without the nodes deeper than `depth`."""
         if depth >= self.depth:
             return self
         keep = sum(1 for d in self.depths[1:] if d <= depth)
@@ -186,7 +190,7 @@ class Plan:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first_chain(self) -> Plan:
-        """The chain of first ranks: from the root, always the best-ranked child."""
+        """Returns the chain as long as the path from the root through each node's best-ranked child."""
         length, node = 0, 0
         while self.children[node]:
             node, length = self.children[node][0], length + 1
@@ -194,7 +198,8 @@ class Plan:
 
     @property
     def is_chain(self) -> bool:
-        return all(len(kids) <= 1 for kids in self.children)
+        """True if no node has two children; true for the plan without nodes."""
+        return all(len(children) <= 1 for children in self.children)
 
 
 NONE = Plan()

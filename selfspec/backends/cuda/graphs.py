@@ -310,7 +310,7 @@ def _rounded(longest: int) -> int:
 def head_capacity(exit: Exit, model: Decoder) -> int:
     """How many rows of the head steps are captured for: the domain's, and room for some of the prompts' own tokens."""
     assert exit.head_rows is not None
-    own = len(exit.head_rows) - exit.guests
+    own = len(exit.head_rows) - exit.prompt_rows
     return min(-(-(own + GUESTS) // HEAD_STEP) * HEAD_STEP, model.config.vocab_size)
 
 
