@@ -21,8 +21,8 @@ import torch
 from bench import synthetic
 from selfspec import Engine
 from selfspec.models import loading
+from selfspec.progress import Progress
 from selfspec.request import read_settings, split_options
-from selfspec.sequence import Progress
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -133,9 +133,9 @@ class Stamps(Progress):
         super().__init__()
         self.arrivals: list[tuple[float, int]] = []  # when, and the tokens there were then
 
-    def tell(self, new_tokens: int) -> None:
+    def update(self, new_tokens: int) -> None:
         self._note(new_tokens)
-        super().tell(new_tokens)
+        super().update(new_tokens)
 
     def end(self, new_tokens: int) -> None:
         self._note(new_tokens)

@@ -374,7 +374,7 @@ class Scheduler:
                 self._end(request)
         for sequence in batch.running:
             if sequence is sequence.request.sequences[0]:
-                sequence.request.progress.tell(sequence.new_tokens)
+                sequence.request.progress.update(sequence.new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:
         """The loop itself failed: every request ends with its error, so that no caller waits for ever."""

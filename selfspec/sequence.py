@@ -7,10 +7,9 @@ backend.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.governor.governor import MEASURING, Change, Watch
 from selfspec.processors import Processor, run_processors
+from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import Waiting
 from selfspec.speculation.plan import Plan
@@ -251,7 +251,7 @@ class Request:
     callback_s: float = 0.0  # seconds in processors and criteria, which are not the steps'
     error: BaseException | None = None
     is_cancelled: bool = False
-    progress: Progress = field(default_factory=lambda: Progress())
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         for sequence in self.sequences:
@@ -294,44 +294,3 @@ class _Callback:
         if error is not None:
             self._request.fail(error)
         return True
-
-
-class Progress:
-    """How far a request is, for the threads that wait for it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._listens = False  # some thread wants to know of every step
-        self.new_tokens = 0  # of the request's first sequence
-        self.is_over = False
-
-    def tell(self, new_tokens: int) -> None:
-        """A step was accounted for."""
-        if self._listens:
-            with self._changed:
-                self.new_tokens = new_tokens
-                self._changed.notify_all()
-
-    def end(self, new_tokens: int) -> None:
-        """The request has ended, and its pages are free."""
-        with self._changed:
-            self.new_tokens, self.is_over = new_tokens, True
-            self._changed.notify_all()
-
-    def follow(self, every_step: bool) -> Iterator[int]:
-        """Yields the number of new tokens whenever it has grown, or ends when the request has."""
-        seen, self._listens = 0, every_step
-        while True:
-            with self._changed:
-                while not self.is_over and not (every_step and self.new_tokens > seen):
-                    self._changed.wait()
-                count, is_over = self.new_tokens, self.is_over
-            if every_step and count > seen:
-                seen = count
-                yield count
-            elif is_over:
-                return
-
-    def wait_until_over(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_over)

@@ -30,8 +30,9 @@ from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE, CacheFull, page_nbytes
+from selfspec.progress import Progress
 from selfspec.request import SpeculationRequest, read_settings
-from selfspec.sequence import Progress, Request
+from selfspec.sequence import Request
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import IRREGULAR, endless, random_prompt, silence
 from tests.strategies import SETTINGS
@@ -272,7 +273,7 @@ def test_a_text_that_needs_pages_of_prompts_in_progress_is_swapped_out(monkeypat
     monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
     engine, options = new_engine(pages=8), {"do_sample": False, "max_new_tokens": 20}
-    prompts = [random_prompt(length) for length in (119, 170, 171)]
+    prompts = [random_prompt(length) for length in (118, 170, 171)]
     speculations = [PLAIN, PLAIN, {"exit_layer": 1, "plan": "chain:2"}]
     requests = [request_of(engine, [of], **options, **how) for of, how in zip(prompts, speculations, strict=True)]
     text = requests[0].sequences[0]
@@ -823,9 +824,9 @@ def test_progress_is_told_to_who_follows_every_step() -> None:
     progress, seen = Progress(), []
     follower = threading.Thread(target=lambda: seen.extend(progress.follow(every_step=True)))
     follower.start()
-    while not progress._listens:
+    while not progress._every_step:
         time.sleep(0.001)
-    progress.tell(3)
+    progress.update(3)
     progress.end(7)
     follower.join(20)
     assert seen in ([3, 7], [7])
