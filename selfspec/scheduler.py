@@ -292,7 +292,7 @@ class Scheduler:
     def _continue_prompt(self, sequence: Sequence, parent: Sequence) -> None:
         """A further sample of a prompt shares its pages."""
         sequence.kv = self.cache.fork(parent.prompt_kv or parent.kv)
-        sequence.previous_state, sequence.is_prefilled = parent.prompt_state, True
+        sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
 
     def _keep_prompts(self, ready: list[Sequence]) -> None:
         """Keeps the pages of prompts of which further samples wait for admission; returns those of the others."""

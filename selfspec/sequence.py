@@ -61,8 +61,8 @@ class Sequence:
     swapped: SwappedPages | None = None  # its pages, while they are in host memory
     is_prefilled: bool = False  # all of the prompt but its last token is in the cache
     prompt_kv: KVPages | None = None  # the prompt's pages, for samples of it that have not been admitted yet
-    prompt_state: torch.Tensor | None = None  # `previous_state` at the prompt's end
-    previous_state: torch.Tensor | None = None  # [2 * hidden], which the exit reads beside the last token's own state
+    prompt_feature: torch.Tensor | None = None  # `previous_feature` at the prompt's end
+    previous_feature: torch.Tensor | None = None  # [2 * hidden], which the exit reads beside the last token's own state
     drafts: bool = True  # the rules allow to draft for it in the next step
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0

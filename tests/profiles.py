@@ -12,7 +12,7 @@ import torch
 from selfspec import Profile
 from selfspec.models.decoder import Decoder, Layer
 from selfspec.profiles.profile import DomainChoice, ModelIdentity, PlanChoice
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from tests.tiny import VOCABULARY
 
 
@@ -25,7 +25,7 @@ def random_exit(model: Decoder, layer: int, seed: int = 3, scale: float = 0.05) 
 
     weights = {name: tensor for name, tensor in vars(model.layers[layer]).items() if tensor is not None}
     copied = Layer(**{name: tensor + noise(*tensor.shape) for name, tensor in weights.items()})
-    recall = noise(hidden, RECALLED * hidden)
+    recall = noise(hidden, FEATURE_STATES * hidden)
     block = ExitBlock(copied, noise(hidden, hidden), noise(hidden), recall)
     return Exit(model, layer, model.norm * 1.1, block)
 

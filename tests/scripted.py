@@ -166,7 +166,7 @@ class Decoding:
                     pass
             else:
                 sequence.kv = self.cache.fork(sequence.parent.kv)
-                sequence.previous_state = sequence.parent.prompt_state
+                sequence.previous_feature = sequence.parent.prompt_feature
         self.batch.join(self.sequences)
         return self
 

@@ -94,9 +94,9 @@ def of_pytorch(exit: Exit | None, text: list[int], family: str) -> list[torch.Te
     left = left_in_cache(backend.cache, sequence.kv, len(text))
     if exit is None:
         return [tensor[:-1] for tensor in left]
-    assert sequence.previous_state is not None
+    assert sequence.previous_feature is not None
     hidden, previous, known = (states[0] for states in backend._prompt_ends[sequence])
-    return [*left, sequence.previous_state, torch.cat((hidden, previous, known[:, : hidden.shape[1]]), dim=1)]
+    return [*left, sequence.previous_feature, torch.cat((hidden, previous, known[:, : hidden.shape[1]]), dim=1)]
 
 
 def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -166,8 +166,8 @@ def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
         assert passes == -(-length // 16)
         found = left_in_cache(graphs.cache, sequence.kv, length)
         if drafting:
-            assert (sequence in backend._prompt_ends) == overlaps and sequence.previous_state is not None
-            assert_alike([*found, sequence.previous_state], of_pytorch(exit, text, "llama")[:3])
+            assert (sequence in backend._prompt_ends) == overlaps and sequence.previous_feature is not None
+            assert_alike([*found, sequence.previous_feature], of_pytorch(exit, text, "llama")[:3])
         else:
             assert_alike([tensor[:-1] for tensor in found], of_pytorch(None, text, "llama"))
         backend.release(sequence)

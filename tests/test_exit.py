@@ -24,7 +24,7 @@ from selfspec.models.loading import adopt
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.draft_tree import Draft
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock, HeadRows, recalled
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock, HeadRows, position_features
 from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of, random_rows, watch_vocabularies
 from tests.scripted import Decoding, new_cache
@@ -70,7 +70,7 @@ class Trained:
         donor = quieten(tiny_model(family, seed=1), layer, quiet)
         self.affine = random_tensor(HIDDEN, HIDDEN, seed=2, scale=0.1 * quiet), random_tensor(HIDDEN, seed=3, scale=0.1)
         self.norm = self.model.norm + random_tensor(HIDDEN, seed=4, scale=0.1)
-        self.recall = random_tensor(HIDDEN, RECALLED * HIDDEN, seed=5, scale=0.2 * quiet)
+        self.recall = random_tensor(HIDDEN, FEATURE_STATES * HIDDEN, seed=5, scale=0.2 * quiet)
         block = ExitBlock(adopt(donor).layers[layer], *self.affine, self.recall)
         self.exit = Exit(self.model, layer, self.norm, block)
         self.as_hf = self._as_hf(family, layer, donor)
@@ -123,8 +123,8 @@ def prefill_logits(exit: Exit, tokens: list[int]) -> torch.Tensor:
     cache.reserve(sequence, count)
     rows = Rows.causal([sequence], count, model.device)
     hidden = model.run(model.embed(torch.tensor([tokens])), 0, exit.layer, rows, cache)
-    middle = model.run(hidden, exit.layer, exit.recalled_layer, rows, cache)
-    known = recalled(model, middle, model.run(middle, exit.recalled_layer, model.config.num_layers, rows, cache))
+    middle = model.run(hidden, exit.layer, exit.feature_layer, rows, cache)
+    known = position_features(model, middle, model.run(middle, exit.feature_layer, model.config.num_layers, rows, cache))
     previous = torch.cat((torch.zeros_like(known[:, :1]), known[:, :-1]), dim=1)
     return exit.logits(exit.read(hidden, previous, rows, cache))[0]
 
@@ -276,7 +276,7 @@ def assert_as_after_a_fresh_prefill(running: Decoding) -> None:
         fresh = decoding(running.exit, [sequence.tokens])
         assert sequence.kv.length == len(sequence.tokens) - 1
         assert_close(block_cache(running, sequence), block_cache(fresh, fresh.sequences[0]))
-        assert_close(sequence.previous_state, fresh.sequences[0].previous_state)
+        assert_close(sequence.previous_feature, fresh.sequences[0].previous_feature)
 
 
 def assert_close(got: torch.Tensor | None, expected: torch.Tensor | None) -> None:
@@ -355,7 +355,7 @@ def test_where_a_text_begins_nothing_is_recalled(taken: list[Taken], monkeypatch
     filled: list[torch.Tensor] = []
     monkeypatch.setattr(Exit, "fill", lambda self, hidden, previous, rows, cache: filled.append(previous))
     running = decoding(trained_once("llama").exit, [random_tokens(1), random_tokens(7)], ["chain:1"])
-    assert running.sequences[0].previous_state is None
+    assert running.sequences[0].previous_feature is None
     running.step()
     prompt, verified = filled
     drafted = taken[0].previous
@@ -448,7 +448,7 @@ def assert_same_sequences(running: Decoding, expected: Decoding) -> None:
     """All layers of the cache, and what may be recalled."""
     for got, sequence in zip(running.sequences, expected.sequences, strict=True):
         assert_close(contents(running, got), contents(expected, sequence))
-        assert_close(got.previous_state, sequence.previous_state)
+        assert_close(got.previous_feature, sequence.previous_feature)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 18, 19])

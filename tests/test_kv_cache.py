@@ -30,7 +30,7 @@ from selfspec.cache.layout import Rows
 from selfspec.models import loading as weights
 from selfspec.sequence import Sequence
 from selfspec.speculation.draft_tree import Draft
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from selfspec.speculation.plan import Plan
 from tests.scripted import new_cache
 from tests.strategies import SETTINGS, paths, plans
@@ -61,7 +61,7 @@ def exit_of(family: str) -> Exit:
     model = weights.adopt(hf_model(family))
     size = model.config.hidden_size
     affine = 0.1 * torch.eye(size, dtype=model.dtype), torch.zeros(size, dtype=model.dtype)
-    recall = 0.3 * torch.randn(size, RECALLED * size, generator=torch.Generator().manual_seed(1), dtype=model.dtype)
+    recall = 0.3 * torch.randn(size, FEATURE_STATES * size, generator=torch.Generator().manual_seed(1), dtype=model.dtype)
     return Exit(model, layer=1, block=ExitBlock(model.layers[2], *affine, recall))
 
 
@@ -106,7 +106,7 @@ def new_sequence(tokens: list[int]) -> Sequence:
 
 def fork(cache: Cache, parent: Sequence) -> Sequence:
     forked = new_sequence(parent.tokens)
-    forked.kv, forked.previous_state = cache.fork(parent.kv), parent.previous_state
+    forked.kv, forked.previous_feature = cache.fork(parent.kv), parent.previous_feature
     return forked
 
 
@@ -121,7 +121,7 @@ def fresh_prefill(family: str, tokens: tuple[int, ...]) -> tuple[torch.Tensor, t
     """What the cache holds for a text, and the state at its end."""
     backend, sequence = Forced(family, new_cache(exit_of(family).model, 400)), new_sequence([*tokens, 0])
     backend.fill_prompt(sequence)
-    return contents(backend.cache, sequence.kv), sequence.previous_state
+    return contents(backend.cache, sequence.kv), sequence.previous_feature
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -220,7 +220,7 @@ class Life(RuleBasedStateMachine):
         length = max(0, sequence.kv.length - data.draw(st.integers(0, 2 * self.page_size)))
         self.cache.truncate(sequence.kv, length)
         sequence.tokens = sequence.tokens[: length + 1]
-        sequence.previous_state = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))[
+        sequence.previous_feature = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))[
             1
         ]  # the cache cannot give it back
 
@@ -248,9 +248,9 @@ class Life(RuleBasedStateMachine):
             assert sequence.kv.length == len(sequence.tokens) - 1
             expected, state = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))
             assert_same(contents(self.cache, sequence.kv), expected)
-            assert (sequence.previous_state is None) == (state is None) == (sequence.kv.length == 0)
-            if sequence.previous_state is not None and state is not None:
-                assert_same(sequence.previous_state, state)
+            assert (sequence.previous_feature is None) == (state is None) == (sequence.kv.length == 0)
+            if sequence.previous_feature is not None and state is not None:
+                assert_same(sequence.previous_feature, state)
 
     @invariant()
     def every_page_is_free_or_held(self) -> None:

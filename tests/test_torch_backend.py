@@ -15,7 +15,7 @@ from selfspec import Engine, GenerateOutput, Plan, Stats
 from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Attend, Decoder
 from selfspec.sampling import SamplingParams
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from tests.scripted import (
     IRREGULAR,
     PLANS,
@@ -130,7 +130,7 @@ def test_a_step_that_fails_leaves_the_cache_at_its_committed_length(
     running = decoding(engine, PROMPTS, "tree:3,2,1", Exit(engine.model, 2), new_tokens=50).prefill()
     running.step()
     before = [sequence.kv.length for sequence in running.sequences]
-    states = [sequence.previous_state for sequence in running.sequences]
+    states = [sequence.previous_feature for sequence in running.sequences]
     part = getattr(running.backend, where)
 
     def failing(*args: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_step_that_fails_leaves_the_cache_at_its_committed_length(
         running.step()
     kvs = [sequence.kv for sequence in running.sequences]
     assert [(kv.length, kv.drafted, kv.verified) for kv in kvs] == [(length, 0, 0) for length in before]
-    assert all(of.previous_state is old for of, old in zip(running.sequences, states, strict=True))
+    assert all(of.previous_feature is old for of, old in zip(running.sequences, states, strict=True))
     running.close()
     assert engine.cache.free_pages == engine.cache.num_pages
 
@@ -164,7 +164,7 @@ def exit_with_block(engine: Engine) -> Exit:
     """An exit at layer 2 whose block is the layer that follows, a random affine and a random recall."""
     generator = torch.Generator().manual_seed(4)
     size = engine.model.config.hidden_size
-    affine, *recall = 0.1 * torch.randn(1 + RECALLED, size, size, generator=generator, dtype=torch.float64)
+    affine, *recall = 0.1 * torch.randn(1 + FEATURE_STATES, size, size, generator=generator, dtype=torch.float64)
     return Exit(engine.model, 2, block=ExitBlock(engine.model.layers[2], affine, affine[0], torch.cat(recall, dim=1)))
 
 

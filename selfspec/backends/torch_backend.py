@@ -31,7 +31,7 @@ from selfspec.sampling import (
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation import exit_scoring
 from selfspec.speculation.draft_tree import Draft, Shape
-from selfspec.speculation.exit import RECALLED, Exit, recalled
+from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.plan import Plan
 
 PREFILL_CHUNK = 512  # tokens: fixed, so that a prompt's KV never depends on what else is in memory
@@ -77,10 +77,10 @@ class TorchBackend:
         if not bool(torch.isfinite(known).all()):
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
         if exit is not None:
-            previous = torch.cat((self._previous_states([sequence]), known[:, :-1]), dim=1)
+            previous = torch.cat((self._previous_features([sequence]), known[:, :-1]), dim=1)
             exit.fill(hidden, previous, at, self.cache)
             self._keep_prompt_end(sequence, hidden, previous, known)
-            sequence.previous_state = sequence.prompt_state = known[0, -1]
+            sequence.previous_feature = sequence.prompt_feature = known[0, -1]
         self.cache.extend(sequence.kv, count)
 
     def _keep_prompt_end(self, sequence: Sequence, *states: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ class TorchBackend:
         """Exits at one level: ranks the children of its nodes."""
         depth, width = draft.plan.depths[level.start], draft.plan.width(level)
         parents = self._shape(draft.plan, level).parents
-        previous = draft.reads[-1][:, parents] if draft.reads else self._previous_states(sequences)
+        previous = draft.reads[-1][:, parents] if draft.reads else self._previous_features(sequences)
         read = exit.read(hidden, previous, at, self.cache)
         draft.reads.append(read)
         logits, ids = exit.logits(read).flatten(0, 1), exit.head_rows  # [B * M, V]
@@ -185,7 +185,7 @@ class TorchBackend:
         known = self._run_verify_partition(draft.hidden, at, exit)
         if exit is not None and len(draft.plan):
             of_parents = known[:, self._shape(draft.plan, everything).parents]
-            previous = torch.cat((self._previous_states(sequences), of_parents), dim=1)
+            previous = torch.cat((self._previous_features(sequences), of_parents), dim=1)
             exit.fill(draft.hidden, previous, at, self.cache)
         return known
 
@@ -250,14 +250,14 @@ class TorchBackend:
         if exit is None:
             return
         if not len(draft.plan):
-            nothing = self._no_previous_state
+            nothing = self._no_feature
             for sequence, hidden in zip(sequences, draft.hidden[:, 0].unbind(), strict=True):
-                before = sequence.previous_state
+                before = sequence.previous_feature
                 sequence.waiting.add(hidden, nothing if before is None else before)
         nodes = [path[-1] for path in paths]
         newest = known[range(len(sequences)), nodes] if any(nodes) else known[:, 0].clone()  # its buffer may be shared
         for sequence, state in zip(sequences, newest.unbind(), strict=True):
-            sequence.previous_state = state
+            sequence.previous_feature = state
 
     # The exit's cache while nothing is drafted
 
@@ -307,15 +307,15 @@ class TorchBackend:
         """The model's logits; what its head reads comes first in `known`."""
         return self.model.project(known[..., : self.model.config.hidden_size], self.model.head)
 
-    def _previous_states(self, sequences: list[Sequence]) -> torch.Tensor:
+    def _previous_features(self, sequences: list[Sequence]) -> torch.Tensor:
         """What the exit reads beside each sequence's newest position, [B, 1, 2 * hidden]; zeros where a text begins."""
-        nothing = self._no_previous_state
-        states = [sequence.previous_state for sequence in sequences]
+        nothing = self._no_feature
+        states = [sequence.previous_feature for sequence in sequences]
         return torch.stack([nothing if state is None else state for state in states])[:, None]
 
     @cached_property
-    def _no_previous_state(self) -> torch.Tensor:
-        return self.model.norm.new_zeros(RECALLED * self.model.config.hidden_size)
+    def _no_feature(self) -> torch.Tensor:
+        return self.model.norm.new_zeros(FEATURE_STATES * self.model.config.hidden_size)
 
     def _run_draft_partition(self, hidden: torch.Tensor, rows: Rows, exit: Exit | None) -> torch.Tensor:
         hidden = self.model.run(hidden, 0, _split(exit), rows, self.cache)
@@ -325,12 +325,12 @@ class TorchBackend:
 
     def _run_verify_partition(self, hidden: torch.Tensor, rows: Rows, exit: Exit | None) -> torch.Tensor:
         layers, split = self.model.config.num_layers, _split(exit)
-        middle = split if exit is None else exit.recalled_layer
+        middle = split if exit is None else exit.feature_layer
         hidden = self.model.run(hidden, split, middle, rows, self.cache)
         last = self.model.run(hidden, middle, layers, rows, self.cache)
         for kv in rows.sequences:
             kv.verified = rows.nodes.stop
-        return self.model.read(last) if exit is None else recalled(self.model, hidden, last)
+        return self.model.read(last) if exit is None else position_features(self.model, hidden, last)
 
     def _rows_at(self, sequences: list[Sequence], plan: Plan, nodes: range) -> Rows:
         shape, kvs = self._shape(plan, nodes), [sequence.kv for sequence in sequences]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.models.decoder import Attend, Decoder
-from selfspec.speculation.exit import RECALLED, half_way, recalled
+from selfspec.speculation.exit import FEATURE_STATES, half_way, position_features
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def recalled_states(
     model: Decoder, corpus: Corpus, rows: int, keep_on: torch.device, progress: Callable[[int], None] = lambda _: None
 ) -> torch.Tensor:
     """What the model leaves to recall at every token, [R, T, 2 * hidden]: the teacher, computed once."""
-    size = RECALLED * model.config.hidden_size
+    size = FEATURE_STATES * model.config.hidden_size
     pinned = keep_on.type == "cpu" and model.device.type == "cuda"
     kept = torch.empty(*corpus.tokens.shape, size, dtype=model.dtype, device=keep_on, pin_memory=pinned)
     for start in range(0, len(corpus), rows):
@@ -156,6 +156,6 @@ def recalled_states(
         states = hidden_states(model, batch)
         middle = deque(islice(states, half_way(model) + 1), maxlen=1).pop()
         last = deque(states, maxlen=1).pop()
-        kept[start : start + rows].copy_(recalled(model, middle, last))
+        kept[start : start + rows].copy_(position_features(model, middle, last))
         progress(len(batch))
     return kept

@@ -8,7 +8,7 @@ from math import ceil
 from selfspec.calibrate.training import Recipe
 from selfspec.memory import device_room, host_room
 from selfspec.models.decoder import Decoder
-from selfspec.speculation.exit import RECALLED
+from selfspec.speculation.exit import FEATURE_STATES
 
 _MOST_WRITTEN, _MOST_TRAINED = 2048, 32  # rows at once; more gain nothing
 _HOST_SHARE = 0.4  # of the free host memory that the teacher's states may take
@@ -40,7 +40,7 @@ def fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int) -> Resources
     room = device_room(model.device)
     most = _MOST_WRITTEN if model.device.type == "cuda" else 64
     writing = min(most, int(0.6 * room) // _written_row_bytes(model, recipe))
-    per_token = RECALLED * model.config.hidden_size * model.dtype.itemsize
+    per_token = FEATURE_STATES * model.config.hidden_size * model.dtype.itemsize
     together, rows = _training_fit(model, exits, recipe, head_rows, room)
     if writing < 8 or not rows:
         raise ValueError(

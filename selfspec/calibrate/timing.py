@@ -80,7 +80,7 @@ def _time_steps(engine: Engine, exit: Exit | None, plan: Plan, size: int) -> lis
         while not batch.backend.prefill(sequences[:1], exit):
             pass
         for sequence in sequences[1:]:
-            sequence.kv, sequence.previous_state = engine.cache.fork(sequences[0].kv), sequences[0].prompt_state
+            sequence.kv, sequence.previous_feature = engine.cache.fork(sequences[0].kv), sequences[0].prompt_feature
         batch.join(sequences)
         for _ in range(_WARM_UP + (_TIMED_ON_KERNELS if engine.has_kernels else _TIMED)):
             if request.is_finished:

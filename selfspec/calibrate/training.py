@@ -22,7 +22,7 @@ from selfspec.calibrate.graphs import captured
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.calibrate.rehearsal import drafted_reads
 from selfspec.models.decoder import Decoder, Layer, layer_parts
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Student:
         for name, sizes in self.pieces.items():  # a decoder layer as the model has it here; the rest starts as nothing
             tensor = getattr(model.layers[layer], name)
             start |= {f"{name}.{index}": piece for index, piece in enumerate(tensor.split(sizes))}
-        zeros = {"affine_weight": (hidden, hidden), "affine_bias": (hidden,), "recall": (hidden, RECALLED * hidden)}
+        zeros = {"affine_weight": (hidden, hidden), "affine_bias": (hidden,), "recall": (hidden, FEATURE_STATES * hidden)}
         start |= {name: model.norm.new_zeros(shape) for name, shape in zeros.items()}
         self.parameters = {name: tensor.detach().clone().float().requires_grad_() for name, tensor in start.items()}
 

@@ -27,7 +27,7 @@ from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.models.loading import fingerprint, same_fingerprint
 from selfspec.profiles.paths import profiles_dir, shipped_dir
 from selfspec.profiles.router import Outskirts, Router
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock, check_exit_layer
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock, check_exit_layer
 from selfspec.speculation.plan import MAX_NODES, Plan
 
 SCHEMA = 2
@@ -462,7 +462,7 @@ def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tens
             for name, parts in layer_parts(model.config, "").items()
         }
         own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
-        recall = weight("recall", hidden, RECALLED * hidden) if "recall" in tensors else None
+        recall = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
         block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), recall)
     norm = weight("norm", hidden) if "norm" in tensors else None
     return Exit(model, layer, norm, block)

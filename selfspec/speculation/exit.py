@@ -21,7 +21,7 @@ from selfspec.cache.layout import Rows
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
 
-RECALLED = 2  # states in the feature of a committed position: the normed final state and the state half-way up
+FEATURE_STATES = 2  # states in the feature of a committed position: the normed final state and the state half-way up
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Exit:
         return whole.index_copy(1, self.head_rows, logits)
 
     @property
-    def recalled_layer(self) -> int:
+    def feature_layer(self) -> int:
         """The output of this many layers is the second state of the feature: half of the model's, at least N."""
         return max(half_way(self.model), self.layer)
 
@@ -184,7 +184,7 @@ def half_way(model: Decoder) -> int:
     return model.config.num_layers // 2
 
 
-def recalled(model: Decoder, middle: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def position_features(model: Decoder, middle: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the features [..., 2 * hidden] of positions from their states half-way up and after the last layer: the
     normed final states come first."""
     return torch.cat((model.read(last), F.rms_norm(middle, middle.shape[-1:])), dim=-1)

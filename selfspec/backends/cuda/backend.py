@@ -124,7 +124,7 @@ class CudaBackend:
         if exit is not None:
             known, ends = prompts.known[: len(sequences)].clone(), prompts.judged[: len(sequences)].clone()
             for sequence, state, end in zip(sequences, known, ends, strict=True):
-                sequence.previous_state = sequence.prompt_state = state
+                sequence.previous_feature = sequence.prompt_feature = state
                 self._prompt_ends[sequence] = end
         for kv, length in zip(kvs, lengths, strict=True):
             self.cache.extend(kv, length)
@@ -142,10 +142,10 @@ class CudaBackend:
         prefill, replay = self.graphs.prefill(exit, len(chunk), kv.length + len(chunk))
         prefill.load(chunk, kv.length, kv.pages)
         if exit is not None:
-            prefill.remember(sequence.previous_state, self._prompt_ends.get(sequence) if kv.length else None)
+            prefill.remember(sequence.previous_feature, self._prompt_ends.get(sequence) if kv.length else None)
         replay()
         if exit is not None:
-            sequence.previous_state = sequence.prompt_state = prefill.known[0, 0].clone()
+            sequence.previous_feature = sequence.prompt_feature = prefill.known[0, 0].clone()
             self._prompt_ends[sequence] = prefill.judged.clone()
         self.cache.extend(kv, len(chunk))
         return [sequence] if kv.length == len(context) else []
@@ -361,7 +361,7 @@ class CudaBackend:
     def _write_states(self, joined: list[Sequence]) -> None:
         """What the exit reads at the first position of sequences that join."""
         known, slots = self._table.known, [self._slot_of[of] for of in joined]
-        rows = [known.new_zeros(known.shape[1]) if of.previous_state is None else of.previous_state for of in joined]
+        rows = [known.new_zeros(known.shape[1]) if of.previous_feature is None else of.previous_feature for of in joined]
         known.index_copy_(0, to_device(torch.tensor(slots), known.device), torch.stack(rows))
 
     def _compact(self, size: int) -> None:
@@ -401,7 +401,7 @@ class CudaBackend:
             return
         if self._unfilled and self._head_exit is not None:
             self.fill_exit(list(self._unfilled), self._head_exit, False, None)
-        sequence.previous_state = self._table.known[slot].clone()
+        sequence.previous_feature = self._table.known[slot].clone()
 
     # The exit while nothing is drafted
 

@@ -17,7 +17,7 @@ from selfspec.kernels.noise import Noise
 from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_reference, tiles
 from selfspec.kernels.topk import Ranking, Scores
 from selfspec.models.decoder import Decoder
-from selfspec.speculation.exit import RECALLED, Exit, ExitBlock
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class FusedExit:
         then known at every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left
         waiting. Without `later` it takes a launch more and less memory."""
         fused, hidden, layers = self.fused, stream.states.shape[1], self.fused.model.config.num_layers
-        middle = fused.run(range(self.exit.layer, self.exit.recalled_layer), stream, late, nodes)
-        rest = range(self.exit.recalled_layer, layers)
+        middle = fused.run(range(self.exit.layer, self.exit.feature_layer), stream, late, nodes)
+        rest = range(self.exit.feature_layer, layers)
         if later is None:
             fused.normalise(middle.states, None, known[:, hidden:])
             fused.know(fused.run(rest, middle, late, nodes), known[:, :hidden])
@@ -205,4 +205,4 @@ class FusedExit:
 
 def known_buffer(model: Decoder, rows: int) -> torch.Tensor:
     """Room for what is known at so many rows."""
-    return torch.zeros(rows, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
+    return torch.zeros(rows, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype, device=model.device)

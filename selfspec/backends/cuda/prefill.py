@@ -15,7 +15,7 @@ from selfspec.backends.cuda.prompt_scoring import ends_buffer
 from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
-from selfspec.speculation.exit import RECALLED, Exit, recalled
+from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.exit_scoring import PROMPT_END
 
 SMALLEST = max(32, PROMPT_END)  # rows that a chunk is padded to at least
@@ -64,7 +64,7 @@ class Prefill:
         self.span = self.told[rows : rows + 2]
         self.load([0], 0, [])
         # What was known before the chunk, and is known after it, for the exit to recall.
-        self.known = torch.zeros(1, 1, RECALLED * model.config.hidden_size, dtype=model.dtype, device=model.device)
+        self.known = torch.zeros(1, 1, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.judged = ends_buffer(model, 1)[:, 0]  # what is known of the text's last positions, before and after it
 
     @property
@@ -104,9 +104,9 @@ class Prefill:
             model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
             return
         hidden = model.run(hidden, 0, exit.layer, at, self.cache)  # type: ignore[arg-type]
-        middle = model.run(hidden, exit.layer, exit.recalled_layer, at, self.cache)  # type: ignore[arg-type]
-        last = model.run(middle, exit.recalled_layer, layers, at, self.cache)  # type: ignore[arg-type]
-        known = recalled(model, middle, last)
+        middle = model.run(hidden, exit.layer, exit.feature_layer, at, self.cache)  # type: ignore[arg-type]
+        last = model.run(middle, exit.feature_layer, layers, at, self.cache)  # type: ignore[arg-type]
+        known = position_features(model, middle, last)
         previous = torch.cat((self.known, known[:, :-1]), dim=1)
         exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
         self.known.copy_(known.index_select(1, self.span[1:] - 1))

@@ -14,14 +14,14 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.lm_head_topk import head_top
 from selfspec.kernels.topk import Scores, top_merge
 from selfspec.models.decoder import Decoder
-from selfspec.speculation.exit import RECALLED, Exit
+from selfspec.speculation.exit import FEATURE_STATES, Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
 
 def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
     """Room for what is known of the last positions of so many texts, [PROMPT_END, texts, ...]: of each the state after
     layer N, what was known one position before, and what the model's head reads."""
-    width = (2 + RECALLED) * model.config.hidden_size
+    width = (2 + FEATURE_STATES) * model.config.hidden_size
     return torch.zeros(PROMPT_END, texts, width, dtype=model.dtype, device=model.device)
 
 
@@ -48,7 +48,7 @@ class PromptScore:
         hidden, fused = self.model.config.hidden_size, self.fused
         torch.clamp(self.slots.lengths, max=len(self.ends), out=self.counts)  # 0 for idle slots
         torch.sub(self.slots.lengths, self.counts, out=self.lengths)
-        states, previous, own = self.ends.flatten(0, 1).split((hidden, RECALLED * hidden, hidden), dim=1)
+        states, previous, own = self.ends.flatten(0, 1).split((hidden, FEATURE_STATES * hidden, hidden), dim=1)
         exit, rows = FusedExit(fused, self.exit), len(states)
         exit.stand(self.nodes, self.slots.pending, self._stored)
         reads = fused.scratch.take("judged reads", 2 * rows, hidden, dtype=self.model.dtype)
