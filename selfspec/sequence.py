@@ -21,7 +21,7 @@ from selfspec.governor.governor import MEASURING, Change, Watch
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
-from selfspec.speculation.exit_scoring import Waiting
+from selfspec.speculation.exit_scoring import UnfilledStates
 from selfspec.speculation.plan import Plan
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0
     watch: Watch = field(default_factory=Watch)  # the governor's statistics of this text
-    waiting: Waiting = field(default_factory=Waiting)  # states of tokens that the exit's cache lacks
+    unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's cache lacks
     records: list[StepRecord] = field(default_factory=list)  # one for each step
     lasts: list[int] = field(default_factory=list)  # the last node that each step accepted
     cut: int | None = None  # index of the step whose last token a node also carried; None otherwise

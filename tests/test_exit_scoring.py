@@ -43,7 +43,7 @@ def ranks(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS
     """The ranks of all tokens that were decoded plainly."""
     assert running.exit is not None
     sequences = running.sequences
-    waiting = [sequence.waiting for sequence in sequences]
+    waiting = [sequence.unfilled for sequence in sequences]
     assert {len(of) for of in waiting} == {steps}
     caught = exit_scoring.Caught.of([sequence.kv for sequence in sequences], waiting)
     read = caught.read(running.exit, running.cache, 0, steps)
@@ -89,7 +89,7 @@ def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) 
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = []
     for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
-        kvs, waiting = [of.kv for of in running.sequences], [of.waiting for of in running.sequences]
+        kvs, waiting = [of.kv for of in running.sequences], [of.unfilled for of in running.sequences]
         caught = exit_scoring.Caught.of(kvs, waiting)
         if running is some:
             caught.fill(exit, running.cache)
@@ -187,7 +187,7 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
     assert scored == [(step, [exit_scoring.FEW] * count) for step in steps]
-    assert all(len(sequence.waiting) == waiting for sequence in running.sequences)
+    assert all(len(sequence.unfilled) == waiting for sequence in running.sequences)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
@@ -217,7 +217,7 @@ def test_nothing_is_scored_where_a_rule_forbids_drafting(
     monkeypatch.setattr(running.batch.governor, "scored", lambda watches, ranks, offered: scored.append(len(ranks)))
     running.step(65)
     assert len(scored) == expected
-    assert len(running.sequences[0].waiting) == waiting
+    assert len(running.sequences[0].unfilled) == waiting
 
 
 def test_a_sequence_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,9 @@ def test_a_sequence_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.Mon
     running.prefill()
     follow(running, monkeypatch)
     running.step(5)
-    assert [len(sequence.waiting) for sequence in running.sequences] == [0, 5]
+    assert [len(sequence.unfilled) for sequence in running.sequences] == [0, 5]
     running.close()
-    assert not any(len(sequence.waiting) for sequence in running.sequences)
+    assert not any(len(sequence.unfilled) for sequence in running.sequences)
 
 
 def test_steps_are_booked_by_how_long_texts_were_when_they_began(monkeypatch: pytest.MonkeyPatch) -> None:

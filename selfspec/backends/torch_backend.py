@@ -253,7 +253,7 @@ class TorchBackend:
             nothing = self._no_feature
             for sequence, hidden in zip(sequences, draft.hidden[:, 0].unbind(), strict=True):
                 before = sequence.previous_feature
-                sequence.waiting.add(hidden, nothing if before is None else before)
+                sequence.unfilled.add(hidden, nothing if before is None else before)
         nodes = [path[-1] for path in paths]
         newest = known[range(len(sequences)), nodes] if any(nodes) else known[:, 0].clone()  # its buffer may be shared
         for sequence, state in zip(sequences, newest.unbind(), strict=True):
@@ -265,14 +265,14 @@ class TorchBackend:
         """Sequences that wait with equally many tokens are filled in one pass."""
         by_count: dict[int, list[Sequence]] = {}
         for sequence in sequences:
-            by_count.setdefault(len(sequence.waiting), []).append(sequence)
+            by_count.setdefault(len(sequence.unfilled), []).append(sequence)
         for count, alike in by_count.items():
             if count:
                 self._fill_exit(alike, exit, min(count, self._scored_positions) if score else 0)
 
     def _fill_exit(self, sequences: list[Sequence], exit: Exit, scored: int) -> None:
         """Fills all that waits, and scores the newest `scored` positions."""
-        waiting = [sequence.waiting for sequence in sequences]
+        waiting = [sequence.unfilled for sequence in sequences]
         caught = exit_scoring.Caught.of([sequence.kv for sequence in sequences], waiting)
         if scored < caught.count:
             caught.fill(exit, self.cache)
@@ -292,7 +292,7 @@ class TorchBackend:
         return scores
 
     def release(self, sequence: Sequence) -> None:
-        sequence.waiting.clear()
+        sequence.unfilled.clear()
         self._prompt_ends.pop(sequence, None)
 
     def suspend(self, sequence: Sequence) -> None:

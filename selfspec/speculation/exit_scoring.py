@@ -24,7 +24,7 @@ FEW = 8  # positions scored at a time on a CPU, where a pass takes longer with e
 _NOISY = 256  # best draft tokens that get noise when sampling: one beyond them is hardly ever among the best 8
 
 
-class Waiting:
+class UnfilledStates:
     """States of one sequence's unfilled positions: its newest ones, for which the exit block has no keys and values.
 
     Copies states into one growing buffer: keeping the tensors of every step would fragment the memory.
@@ -67,7 +67,7 @@ class Caught:
     previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
 
     @classmethod
-    def of(cls, sequences: Seq[KVPages], waiting: Seq[Waiting]) -> Caught:
+    def of(cls, sequences: Seq[KVPages], waiting: Seq[UnfilledStates]) -> Caught:
         """Takes all unfilled states of the sequences, which must have the same number of them, and clears them."""
         states = zip(*(of_sequence.states for of_sequence in waiting), strict=True)
         hidden, previous = (torch.stack(of_sequences) for of_sequences in states)
