@@ -1,7 +1,7 @@
-"""Attention for the decoder: store the rows' keys and values, then attend to what each row may see.
+"""Attention for the decoder: writes the rows' keys and values to the cache, then attends to the slots of each row.
 
-One signature for prefill, plain decoding and trees; which implementation runs behind it is decided here, never in the
-model.
+One signature for prefill, plain decoding and trees. This module chooses the implementation; the decoder does not know
+which one runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.kernels.tree_attention_reference import tree_attention
+from selfspec.models.flash_attention import flash_attention, is_usable
 
 
 def attend(
@@ -26,4 +27,6 @@ def attend(
     """Writes k and v at the rows' slots of `layer` and returns the rows' attention output."""
     cache.write(layer, rows.flat_slots, k, v)
     keys, values = cache.keys[layer], cache.values[layer]
+    if rows.is_causal and is_usable(q):
+        return flash_attention(q, keys, values, rows.pages, rows.positions, rows.slots, window, scale)
     return tree_attention(q, keys, values, rows.pages, rows.mask(window), rows.slots, scale)

@@ -27,7 +27,9 @@ def padded(count: int, least: int) -> int:
 
 
 class Causal:
-    """Where the rows of a chunk stand, for attention: what `cache.Rows` tells, as tensors of fixed shape."""
+    """The layout of a chunk's rows, as `cache.layout.Rows` gives it, in tensors of fixed shape for a captured graph."""
+
+    is_causal = True
 
     def __init__(self, positions: torch.Tensor, flat_slots: torch.Tensor, pages: torch.Tensor, slots: int) -> None:
         self.positions, self.flat_slots, self.pages, self.slots = positions, flat_slots, pages, slots
@@ -35,7 +37,7 @@ class Causal:
         self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """[1, M, S] bool: a row sees the slots up to its own, of which each holds its position."""
+        """[1, M, S] bool: a row attends to the slots up to its own; each slot holds the position of its number."""
         if window not in self._masks:
             slot, position = torch.arange(self.slots, device=self.positions.device), self.positions[..., None]
             visible = slot <= position

@@ -1,0 +1,64 @@
+"""Prefill attention by the flash-attn package, where it is installed.
+
+flash-attn computes causal attention without reading a mask, and skips the keys that no row sees. Whether it is used
+follows from the installation, the device, the dtype and the head size alone, so every chunk of every prompt takes the
+same path on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from selfspec.kernels.tree_attention_reference import gather_slots
+
+MAX_HEAD_DIM = 256  # elements: the limit of flash-attn's kernels
+
+
+@cache
+def installed() -> Callable[..., torch.Tensor] | None:
+    """flash-attn's `flash_attn_varlen_func`; None without the package, or if it was built for another torch."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError):
+        return None
+    return flash_attn_varlen_func
+
+
+def is_usable(q: torch.Tensor) -> bool:
+    """Whether flash-attn can compute attention of these queries [B, M, Hq, D]: one sequence, 16 bits, on a GPU."""
+    is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and is_16_bit and len(q) == 1 and q.shape[-1] <= MAX_HEAD_DIM and installed() is not None
+
+
+def flash_attention(
+    q: torch.Tensor,  # [1, M, Hq, D]
+    keys: torch.Tensor,  # [pages, page size, Hkv, D], one layer of the cache
+    values: torch.Tensor,  # [pages, page size, Hkv, D]
+    page_table: torch.Tensor | slice,  # [1, P]: the sequence's pages, in slot order
+    positions: torch.Tensor,  # [1, M]: consecutive; row m sees slots 0..positions[0, m]
+    slots: int,  # S: at least the last position + 1
+    window: int | None,  # newest slots that a row sees, its own included; None: all
+    scale: float,
+) -> torch.Tensor:  # [1, M, Hq, D]
+    """Causal attention of a prompt's chunk. Gathers keys and values first: flash-attn reads a page table only for pages
+    of 256 positions and more, and the copy is small beside the attention of a chunk."""
+    flash = installed()
+    assert flash is not None
+    k, v = (gather_slots(pages, page_table, slots)[0] for pages in (keys, values))  # [S, Hkv, D]
+    rows, ends = q.shape[1], torch.arange(2, dtype=torch.int32, device=q.device)
+    out = flash(
+        q[0],
+        k,
+        v,
+        cu_seqlens_q=ends * rows,
+        cu_seqlens_k=(ends * (positions[0, -1] + 1)).int(),  # on the device, so that a captured graph can read it
+        max_seqlen_q=rows,
+        max_seqlen_k=slots,
+        softmax_scale=scale,
+        causal=True,  # the last row is aligned with the last key
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+    return out[None]
