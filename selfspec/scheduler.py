@@ -1,13 +1,12 @@
 """The one decoding loop: admits waiting sequences, prefills their prompts in chunks, and decodes them in batches.
 
-`generate`, `complete`, `stream` and the command line all submit requests here, from any thread. One thread of the
-scheduler's own runs the loop while there is work, so callers only wait, and concurrent calls share batches. What a step
-computes is the backend's business, which plan it follows the batch's.
+`generate`, `complete`, `stream` and the command line all submit requests here, from any thread. A thread of its own
+runs the loop while there is work; callers only wait, and concurrent calls share batches. The scheduler decides which
+sequences prefill and decode; the batch chooses the plan of each step, and the backend executes it.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
@@ -21,19 +20,20 @@ from selfspec.backends.base import Backend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, is_out_of_memory
 from selfspec.drafters import Drafters
+from selfspec.loop_thread import Call, LoopThread
 from selfspec.metrics import Metrics
 from selfspec.sequence import Request, Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
-_MARGIN = 2 * (MAX_NODES + 1)  # positions beyond its prompt that a sequence is admitted with: two steps' nodes
+_MARGIN = 2 * (MAX_NODES + 1)  # positions beyond the prompt that admission asks pages for: the nodes of two steps
 
-BackendFactory = Callable[[bool], Backend]  # (whether the classical rejection is asked for) -> a backend for a batch
+BackendFactory = Callable[[bool], Backend]  # (whether `acceptance="rejection"` was asked for) -> a batch's backend
 
 
 class Scheduler:
-    """Owns waiting and running sequences."""
+    """Owns all sequences: waiting for admission, prefilling, and decoding in a batch."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
-        self._mailbox = _Mailbox(cache.keys.device)
-        weakref.finalize(self, self._mailbox.close)
+        self._thread = LoopThread(cache.keys.device)
+        self._has_cancelled = False  # some request was cancelled since the loop last checked
+        weakref.finalize(self, self._thread.close)
 
     # Called by any thread
 
@@ -57,20 +58,20 @@ class Scheduler:
         """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
         self._check_thread()
         try:
-            self._mailbox.put(self, request)
+            self._thread.put(self, request)
         except BaseException:
             self._cancel(request)
             raise
 
     def wait(self, request: Request) -> None:
-        """Blocks until the request has ended; raises its error. Whatever interrupts the wait cancels the request."""
+        """Blocks until the request has ended; raises its error. An interrupt of the wait cancels the request."""
         for _ in self.follow(request, every_step=False):
             pass
 
     def follow(self, request: Request, every_step: bool = True) -> Generator[int, None, None]:
-        """Yields the number of new tokens of the request's first sequence whenever there are more; raises the request's
-        error. Leaving early cancels the request. Closing this generator does not wait for that: the garbage collector
-        may close it on a thread that holds a lock which the loop needs."""
+        """Yields the number of new tokens of the request's first sequence whenever it has grown; raises the request's
+        error. Leaving early cancels the request. Closing this generator does not wait for the cancellation: the garbage
+        collector may close it on a thread that holds a lock which the loop needs."""
         try:
             for count in request.progress.follow(every_step):
                 yield count
@@ -85,60 +86,63 @@ class Scheduler:
             raise request.error
 
     def cancel(self, request: Request) -> None:
-        """Ends a request; returns when its pages are free."""
+        """Ends a request early; returns when its pages are free (on the loop's own thread: at once)."""
         self._cancel(request)
-        if not self._mailbox.is_loop_thread:
+        if not self._thread.is_current:
             request.progress.wait_until_over()
 
     def _cancel(self, request: Request) -> None:
-        request.is_cancelled = self._mailbox.has_cancelled = True
-        self._mailbox.notify()
+        request.is_cancelled = self._has_cancelled = True
+        self._thread.wake()
 
     def _check_thread(self) -> None:
-        if self._mailbox.is_loop_thread:
+        if self._thread.is_current:
             raise RuntimeError(
                 "a logits processor or stopping criterion cannot generate with the engine that calls it, which waits "
                 "for it to return: use another engine inside it"
             )
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function between two steps, on the loop's thread, and returns what it returns."""
+        """Runs a function on the loop's thread, between two passes of the loop, and returns its result."""
         self._check_thread()
-        call = _Call(function)
-        self._mailbox.put(self, call)
+        call = Call(function)
+        self._thread.put(self, call)
         return call.result()
 
     # The loop
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One pass of the loop; returns whether anything is left to do."""
+        """One pass of the loop: a prefill chunk and a step for every batch. Returns whether work is left.
+
+        Admission comes last, while the step just launched runs: finding a prompt's domain takes about as long as a
+        step, and running sequences wait for it or for a prefill chunk in one pass, never for both."""
         self._take_arrivals()
         self._drop_cancelled()
-        self._admit()
         for batch in list(self.batches.values()):
             self._prefill(batch)
             self._decode(batch)
             self._finish(batch)
+        self._admit()
         return bool(self.waiting or self.prefilling or self._is_decoding)
 
     def _take_arrivals(self) -> None:
-        for arrived in self._mailbox.take():
-            if isinstance(arrived, _Call):
+        for arrived in self._thread.take():
+            if isinstance(arrived, Call):
                 arrived.run()
                 continue
             self.metrics.request()
             self.waiting.extend(arrived.sequences)
-            if arrived.is_cancelled:  # before it was in any list, so that it may have been overlooked
-                self._mailbox.has_cancelled = True
+            if arrived.is_cancelled:  # `_drop_cancelled` may have run before the request was in any list
+                self._has_cancelled = True
 
     def _drop_cancelled(self) -> None:
-        if not self._mailbox.has_cancelled:
+        if not self._has_cancelled:
             return
-        self._mailbox.has_cancelled = False
+        self._has_cancelled = False
         for request in {sequence.request for sequence in self._sequences() if sequence.request.is_cancelled}:
             request.finish("cancelled")
-            self._forget(request)
+            self._remove(request)
 
     def _sequences(self) -> Iterator[Sequence]:
         yield from self.waiting
@@ -147,8 +151,8 @@ class Scheduler:
         for batch in self.batches.values():
             yield from batch.running
 
-    def _forget(self, request: Request) -> None:
-        """Takes the sequences of a request that has ended out of all lists and ends it, whatever fails on the way."""
+    def _remove(self, request: Request) -> None:
+        """Takes a request's sequences out of all lists and ends the request, even if a backend fails to release one."""
         try:
             for sequence in request.sequences:
                 if sequence in self.waiting:
@@ -165,7 +169,7 @@ class Scheduler:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """All its sequences have ended: returns their pages and wakes the caller."""
+        """Returns the pages of a request whose sequences have all ended, and wakes its caller."""
         try:
             for sequence in request.sequences:
                 self.cache.close(sequence.kv)
@@ -188,15 +192,16 @@ class Scheduler:
         return prefilling + sum(len(batch.running) for batch in self.batches.values())
 
     def _admit(self) -> None:
-        """Takes waiting sequences, in order, while there is room in the batch and pages for their prompts."""
+        """Admits waiting sequences in order of arrival, while fewer than `max_decoding` are admitted and free pages
+        hold their prompts and two steps."""
         spare = self._spare_pages() if self.waiting else 0
         while self.waiting and self._admitted < self.max_decoding:
             sequence = self.waiting[0]
             needed = self._pages_needed(sequence)
             if needed > spare and self._admitted:
-                return  # those that decode will return some
+                return  # running sequences will return some
             if sequence.swapped is not None and self.prefilling:
-                return  # its next steps would take pages that these prompts were admitted with
+                return  # its next steps would take the pages that these prompts were admitted with
             try:
                 sequence.request.prepare()
                 batch = self._batch(sequence)
@@ -204,9 +209,9 @@ class Scheduler:
                     self.cache.swap_in(sequence.kv, sequence.swapped)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._admitted:
-                    return  # others hold the pages that it needs
+                    return  # admitted sequences hold the pages that it needs
                 sequence.request.fail(_explained(error))
-                self._forget(sequence.request)
+                self._remove(sequence.request)
                 continue
             spare -= needed
             self.waiting.popleft()
@@ -218,7 +223,7 @@ class Scheduler:
 
     @staticmethod
     def _pages_needed(sequence: Sequence) -> int:
-        """Pages for a sequence's prompt, or what was swapped out of it, and its first steps."""
+        """Pages for a sequence's prompt, or for the positions that were swapped out, and for two steps."""
         if sequence.swapped is not None:
             length = sequence.swapped.length
         else:
@@ -227,16 +232,16 @@ class Scheduler:
         return -(-(length + _MARGIN) // PAGE_SIZE)
 
     def _spare_pages(self) -> int:
-        """Free pages but for those that prompts in progress will take."""
+        """Free pages, less those that prefilling prompts were admitted with and have not taken yet."""
         prompts = [of for sequences in self.prefilling.values() for of in sequences]
         return self.cache.free_pages - sum(max(0, self._pages_needed(of) - len(of.kv.pages)) for of in prompts)
 
     def _batch(self, sequence: Sequence) -> Batch:
-        """The batch of a sequence: those with the same exit and acceptance rule decode together."""
+        """The batch that a sequence joins: sequences with the same exit and acceptance rule decode together."""
         request = sequence.request
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
-            exit = self.drafters.usual_exit  # plain sequences join those that draft
+            exit = self.drafters.usual_exit  # sequences that never draft join those that do
         key = (None if exit is None else (exit.layer, id(exit.block)), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
@@ -244,22 +249,22 @@ class Scheduler:
         return self.batches[key]
 
     def close_idle_batches(self) -> None:
-        """Returns what batches without sequences hold on the device; on the loop's thread only."""
+        """Frees the device buffers of batches without sequences; on the loop's thread only."""
         for key in [of for of, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Sequences decode from the next step on."""
+        """Prefilled sequences decode from the next step on."""
         try:
             batch.join(sequences)
-        except Exception as error:  # the batch may be half-way between its old members and the new ones
+        except Exception as error:  # the batch may hold some of the joining sequences and not others
             self._fail_all(batch, error)
 
     # Prefill
 
     def _prefill(self, batch: Batch) -> None:
-        """One pass over prompts. The sequences of a request join the batch together, when all its admitted prompts are
-        in the cache."""
+        """Runs one prefill pass: one chunk of a long prompt, or several short prompts. The sequences of a request join
+        the batch together, once the prompts of all admitted ones are in the cache."""
         sequences = members = self.prefilling.get(batch, [])
         firsts = [of for of in sequences if not of.is_prefilled and of.parent is None]
         started = time.perf_counter()
@@ -271,9 +276,9 @@ class Scheduler:
                     sequence.is_prefilled = True
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
-                    return  # those that decode have taken the pages that it was admitted with, and will return them
+                    return  # running sequences have taken the pages that it was admitted with, and will return them
                 firsts[0].request.fail(_explained(error))
-                self._forget(firsts[0].request)
+                self._remove(firsts[0].request)
                 return
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
@@ -290,12 +295,12 @@ class Scheduler:
             sequence.elapsed_s += seconds
 
     def _continue_prompt(self, sequence: Sequence, parent: Sequence) -> None:
-        """A further sample of a prompt shares its pages."""
+        """Gives a further sample of a prompt the pages of that prompt, shared."""
         sequence.kv = self.cache.fork(parent.prompt_kv or parent.kv)
         sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
 
     def _keep_prompts(self, ready: list[Sequence]) -> None:
-        """Keeps the pages of prompts of which further samples wait for admission; returns those of the others."""
+        """Keeps a prompt's pages while further samples of it wait for admission; returns them after the last."""
         for parent in dict.fromkeys(sequence.parent or sequence for sequence in ready):
             samples = (of for of in parent.request.sequences if of.parent is parent)
             if any(not sample.is_prefilled for sample in samples):
@@ -313,8 +318,8 @@ class Scheduler:
     # Decoding
 
     def _decode(self, batch: Batch) -> None:
-        """One step of the batch. While pages are too few, its newest sequence is swapped to host memory and waits; the
-        step follows before the next admission, which would swap it straight back in."""
+        """Runs one step of the batch. While pages are too few, swaps its newest sequence to host memory and tries
+        again: the step must come before the next admission, which would swap that sequence straight back in."""
         started, members = time.perf_counter(), list(batch.running)
         callbacks = {of.request: of.request.callback_s for of in members}
         is_over = False
@@ -337,7 +342,7 @@ class Scheduler:
         if self._admitted < 2:  # no other sequence will return pages
             for sequence in list(batch.running):
                 sequence.request.fail(error)
-                self._forget(sequence.request)
+                self._remove(sequence.request)
             return
         if not batch.running:
             return
@@ -347,23 +352,23 @@ class Scheduler:
             newest.swapped = self.cache.swap_out(newest.kv)
         except Exception as failed:
             newest.request.fail(_explained(failed))
-            self._forget(newest.request)
+            self._remove(newest.request)
             return
         batch.leave([newest])
         self.waiting.appendleft(newest)
 
     def _fail_all(self, batch: Batch, error: Exception) -> None:
-        """A step or a join failed for a reason that belongs to no single request: all requests of the batch fail."""
+        """Ends all requests of a batch whose step or join failed: the fault belongs to no single request."""
         batch.in_flight = None
         for request in {sequence.request for sequence in batch.running}:
             request.fail(_explained(error))
-            with suppress(Exception):  # whatever is broken
-                self._forget(request)
+            with suppress(Exception):  # the backend may be broken too
+                self._remove(request)
 
     def _finish(self, batch: Batch) -> None:
-        """Sequences whose texts have ended leave; listeners hear of new tokens."""
+        """Removes finished sequences from the batch, ends finished requests, and reports new tokens to streams."""
         for request in {of.request for of in batch.running if of.request.error is not None}:
-            self._forget(request)
+            self._remove(request)
         ended = [of for of in batch.running if of.is_finished]
         if ended:
             batch.leave(ended)
@@ -377,124 +382,23 @@ class Scheduler:
                 sequence.request.progress.update(sequence.new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:
-        """The loop itself failed: every request ends with its error, so that no caller waits for ever."""
+        """Ends every request with this error, after a fault of the loop itself: no caller waits for ever."""
         for request in {sequence.request for sequence in self._sequences()}:
             request.fail(error)
-            with suppress(Exception):  # whatever is broken
-                self._forget(request)
+            with suppress(Exception):  # the backend may be broken too
+                self._remove(request)
         self.waiting.clear()
         self.prefilling.clear()
         self.batches.clear()
 
 
 def _drafts(sequence: Sequence) -> bool:
-    """Whether something may be drafted for this sequence, so that its exit's KV is worth filling."""
+    """Whether this sequence may be drafted for, so that prefill fills the exit block's KV too."""
     return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
 def _explained(error: Exception) -> Exception:
-    """Out of memory says what to do; other errors stay as they are."""
+    """Adds to an out-of-memory error what to do; returns other errors unchanged."""
     if is_out_of_memory(error):
         return CacheFull(f"out of memory during a step ({error}): build the engine with a smaller kv_cache_gb")
     return error
-
-
-class _Call:
-    """A function to run on the loop's thread."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._function()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    def result(self) -> Any:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class _Mailbox:
-    """What other threads ask of the loop, and the thread that runs it. Outlives the scheduler only until the thread has
-    noticed that it is gone."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._changed = threading.Condition()
-        self._items: deque[Request | _Call] = deque()
-        self._has_news = False
-        self.has_cancelled = False  # some request, since the loop last looked
-        self.is_closed = False
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_loop_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def may_loop(self) -> bool:
-        """Whether the calling thread, just started, is to run the loop. An interrupt in `put` can hide that a thread
-        starts, so that the next `put` starts another one: the first must not run beside it."""
-        with self._changed:
-            return self.is_loop_thread
-
-    def put(self, scheduler: Scheduler, item: Request | _Call) -> None:
-        with self._changed:
-            self._items.append(item)
-            if self._thread is None or not self._thread.is_alive():
-                arguments = (weakref.ref(scheduler), self)
-                self._thread = threading.Thread(target=_run, args=arguments, name="selfspec-loop", daemon=True)
-                self._thread.start()
-        self.notify()
-
-    def notify(self) -> None:
-        with self._changed:
-            self._has_news = True
-            self._changed.notify()
-
-    def take(self) -> list[Request | _Call]:
-        if not self._items:
-            return []
-        with self._changed:
-            items = list(self._items)
-            self._items.clear()
-            return items
-
-    def wait(self) -> bool:
-        """Blocks until there is something to do; returns False once the scheduler is gone."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_news or self.is_closed)
-            self._has_news = False
-            return not self.is_closed
-
-    def close(self) -> None:
-        thread = self._thread
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=5)
-
-
-def _run(reference: weakref.ref[Scheduler], mailbox: _Mailbox) -> None:
-    """The loop's thread: steps while there is work, and keeps the scheduler alive only then."""
-    if not mailbox.may_loop():
-        return
-    if mailbox.device.type == "cuda":
-        torch.cuda.set_device(mailbox.device)  # of this thread alone
-    while mailbox.wait():
-        scheduler = reference()
-        try:
-            while scheduler is not None and not mailbox.is_closed and scheduler.step():
-                pass
-        except BaseException as error:
-            assert scheduler is not None
-            scheduler.fail_everything(error)
-        del scheduler

@@ -822,7 +822,7 @@ def test_what_runs_between_steps_runs_on_the_loops_thread(engine: Engine) -> Non
 
 def test_progress_is_told_to_who_follows_every_step() -> None:
     progress, seen = Progress(), []
-    follower = threading.Thread(target=lambda: seen.extend(progress.follow(every_step=True)))
+    follower = threading.Thread(target=lambda: seen.extend(progress.follow(every_step=True)), daemon=True)
     follower.start()
     while not progress._every_step:
         time.sleep(0.001)

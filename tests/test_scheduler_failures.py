@@ -36,7 +36,7 @@ def test_a_request_cancelled_before_the_loop_has_taken_it_ends_at_once() -> None
     engine = engine_of()
     request = request_of(engine, new_tokens=400)
     request.is_cancelled = True  # and the loop's flag was cleared before it was in any list
-    engine.scheduler._mailbox._items.append(request)
+    engine.scheduler._thread._items.append(request)
     assert not engine.scheduler.step()
     assert request.progress.is_over and request.sequences[0].new_tokens == 0
 
@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_prompt_is_dropped_when_its_request_is_cancelled() -> 
     ((batch, _),) = scheduler.prefilling.items()
     backend: Any = batch.backend
     backend._prompt_ends[request.sequences[0]] = [torch.zeros(1)]
-    scheduler._forget(request)
+    scheduler._remove(request)
     assert not backend._prompt_ends
 
 

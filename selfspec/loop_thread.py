@@ -1,0 +1,128 @@
+"""The thread that runs the decoding loop, and the queue by which other threads reach it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from selfspec.sequence import Request
+
+
+class Loop(Protocol):
+    """The scheduler, as its thread sees it."""
+
+    def step(self) -> bool:
+        """Runs one pass of the loop; returns whether more work is left."""
+        ...
+
+    def fail_everything(self, error: BaseException) -> None:
+        """Ends every request with this error."""
+        ...
+
+
+class Call:
+    """A function that runs on the loop's thread, and its result."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def result(self) -> Any:
+        """Waits until the function has run; returns its result or raises its error."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class LoopThread:
+    """Starts the thread with the first item and runs the loop while there is work. Holds no strong reference to the
+    loop while it is idle, so an engine without references is collected and its thread ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._changed = threading.Condition()
+        self._items: deque[Request | Call] = deque()
+        self._has_work = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.current_thread() is self._thread
+
+    def put(self, loop: Loop, item: Request | Call) -> None:
+        with self._changed:
+            self._items.append(item)
+            if self._thread is None or not self._thread.is_alive():
+                arguments = (weakref.ref(loop),)
+                self._thread = threading.Thread(target=self._run, args=arguments, name="selfspec-loop", daemon=True)
+                self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """The loop makes a pass, even if no item was put."""
+        with self._changed:
+            self._has_work = True
+            self._changed.notify()
+
+    def take(self) -> list[Request | Call]:
+        """All items that were put since the last call."""
+        if not self._items:
+            return []
+        with self._changed:
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+    def close(self) -> None:
+        """Ends the thread after its current pass; waits at most 5 s for it."""
+        thread = self._thread
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5)
+
+    def _run(self, reference: weakref.ref[Loop]) -> None:
+        if not self._may_loop():
+            return
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread alone
+        while self._wait():
+            loop = reference()
+            try:
+                while loop is not None and not self._is_closed and loop.step():
+                    pass
+            except BaseException as error:
+                assert loop is not None
+                loop.fail_everything(error)
+            del loop
+
+    def _may_loop(self) -> bool:
+        """Whether the calling thread, just started, is to run the loop. An interrupt in `put` can hide that a thread
+        starts, so that the next `put` starts a second one: only the second may run."""
+        with self._changed:
+            return self.is_current
+
+    def _wait(self) -> bool:
+        """Blocks until there is work; returns False once the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_work or self._is_closed)
+            self._has_work = False
+            return not self._is_closed
