@@ -26,7 +26,7 @@ from bench import exactness, kernels, report, synthetic
 from bench.modes import PEER_NAMES, Batch, Memory, Mode, Task, Way, ours, peers, release, warm_up
 from bench.requests import PROMPTS, read_prompts
 from selfspec import Engine
-from selfspec.memory import bound_memory, memory_bound
+from selfspec.memory import limit_memory, memory_limit
 from selfspec.models import loading as weights
 from selfspec.text import encode
 
@@ -125,7 +125,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def bound(gigabytes: float, device: torch.device) -> None:
     """Keeps to so much GPU memory; before anything is loaded."""
     try:
-        bound_memory(gigabytes, device)
+        limit_memory(gigabytes, device)
     except ValueError as error:
         raise SystemExit(f"--memory-gb: {error}") from error
 
@@ -177,7 +177,7 @@ def limits(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]
 
 def describe(args: argparse.Namespace, subject: Subject) -> Setup:
     engine, device = subject.engine, subject.engine.model.device
-    allowed = memory_bound(device)
+    allowed = memory_limit(device)
     bandwidth = kernels.read_bandwidth() if device.type == "cuda" else read_bandwidth()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
     trained = engine.profile.trained_layers() if engine.profile else []

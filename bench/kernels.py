@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.ops import Case
-from selfspec.memory import device_room
+from selfspec.memory import free_device_bytes
 
 OPS = ("gemm", "tree_attention", "lm_head_topk")
 _IN_A_GRAPH, _REPLAYS = 10, 7
@@ -55,7 +55,7 @@ class Timer:
 
 def read_bandwidth() -> float:
     """Bytes per second of a long read, the ceiling of everything below."""
-    count = read_count(device_room(torch.device("cuda", torch.cuda.current_device())))
+    count = read_count(free_device_bytes(torch.device("cuda", torch.cuda.current_device())))
     data = torch.randn(count, device="cuda", dtype=torch.float32).view(_READERS, -1)
     out = torch.empty(_READERS, device="cuda")
     for _ in range(3):

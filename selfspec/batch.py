@@ -330,10 +330,10 @@ class Batch:
         elif not len(plan) and charged is not None:
             costs.observe(Setting.of(0, costs.size(size), context), plan, charged)
         if record.chosen != self._plan:
-            self.metrics.change(record.reason)
+            self.metrics.add_plan_change(record.reason)
             self._plan = record.chosen
         emitted = [depths[last] + 1 for last in step.lasts]
-        self.metrics.cycle(plan, step.seconds, emitted, costs.plain(size, context))
+        self.metrics.add_step(plan, step.seconds, emitted, costs.plain(size, context))
 
     def _charged(self, step: Step, context: int) -> float:
         """Seconds that the plan is charged: wall time if its steps are known, else at most 1.05x device time, since the

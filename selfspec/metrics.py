@@ -1,7 +1,8 @@
-"""What an engine has done so far: totals over all its requests, and how they read.
+"""Totals over all requests of an engine, and their summary as a table and in Prometheus' text format.
 
-Sessions tell it of every request, cycle and change of plan, for a few microseconds each and in bounded memory. It
-decides nothing and measures no time itself; what happened to one sequence is in that sequence's `Stats`.
+The scheduler adds every request, and a batch every step and change of plan; an addition takes a few microseconds, and
+the memory is bounded. Measures no time itself and decides nothing; a sequence's own statistics are its `Stats`. Public
+names say cycle for a step.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from types import SimpleNamespace
 
 from selfspec.speculation.plan import NONE, Plan
 
-WINDOW = 8192  # cycles that percentiles look back on
-MAX_PLANS = 256  # told apart; requests may bring any number of their own
-OTHERS = "others"  # the plans beyond
-_LISTED = 6  # plans in the table
+WINDOW = 8192  # most recent steps, of which percentiles are computed: bounds their memory
+MAX_PLANS = 256  # plans with totals of their own: requests may pass any number of plans, and memory is bounded
+OTHERS = "others"  # the name under which the totals of all other plans are added up
+_LISTED = 6  # plans in the table: it must fit a screen
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of times in seconds; all zero where there was none."""
+    """The 50th, 95th and 99th percentile of times in seconds; 0 if there are no times."""
 
     p50: float
     p95: float
@@ -31,17 +32,18 @@ class Percentiles:
 
     @classmethod
     def of(cls, weighted: Iterable[tuple[float, int]]) -> Percentiles:
-        """Of values that count so many times each: the smallest with at least that share at or below it."""
+        """Computes the percentiles of (value, count) pairs, each value occurring `count` times: percentile p is the
+        smallest value with at least p% of all values at or below it."""
         ordered = sorted(weighted)
         total = sum(count for _, count in ordered)
-        values, value, passed = iter(ordered), 0.0, 0
-        found = []
+        pairs, value, at_or_below = iter(ordered), 0.0, 0
+        percentiles = []
         for percent in (50, 95, 99):
-            while 100 * passed < percent * total:
-                value, count = next(values)
-                passed += count
-            found.append(value)
-        return cls(*found)
+            while 100 * at_or_below < percent * total:
+                value, count = next(pairs)
+                at_or_below += count
+            percentiles.append(value)
+        return cls(*percentiles)
 
     def __str__(self) -> str:
         return f"{1e3 * self.p50:.2f} / {1e3 * self.p95:.2f} / {1e3 * self.p99:.2f} ms (p50 / p95 / p99)"
@@ -49,26 +51,26 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of an engine at one moment. `str()` makes a small table of it, `prometheus()` what Prometheus reads."""
+    """Totals of an engine at one moment. `str()` returns a table, `prometheus()` Prometheus' text format."""
 
     requests: int
-    tokens: int
-    cycles: int
-    emissions: int  # cycles, each counted for every sequence in it
-    seconds: float  # in cycles; reading prompts is not in it
-    seconds_by_plan: dict[str, float]  # the longest first
-    cycles_by_plan: dict[str, int]
-    accepted_by_depth: list[int]
-    reached_by_depth: list[int]
-    time_per_token: Percentiles  # of recent tokens: their cycle's time over the tokens their sequence got in it
-    gap: Percentiles  # between recent emissions of a sequence: their cycle's time
-    speedup: float | None  # over plain decoding while its step's time was known; None where it never was
-    mode_changes: int  # of the plan of a session, its first one included
-    changes_by_reason: dict[str, int]  # of those to plain decoding
+    tokens: int  # new tokens
+    cycles: int  # steps
+    emissions: int  # sum over the steps of the number of sequences in the step
+    seconds: float  # spent in steps; prefill is not included
+    seconds_by_plan: dict[str, float]  # in descending order
+    cycles_by_plan: dict[str, int]  # in the order of seconds_by_plan
+    accepted_by_depth: list[int]  # drafted nodes that were accepted, from depth 1 on
+    reached_by_depth: list[int]  # times that the accepted path reached the depth above, from depth 1 on
+    time_per_token: Percentiles  # over recent tokens: the step's time divided by the tokens the sequence got in it
+    gap: Percentiles  # over recent emissions: the step's time
+    speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
+    mode_changes: int  # changes of a sequence's plan, its first plan included
+    changes_by_reason: dict[str, int]  # of the changes to plain decoding
 
     @property
     def accept_rate(self) -> float:
-        """The chance that a reached depth held the target's token; 0 where nothing was drafted."""
+        """Accepted nodes divided by reached depths; 0 if nothing was drafted."""
         return _share(sum(self.accepted_by_depth), sum(self.reached_by_depth))
 
     @property
@@ -77,7 +79,7 @@ class Summary:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Of one sequence."""
+        """Mean number of tokens that a sequence gets in a step."""
         return _share(self.tokens, self.emissions)
 
     @property
@@ -93,10 +95,11 @@ class Summary:
         return _share(self.cycles_by_plan.get(str(NONE), 0), self.cycles)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<23}{told}" for name, told in self._lines())
+        return "\n".join(f"{name:<23}{value}" for name, value in self._lines())
 
     def prometheus(self) -> str:
-        """Prometheus' text format, for an endpoint or a file. What only grows is a counter, the rest are gauges."""
+        """Returns Prometheus' text format, for an endpoint or a file. Names that end in _total are counters, the others
+        gauges."""
         try:
             from prometheus_client import Metric, generate_latest
         except ImportError as error:
@@ -110,31 +113,31 @@ class Summary:
         return generate_latest(SimpleNamespace(collect=lambda: families)).decode()  # type: ignore[arg-type]
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        """The table."""
+        """Yields the name and value of each line of the table."""
         yield "requests", f"{self.requests}"
         yield "tokens", f"{self.tokens} in {self.seconds:.1f} s"
-        yield "tokens per cycle", f"{self.tokens_per_cycle:.2f}"
+        yield "tokens per step", f"{self.tokens_per_cycle:.2f}"
         by_depth = " ".join(f"{rate:.0%}" for rate in self.accept_rate_by_depth)
         yield "drafts accepted", f"{self.accept_rate:.0%} (by depth: {by_depth})" if by_depth else "nothing drafted"
         yield "time per token", f"{self.time_per_token}"
         yield "gap between emissions", f"{self.gap}"
         yield "speed against plain", "unknown" if self.speedup is None else f"{self.speedup:.2f}x"
         for plan, share in islice(self.time_share_by_plan.items(), _LISTED):
-            cycles = _share(self.cycles_by_plan[plan], self.cycles)
-            yield f"  {short(plan)}", f"{share:.1%} of the time, {cycles:.1%} of the cycles"
+            steps = _share(self.cycles_by_plan[plan], self.cycles)
+            yield f"  {short(plan)}", f"{share:.1%} of the time, {steps:.1%} of the steps"
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.changes_by_reason.items())
-        yield "mode changes", f"{self.mode_changes}" + (f" (to plain: {reasons})" if reasons else "")
+        yield "plan changes", f"{self.mode_changes}" + (f" (to plain: {reasons})" if reasons else "")
 
     def _series(self) -> Iterator[tuple[str, str, str, Mapping]]:
-        """For Prometheus: name, meaning, the label's name or nothing, and values by label."""
+        """Yields the name, help text, label name ("": no label) and values by label of each Prometheus metric."""
         accepted, reached = (dict(enumerate(of, start=1)) for of in (self.accepted_by_depth, self.reached_by_depth))
-        yield "selfspec_requests_total", "Requests begun", "", {"": self.requests}
+        yield "selfspec_requests_total", "Requests started", "", {"": self.requests}
         yield "selfspec_tokens_total", "Tokens generated", "", {"": self.tokens}
-        yield "selfspec_emissions_total", "Cycles, counted for every sequence in them", "", {"": self.emissions}
-        yield "selfspec_cycles_total", "Cycles by plan", "plan", self.cycles_by_plan
-        yield "selfspec_cycle_seconds_total", "Time in cycles by plan", "plan", self.seconds_by_plan
-        yield "selfspec_accepted_total", "Drafted tokens that were right, by depth", "depth", accepted
-        yield "selfspec_reached_total", "How often a depth was reached", "depth", reached
+        yield "selfspec_emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
+        yield "selfspec_cycles_total", "Steps by plan", "plan", self.cycles_by_plan
+        yield "selfspec_cycle_seconds_total", "Seconds in steps by plan", "plan", self.seconds_by_plan
+        yield "selfspec_accepted_total", "Accepted nodes by depth", "depth", accepted
+        yield "selfspec_reached_total", "Accepted paths that reached the depth above, by depth", "depth", reached
         yield "selfspec_mode_changes_total", "Changes of plan", "", {"": self.mode_changes}
         yield "selfspec_switched_off_total", "Changes to plain decoding", "reason", self.changes_by_reason
         for name, meaning, of in (
@@ -142,86 +145,87 @@ class Summary:
             ("emission_gap", "Time between emissions of a sequence", self.gap),
         ):
             quantiles = {"0.5": of.p50, "0.95": of.p95, "0.99": of.p99}
-            yield f"selfspec_{name}_seconds", f"{meaning}, of the last {WINDOW} cycles", "quantile", quantiles
+            yield f"selfspec_{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles
         if self.speedup is not None:
             yield "selfspec_speedup", "Speed over that of plain decoding", "", {"": self.speedup}
 
 
 @dataclass
-class _Spent:
+class _PlanTotals:
     seconds: float = 0.0
-    cycles: int = 0
+    steps: int = 0
 
 
 class Metrics:
-    """Collects while an engine works; other threads may ask for a summary meanwhile."""
+    """Adds up totals while an engine runs; any thread may call `summary` at any time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._requests = self._tokens = self._emissions = 0
-        self._spent: dict[Plan | str, _Spent] = {}
-        self._compared = 0.0  # seconds of the cycles for which a plain step's time was known
-        self._plainly = 0.0  # seconds that plain decoding would have taken for their tokens
+        self._by_plan: dict[Plan | str, _PlanTotals] = {}
+        self._compared = 0.0  # seconds of the steps for which the time of a plain step was known
+        self._plainly = 0.0  # seconds that plain decoding would have taken for the tokens of these steps
         self._accepted: list[int] = []
         self._reached: list[int] = []
         self._changes: Counter[str | None] = Counter()
-        self._recent: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=WINDOW)  # seconds, tokens of each sequence
 
-    def request(self) -> None:
-        """A request begins."""
+    def add_request(self) -> None:
+        """Counts a request that has started."""
         with self._lock:
             self._requests += 1
 
-    def cycle(self, plan: Plan, seconds: float, tokens: Sequence[int], plain_seconds: float | None) -> None:
-        """A cycle is over: the tokens that each sequence got, and the time of a plain step of as many, where known."""
-        emitted, rows = sum(tokens), len(tokens)
+    def add_step(self, plan: Plan, seconds: float, tokens: Sequence[int], plain_seconds: float | None) -> None:
+        """Adds a finished step: the tokens that each of its sequences got, and the expected time of a plain step of the
+        same sequences (None: unknown)."""
+        emitted, sequences = sum(tokens), len(tokens)
         with self._lock:
-            spent = self._spent.get(plan) or self._first_spent(plan)
-            spent.seconds += seconds
-            spent.cycles += 1
+            totals = self._by_plan.get(plan) or self._new_totals(plan)
+            totals.seconds += seconds
+            totals.steps += 1
             self._tokens += emitted
-            self._emissions += rows
+            self._emissions += sequences
             self._recent.append((seconds, tuple(tokens)))
-            if plain_seconds is not None and rows:
+            if plain_seconds is not None and sequences:
                 self._compared += seconds
-                self._plainly += plain_seconds * emitted / rows
+                self._plainly += plain_seconds * emitted / sequences
 
-    def accepted(self, accepted_by_depth: Sequence[int], reached_by_depth: Sequence[int]) -> None:
-        """Adds drafted tokens that were right, and how often each depth was reached, from the first depth on."""
+    def add_acceptance(self, accepted_by_depth: Sequence[int], reached_by_depth: Sequence[int]) -> None:
+        """Adds a finished sequence's accepted nodes and reached depths, from depth 1 on."""
         if len(accepted_by_depth) != len(reached_by_depth):
             raise ValueError(f"{len(accepted_by_depth)} depths accepted but {len(reached_by_depth)} reached")
         with self._lock:
             _add(self._accepted, accepted_by_depth)
             _add(self._reached, reached_by_depth)
 
-    def change(self, reason: str | None) -> None:
-        """A session begins, or goes on, with another plan; the reason where that is to draft nothing."""
+    def add_plan_change(self, reason: str | None) -> None:
+        """Counts a sequence's change of plan; `reason` is that of a change to plain decoding, else None."""
         with self._lock:
             self._changes[reason] += 1
 
     @property
     def seconds(self) -> float:
-        """In cycles, as a summary tells it, without the work of making one."""
+        """`Summary.seconds`, without the cost of a summary."""
         with self._lock:
-            return sum(of.seconds for of in self._spent.values())
+            return sum(totals.seconds for totals in self._by_plan.values())
 
     def summary(self) -> Summary:
         with self._lock:
             recent = list(self._recent)
-        # Sorted without the lock: a cycle must not wait for that.
+        # Sorts without the lock: the loop must not wait for it.
         time_per_token = Percentiles.of((time / count, count) for time, tokens in recent for count in tokens if count)
         gap = Percentiles.of((time, len(tokens)) for time, tokens in recent)
         with self._lock:
-            spent = {str(plan): spent for plan, spent in self._spent.items()}
-            longest_first = sorted(spent, key=lambda plan: -spent[plan].seconds)
+            totals = {str(plan): of_plan for plan, of_plan in self._by_plan.items()}
+            longest_first = sorted(totals, key=lambda plan: -totals[plan].seconds)
             return Summary(
                 requests=self._requests,
                 tokens=self._tokens,
-                cycles=sum(of.cycles for of in spent.values()),
+                cycles=sum(of_plan.steps for of_plan in totals.values()),
                 emissions=self._emissions,
-                seconds=sum(of.seconds for of in spent.values()),
-                seconds_by_plan={plan: spent[plan].seconds for plan in longest_first},
-                cycles_by_plan={plan: spent[plan].cycles for plan in longest_first},
+                seconds=sum(of_plan.seconds for of_plan in totals.values()),
+                seconds_by_plan={plan: totals[plan].seconds for plan in longest_first},
+                cycles_by_plan={plan: totals[plan].steps for plan in longest_first},
                 accepted_by_depth=list(self._accepted),
                 reached_by_depth=list(self._reached),
                 time_per_token=time_per_token,
@@ -231,12 +235,13 @@ class Metrics:
                 changes_by_reason={reason: count for reason, count in self._changes.most_common() if reason},
             )
 
-    def _first_spent(self, plan: Plan) -> _Spent:
-        return self._spent.setdefault(plan if len(self._spent) < MAX_PLANS else OTHERS, _Spent())
+    def _new_totals(self, plan: Plan) -> _PlanTotals:
+        """Returns the totals of a plan that has none yet: new ones, or those of OTHERS once there are MAX_PLANS."""
+        return self._by_plan.setdefault(plan if len(self._by_plan) < MAX_PLANS else OTHERS, _PlanTotals())
 
 
 def short(plan: str) -> str:
-    """A plan's name for a line of text: that of an irregular one lists all its nodes."""
+    """Returns a plan's name for one line of text: an irregular plan's own name lists all its nodes."""
     kind, _, nodes = plan.partition(":")
     return f"tree of {nodes.count(',') + 1} nodes" if kind == "nodes" else plan
 

@@ -1,8 +1,8 @@
-"""Logits processors and stopping criteria in transformers' terms: merging a caller's with those that settings ask for,
-and folding those of a known type into sampling parameters, which need no Python between the logits and the choice.
+"""Logits processors of transformers: merges a caller's with those that the settings imply, and folds those of known
+types into SamplingParams, which run on the device; the others run as Python on the host.
 
-The engine applies `process_logits`, then the processors left over, then `warp_logits`. A processor is folded only where
-that order gives what transformers' own order gives.
+The engine applies `process_logits`, then the processors that were not folded, then `warp_logits`. A processor is folded
+only if that order gives the same logits as transformers' order. This module reads no prompts and draws no tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from selfspec.sampling import SamplingParams, read_token_ids
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (tokens [1, t], logits [1, V]) -> logits [1, V]
 
-# Types that set some logits to -inf and leave the others: their order among themselves does not matter.
+# Types that set some logits to -inf and keep the others: any order of them gives the same logits.
 _BANS = (
     NoBadWordsLogitsProcessor,
     SuppressTokensLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
 )
-# Types that change every logit by itself and keep -inf as it is: a ban may come before or after them.
+# Types that map each logit by itself and -inf to -inf: a ban may come before or after them.
 _ELEMENTWISE = (*_BANS, SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper)
-_ORDER: list[type] = [  # of those that transformers makes itself
+_ORDER: list[type] = [  # the order in which transformers' generate applies the processors that it makes itself
     SequenceBiasLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -51,20 +51,23 @@ _WARPERS = ("temperature", "top_k", "top_p", "min_p")  # in the order in which `
 
 
 def run_processors(processors: Sequence[Processor], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Logits [1, V] after all processors, in the dtype they came in, whatever dtype a processor returns."""
+    """Applies the processors in order to logits [1, V], given the tokens [1, t]; keeps the dtype of the logits."""
     for processor in processors:
         processed = processor(tokens, logits)
         if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
             given = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
             name = getattr(processor, "__name__", type(processor).__name__)
-            raise ValueError(f"the logits processor {name} returned {given} instead of logits {list(logits.shape)}")
+            raise ValueError(
+                f"the logits processor {name} returned {given} instead of logits {list(logits.shape)}: return a tensor "
+                "of the shape that it is called with"
+            )
         logits = processed.to(logits.dtype)
     return logits
 
 
 def merge(built_in: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """transformers' rule for processors and criteria: a caller's takes the place of the built-in one of exactly its
-    type; the caller's others follow, each object once."""
+    """Merges as transformers does: a caller's processor replaces the built-in one of exactly the same type; the
+    caller's others follow, each object once."""
     merged = [next((mine for mine in own if type(mine) is type(default)), default) for default in built_in]
     for mine in own:
         if mine not in merged:
@@ -80,12 +83,12 @@ def absorb_processors(
     stop_token_ids: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[SamplingParams, list[Processor]]:
-    """Merges a caller's processors with those that the parameters stand for, as transformers does, and folds what can
-    be folded into the parameters; the rest comes back in order, to be run between `process_logits` and `warp_logits`.
+    """Merges a caller's processors with those that the parameters imply, as transformers does, and folds as many as
+    possible into the parameters. Returns the parameters, and the other processors in the order to run them in.
 
-    `prompt_length` counts padding, as transformers does; minimum lengths come back as `min_new_tokens`, which padding
-    does not change. `built_in` are further processors made from settings (`bad_words_ids`, `suppress_tokens`,
-    `sequence_bias`). `stop_token_ids` end the text where they are not the parameters' own, which minimum lengths ban.
+    `prompt_length` includes padding, as in transformers; minimum lengths are returned as `min_new_tokens`, which
+    padding does not change. `built_in` are the processors of `bad_words_ids`, `suppress_tokens` and `sequence_bias`.
+    `stop_token_ids` end the sequence (None: the parameters' own); minimum lengths ban the parameters' own.
     """
     merged = merge(_built_in(params, prompt_length, built_in, device), processors)
     stops = params.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -101,7 +104,7 @@ def absorb_processors(
 def _built_in(
     params: SamplingParams, prompt_length: int, others: Sequence[Processor], device: torch.device | str
 ) -> list[Processor]:
-    """What transformers would make of the parameters, in its order. A minimum of new tokens makes two processors."""
+    """Returns the processors that transformers makes of the parameters, in its order; `min_new_tokens` makes two."""
     made: list[Any] = list(others)
     if params.repetition_penalty != 1:
         made.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -117,14 +120,14 @@ def _built_in(
 def _fold(
     params: SamplingParams, processor: Any, left: Sequence[Processor]
 ) -> tuple[SamplingParams, Sequence[Processor]]:
-    """The parameters with the processor in them, and what of it could not be folded; `left` are those before it that
-    run after `process_logits`."""
+    """Folds one processor; returns the parameters and the part of the processor that must run as Python. `left` are the
+    processors before it that must run as Python, which is after `process_logits`."""
     kind = type(processor)
     if kind is RepetitionPenaltyLogitsProcessor:
-        ignored = processor.prompt_ignore_length  # None, a number of tokens, or one for each row
+        ignored = processor.prompt_ignore_length  # None, a number of tokens, or a tensor with one for each prompt
         whole_text = not isinstance(ignored, torch.Tensor) and not ignored
-        fits = whole_text and params.repetition_penalty == 1 and math.isfinite(processor.penalty)
-        if fits and _all_of(left, _BANS):
+        foldable = whole_text and params.repetition_penalty == 1 and math.isfinite(processor.penalty)
+        if foldable and _all_of(left, _BANS):
             return replace(params, repetition_penalty=processor.penalty), ()
     elif kind is SequenceBiasLogitsProcessor:
         if params.repetition_penalty == 1 and _all_of(left, (*_BANS, kind)):
@@ -139,7 +142,7 @@ def _all_of(processors: Sequence[Processor], kinds: tuple[type, ...]) -> bool:
 
 
 def _fold_bias(params: SamplingParams, processor: Any) -> tuple[SamplingParams, Sequence[Processor]]:
-    """Biases of single tokens are folded; those of longer sequences stay a processor."""
+    """Folds the biases of single tokens into `logit_bias`; those of several tokens stay a processor."""
     single = {ids[0]: bias for ids, bias in processor.sequence_bias.items() if len(ids) == 1}
     if not single or any(bias == math.inf or math.isnan(bias) for bias in single.values()):
         return params, (processor,)
@@ -152,6 +155,7 @@ def _fold_bias(params: SamplingParams, processor: Any) -> tuple[SamplingParams, 
 
 
 def _fold_ban(params: SamplingParams, processor: Any) -> tuple[SamplingParams, Sequence[Processor]]:
+    """Folds bans of single tokens, and a minimum length whose end tokens are the stop tokens."""
     kind = type(processor)
     if kind is NoBadWordsLogitsProcessor:
         single = [int(ids[0]) for ids in processor.sequence_bias if len(ids) == 1]
@@ -170,8 +174,8 @@ def _fold_ban(params: SamplingParams, processor: Any) -> tuple[SamplingParams, S
 
 
 def _fold_warpers(params: SamplingParams, left: list[Processor]) -> tuple[SamplingParams, list[Processor]]:
-    """Folds as many of the last processors as possible into temperature, top-k, top-p and min-p. When greedy they have
-    no effect on the best token."""
+    """Folds as many of the last processors as possible into temperature, top-k, top-p and min-p. Greedy decoding drops
+    them: they do not change the best token."""
     for start in range(len(left) + 1):
         steps = [_warper_step(processor) for processor in left[start:]]
         settings = _in_order([*steps, *_own_steps(params)]) if params.do_sample else {}
@@ -181,7 +185,7 @@ def _fold_warpers(params: SamplingParams, left: list[Processor]) -> tuple[Sampli
 
 
 def _warper_step(processor: Any) -> tuple[str, float] | None:
-    """The setting that a warper stands for; None for anything else."""
+    """Returns (parameter, value) of a warper that `warp_logits` can apply; None for any other processor."""
     kind = type(processor)
     if kind is TemperatureLogitsWarper and math.isfinite(processor.temperature):
         return "temperature", processor.temperature
@@ -196,16 +200,18 @@ def _warper_step(processor: Any) -> tuple[str, float] | None:
 
 
 def _own_steps(params: SamplingParams) -> list[tuple[str, float]]:
+    """Returns (parameter, value) of the warpers that the parameters switch on, in order."""
     switched_off = SamplingParams()
     own = [(name, getattr(params, name)) for name in _WARPERS]
     return [(name, value) for name, value in own if value != getattr(switched_off, name)]
 
 
 def _in_order(steps: Sequence[tuple[str, float] | None]) -> dict[str, Any] | None:
-    """The settings with which `warp_logits` does the same as these steps one after the other; None if there are none.
+    """Returns the settings with which `warp_logits` gives the same logits as these steps in order; None if no settings
+    do.
 
-    Top-k keeps the same tokens before and after a temperature. Of several top-k the smallest counts, of several min-p
-    the largest; two temperatures would round differently as one, and two top-p cut more than either.
+    Top-k keeps the same tokens before and after a temperature. Several top-k equal the smallest, several min-p the
+    largest. One temperature rounds differently than two, and two top-p cut more than either of them.
     """
     settings: dict[str, Any] = {}
     for step in steps:
@@ -213,7 +219,7 @@ def _in_order(steps: Sequence[tuple[str, float] | None]) -> dict[str, Any] | Non
             return None
         name, value = step
         if name == "top_k" and settings.get("top_k", math.inf) <= value:
-            continue  # fewer are left already
+            continue  # a smaller top-k comes before
         later = {other for other in settings if _WARPERS.index(other) > _WARPERS.index(name)}
         if later and not (name == "temperature" and later == {"top_k"}):
             return None

@@ -1,7 +1,9 @@
-"""Reading what a caller of `generate` asked for: prompts and settings, in transformers' terms, checked before any work.
+"""Reads the arguments of `generate`: prompts, generation settings, seeds and speculation options, checked before any
+work.
 
-Merges transformers' defaults, the model's generation config, the caller's and the keyword arguments, in that order.
-Whatever would change the output and is not supported is refused by name.
+Merges transformers' defaults, the model's generation config, the caller's generation config and the keyword arguments;
+later sources win. Raises ValueError for an unsupported argument that would change the output. Runs no model and knows
+no scheduler.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ SUPPORTED = (
     "num_return_sequences",
 )
 
-# Fields of a GenerationConfig that cannot change the tokens of a decoder-only model's sampling or greedy search.
+# Fields of a GenerationConfig that do not change the tokens of a decoder-only model, greedy or sampling.
 _WITHOUT_EFFECT = {
     "transformers_version",
     "_from_model_config",
@@ -76,7 +78,7 @@ _WITHOUT_EFFECT = {
     "target_lookbehind",
 }
 
-# Unsupported fields are fine at the values that switch them off; None, False and empty always do.
+# Values at which an unsupported field is accepted, because they switch it off. None, False and empty always do.
 _SWITCHED_OFF = {
     "use_cache": True,
     "num_beams": 1,
@@ -93,32 +95,32 @@ _SWITCHED_OFF = {
 
 _TRANSFORMERS_DEFAULTS = {"top_k": 50, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 _DEFAULT_NEW_TOKENS = 20
-# Tensors that transformers returns beside the sequences, and only with return_dict_in_generate=True.
+# Fields that make transformers return more tensors, and only with return_dict_in_generate=True.
 _EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the sequences of one call decode with, once a caller's processors and criteria are merged in."""
+    """The settings of one call's sequences, with the caller's processors and criteria merged in."""
 
     params: SamplingParams
-    processors: list[Processor]  # between `process_logits` and `warp_logits`
-    criteria: list[Callable]  # a caller's, less those that became parameters
+    processors: list[Processor]  # run as Python between `process_logits` and `warp_logits`
+    criteria: list[Callable]  # the caller's, without those that became stop tokens or a length
     stop_strings: tuple[str, ...]
     max_new_tokens: int
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A checked request, less its prompts, processors and criteria; `resolve` brings these together."""
+    """The checked generation settings of a request; `resolve` merges a caller's processors and criteria in."""
 
-    sampling: SamplingParams  # less what `built_in` does
+    sampling: SamplingParams  # without the settings of `built_in`
     built_in: tuple[Processor, ...]  # transformers' processors for sequence_bias, bad_words_ids and suppress_tokens
     eos_token_ids: tuple[int, ...]
-    stop_token_ids: tuple[int, ...]  # that end a text too, in addition
-    max_new_tokens: int | None  # one of these two is set
-    max_length: int | None  # padded prompt and new tokens together
+    stop_token_ids: tuple[int, ...]  # further tokens that end a sequence
+    max_new_tokens: int | None  # either this or max_length is set
+    max_length: int | None  # prompt with padding and new tokens together
     pad_token_id: int | None
     num_return_sequences: int
     stop_strings: tuple[str, ...]
@@ -132,10 +134,10 @@ class Settings:
         device: torch.device | str = "cpu",
     ) -> Resolved:
         """Merges a caller's processors and criteria in, as transformers does: one of a built-in's type replaces it.
-        Prompts are `prompt_width` wide, padding included; `device` is that of the logits processors are called with."""
+        `prompt_width` is the width of input_ids, padding included; `device` that of the logits."""
         for name, given in (("logits_processor", processors), ("stopping_criteria", criteria)):
             if given is not None and not isinstance(given, list | tuple):
-                raise ValueError(f"{name} must be a list, not a {type(given).__name__}: put it into one")
+                raise ValueError(f"{name} must be a list, not a {type(given).__name__}: pass [{name}]")
         own = list(criteria or ())
         ends = [criterion for criterion in own if type(criterion) is EosTokenCriteria]
         limits = [criterion for criterion in own if type(criterion) is MaxLengthCriteria]
@@ -151,7 +153,7 @@ class Settings:
         return Resolved(params, left, rest, () if replaced else self.stop_strings, allowed)
 
     def new_tokens_allowed(self, prompt_width: int) -> int:
-        """How many tokens may follow prompts that are `prompt_width` wide, padding included."""
+        """Returns the largest number of new tokens for prompts of this width, padding included."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         assert self.max_length is not None
@@ -164,19 +166,19 @@ class Settings:
 
 
 def read_settings(model_config: GenerationConfig, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Settings:
-    """Merges the sources, later ones winning, and checks every value."""
+    """Merges the sources and checks every value; of `model_config`, `config` and `kwargs` the later ones win."""
     if config is not None and not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config must be a transformers GenerationConfig, not a {type(config).__name__}")
-    known = _known_to_transformers()
+    fields_of_config = _generation_config_fields()
     for name in kwargs:
-        if name not in SUPPORTED and name not in known:
-            raise ValueError(f"generate() does not know the argument {name!r}; it supports {', '.join(SUPPORTED)}")
+        if name not in SUPPORTED and name not in fields_of_config:
+            raise ValueError(f"generate() has no argument {name!r}; it supports {', '.join(SUPPORTED)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
-    # Entries of a model's file that transformers does not know, its maker's own, mean nothing to it either.
-    of_model = {name: value for name, value in vars(model_config).items() if name in known}
+    # transformers ignores entries of generation_config.json that are not fields of its GenerationConfig.
+    of_model = {name: value for name, value in vars(model_config).items() if name in fields_of_config}
     for source in (of_model, {} if config is None else config.to_dict()):
         merged.update({name: value for name, value in source.items() if value is not None})
-    merged.update(kwargs)  # here None is said on purpose: it takes back what a config says
+    merged.update(kwargs)  # a keyword argument of None switches an entry of a config off
     merged = {name: as_scalar(value) for name, value in merged.items() if value is not None}
     for name, value in merged.items():
         _check_supported(name, value, merged)
@@ -194,8 +196,8 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
     sampling = _params_from(merged, (*ends, *more_ends))
     if samples > 1 and not sampling.do_sample:
         raise ValueError(
-            f"num_return_sequences={samples} without do_sample=True would return copies of one greedy text: pass "
-            "do_sample=True, or num_return_sequences=1"
+            f"num_return_sequences={samples} without do_sample=True would return the same greedy tokens {samples} "
+            "times: pass do_sample=True, or num_return_sequences=1"
         )
     return Settings(
         sampling=sampling,
@@ -212,7 +214,7 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
 
 
 def _params_from(merged: dict[str, Any], stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Reads the entries that are sampling parameters. `min_new_tokens` beats `min_length`, as in transformers."""
+    """Reads the entries that are sampling parameters; `min_new_tokens` overrides `min_length`, as in transformers."""
     ignored = {"stop_token_ids"} if merged.get("do_sample") else {"stop_token_ids", *_ONLY_WHEN_SAMPLING}
     if "min_new_tokens" in merged:
         ignored.add("min_length")
@@ -221,13 +223,13 @@ def _params_from(merged: dict[str, Any], stop_token_ids: tuple[int, ...]) -> Sam
 
 
 def _built_in(merged: dict[str, Any], ends: tuple[int, ...]) -> list[Processor]:
-    """transformers' processors for entries that name tokens and sequences of tokens; it checks them too."""
+    """Makes transformers' processors for sequence_bias, bad_words_ids and suppress_tokens; they check their values."""
     made: list[Processor] = []
     if merged.get("sequence_bias"):
         made.append(SequenceBiasLogitsProcessor(merged["sequence_bias"]))
     words = merged.get("bad_words_ids")
     if words and not (isinstance(words, list) and all(word in [[end] for end in ends] for word in words)):
-        made.append(NoBadWordsLogitsProcessor(words, list(ends)))  # which never bans an end token
+        made.append(NoBadWordsLogitsProcessor(words, list(ends)))  # never bans an end token
     suppressed = read_token_ids("suppress_tokens", merged.get("suppress_tokens"))
     if suppressed:
         made.append(SuppressTokensLogitsProcessor(suppressed))
@@ -252,54 +254,56 @@ def _check_supported(name: str, value: Any, merged: dict[str, Any]) -> None:
     if name in SUPPORTED or name in _WITHOUT_EFFECT:
         return
     if name in _EXTRA_OUTPUTS and not merged.get("return_dict_in_generate"):
-        return  # without effect in transformers too
+        return  # transformers ignores it as well
     off = value is False or value == _SWITCHED_OFF.get(name) or (isinstance(value, dict | list | tuple) and not value)
     if not off:
         raise ValueError(f"{name}={value!r} is not supported; generate() supports {', '.join(SUPPORTED)}")
 
 
 @cache
-def _known_to_transformers() -> frozenset[str]:
-    """The names of a generation config's entries."""
+def _generation_config_fields() -> frozenset[str]:
+    """The field names of transformers' GenerationConfig."""
     return frozenset(GenerationConfig().to_dict())
 
 
 def read_input_ids(input_ids: torch.Tensor | None, inputs: torch.Tensor | None) -> torch.Tensor:
-    """`inputs` is transformers' other name for `input_ids`."""
+    """Returns `input_ids` or `inputs`, which is transformers' other name for it; raises ValueError for both."""
     if input_ids is not None and inputs is not None:
         raise ValueError("inputs and input_ids are two names for the same tensor: pass one of them")
     return input_ids if inputs is None else inputs  # type: ignore[return-value]  # None is refused in `read_prompts`
 
 
 def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, settings: Settings) -> list[list[int]]:
-    """Rows of a left-padded batch [B, T] as lists of their real tokens."""
+    """Returns the tokens of each prompt of a left-padded batch [B, T], without padding."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.long or input_ids.ndim != 2:
         given = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids)
         raise ValueError(f"input_ids must be a LongTensor of shape [batch, length], not {given}")
     if input_ids.shape[0] == 0:
-        raise ValueError("input_ids has no rows: pass at least one prompt")
+        raise ValueError("input_ids has no rows (shape [0, length]): pass at least one prompt")
     if attention_mask is None:
         attention_mask = _infer_mask(input_ids, settings)
     if not isinstance(attention_mask, torch.Tensor):
         raise ValueError(f"attention_mask must be a tensor of input_ids' shape, not a {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask {list(attention_mask.shape)} and input_ids {list(input_ids.shape)} differ in shape"
+            f"attention_mask {list(attention_mask.shape)} and input_ids {list(input_ids.shape)} differ in shape: pass "
+            "the attention_mask that the tokenizer returned with these input_ids"
         )
     prompts = []
     for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)):
-        real = sum(mask)
-        if not all(mask[len(mask) - real :]):
+        length = sum(mask)
+        if not all(mask[len(mask) - length :]):
             raise ValueError(
-                f"row {row} is not left-padded: its attention_mask (or, without one, its pad tokens) must leave out a "
-                "beginning and nothing else. Tokenize with padding_side='left' and pass the attention_mask."
+                f"row {row} of input_ids is not left-padded: its attention_mask (or, without one, its pad tokens) must "
+                "mask tokens at its beginning only. Tokenize with padding_side='left' and pass the attention_mask."
             )
-        prompts.append(ids[len(ids) - real :])
+        prompts.append(ids[len(ids) - length :])
     return prompts
 
 
 def _infer_mask(input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Without a mask, padding is recognised only where the pad token cannot be an end of text, as in transformers."""
+    """Returns a mask of the tokens that are not the pad token; all ones if there is no pad token or if it also is an
+    end token, as in transformers."""
     pad = settings.pad_token_id
     if pad is None or pad in settings.eos_token_ids:
         return torch.ones_like(input_ids)
@@ -307,7 +311,7 @@ def _infer_mask(input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses biases and permissions of tokens that the model does not have."""
+    """Raises ValueError for a biased or allowed token id outside the vocabulary."""
     named = {"logit_bias or sequence_bias": [token for token, _ in params.logit_bias]}
     named["allowed_token_ids"] = list(params.allowed_token_ids or ())
     for name, ids in named.items():
@@ -317,26 +321,26 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_prompts(prompts: list[list[int]], vocab_size: int, context: int) -> None:
-    """Refuses prompts that cannot be continued."""
-    for row, prompt in enumerate(prompts):
+    """Raises ValueError for a prompt that is empty, has a token id outside the vocabulary, or fills the context."""
+    for index, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {row} is empty: pass at least one token, for example the model's bos token")
+            raise ValueError(f"prompt {index} is empty: pass at least one token, for example the model's bos token")
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
             raise ValueError(
-                f"prompt {row} contains token id {bad}, outside the vocabulary (0 to {vocab_size - 1}): "
+                f"prompt {index} contains token id {bad}, outside the vocabulary (0 to {vocab_size - 1}): "
                 "tokenize it with this model's own tokenizer"
             )
         if len(prompt) >= context:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and the context holds {context}, new tokens included: "
+                f"prompt {index} has {len(prompt)} tokens and the context holds {context}, new tokens included: "
                 "shorten the prompt"
             )
 
 
 def read_seeds(seed: int | Sequence[int] | torch.Tensor | None, batch: int, do_sample: bool) -> list[int]:
-    """One seed per prompt. None draws them from torch's default generator, so torch.manual_seed reproduces a call."""
+    """Returns one seed per prompt. None draws them from torch's default generator: torch.manual_seed fixes them."""
     if seed is None:
         return torch.randint(0, 2**63 - 1, (batch,)).tolist() if do_sample else [0] * batch
     seed = as_scalar(seed)
@@ -346,11 +350,12 @@ def read_seeds(seed: int | Sequence[int] | torch.Tensor | None, batch: int, do_s
         raise ValueError(f"seed has {len(seeds)} entries for {batch} prompts: pass one int, or one per prompt")
     for value in seeds:
         if not is_int(value) or not -(2**63) <= value < 2**63:
-            raise ValueError(f"seed {value!r} is not possible: seeds are integers of 64 bits")
+            raise ValueError(f"seed {value!r} is not possible: seeds are integers of 64 bits (-2**63 to 2**63 - 1)")
     return seeds
 
 
 def check_rules(rules: Any) -> Rules | None:
+    """Returns `rules`; raises ValueError unless it is a Rules or None."""
     if rules is not None and not isinstance(rules, Rules):
         raise ValueError(f"rules={rules!r} is not possible: pass a selfspec.Rules")
     return rules
@@ -358,7 +363,7 @@ def check_rules(rules: Any) -> Rules | None:
 
 @dataclass(frozen=True)
 class SpeculationRequest:
-    """What a request says about speculation; checked when built."""
+    """The speculation options of a request; checked when built."""
 
     speculative_decoding: Mode = None
     domain: str = "auto"
@@ -372,8 +377,8 @@ class SpeculationRequest:
         mode = self.speculative_decoding
         if not (mode is None or isinstance(mode, bool) or mode == "force"):
             raise ValueError(
-                f"speculative_decoding={self.speculative_decoding!r} : pass None or True (the rules decide), "
-                "False (off) or 'force' (on, whatever the rules say)"
+                f"speculative_decoding={self.speculative_decoding!r} is not possible: pass None or True (the rules "
+                "decide), False (off) or 'force' (on in spite of the rules)"
             )
         if self.acceptance not in ("coupled", "rejection"):
             raise ValueError(f"acceptance={self.acceptance!r} is not possible: pass 'coupled' or 'rejection'")
@@ -381,7 +386,7 @@ class SpeculationRequest:
 
 
 def split_options(options: dict[str, Any]) -> tuple[SpeculationRequest, dict[str, Any]]:
-    """What is said about speculation, and the generation arguments."""
+    """Splits keyword arguments into the speculation options and the generation arguments."""
     own = SpeculationRequest.__dataclass_fields__
     request = SpeculationRequest(**{name: value for name, value in options.items() if name in own})
     return request, {name: value for name, value in options.items() if name not in own}

@@ -131,7 +131,7 @@ class Scheduler:
             if isinstance(arrived, Call):
                 arrived.run()
                 continue
-            self.metrics.request()
+            self.metrics.add_request()
             self.waiting.extend(arrived.sequences)
             if arrived.is_cancelled:  # `_drop_cancelled` may have run before the request was in any list
                 self._has_cancelled = True
@@ -176,7 +176,7 @@ class Scheduler:
                 if sequence.prompt_kv is not None:
                     self.cache.close(sequence.prompt_kv)
                 sequence.swapped = None
-                self.metrics.accepted(sequence.accepted_by_depth, sequence.reached_by_depth)
+                self.metrics.add_acceptance(sequence.accepted_by_depth, sequence.reached_by_depth)
         finally:
             request.progress.end(request.sequences[0].new_tokens if request.sequences else 0)
 

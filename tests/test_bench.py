@@ -271,7 +271,7 @@ def test_a_synthetic_model_is_drawn_where_it_stays(monkeypatch: pytest.MonkeyPat
 
 def test_a_bound_on_memory_without_a_gpu_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "open_shape", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(SystemExit, match=r"--memory-gb: a bound of 24 GB .* CUDA device, and this runs on cpu"):
+    with pytest.raises(SystemExit, match=r"--memory-gb: a limit of 24 GB .* CUDA device, and this runs on cpu"):
         decode.main("--memory-gb 24 --shape llama-8b --device cpu".split())
 
 
@@ -281,7 +281,7 @@ def test_a_bound_on_memory_stands_in_the_setup(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(decode, "read_bandwidth", lambda: 1e9)
     args = decode.parse(["--memory-gb", "24"])
     for allowed, told in ((24 * 10**9 - 1, ", bound to 24 GB of GPU memory"), (None, "")):
-        monkeypatch.setattr(decode, "memory_bound", lambda _, allowed=allowed: allowed)
+        monkeypatch.setattr(decode, "memory_limit", lambda _, allowed=allowed: allowed)
         setup = asdict(decode.describe(args, subject))
         assert setup["memory_gb"] == (allowed and 24.0)
         report.describe(Console(), setup)

@@ -413,7 +413,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch):
     model = adopt(tiny_model("llama", dtype=torch.float32))
 
     def fit_room(room: int, exits: int = 3) -> Resources:
-        monkeypatch.setattr(resources, "device_room", lambda _: room)
+        monkeypatch.setattr(resources, "free_device_bytes", lambda _: room)
         return fit(model, exits, RECIPE, 101)
 
     return fit_room
@@ -459,10 +459,10 @@ def test_nothing_is_begun_where_nothing_fits(fitted, room: int) -> None:
 def test_the_teachers_states_go_to_host_memory_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = adopt(tiny_model("llama", dtype=torch.float32))
     gpu = SimpleNamespace(config=cpu.config, layers=cpu.layers, dtype=cpu.dtype, device=torch.device("cuda"))
-    monkeypatch.setattr(resources, "host_room", lambda: 10**9)
+    monkeypatch.setattr(resources, "free_host_bytes", lambda: 10**9)
     places = {}
     for room in (int(2**30 * 0.9**power) for power in range(40)):
-        monkeypatch.setattr(resources, "device_room", lambda _, room=room: room)
+        monkeypatch.setattr(resources, "free_device_bytes", lambda _, room=room: room)
         part = fit(gpu, 3, RECIPE, 101)
         places[part.states_on] = part
         assert ("host memory" in part.describe()) == (part.states_on == "cpu")
@@ -470,9 +470,9 @@ def test_the_teachers_states_go_to_host_memory_where_the_device_is_full(monkeypa
     assert places["cpu"].most_tokens == int(0.4 * 10**9 / (2 * 32 * 4))
 
 
-def test_host_room_is_what_the_system_says_is_free() -> None:
-    assert 2**20 < resources.host_room() < 2**50
-    assert resources.device_room(torch.device("cpu")) == pytest.approx(resources.host_room(), rel=0.2)
+def test_free_host_bytes_is_what_the_system_says_is_free() -> None:
+    assert 2**20 < resources.free_host_bytes() < 2**50
+    assert resources.free_device_bytes(torch.device("cpu")) == pytest.approx(resources.free_host_bytes(), rel=0.2)
 
 
 def test_a_recipe_is_smaller_elsewhere_than_on_a_gpu_and_fits_the_context() -> None:

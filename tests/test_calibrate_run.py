@@ -442,7 +442,7 @@ def test_a_machine_or_model_that_lacks_something_is_told_so(
 ) -> None:
     here, said = place, "has no tokenizer"
     if what == "memory":
-        quickly.setattr(resources, "device_room", lambda _: 10_000)
+        quickly.setattr(resources, "free_device_bytes", lambda _: 10_000)
         said = "too little to calibrate"
     elif what == "disk":
         quickly.setattr("selfspec.calibrate.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))

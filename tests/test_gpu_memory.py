@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from bench.modes import release
 from bench.synthetic import synthetic
 from selfspec import Engine, Profile
-from selfspec.memory import bound_memory, device_room, memory_bound
+from selfspec.memory import limit_memory, free_device_bytes, memory_limit
 from selfspec.models.decoder import Decoder
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny import tiny_model
@@ -135,9 +135,9 @@ def test_a_bound_holds_and_what_it_leaves_can_be_had() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     release()
     bound = torch.cuda.memory_reserved() + 512 * MIB
-    bound_memory(bound / 1e9, device)
-    assert memory_bound(device) == pytest.approx(bound, rel=0.01)
-    room = device_room(device)
+    limit_memory(bound / 1e9, device)
+    assert memory_limit(device) == pytest.approx(bound, rel=0.01)
+    room = free_device_bytes(device)
     assert 400 * MIB < room == pytest.approx(bound - torch.cuda.memory_allocated(), rel=0.01)
     torch.empty(400 * MIB, dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from selfspec.calibrate.__main__ import main
-from selfspec.memory import bound_memory, device_room, host_room, memory_bound
+from selfspec.memory import limit_memory, free_device_bytes, free_host_bytes, memory_limit
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GB = 10**9
@@ -45,45 +45,45 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def test_what_torch_holds_unused_is_free(gpu: Gpu) -> None:
-    assert device_room(GPU) == 54 * GB
-    assert memory_bound(GPU) is None
+    assert free_device_bytes(GPU) == 54 * GB
+    assert memory_limit(GPU) is None
 
 
 def test_a_bound_leaves_what_it_allows_beside_what_is_used(gpu: Gpu) -> None:
-    bound_memory(24, GPU)
+    limit_memory(24, GPU)
     assert gpu.fraction == 0.3
-    assert memory_bound(GPU) == 24 * GB
-    assert device_room(GPU) == 18 * GB
+    assert memory_limit(GPU) == 24 * GB
+    assert free_device_bytes(GPU) == 18 * GB
 
 
 def test_a_bound_makes_no_room_that_others_hold(gpu: Gpu) -> None:
-    bound_memory(70, GPU)
-    assert device_room(GPU) == 54 * GB
+    limit_memory(70, GPU)
+    assert free_device_bytes(GPU) == 54 * GB
 
 
 def test_a_bound_below_what_is_used_leaves_nothing(gpu: Gpu) -> None:
-    bound_memory(5, GPU)
-    assert device_room(GPU) == 0
+    limit_memory(5, GPU)
+    assert free_device_bytes(GPU) == 0
 
 
 def test_a_bound_above_what_there_is_bounds_nothing(gpu: Gpu) -> None:
-    bound_memory(100, GPU)
-    assert memory_bound(GPU) is None
-    assert device_room(GPU) == 54 * GB
+    limit_memory(100, GPU)
+    assert memory_limit(GPU) is None
+    assert free_device_bytes(GPU) == 54 * GB
 
 
 @pytest.mark.parametrize("gigabytes", [0, -1, float("inf"), float("nan")])
 def test_impossible_bounds_are_refused(gpu: Gpu, gigabytes: float) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
-        bound_memory(gigabytes, GPU)
+        limit_memory(gigabytes, GPU)
     assert gpu.fraction == 1.0
 
 
 def test_the_cpu_has_the_hosts_room_and_no_bound() -> None:
-    assert device_room(CPU) == pytest.approx(host_room(), rel=0.2)
-    assert memory_bound(CPU) is None
-    with pytest.raises(ValueError, match="24 GB .* needs a CUDA device, and this runs on cpu: leave the bound out"):
-        bound_memory(24, CPU)
+    assert free_device_bytes(CPU) == pytest.approx(free_host_bytes(), rel=0.2)
+    assert memory_limit(CPU) is None
+    with pytest.raises(ValueError, match="24 GB .* needs a CUDA device, and this runs on cpu: leave the limit out"):
+        limit_memory(24, CPU)
 
 
 # The host's memory within cgroups: 64 GB are available in all
@@ -114,24 +114,24 @@ def limit(root: Path, version: str, path: str, most: str | int, used: int = 0, f
 class TestCgroup:
     def test_the_limit_less_what_is_used_but_for_cached_files(self, tmp_path: Path, version: str, line: str) -> None:
         limit(system(tmp_path, line), version, "pod/own", 8 * GB, used=5 * GB, files=2 * GB)
-        assert host_room(tmp_path) == 5 * GB
+        assert free_host_bytes(tmp_path) == 5 * GB
 
     def test_a_limit_of_any_cgroup_above_counts(self, tmp_path: Path, version: str, line: str) -> None:
         limit(system(tmp_path, line), version, "pod/own", 8 * GB)
         limit(tmp_path, version, "pod", 6 * GB, used=4 * GB)
-        assert host_room(tmp_path) == 2 * GB
+        assert free_host_bytes(tmp_path) == 2 * GB
 
     def test_a_container_sees_its_own_cgroup_as_the_root(self, tmp_path: Path, version: str, line: str) -> None:
         limit(system(tmp_path, line), version, ".", 3 * GB)
-        assert host_room(tmp_path) == 3 * GB
+        assert free_host_bytes(tmp_path) == 3 * GB
 
     def test_more_than_the_system_has_is_no_room(self, tmp_path: Path, version: str, line: str) -> None:
         limit(system(tmp_path, line), version, "pod/own", "max" if version == V2 else 2**63 - 4096)
-        assert host_room(tmp_path) == 64 * GB // 1024 * 1024
+        assert free_host_bytes(tmp_path) == 64 * GB // 1024 * 1024
 
     def test_more_used_than_allowed_leaves_nothing(self, tmp_path: Path, version: str, line: str) -> None:
         limit(system(tmp_path, line), version, "pod/own", GB, used=2 * GB)
-        assert host_room(tmp_path) == 0
+        assert free_host_bytes(tmp_path) == 0
 
     @pytest.mark.parametrize("damaged", NAMES[V2][:2] + NAMES[V1][:2] + ("memory.stat",))
     def test_a_file_that_says_nothing_is_passed_over(
@@ -139,7 +139,7 @@ class TestCgroup:
     ) -> None:
         limit(system(tmp_path, line), version, "pod/own", 8 * GB)
         (tmp_path / version / "pod/own" / damaged).write_text("\n")
-        assert host_room(tmp_path) in (8 * GB, 64 * GB // 1024 * 1024)
+        assert free_host_bytes(tmp_path) in (8 * GB, 64 * GB // 1024 * 1024)
 
 
 def test_calibration_on_a_cpu_refuses_a_bound_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ IRREGULAR = Plan.parse("nodes:0.0,0.2,1.1")
 def told(*cycles: tuple[Plan, float, list[int], float | None]) -> Summary:
     metrics = Metrics()
     for cycle in cycles:
-        metrics.cycle(*cycle)
+        metrics.add_step(*cycle)
     return metrics.summary()
 
 
@@ -27,15 +27,15 @@ def busy() -> Metrics:
     """Two requests: ten plain cycles of 2 ms, five with a tree of 4 ms that bring three tokens each, changes."""
     metrics = Metrics()
     for _ in range(2):
-        metrics.request()
+        metrics.add_request()
     for _ in range(10):
-        metrics.cycle(NONE, 0.002, [1], 0.002)
+        metrics.add_step(NONE, 0.002, [1], 0.002)
     for _ in range(5):
-        metrics.cycle(TREE, 0.004, [3], 0.002)
-        metrics.accepted([1, 1], [1, 1])
-    metrics.accepted([0], [1])
+        metrics.add_step(TREE, 0.004, [3], 0.002)
+        metrics.add_acceptance([1, 1], [1, 1])
+    metrics.add_acceptance([0], [1])
     for reason in ("goodput", None, "goodput", None, "ood"):
-        metrics.change(reason)
+        metrics.add_plan_change(reason)
     return metrics
 
 
@@ -73,10 +73,10 @@ class TestTotals:
 
     def test_acceptance_by_depth_adds_up_over_plans_of_any_depth(self):
         metrics = Metrics()
-        metrics.accepted([1, 0], [1, 1])
-        metrics.accepted([0], [1])
-        metrics.accepted([3, 2, 1, 1], [4, 3, 2, 1])
-        metrics.accepted([], [])
+        metrics.add_acceptance([1, 0], [1, 1])
+        metrics.add_acceptance([0], [1])
+        metrics.add_acceptance([3, 2, 1, 1], [4, 3, 2, 1])
+        metrics.add_acceptance([], [])
         summary = metrics.summary()
         assert summary.accepted_by_depth == [4, 2, 1, 1] and summary.reached_by_depth == [6, 4, 2, 1]
         assert summary.accept_rate_by_depth == [4 / 6, 2 / 4, 1 / 2, 1]
@@ -85,7 +85,7 @@ class TestTotals:
     def test_acceptance_wants_both_counts_for_every_depth(self):
         metrics = Metrics()
         with pytest.raises(ValueError, match="2 depths accepted but 1 reached"):
-            metrics.accepted([1, 1], [1])
+            metrics.add_acceptance([1, 1], [1])
         assert metrics.summary().accepted_by_depth == []
 
     def test_changes_are_counted_and_those_to_plain_decoding_by_reason(self):
@@ -97,9 +97,9 @@ class TestTotals:
         metrics = busy()
         before = metrics.summary()
         kept = str(before), before.prometheus()
-        metrics.cycle(CHAIN, 1.0, [2, 2], 0.5)
-        metrics.accepted([7, 7, 7], [9, 9, 9])
-        metrics.change("batch")
+        metrics.add_step(CHAIN, 1.0, [2, 2], 0.5)
+        metrics.add_acceptance([7, 7, 7], [9, 9, 9])
+        metrics.add_plan_change("batch")
         assert (str(before), before.prometheus()) == kept
         assert before != metrics.summary()
 
@@ -159,9 +159,9 @@ class TestPercentiles:
     def test_only_recent_cycles_count(self):
         metrics = Metrics()
         for _ in range(WINDOW):
-            metrics.cycle(NONE, 9.0, [1], None)
+            metrics.add_step(NONE, 9.0, [1], None)
         for _ in range(WINDOW):
-            metrics.cycle(NONE, 1.0, [1], None)
+            metrics.add_step(NONE, 1.0, [1], None)
         summary = metrics.summary()
         assert summary.gap == summary.time_per_token == Percentiles(1.0, 1.0, 1.0)
         assert summary.cycles == 2 * WINDOW, "totals are of all"
@@ -169,7 +169,7 @@ class TestPercentiles:
 
 def test_a_list_of_tokens_may_be_used_again():
     metrics, tokens = Metrics(), [4]
-    metrics.cycle(CHAIN, 1.0, tokens, None)
+    metrics.add_step(CHAIN, 1.0, tokens, None)
     tokens[0] = 1
     assert metrics.summary().time_per_token.p50 == 0.25
 
@@ -178,7 +178,7 @@ def test_any_number_of_plans_takes_bounded_memory():
     metrics = Metrics()
     plans = [Plan(parents=(0,), ranks=(rank,)) for rank in range(MAX_PLANS + 50)]
     for plan in [*plans, *plans]:
-        metrics.cycle(plan, 1.0, [1], None)
+        metrics.add_step(plan, 1.0, [1], None)
     summary = metrics.summary()
     assert len(summary.seconds_by_plan) == MAX_PLANS + 1
     assert summary.cycles_by_plan[OTHERS] == 2 * 50 and summary.cycles_by_plan[str(plans[0])] == 2
@@ -191,13 +191,13 @@ class TestTable:
         for line in (
             "requests               2",
             "tokens                 25 in 0.0 s",
-            "tokens per cycle       1.67",
+            "tokens per step        1.67",
             "drafts accepted        91% (by depth: 83% 100%)",
             "time per token         1.33 / 2.00 / 2.00 ms (p50 / p95 / p99)",
             "gap between emissions  2.00 / 4.00 / 4.00 ms (p50 / p95 / p99)",
             "speed against plain    1.25x",
-            "  none                 50.0% of the time, 66.7% of the cycles",
-            "mode changes           5 (to plain: 2 goodput, 1 ood)",
+            "  none                 50.0% of the time, 66.7% of the steps",
+            "plan changes           5 (to plain: 2 goodput, 1 ood)",
         ):
             assert line in table.split("\n"), line
 
@@ -205,7 +205,7 @@ class TestTable:
         table = str(told((NONE, 1.0, [1], None)))
         assert "speed against plain    unknown" in table
         assert "drafts accepted        nothing drafted" in table
-        assert table.endswith("mode changes           0")
+        assert table.endswith("plan changes           0")
 
     def test_it_stays_small_whatever_was_planned(self):
         plans = [Plan(parents=(0,), ranks=(rank,)) for rank in range(100)]
@@ -270,7 +270,7 @@ class TestPrometheus:
     def test_counters_never_fall(self):
         metrics, before = busy(), {}
         for count in range(20):
-            metrics.cycle((NONE, TREE, CHAIN)[count % 3], 0.1 / (count + 3), [1], 0.01)
+            metrics.add_step((NONE, TREE, CHAIN)[count % 3], 0.1 / (count + 3), [1], 0.01)
             now = self.samples(metrics.summary())
             assert all(now[key] >= value for key, value in before.items() if key[0].endswith("_total"))
             before = now

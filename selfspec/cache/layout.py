@@ -41,11 +41,14 @@ class Rows:
         self._same_length = all(sequence.length == sequences[0].length for sequence in sequences)
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # filled by Decoder.rotations_of
+        self.is_causal = False  # each row attends to all positions up to its own
 
     @classmethod
     def causal(cls, sequences: Seq[KVPages], count: int, device: torch.device) -> Rows:
         """The layout of `count` tokens that follow each sequence; each attends to the ones before it."""
-        return cls(sequences, range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
+        rows = cls(sequences, range(count), torch.arange(count), torch.ones(count, count).tril().bool(), device)
+        rows.is_causal = True
+        return rows
 
     @cached_property
     def pages(self) -> torch.Tensor | slice:

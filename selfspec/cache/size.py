@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from selfspec.cache.kv_cache import PAGE_SIZE, page_nbytes
-from selfspec.memory import device_room
+from selfspec.memory import free_device_bytes
 from selfspec.models.config import ModelConfig
 from selfspec.speculation.plan import SPARE_POSITIONS
 
@@ -38,7 +38,7 @@ def cache_pages(
             )
         return pages
     wanted = (max_batch or USUAL_BATCH) * pages_for(context + SPARE_POSITIONS) + 1
-    return max(least, min(wanted, int(SHARE * device_room(device) / size)))
+    return max(least, min(wanted, int(SHARE * free_device_bytes(device) / size)))
 
 
 def pages_for(positions: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from selfspec.calibrate.training import Recipe
-from selfspec.memory import device_room, host_room
+from selfspec.memory import free_device_bytes, free_host_bytes
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES
 
@@ -37,7 +37,7 @@ class Resources:
 
 def fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int) -> Resources:
     """Sizes for training `exits` exits of this model; ValueError where not even the smallest fit."""
-    room = device_room(model.device)
+    room = free_device_bytes(model.device)
     most = _MOST_WRITTEN if model.device.type == "cuda" else 64
     writing = min(most, int(0.6 * room) // _written_row_bytes(model, recipe))
     per_token = FEATURE_STATES * model.config.hidden_size * model.dtype.itemsize
@@ -49,7 +49,7 @@ def fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int) -> Resources
         )
     spare = room - together * _trained_bytes(model, recipe, head_rows, rows)
     on_device = model.device.type == "cpu" or spare > 0.5 * room
-    tokens = (0.6 * spare if on_device else _HOST_SHARE * host_room()) / per_token
+    tokens = (0.6 * spare if on_device else _HOST_SHARE * free_host_bytes()) / per_token
     return Resources(
         room,
         writing - writing % 8,

@@ -32,7 +32,7 @@ from selfspec.calibrate.writing import Template, Writer, write_answers
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, TEMPERATURES
-from selfspec.memory import bound_memory
+from selfspec.memory import limit_memory
 from selfspec.models.loading import pick_device
 from selfspec.profiles.paths import profiles_dir
 from selfspec.profiles.profile import ModelIdentity, Profile
@@ -85,7 +85,7 @@ class Calibration:
         """Loads the model, plans for the memory there is, and says what will be done."""
         settings = self.settings
         if settings.memory_gb is not None:
-            bound_memory(settings.memory_gb, pick_device(settings.device))
+            limit_memory(settings.memory_gb, pick_device(settings.device))
         self.engine = Engine.from_pretrained(settings.model, settings.device, settings.dtype, profile=None)
         self.model = self.engine.model
         if self.engine.tokenizer is None:
