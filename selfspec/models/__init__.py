@@ -1,1 +1,1 @@
-"""The decoder, its weights and where they come from."""
+"""The decoder, its config, and loading of its weights."""

@@ -1,6 +1,6 @@
-"""Checks a model folder without loading a weight: config.json, the shard index, the headers of the safetensors files.
+"""Checks a model folder without reading weights: config.json, the shard index, the headers of the safetensors files.
 
-Raises ValueError for a folder that cannot be decoded. `loading` finds folders and copies tensors out of them.
+Raises ValueError for a folder that cannot be decoded. `loading` finds folders and copies tensors from them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
 _SHOWN = 3  # names listed in an error
-_READ_BY_TRANSFORMERS = ("config*.json", "tokenizer_config*.json")  # whose auto_map transformers may follow
+_READ_BY_TRANSFORMERS = ("config*.json", "tokenizer_config*.json")  # files whose auto_map transformers would follow
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file, as the file's header describes it."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # safetensors' name
+    dtype: str  # safetensors' name, such as "BF16"
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Checkpoint:
     """A folder whose config.json is supported and whose safetensors files are complete."""
 
     config: ModelConfig
-    tensors: dict[str, Stored]  # the ones that the decoder needs, by Hugging Face name
+    tensors: dict[str, Stored]  # those that the decoder needs, by Hugging Face name
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the largest number of weights."""
+        """The dtype in which most weights are stored."""
         sizes: dict[str, int] = {}
         for stored in self.tensors.values():
             sizes[stored.dtype] = sizes.get(stored.dtype, 0) + prod(stored.shape)
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def check_folder(folder: Path) -> Checkpoint:
-    """Checks config and weights; raises ValueError that names what is wrong and what to do."""
+    """Checks the config and the headers of the weights; raises ValueError for a fault."""
     config = read_config(folder)
     stored: dict[str, Stored] = {}
     for file in _weight_files(folder):
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{path} has no model_type; use a folder written by save_pretrained")
     check_no_code(folder)
     quantization = raw.get("quantization_config") or raw.get("compression_config")
-    # Before transformers reads it: its errors about unknown types, quantizers and sizes do not say what to do.
+    # Checked before transformers reads it: its errors about types, quantizers and sizes do not say what to do.
     try:
         check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -104,7 +104,7 @@ def check_no_code(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file; checks the header against the file's size and reads no tensor data."""
+    """Returns the tensors of a safetensors file; checks its header against its size and reads no tensor data."""
     again = "Download or save it again."
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -155,7 +155,7 @@ def check_parts(parts: list[Part], shapes: Mapping[str, tuple[int, ...]], failur
 
 
 def indexed_files(folder: Path) -> list[str] | None:
-    """The names of the weight files in the folder's index; None if it has no index."""
+    """Returns the names of the weight files in the folder's index, sorted; None if it has no index."""
     index = folder / INDEX
     if not index.is_file():
         return None
@@ -184,7 +184,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _no_config(folder: Path) -> str:
-    """The error for a folder without config.json."""
+    """Returns the error message for a folder without config.json."""
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if (folder / "adapter_config.json").is_file():
         return _ADAPTER.format(folder)
@@ -194,7 +194,7 @@ def _no_config(folder: Path) -> str:
 
 
 def _no_weights(folder: Path) -> str:
-    """The error for a folder without safetensors."""
+    """Returns the error message for a folder without safetensors files."""
 
     def any_of(*patterns: str) -> list[str]:
         return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
@@ -221,10 +221,10 @@ _ADAPTER = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ValueError for a file that holds none."""
+    """Returns the JSON object of a file; raises ValueError for a file that holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # the last: for JSON nested too deep
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: JSON that is nested too deep
         raise ValueError(f"{path} cannot be read as JSON ({error}); download or save the checkpoint again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; download or save the checkpoint again")

@@ -1,6 +1,6 @@
-"""ModelConfig: the sizes and switches that the decoder needs, read from a transformers config.
+"""ModelConfig: the sizes and options of a decoder, read from a transformers config and checked.
 
-Reads config fields and rope parameters; uses no weights, no device and no cache.
+Reads config fields and rope parameters; reads no weights and uses no device and no cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
-# The largest size that is accepted, several times that of any published model: a damaged number must be refused before
-# a list of that length is built.
+# The largest accepted sizes, several times those of any published model: a damaged number must be refused before lists
+# of that length are built.
 _LARGEST = {
     "num_hidden_layers": 2**10,
     "head_dim": 2**12,
@@ -42,13 +42,13 @@ class Rope:
 class LayerConfig:
     """The settings that may differ from layer to layer."""
 
-    window: int | None  # a query at position t sees keys at positions > t - window; None: all
+    window: int | None  # a query at position t attends to positions above t - window; None: to all
     rope: int  # index into ModelConfig.ropes
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of one of the supported families."""
+    """Sizes and options of a decoder-only transformer of one of the supported families."""
 
     model_type: str
     vocab_size: int
@@ -59,7 +59,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     activation: str
-    context: int  # tokens of the longest sequence, prompt and new tokens together
+    context: int  # most tokens of a sequence, prompt and new tokens together
     tied_head: bool
     layers: tuple[LayerConfig, ...]
     ropes: tuple[Rope, ...]
@@ -68,14 +68,17 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    norm_offset: float = 0.0  # gemma stores its norm weights minus one
-    sandwich_norms: bool = False  # gemma norms the output of attention and MLP as well as their input
-    embedding_scale: float | None = None
-    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap); None: left as they are
+    norm_offset: float = 0.0  # added to norm weights: gemma stores them minus 1
+    sandwich_norms: bool = False  # norms the output of attention and MLP as well as their input (gemma)
+    embedding_scale: float | None = None  # factor on embeddings; None: 1
+    logit_softcap: float | None = None  # logits become cap * tanh(logits / cap); None: unchanged
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly")
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly: "
+                "num_attention_heads must be a multiple of num_key_value_heads"
+            )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embeddings need an even number of at least 2")
         _check_finite("rms_norm_eps", self.norm_eps)
@@ -83,8 +86,8 @@ class ModelConfig:
         if self.logit_softcap is not None:
             _check_finite("final_logit_softcapping", self.logit_softcap)
         if self.activation not in SUPPORTED_ACTIVATIONS:
-            known = ", ".join(SUPPORTED_ACTIVATIONS)
-            raise ValueError(f"activation {self.activation!r} is not supported; selfspec knows {known}")
+            supported = ", ".join(SUPPORTED_ACTIVATIONS)
+            raise ValueError(f"activation {self.activation!r} is not supported; selfspec supports {supported}")
 
     @property
     def num_layers(self) -> int:
@@ -121,13 +124,13 @@ class ModelConfig:
             norm_offset=1.0 if gemma else 0.0,
             sandwich_norms=gemma,
             embedding_scale=hf.hidden_size**0.5 if gemma else None,
-            # transformers' llama, mistral, qwen2 and qwen3 ignore the entry.
+            # transformers ignores the entry for llama, mistral, qwen2 and qwen3.
             logit_softcap=hf.final_logit_softcapping if gemma else None,
         )
 
 
 def check_supported(hf: Any) -> None:
-    """Raises ValueError for a model type that is not supported, quantized weights, or a size that is not possible.
+    """Raises ValueError for an unsupported model type, quantized weights, bidirectional attention or a bad size.
 
     `hf` is a transformers config, or a namespace of the entries of config.json.
     """
@@ -158,7 +161,7 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...]]:
-    """One LayerConfig per layer, and the rotary embeddings that they refer to by index."""
+    """Returns one LayerConfig per layer, and the rotary embeddings that they refer to by index."""
     window = getattr(hf, "sliding_window", None)
     if hf.model_type == "llama":
         types = ["full_attention"] * hf.num_hidden_layers
@@ -172,7 +175,7 @@ def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...
     if unknown := {*types} - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer type {unknown.pop()!r} is not supported; use full_attention or sliding_attention")
     if len(types) != hf.num_hidden_layers:
-        raise ValueError(f"layer_types has {len(types)} entries for {hf.num_hidden_layers} layers")
+        raise ValueError(f"layer_types has {len(types)} entries; it must have {hf.num_hidden_layers}, one per layer")
     per_type_rope = "full_attention" in hf.rope_parameters or "sliding_attention" in hf.rope_parameters
     rope_keys: list[str | None] = sorted(set(types)) if per_type_rope else [None]  # type: ignore[assignment]
     ropes = tuple(_rope(hf, key) for key in rope_keys)
@@ -187,11 +190,11 @@ def _layers_and_ropes(hf: Any) -> tuple[tuple[LayerConfig, ...], tuple[Rope, ...
 
 
 def _rope(hf: Any, layer_type: str | None) -> Rope:
-    """The rotary embedding of one type of layer; None: of all layers."""
+    """Returns the rotary embedding of one type of layer; None: of all layers."""
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE_TYPES:
-        raise ValueError(f"rope type {kind!r} is not supported; selfspec knows {', '.join(SUPPORTED_ROPE_TYPES)}")
+        raise ValueError(f"rope type {kind!r} is not supported; selfspec supports {', '.join(SUPPORTED_ROPE_TYPES)}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             "a partial_rotary_factor other than 1 is not supported: use a checkpoint that rotates whole heads"
@@ -201,9 +204,9 @@ def _rope(hf: Any, layer_type: str | None) -> Rope:
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
-        # "dynamic" equals its value at the original context, which ModelConfig.context never exceeds.
+        # "dynamic" scales only past the original context, and ModelConfig.context is at most that.
         where = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), **where)
     if not all(0 <= value < inf for value in (*inv_freq.tolist(), float(scaling))):
-        raise ValueError(f"the rotary embedding's parameters {parameters} do not give finite frequencies")
+        raise ValueError(f"the rope parameters {parameters} do not give finite frequencies; use the original config")
     return Rope(tuple(inv_freq.tolist()), float(scaling))

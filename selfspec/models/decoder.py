@@ -1,7 +1,7 @@
-"""The one decoder for every supported family: embedding, any range of layers, final norm and head.
+"""The one decoder of every supported family: embedding, any contiguous range of layers, final norm and LM head.
 
-Driven by ModelConfig; it holds weights and computes, and leaves loading to `weights`, slots and pages to `cache`, and
-what the hidden states are for to `exits` and `runtime`.
+Holds weights and computes with them as ModelConfig says. `loading` fills the weights, `cache` lays out slots and pages,
+`attention` chooses the attention implementation; drafting and verifying are ranges of layers that a backend runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selfspec.cache.layout import Rows
 from selfspec.models.attention import attend
 from selfspec.models.config import LayerConfig, ModelConfig
 
-# By transformers' names; importing its own table would import triton. Keys as in config.SUPPORTED_ACTIVATIONS.
+# By transformers' names, as in config.SUPPORTED_ACTIVATIONS; importing transformers' own table would import Triton.
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -26,12 +26,12 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of some rows -> attended
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v [B, M, H, D] -> [B, M, Hq, D]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint, by its Hugging Face name, and its shape."""
+    """The Hugging Face name and the shape of a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass
 class Layer:
-    """Weights of one decoder layer; projections that read the same input are fused along their output."""
+    """Weights of one decoder layer; projections with the same input are fused along the output dimension."""
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, hidden]
@@ -58,7 +58,7 @@ class Layer:
 
 
 def layer_parts(config: ModelConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
-    """For every field of Layer that this family has, the checkpoint tensors it is made of, fused in this order."""
+    """Returns, for each field of Layer that the model has, the checkpoint tensors that it fuses, in their order."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
 
@@ -91,7 +91,7 @@ def layer_parts(config: ModelConfig, prefix: str) -> dict[str, tuple[Part, ...]]
 
 
 def model_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """All tensors of a model: 'embedding', 'norm', 'head' (unless tied) and 'layers.3.qkv' for the layers' fields."""
+    """Returns the checkpoint tensors of 'embedding', 'norm', 'head' (unless tied), 'layers.0.qkv' and so on."""
     parts: dict[str, tuple[Part, ...]] = {
         "embedding": (Part("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),),
         "norm": (Part("model.norm.weight", (config.hidden_size,)),),
@@ -128,6 +128,7 @@ class Decoder:
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
         layer_tensors = (getattr(layer, f.name) for layer in self.layers for f in fields(layer))
         tensors = [self.embedding, self.norm, *(t for t in layer_tensors if t is not None)]
         if self.head is not self.embedding:
@@ -141,7 +142,7 @@ class Decoder:
     @cached_property
     def _embedding_scale(self) -> torch.Tensor | None:
         scale = self.config.embedding_scale
-        # Rounded to the model's dtype before use, as it was in training.
+        # Rounded to the model's dtype, as in transformers.
         return None if scale is None else torch.tensor(scale, device=self.device).to(self.dtype)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -150,7 +151,8 @@ class Decoder:
         return hidden if self._embedding_scale is None else hidden * self._embedding_scale
 
     def run(self, hidden: torch.Tensor, start_layer: int, stop_layer: int, rows: Rows, cache: Cache) -> torch.Tensor:
-        """Layers [start_layer, stop_layer) over hidden states [B, M, hidden] of `rows`; keys and values are stored."""
+        """Runs layers start_layer to stop_layer - 1 over hidden states [B, M, hidden] of `rows`; stores their keys and
+        values in the cache."""
         if start_layer == stop_layer:
             return hidden
         rotations = self.rotations_of(rows)
@@ -162,8 +164,8 @@ class Decoder:
         return hidden
 
     def attend_cached(self, spec: LayerConfig, cache_layer: int, rows: Rows, cache: Cache) -> Attend:
-        """Attention through the cache. `cache_layer` is where a layer's keys and values live: its index, or the exit
-        block's own."""
+        """Returns the attention function of a layer whose keys and values are layer `cache_layer` of the cache: its own
+        index, or `cache.exit_layer_index` for an exit block."""
         return lambda q, k, v: attend(q, k, v, cache, cache_layer, rows, spec.window, self.config.attention_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,11 +173,12 @@ class Decoder:
         return self.project(self.read(hidden), self.head)
 
     def read(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head reads: the last layer's states, normed."""
+        """Final norm: the last layer's output to the LM head's input."""
         return self.normalise(hidden, self.norm)
 
     def project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states through head rows [K, hidden] to logits [..., K], float32 but rounded as the model."""
+        """Normed states [..., hidden] times head rows [K, hidden]: float32 logits [..., K], computed in the model's
+        dtype and softcapped if the model is."""
         logits = F.linear(hidden, head).float()
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -188,7 +191,7 @@ class Decoder:
         rotations: list[tuple[torch.Tensor, torch.Tensor]],
         attend: Attend,
     ) -> torch.Tensor:
-        """One decoder layer. What its rows may see, and where keys and values are kept, is `attend`'s business."""
+        """Runs one decoder layer over hidden states [B, M, hidden]; `attend` masks, and stores keys and values."""
         q, k, v = self.queries_keys_values(layer, hidden, rotations[spec.rope])
         attended = attend(q, k, v)
         update = F.linear(attended.flatten(-2), layer.out, layer.out_bias)
@@ -204,7 +207,7 @@ class Decoder:
     def queries_keys_values(
         self, layer: Layer, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normed, projected and rotated: q [B, M, Hq, D], k and v [B, M, Hkv, D]."""
+        """Norms, projects and rotates hidden states: q [B, M, Hq, D], k and v [B, M, Hkv, D] (v is not rotated)."""
         config = self.config
         qkv = F.linear(self.normalise(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
         heads = qkv.unflatten(-1, (-1, config.head_dim))
@@ -216,21 +219,21 @@ class Decoder:
         return q, k, v
 
     def normalise(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension, in at least float32."""
+        """RMSNorm over the last dimension, computed in float32 or wider."""
         if not self.config.norm_offset:
             return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
-        wide = torch.promote_types(hidden.dtype, torch.float32)  # one plus a small weight does not fit 16 bits
+        wide = torch.promote_types(hidden.dtype, torch.float32)  # 1 + weight would be rounded in 16 bits
         scale = self.config.norm_offset + weight.to(wide)
         return F.rms_norm(hidden.to(wide), weight.shape, scale, self.config.norm_eps).to(hidden.dtype)
 
     def rotations_of(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Found once for all layers that these rows pass, in however many runs."""
+        """Returns `rotations` of the rows' positions; computes them once for all layers and calls of `run`."""
         if rows.rotations is None:
             rows.rotations = self.rotations(rows.positions)
         return rows.rotations
 
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and signed sines [B, M, 1, D] of positions [B, M], for each rope of the model."""
+        """Returns cosines and signed sines, each [B, M, 1, D], of positions [B, M] for each rope of the model."""
         pairs = []
         for rope, inv_freq in zip(self.config.ropes, self._inv_freqs, strict=True):
             angles = positions[:, :, None, None].float() * inv_freq
@@ -241,6 +244,6 @@ class Decoder:
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary embedding of heads [B, M, H, D]; the halves of a head are the pairs' two coordinates."""
+    """Rotary embedding of heads [B, M, H, D]: rotates coordinates i and i + D/2 of a head as a pair."""
     cos, signed_sin = rotation
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin

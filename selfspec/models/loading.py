@@ -1,7 +1,7 @@
 """Loads a model's weights into a Decoder: from a folder, a GGUF file, a hub name, or a live transformers model.
 
-Every weight exists once: tensors of a folder are copied in chunks into the decoder's fused tensors; parameters of a
-live model become views of them. `checkpoint` checks folders, `gguf.convert` makes folders from GGUF files.
+Each weight is in memory once: a folder's tensors are copied in chunks into the decoder's fused tensors; a live model's
+parameters become views of them. `checkpoint` checks folders, `gguf.convert` makes folders from GGUF files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo
 
-_CHUNK_BYTES = 64 * 2**20  # host memory that a load takes beside the weights
+_CHUNK_BYTES = 64 * 2**20  # bytes copied at a time: the host memory that loading takes in addition to the weights
 _ALIGNMENT = 16  # bytes; kernels load vectors of this size
 _HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # besides weights: configs, index, tokenizer, chat template
 
@@ -73,7 +73,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _from_hub(name: str) -> Path:
-    """Downloads a model: first everything but the weights, which is checked, then only the weight files it names.
+    """Downloads a model: first configs and tokenizer, checks them, then the weight files that the index names.
 
     Copies of the weights in other formats (consolidated.safetensors, original/*, *.pth) are not downloaded.
     """
@@ -91,7 +91,7 @@ def _from_hub(name: str) -> Path:
         raise OSError(f"the model {name!r} is gated: accept its terms on the hub, then run `hf auth login`") from error
     except ValueError:
         raise
-    except Exception as error:  # the hub's client raises errors of its own and of whichever HTTP library it uses
+    except Exception as error:  # the hub's client raises its own errors and those of its HTTP library
         raise OSError(
             f"{name!r} is no folder here, and it could not be downloaded: {error}. Check the connection, or give the "
             "path of a model folder or .gguf file."
@@ -138,38 +138,38 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
     total = sum(_numel(part) for parts in groups.values() for part in parts) * dtype.itemsize
-    no_room = (
+    too_large = (
         f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use a "
         "smaller model, or device='cpu'"
     )
     tensors = {}
-    # Tensors made in a caller's inference mode could not be used to train exits.
+    # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
     with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
         task = progress.add_task("Loading weights", total=total)
         opened: dict[Path, Any] = {}
         for name, parts in groups.items():
-            fused = _empty_fused(parts, device, dtype, no_room)
+            fused = _empty_fused(parts, device, dtype, too_large)
             for part, target in zip(parts, _slices(fused, parts), strict=True):
                 file = checkpoint.tensors[part.name].file
                 if file not in opened:
                     opened[file] = files.enter_context(safe_open(file, framework="pt", device="cpu"))
                 for chunk, rows in _chunks(opened[file].get_slice(part.name), part):
-                    target[rows].copy_(chunk)  # converts as it copies: no temporary on the CPU
+                    target[rows].copy_(chunk)  # converts the dtype without a temporary tensor
                     progress.advance(task, chunk.numel() * dtype.itemsize)
             tensors[name] = fused
     return Decoder(checkpoint.config, tensors)
 
 
-def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, no_room: str) -> torch.Tensor:
-    """Allocates a fused tensor; raises OutOfMemoryError with the message `no_room` if that fails."""
+def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, too_large: str) -> torch.Tensor:
+    """Allocates a fused tensor; raises OutOfMemoryError with the message `too_large` if that fails."""
     try:
         return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(no_room) from error
+        raise torch.OutOfMemoryError(too_large) from error
 
 
 def _chunks(source: Any, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yields a safetensors slice in groups of rows of at most _CHUNK_BYTES (or one row), and the rows of each."""
+    """Yields groups of rows of a safetensors slice, each of at most _CHUNK_BYTES or one row, and their row range."""
     row_bytes = 8 * _numel(part) // part.shape[0]  # in float64, the widest dtype
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, part.shape[0], step):
@@ -196,8 +196,8 @@ def _progress() -> Progress:
 
 
 def adopt(hf_model: Any) -> Decoder:
-    """Builds a Decoder on a live model's own storage. The model stays usable: where tensors are fused, its parameters
-    become views of the fused tensor. One group is fused at a time, so at most one group exists twice, for a moment."""
+    """Builds a Decoder that shares the storage of a live model. The model stays usable: where tensors are fused, its
+    parameters become views of the fused tensor. Fuses one group at a time, so at most one group is in memory twice."""
     config = _live_config(hf_model)
     parameters = dict(hf_model.named_parameters(remove_duplicate=False))
     groups = model_parts(config)
@@ -210,23 +210,25 @@ def adopt(hf_model: Any) -> Decoder:
 
 
 def _live_config(hf_model: Any) -> ModelConfig:
+    """Reads the config of a live model; raises ValueError for an object that is no supported causal LM."""
     hf_config = getattr(hf_model, "config", None)
     if hf_config is None or not callable(getattr(hf_model, "named_parameters", None)):
         raise ValueError(f"from_model needs a transformers causal LM, not {type(hf_model).__name__}")
     quantization = getattr(hf_config, "quantization_config", None)
     if getattr(quantization, "quant_method", None) == "gguf":
-        # transformers marks every model that it read from GGUF so, even with expanded weights; those are checked below.
+        # transformers sets this for a model read from GGUF even with expanded weights; their dtype is checked later.
         hf_config = copy.copy(hf_config)
         del hf_config.quantization_config
     config = ModelConfig.from_hf(hf_config)
     embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     if embedding is None or head is None:
         raise ValueError(f"{type(hf_model).__name__} has no LM head; load it with AutoModelForCausalLM")
-    # From the modules rather than the config: a head may be tied or untied after loading.
+    # By the modules, not the config: the caller may have tied or untied the head after loading.
     return replace(config, tied_head=embedding.weight is head.weight)
 
 
 def _check_parameters(parameters: dict[str, torch.nn.Parameter], groups: dict[str, tuple[Part, ...]]) -> None:
+    """Raises ValueError unless all needed parameters are plain float tensors in memory, of one device and dtype."""
     parts = [part for of_field in groups.values() for part in of_field]
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     check_parts(parts, shapes, "this is not a plain causal LM (merge adapters into it, load it unquantized)")
@@ -243,13 +245,15 @@ def _check_parameters(parameters: dict[str, torch.nn.Parameter], groups: dict[st
             )
         if parameter.is_inference():
             raise ValueError(f"{name} was made in torch.inference_mode(); load the model outside of it")
-    for what, values in (
+    for attribute, values in (
         ("device", {str(p.device): name for name, p in used.items()}),
         ("dtype", {str(p.dtype): name for name, p in used.items()}),
     ):
         if len(values) > 1:
             found = ", ".join(f"{name} is {value}" for value, name in values.items())
-            raise ValueError(f"the model's weights differ in {what} ({found}); move it with model.to(one {what})")
+            raise ValueError(
+                f"the model's weights differ in {attribute} ({found}); move it with model.to(one {attribute})"
+            )
 
 
 def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -259,11 +263,11 @@ def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) 
         return shared
     first = parameters[0]
     needed = sum(_numel(part) for part in parts) * first.dtype.itemsize
-    no_room = (
-        f"fusing {parts[0].name} with those beside it needs {needed / 1e6:.1f} MB for a moment, more than is free on "
-        f"{first.device}; free memory there, or move the model to the CPU. It is still usable"
+    too_large = (
+        f"fusing {', '.join(part.name for part in parts)} into one tensor needs {needed / 1e6:.1f} MB, more than is "
+        f"free on {first.device}; free memory there, or move the model to the CPU. The model is still usable"
     )
-    fused = _empty_fused(parts, first.device, first.dtype, no_room)
+    fused = _empty_fused(parts, first.device, first.dtype, too_large)
     for parameter, target in zip(parameters, _slices(fused, parts), strict=True):
         target.copy_(parameter.data)
         parameter.data = target
@@ -271,7 +275,7 @@ def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) 
 
 
 def _as_one(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> torch.Tensor | None:
-    """Returns the parameters as a single tensor if they already lie one behind the other in one storage, else None."""
+    """Returns the parameters as one tensor if they are contiguous in one storage, in this order; else None."""
     first = parameters[0].data
     storage, expected = first.untyped_storage().data_ptr(), first.storage_offset()
     for parameter in parameters:
@@ -290,25 +294,25 @@ def _as_one(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) -> to
 
 
 def fingerprint(decoder: Decoder) -> list[float]:
-    """Returns 60 weights from fixed places: 5 each of embedding, head, final norm, and 3 tensors of the first, middle
-    and last layer. `same_fingerprint` compares two."""
+    """Returns 60 weights at fixed indices: 5 each of embedding, head, final norm and 3 tensors of the first, middle and
+    last layer. `same_fingerprint` compares two."""
     layers = [decoder.layers[index] for index in (0, len(decoder.layers) // 2, -1)]
     tensors = [decoder.embedding, decoder.head, decoder.norm]
     tensors += [tensor for layer in layers for tensor in (layer.qkv, layer.gate_up, layer.down)]
     values: list[float] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        # Fractions with odd digits: round ones would pick the first element of a row every time.
-        places = [int(fraction * flat.numel()) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
-        values += flat[torch.tensor(places, device=flat.device)].cpu().double().tolist()
+        # Irregular fractions: round ones would select the first element of a row.
+        indices = [int(fraction * flat.numel()) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
+        values += flat[torch.tensor(indices, device=flat.device)].cpu().double().tolist()
     return values
 
 
 def same_fingerprint(a: list[float], b: list[float]) -> bool:
     """True if two fingerprints are of the same weights, in the same or in different dtypes.
 
-    Rounding to bfloat16 moves a value by at most 0.4%, to float16 by less (or by 3e-8, near zero), so 0.5% of each
-    value is allowed. Fine-tuning and quantizing move weights by a share of their spread, which for the smallest of 60
-    weights is far more than 0.5%.
+    Rounding to bfloat16 changes a value by at most 0.4%, to float16 by less (or by 3e-8, near zero), so 0.5% of each
+    value is allowed. Fine-tuning and quantizing change weights by a part of their standard deviation, which for the
+    smallest of 60 weights is more than 0.5% of its value.
     """
     return len(a) == len(b) and all(isclose(x, y, rel_tol=5e-3, abs_tol=1e-7) for x, y in zip(a, b, strict=True))

@@ -1,1 +1,1 @@
-"""GGUF files: read, converted, their tokenizers."""
+"""GGUF files: reads them, rebuilds their tokenizers, converts them into model folders."""

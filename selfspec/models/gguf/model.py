@@ -1,7 +1,7 @@
 """GgufModel: the config, generation config and tensors of a GGUF file in Hugging Face's names and layouts.
 
 The gguf library reads metadata and quantized blocks; this module translates llama.cpp's names and layouts, and raises
-ValueError for metadata that describes no model. `tokenizer` rebuilds the tokenizer, `convert` writes folders.
+ValueError for metadata that describes no supported model. `tokenizer` rebuilds the tokenizer, `convert` writes folders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from selfspec.models.config import ModelConfig, check_supported
 from selfspec.models.decoder import Part
 
-# Hugging Face's model type by llama.cpp's architecture. Files of Mistral and SmolLM2 models say llama.
+# Hugging Face's model type by llama.cpp's architecture. Mistral's and SmolLM2's is llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 # Tokens that end a turn in the chat templates of the supported families, and tokens that end a text.
@@ -33,7 +33,7 @@ _CHUNK_VALUES = 16 * 2**20  # weights expanded at a time: 64 MB as float32
 class GgufModel:
     """An opened GGUF file of a supported architecture; tensor data is mapped, not read.
 
-    Raises ValueError, naming file and key, for metadata that is missing, of the wrong type or not possible.
+    Raises ValueError, which names file and key, for metadata that is missing, of the wrong type or out of range.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,35 +46,36 @@ class GgufModel:
         settings = self._settings()
         try:
             kind = ARCHITECTURES[self.architecture]
-            check_supported(SimpleNamespace(model_type=kind, **settings))  # before transformers builds lists by size
+            check_supported(SimpleNamespace(model_type=kind, **settings))  # first: transformers builds lists by size
             self.hf_config: PreTrainedConfig = AutoConfig.for_model(kind, **settings)
             self.config = ModelConfig.from_hf(self.hf_config)
-        except Exception as error:  # transformers raises errors of its own for values that it does not accept
+        except Exception as error:  # transformers raises its own errors for values that it does not accept
             raise ValueError(f"{self.path} describes no model that selfspec decodes: {error}") from error
         self._check_rope_factors()
         arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         self._names = get_tensor_name_map(arch, self.config.num_layers)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value, unchecked; `{arch}` stands for the file's architecture."""
+        """Returns a metadata value, unchecked; `{arch}` in a key is replaced by the file's architecture."""
         key = self._key(key)
         if key not in self._fields:
             return default
         if key not in self._values:
             try:
                 self._values[key] = self._fields[key].contents()
-            except Exception as error:  # text that is not UTF-8, types that the library does not know
+            except Exception as error:  # text that is not UTF-8, or a type that the library does not support
                 raise self._bad(key, f"cannot be read ({error})") from error
         return self._values[key]
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Returns an integer of at least `least`."""
         value = self.get(key, default)
         if type(value) is not int or value < least:
             raise self._bad(key, f"is {_shown(value)}; it must be an integer of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0, as the short decimal that it was written from."""
+        """Returns a finite number above 0, rounded to the 6 digits that a 32-bit number holds."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < inf:
             raise self._bad(key, f"is {_shown(value)}; it must be a finite number above 0")
@@ -93,7 +94,7 @@ class GgufModel:
         return value
 
     def array(self, key: str, kind: type, length: int | None = None) -> list[Any]:
-        """A list of `kind`, of `length` entries if that is given."""
+        """Returns a list whose entries have the type `kind`, of `length` entries if that is given."""
         value = self.get(key)
         if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
             raise self._bad(key, f"is {_shown(value)}; it must be a list of {kind.__name__}")
@@ -102,7 +103,7 @@ class GgufModel:
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token ("bos", "eos", ...); None if the file has none."""
+        """Returns the id of a special token ("bos", "eos", ...); None if the file has none."""
         key = f"tokenizer.ggml.{name}_token_id"
         if self.get(key) is None:
             return None
@@ -114,8 +115,8 @@ class GgufModel:
     def _key(self, key: str) -> str:
         return key.replace("{arch}", self.architecture) if "{arch}" in key else key
 
-    def _bad(self, key: str, what: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged or not supported: {self._key(key)} {what}. Use another file.")
+    def _bad(self, key: str, fault: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged or not supported: {self._key(key)} {fault}. Use another file.")
 
     def gguf_name(self, part: Part) -> str:
         """Returns llama.cpp's name of a Hugging Face tensor."""
@@ -123,13 +124,14 @@ class GgufModel:
         return f"{self._names.get_name(stem)}.{suffix}"
 
     def shape(self, part: Part) -> tuple[int, ...] | None:
+        """Returns the shape of a tensor in Hugging Face's order of dimensions; None if the file lacks the tensor."""
         tensor = self.tensors.get(self.gguf_name(part))
         return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
 
     def expand(self, part: Part) -> torch.Tensor:
         """Returns a tensor in bfloat16 and in Hugging Face's layout."""
         source = self.tensors[self.gguf_name(part)]
-        # llama.cpp adds one to gemma's norm weights; subtracting it before rounding loses no precision.
+        # llama.cpp adds 1 to gemma's norm weights; subtracted before rounding to bfloat16, it costs no precision.
         offset = 1.0 if self.architecture == "gemma3" and part.name.endswith("norm.weight") else 0.0
         result = torch.empty(part.shape, dtype=torch.bfloat16)
         step = max(1, _CHUNK_VALUES * part.shape[0] // result.numel())
@@ -150,7 +152,7 @@ class GgufModel:
         tokens, template = self.tokens, self.text("tokenizer.chat_template")
         pad = self.token_id("padding")
         ends: list[int | None] = [self.token_id(kind) for kind in ("eos", "eot", "eom")]
-        # A chat model's file may name only the token that ends a text; the template shows the one that ends a turn.
+        # A chat model's file may name only the token that ends a text; its template contains the one that ends a turn.
         ends += [tokens.index(token) for token in _END_OF_TURN if token in template and token in tokens]
         if pad is not None and tokens[pad] in _END_OF_TEXT:
             ends.append(pad)
@@ -163,6 +165,7 @@ class GgufModel:
         return {key: value for key, value in found.items() if value is not None}
 
     def _check(self) -> None:
+        """Raises ValueError for a file that is no whole dense model of a supported architecture and tokenizer."""
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{self.path} holds a model of architecture {self.architecture!r}; selfspec converts "
@@ -177,7 +180,7 @@ class GgufModel:
             raise ValueError(f"{self.path} holds a mixture of experts, which is not supported; use a dense model")
         if self.get("tokenizer.ggml.model") not in ("gpt2", "llama") or not self.tokens:
             raise ValueError(
-                f"{self.path} holds no tokenizer of a kind selfspec rebuilds (gpt2, llama); use the model's own file"
+                f"{self.path} holds no tokenizer that selfspec rebuilds (gpt2, llama); use the model's own file"
             )
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -234,7 +237,7 @@ class GgufModel:
         factor = self.number("{arch}.rope.scaling.factor", 1.0) if scaling in ("linear", "yarn") else 1.0
         original = "{arch}.rope.scaling.original_context_length"
         if factors is not None:
-            # llama.cpp stores the factors that Llama 3's scaling gives; published models differ in the largest alone.
+            # llama.cpp stores the factors of Llama 3's scaling; in published models only the largest differs.
             rope |= {
                 "rope_type": "llama3",
                 "factor": float(np.max(factors.data)),
@@ -253,6 +256,7 @@ class GgufModel:
         return rope
 
     def _check_rope_factors(self) -> None:
+        """Raises ValueError unless the stored factors are those of the config's Llama 3 scaling."""
         factors = self.tensors.get("rope_freqs.weight")
         if factors is None:
             return
@@ -262,12 +266,17 @@ class GgufModel:
         with np.errstate(all="ignore"):  # factors that are 0 or not finite compare as unequal
             expected = theta ** (-np.arange(0, dim, 2) / dim) / stored if known else np.nan
         if not known or not np.allclose(self.config.ropes[0].inv_freq, expected, rtol=1e-3):
-            raise ValueError(f"{self.path} scales its rotary embedding in a way selfspec does not know (rope_freqs)")
+            raise ValueError(
+                f"{self.path} scales its rotary embedding (rope_freqs) in a way that selfspec does not support; use "
+                "another file"
+            )
 
     def _gemma_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Returns the entries of config.json that only gemma has."""
         layers, scale = settings["num_hidden_layers"], settings["head_dim"]
-        if layers == 62:  # only the 27B model scales its queries by hidden size per head, and no key says so
+        if (
+            layers == 62
+        ):  # only the 27B model scales its queries by hidden size per head, and the file has no key for it
             scale = settings["hidden_size"] // settings["num_attention_heads"]
         local = {"rope_type": "default", "rope_theta": self.number("{arch}.rope.freq_base_swa", 10000.0)}
         key = "{arch}.attention.sliding_window_pattern"
@@ -278,14 +287,14 @@ class GgufModel:
         }
         if isinstance(self.get(key), list):
             local_layers = self.array(key, bool, length=layers)
-        else:  # every so many layers a global one
+        else:  # every `period`-th layer attends to all positions
             period = self.integer(key, 6)
             local_layers = [(index + 1) % period != 0 for index in range(layers)]
         types = ["sliding_attention" if is_local else "full_attention" for is_local in local_layers]
         return settings | {"layer_types": types}
 
     def _interleaved_heads(self, part: Part) -> int | None:
-        """The number of heads whose rows llama.cpp interleaved for its rotary embedding; None if it did not."""
+        """Returns the number of heads of a tensor whose rows llama.cpp interleaves for rotary embedding, else None."""
         match = re.search(r"\.([qk])_proj\.", part.name)
         if self.architecture != "llama" or match is None:
             return None
@@ -293,8 +302,8 @@ class GgufModel:
 
 
 class _Reader(GGUFReader):
-    """Refuses lengths that exceed the file, and reads arrays of numbers at once rather than number by number: with a
-    damaged length the library would read empty entries past the file's end until memory is full."""
+    """Raises ValueError for lengths that exceed the file, and reads an array of numbers in one piece: for a damaged
+    length the library would read entries past the file's end, one by one, until memory is full."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> Any:
         if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
@@ -307,14 +316,14 @@ class _Reader(GGUFReader):
         entries, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         kind = GGUFValueType(entries[0])
         if kind not in self.gguf_scalar_to_np:
-            self._get(orig_offs + 12, np.uint64, length[0])  # a text takes 8 bytes or more
+            self._get(orig_offs + 12, np.uint64, length[0])  # checks the length: a text takes at least 8 bytes
             return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], length[0])
         return 12 + values.nbytes, [entries, length, values], [2], [GGUFValueType.ARRAY, kind]
 
 
 def _open(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Returns metadata fields by key, and tensors; raises ValueError for a file whose header cannot be read."""
+    """Returns the metadata fields by key, and the tensors; raises ValueError for a header that cannot be read."""
     again = "Download it again."
     with path.open("rb") as stream:
         magic = stream.read(4)
@@ -322,7 +331,7 @@ def _open(path: Path) -> tuple[dict[str, Any], list[Any]]:
         raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}. {again}")
     try:
         reader = _Reader(path)
-    except Exception as error:  # numpy's errors about sizes, mostly: the library expects a whole file
+    except Exception as error:  # mostly numpy's errors about sizes: the library expects a whole file
         raise ValueError(f"{path} is truncated or damaged ({path.stat().st_size} bytes): {error}. {again}") from error
     return dict(reader.fields), reader.tensors
 
@@ -335,10 +344,10 @@ def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _decimal(value: float) -> float:
-    """The short decimal that a 32-bit number was written from: 1e-05 rather than 9.999999747378752e-06."""
+    """Rounds to 6 digits: a 32-bit 1e-05 reads as 9.999999747378752e-06."""
     return float(f"{value:.6g}")
 
 
 def _shown(value: Any) -> str:
-    """A metadata value as an error shows it."""
+    """Returns a metadata value for an error message, at most 40 characters."""
     return "missing" if value is None else repr(value)[:40]

@@ -1,7 +1,7 @@
 """Rebuilds the tokenizer of a GGUF file as a transformers tokenizer.
 
-A file holds vocabulary, special tokens and chat template. It names the rule by which text is split before merging, and
-has no merges where llama.cpp works from scores. `model` finds the tokens that end a text.
+A file holds vocabulary, special tokens and chat template. It names the rule by which text is split before merging; a
+SentencePiece file has scores instead of merges. `model` finds the tokens that end a text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.models.gguf.model import GgufModel
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's kinds of token; the last two are never split or merged
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's token types; the last two are never split or merged
 
 _SPACE = "\u2581"
 
@@ -29,7 +29,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By `tokenizer.ggml.pre`: the pattern that text is split by; None: GPT-2's, digits apart.
+# By `tokenizer.ggml.pre`: the pattern that splits text; None: GPT-2's pattern, with single digits.
 _SPLITS: dict[str, str | None] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -64,7 +64,7 @@ def build_tokenizer(model: GgufModel) -> Any:
         ]
         backend.add_tokens(whole)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    except Exception as error:  # the libraries raise errors of many kinds for a vocabulary that contradicts itself
+    except Exception as error:  # the libraries raise many types of errors for an inconsistent vocabulary
         raise ValueError(f"the tokenizer of {model.path} ({kind!r}) cannot be rebuilt: {error}") from error
     _set_bos(tokenizer, model)
     tokenizer.chat_template = model.text("tokenizer.chat_template") or None
@@ -72,13 +72,13 @@ def build_tokenizer(model: GgufModel) -> Any:
 
 
 def _kinds(model: GgufModel) -> list[int]:
-    """llama.cpp's kind of every token."""
+    """Returns llama.cpp's type of every token."""
     key, count = "tokenizer.ggml.token_type", len(model.tokens)
     return [_NORMAL] * count if model.get(key) is None else model.array(key, int, count)
 
 
 def _byte_level(model: GgufModel) -> Tokenizer:
-    """GPT-2's kind of tokenizer, of most families: merges of bytes that are written as visible characters."""
+    """Returns a byte-level BPE tokenizer, as GPT-2's: bytes are written as visible characters and merged."""
     merges = [tuple(merge.split(" ")) for merge in model.array("tokenizer.ggml.merges", str)]
     pre = model.text("tokenizer.ggml.pre", "default")
     vocabulary = {token: index for index, token in enumerate(model.tokens)}
@@ -91,14 +91,15 @@ def _byte_level(model: GgufModel) -> Tokenizer:
 
 
 def _sentence_piece(model: GgufModel) -> Tokenizer:
-    """Mistral's and Gemma's kind of tokenizer: writes spaces as a visible character, unknown characters as bytes."""
+    """Returns a SentencePiece tokenizer, as Mistral's and Gemma's: spaces are written as a visible character, unknown
+    characters as bytes."""
     gemma = model.architecture == "gemma3"
     tokens, unknown = model.tokens, model.token_id("unknown")
     if gemma:  # llama.cpp writes gemma's tokens of several spaces with plain spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
-    # Merges apply in the order of scores; Gemma's scores are all the same, and the order is that of the vocabulary.
-    by_place = [-float(index) for index in range(len(tokens))]
-    scores = by_place if gemma else model.array("tokenizer.ggml.scores", float, len(tokens))
+    # Merges apply in the order of scores; Gemma's scores are all equal, and its order is that of the vocabulary.
+    by_index = [-float(index) for index in range(len(tokens))]
+    scores = by_index if gemma else model.array("tokenizer.ggml.scores", float, len(tokens))
     if not all(map(isfinite, scores)):
         raise ValueError("tokenizer.ggml.scores holds numbers that are not finite")
     kinds = zip(tokens, scores, _kinds(model), strict=True)
@@ -127,7 +128,7 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _pre_tokenizer(pre: str) -> Any:
-    """Returns what splits text before merging, by the file's name for it."""
+    """Returns the pre-tokenizer, which splits text before merging, by the file's name for it."""
     if pre in _SPLITS:
         split = _SPLITS[pre]
         first = (
@@ -139,13 +140,13 @@ def _pre_tokenizer(pre: str) -> Any:
         return pre_tokenizers.Sequence([first, rest])
     if pre not in ("default", "gpt-2"):
         logging.getLogger(__name__).warning(
-            "pre-tokenizer %r is unknown: text is split as GPT-2 does, which may differ", pre
+            "pre-tokenizer %r is unknown: text is split by GPT-2's pattern, which may give other tokens", pre
         )
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
 def _set_bos(tokenizer: Any, model: GgufModel) -> None:
-    """Makes the tokenizer put the begin token before every text if, and only if, the file says so."""
+    """Makes the tokenizer put the begin token before every text if and only if the file says so."""
     by_default = model.get("tokenizer.ggml.model") == "llama" or model.text("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
     if not model.flag("tokenizer.ggml.add_bos_token", by_default) or tokenizer.bos_token is None:
         begin, special = "", []
