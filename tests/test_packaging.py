@@ -16,6 +16,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import selfspec
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.py"))
@@ -124,13 +126,19 @@ def test_a_wheel_contains_every_module(installed):
     assert {path.relative_to(installed).as_posix() for path in installed.rglob("*.py")} == modules
 
 
-def test_a_wheel_contains_prompts_profiles_and_the_reports_template_and_nothing_else(installed):
+def test_a_wheel_contains_prompts_profiles_the_reports_template_the_typing_marker_and_nothing_else(installed):
     files = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     others = {name for name in files if not name.endswith(".py") and ".dist-info/" not in name}
     expected = {f"selfspec/calibration/prompts/{name}" for name in PROMPTS}
     expected |= {f"selfspec/{name}" for name in A_PROFILE}
     assert len(PROMPTS) == 6
-    assert others == expected | {"selfspec/calibrate/report.html.jinja"}
+    assert others == expected | {"selfspec/calibrate/report.html.jinja", "selfspec/py.typed"}
+
+
+def test_a_wheel_has_the_packages_version_and_the_command(installed):
+    (info,) = installed.glob("*.dist-info")
+    assert f"\nVersion: {selfspec.__version__}\n" in (info / "METADATA").read_text(encoding="utf-8")
+    assert "selfspec = selfspec.cli:main" in (info / "entry_points.txt").read_text(encoding="utf-8")
 
 
 def test_a_wheel_contains_no_top_level_but_selfspec(installed):

@@ -1,0 +1,86 @@
+"""Runs a command: warnings and errors become one line each, an interrupt becomes exit code 130."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 + the signal's number
+
+# Arguments of Python calls that errors and warnings name, and the options of commands that set them.
+_OPTIONS = {
+    "speculative_decoding": "speculative",
+    **{name: name.replace("_", "-") for name in "exit_layer max_new_tokens max_length kv_cache_gb top_k top_p".split()},
+    **{name: name for name in "plan temperature seed domain device dtype profile".split()},
+}
+_NAMED = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=([^\s,.;:)])?)")
+
+
+def run(command: Callable[[], int], verbose: bool = False) -> int:
+    """Runs a command and returns its exit code. `verbose` prints what the engine logs."""
+    try:
+        with one_line_warnings(), _log_lines() if verbose else nullcontext():
+            return command()
+    except KeyboardInterrupt:
+        print("\nselfspec: stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes standard output once more
+        return PIPE_CLOSED
+    except Exception as error:
+        if not isinstance(error, _expected_errors()):
+            raise
+        print(f"error: {for_command(str(error))}", file=sys.stderr)
+        return FAILED
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Errors whose message says what to do; any other one is a fault and keeps its traceback."""
+    import torch
+
+    from selfspec.cache.kv_cache import CacheFull
+
+    return ValueError, OSError, CacheFull, torch.OutOfMemoryError
+
+
+def note(text: str) -> None:
+    print(f"selfspec: {text}", file=sys.stderr)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Prints warnings without a file and line of Python, and with options of the command instead of arguments."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        note(for_command(" ".join(str(message).split())))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def for_command(text: str) -> str:
+    """Replaces Python arguments in a message by the command's options: `exit_layer=9` by `--exit-layer 9`."""
+    text = text.replace("profile=None", "--profile none").replace("python -m selfspec.calibrate", "selfspec calibrate")
+    return _NAMED.sub(lambda match: f"--{_OPTIONS[match[1]]}{' ' if match[2] else ''}", text)
+
+
+@contextmanager
+def _log_lines() -> Iterator[None]:
+    """Prints the engine's log to standard error."""
+    logger, handler = logging.getLogger("selfspec"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("selfspec: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
