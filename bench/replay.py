@@ -34,7 +34,7 @@ from selfspec.governor.candidates import Ladder
 from selfspec.governor.costs import Costs
 from selfspec.governor.governor import MEASURING, Governor, Watch
 from selfspec.governor.rules import BATCHES, Policy
-from selfspec.kernels.final_norm import places_for
+from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.profiles.profile import DomainChoice
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -174,7 +174,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
             judge()
         flight = choose(flight)
         plain = stage.seconds(len(rows.active), NONE)
-        room = places_for(1 << (len(rows.active) - 1).bit_length())
+        room = unfilled_capacity(1 << (len(rows.active) - 1).bit_length())
         looks = stage.rules.shadow_tokens > 0 and waiting > 0 and unscored >= patience
         catching_up = _SHADOW * plain if looks or waiting >= room or (waiting and len(plan)) else 0.0
         if looks:

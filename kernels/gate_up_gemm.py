@@ -1,5 +1,9 @@
-"""The first half of a gated MLP: gate, up and the activation between them in one launch. The loop itself is in
-`product`; the second half is a `linear`."""
+"""First half of a gated MLP: out = act(gate) * up, with gate and up in one matmul and the activation in its epilogue.
+
+x [R, K], weight [2I, K] (the rows of gate, then those of up), out [R, I]. With a norm, x is a scaled stream (see
+`norm`). Gate, up and activation are rounded to the model's dtype where an unfused model rounds them. The sum over K
+runs in one program in fixed blocks (see `gemm_common`). The second half of the MLP is a `linear`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.gemm_common import (
-    Config,
-    check_product,
-    check_rows,
-    choose,
+    TileConfig,
+    check_matmul,
+    check_output,
+    choose_tile,
     launch_settings,
+    matmul_reference,
+    matmul_tile,
     norm_squares,
-    product,
-    product_reference,
 )
 from selfspec.kernels.norm import Norm
-from selfspec.kernels.pdl import fetch, release, wait
+from selfspec.kernels.pdl import prefetch_weight, release, wait
 from selfspec.kernels.triton_compat import jit, tl
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -39,8 +43,8 @@ def gated_linear_reference(
     norm: Norm | None = None,
     activation: str,
 ) -> torch.Tensor:
-    """act(gate) * up, [R, I], where weight [2I, K] holds the rows of gate, then those of up."""
-    gate, up = product_reference(x, weight, bias, norm).to(x.dtype).chunk(2, dim=-1)
+    """act(gate) * up, [R, I], of x [R, K] and weight [2I, K]."""
+    gate, up = matmul_reference(x, weight, bias, norm).to(x.dtype).chunk(2, dim=-1)
     return _ACTIVATIONS[activation](gate) * up
 
 
@@ -51,10 +55,10 @@ def _activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu":
         return tl.maximum(x, 0.0)
     elif ACTIVATION == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
     else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))  # 0.5 (1 + tanh(u)) without a tanh
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
+        return x * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))  # x * 0.5 (1 + tanh(inner)), without a tanh
 
 
 @jit(do_not_specialize=["row_count"])
@@ -63,24 +67,27 @@ def _gated_kernel(
     x_stride, weight_stride, out_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N counts outputs. Gate and up rows alternate in the tile, so both values of an output meet in one thread."""
+    """Program (row tile, column tile): out [BM, BN / 2]; N is the number of output columns.
+
+    Rows of gate and up alternate in the tile's BN weight rows, so that both values of an output are in one thread.
+    """
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     first = tl.program_id(1) * (BN // 2)
     column = first + tl.arange(0, BN // 2)
-    turn = tl.arange(0, BN)
+    index = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
-    weight_rows = (tl.minimum(first + turn // 2, N - 1) + (turn % 2) * N).to(tl.int64) * weight_stride
-    fetch(weight, weight_rows, BN, AHEAD, PDL)
+    weight_rows = (tl.minimum(first + index // 2, N - 1) + (index % 2) * N).to(tl.int64) * weight_stride
+    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
     wait(PDL)
-    if EARLY:
+    if RELEASE_EARLY:
         release(PDL)
-    both = product(
+    both = matmul_tile(
         x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
-    if not EARLY:
+    if not RELEASE_EARLY:
         release(PDL)
     gate, up = tl.split(tl.reshape(both, (BM, BN // 2, 2)))
     if bias is not None:
@@ -96,29 +103,28 @@ def _gated_kernel(
 
 
 def gated_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
+    x: torch.Tensor,  # [R, K]
+    weight: torch.Tensor,  # [2I, K]
+    out: torch.Tensor,  # [R, I]
     *,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,  # [2I]
+    norm: Norm | None = None,  # x is the scaled stream
     activation: str,
-    config: Config | None = None,
+    config: TileConfig | None = None,
 ) -> None:
-    """out [R, I] = act(gate) * up, with gate and up the halves of bias + x [R, K] @ weight [2I, K]^T. With a norm x
-    is the scaled stream."""
+    """out = act(gate) * up, with gate and up the halves of bias + x @ weight^T."""
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; there are {', '.join(_ACTIVATIONS)}")
-    check_product(x, weight, bias, norm)
+        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(_ACTIVATIONS)}")
+    check_matmul(x, weight, bias, norm)
     if weight.shape[0] % 2:
         raise ValueError(f"weight must hold as many rows for gate as for up, got {weight.shape[0]} in all")
-    n = weight.shape[0] // 2
-    check_rows("out", out, x, n)
-    config = config or choose("gated", 2 * n, x.shape[1], x.shape[0])
+    rows, n = x.shape[0], weight.shape[0] // 2
+    check_output("out", out, x, n)
+    config = config or choose_tile("gate_up", 2 * n, x.shape[1], rows)
+    settings = launch_settings(x, weight, norm, config)
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(x, weight, norm, config)
-    _gated_kernel[(-(-x.shape[0] // shape["BM"]), -(-n // (shape["BN"] // 2)))](
-        x, weight, out, bias, squares, x.shape[0],
+    _gated_kernel[(-(-rows // settings["BM"]), -(-n // (settings["BN"] // 2)))](
+        x, weight, out, bias, squares, rows,
         x.stride(0), weight.stride(0), out.stride(0), squares_stride,
-        N=n, ACTIVATION=activation, EARLY=config.early, **shape, **options,
+        N=n, ACTIVATION=activation, RELEASE_EARLY=config.release_early, **settings,
     )  # fmt: skip

@@ -1,31 +1,35 @@
-"""A product that ends in a residual stream, or anywhere else: bias and residual are added, and what the stream's next
-norm reads is written in the same launch. The loop itself is in `product`."""
+"""Linear layer that can end in a residual stream: out = residual + bias + x @ weight^T, rounded once.
+
+x [R, K], weight [N, K], out [R, N]. With a norm, x is a scaled stream (see `norm`). If a norm reads `out` next, the
+same launch writes what that norm needs. Used for attention output, down projection, and the exit's linear layers. The
+sum over K runs in one program in fixed blocks (see `gemm_common`).
+"""
 
 from __future__ import annotations
 
 import torch
 
 from selfspec.kernels.gemm_common import (
-    Config,
-    check_product,
-    check_rows,
-    choose,
+    TileConfig,
+    check_matmul,
+    check_output,
+    choose_tile,
     launch_settings,
+    matmul_reference,
+    matmul_tile,
     norm_squares,
-    product,
-    product_reference,
 )
 from selfspec.kernels.norm import (
     NextNorm,
     Norm,
-    block_width,
     check_squares,
+    columns_per_square,
     next_scale,
     next_strides,
     next_tensors,
-    sum_neighbours,
+    tree_sum_groups,
 )
-from selfspec.kernels.pdl import fetch, release, wait
+from selfspec.kernels.pdl import prefetch_weight, release, wait
 from selfspec.kernels.triton_compat import jit, tl
 
 
@@ -38,11 +42,11 @@ def linear_reference(
     residual: torch.Tensor | None = None,
     gather: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual + bias + x @ weight^T, [R, N], rounded once; with a norm x is the scaled stream, with `gather` [R] row r
-    is row gather[r] of it."""
+    """residual + bias + x @ weight^T, [R, N], rounded once. With a norm x is the scaled stream; with `gather` [R] row r
+    of the input is x[gather[r]]."""
     if gather is not None:
         x, norm = x[gather], None if norm is None else Norm(norm.eps, norm.squares[gather])
-    product = product_reference(x, weight, bias, norm)
+    product = matmul_reference(x, weight, bias, norm)
     return (product if residual is None else residual + product).to(x.dtype)
 
 
@@ -53,29 +57,30 @@ def _linear_kernel(
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (row tile, column tile): out [BM, BN]. WIDTH: columns per entry of `squares_out`."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
-    source = tl.minimum(row, row_count - 1).to(tl.int64)  # rows past the end repeat the last one and store nothing
+    source = tl.minimum(row, row_count - 1).to(tl.int64)  # rows past the end repeat the last one and are not stored
     x_row = source
-    if gather is not None:  # written before the pass began, if at all
+    if gather is not None:  # read before `wait`: no kernel of the pass writes it
         x_row = tl.load(gather + source)
     weight_rows = tl.minimum(column, N - 1).to(tl.int64) * weight_stride
     inside = (row < row_count)[:, None] & (column < N)[None, :]
-    if next_weight is not None:  # like all weights, it may be read before earlier kernels end
+    if next_weight is not None:
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
-    fetch(weight, weight_rows, BN, AHEAD, PDL)
+    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
     wait(PDL)
-    if EARLY:
+    if RELEASE_EARLY:
         release(PDL)
-    if residual is not None:  # asked for early, needed late; each program reads only what it will overwrite itself
+    if residual is not None:  # loaded early, needed late; may be `out`: a program reads only what it overwrites itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
-    result = product(
+    result = matmul_tile(
         x, weight, squares, row < row_count, x_row * x_stride, weight_rows, x_row * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
-    if not EARLY:
+    if not RELEASE_EARLY:
         release(PDL)
     if bias is not None:
         result += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
@@ -88,51 +93,50 @@ def _linear_kernel(
         rounded = tl.where(inside, stored.to(tl.float32), 0.0)
         scaled = (rounded * scale[None, :]).to(out.dtype.element_ty)
         tl.store(scaled_out + to * scaled_stride + column[None, :], scaled, mask=inside)
-        sums = sum_neighbours(rounded * rounded, BM, BN, BN // WIDTH)
-        tile = tl.program_id(1) * (BN // WIDTH) + tl.arange(0, BN // WIDTH)
+        sums = tree_sum_groups(rounded * rounded, BM, BN, BN // WIDTH)
+        entry = tl.program_id(1) * (BN // WIDTH) + tl.arange(0, BN // WIDTH)
         tl.store(
-            squares_out + to * squares_out_stride + tile[None, :],
+            squares_out + to * squares_out_stride + entry[None, :],
             sums,
-            mask=(row < row_count)[:, None] & (tile * WIDTH < N)[None, :],
+            mask=(row < row_count)[:, None] & (entry * WIDTH < N)[None, :],
         )
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
+    x: torch.Tensor,  # [R, K], or any rows that `gather` takes from
+    weight: torch.Tensor,  # [N, K]
+    out: torch.Tensor,  # [R, N]
     *,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    next_norm: NextNorm | None = None,
-    gather: torch.Tensor | None = None,
-    config: Config | None = None,
+    bias: torch.Tensor | None = None,  # [N]
+    norm: Norm | None = None,  # x is the scaled stream
+    residual: torch.Tensor | None = None,  # [R, N]; may be `out` itself
+    next_norm: NextNorm | None = None,  # the norm that reads `out` next
+    gather: torch.Tensor | None = None,  # [R] int64: row r of the input is x[gather[r]]
+    config: TileConfig | None = None,
 ) -> None:
-    """out [R, N] = residual + bias + x [R, K] @ weight [N, K]^T, and its companions for the next norm; `residual` may
-    be `out` itself. With a norm x is the scaled stream; with `gather` [R] int64 row r is row gather[r] of any x."""
+    """out = residual + bias + x @ weight^T, and what the next norm reads."""
     taken = x if gather is None else x[:1].expand(gather.shape[0], -1)
     rows, n = taken.shape[0], weight.shape[0]
-    check_product(taken, weight, bias, None)
+    check_matmul(taken, weight, bias, None)
     if norm is not None:
         check_squares(norm.squares, *x.shape)
-    check_rows("out", out, taken, n)
+    check_output("out", out, taken, n)
     if residual is not None:
-        check_rows("residual", residual, taken, n)
+        check_output("residual", residual, taken, n)
     if gather is not None and (gather.dtype != torch.int64 or gather.stride() != (1,)):
         raise ValueError("gathered rows must be given as contiguous int64")
-    config = config or choose("linear", n, x.shape[1], rows)
-    width = block_width(n)
     if next_norm is not None:
         next_norm.check(out)
+    config = config or choose_tile("linear", n, x.shape[1], rows)
+    settings = launch_settings(taken, weight, norm, config)
+    width = columns_per_square(n)
+    if next_norm is not None and settings["BN"] % width:
+        raise ValueError(f"tiles of {settings['BN']} columns cannot sum squares over {width}")
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(taken, weight, norm, config)
-    if next_norm is not None and shape["BN"] % width:
-        raise ValueError(f"tiles of {shape['BN']} columns cannot sum squares over {width}")
-    _linear_kernel[(-(-rows // shape["BM"]), -(-n // shape["BN"]))](
+    _linear_kernel[(-(-rows // settings["BM"]), -(-n // settings["BN"]))](
         x, gather, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
         x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,
         N=n, WIDTH=width, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0,
-        EARLY=config.early, **shape, **options,
+        RELEASE_EARLY=config.release_early, **settings,
     )  # fmt: skip

@@ -1,11 +1,13 @@
-"""What the fused products share: the loop over K, the tile of a program, and the checks of a launch.
+"""Parts that the fused matmuls share: the loop over K, the choice of tiles, launch settings and checks.
 
-`linear`, `gated` and `qkv` multiply a few rows x [R, K] with a weight [N, K], taken as it lies. Where x is the `scaled`
-companion of a stream (see `norm`), the sums are multiplied by the row's factor at the end.
+`linear` (gemm), `gated_linear` (gate_up_gemm) and `qkv_linear` (qkv_rope_gemm) multiply x [R, K] with a weight [N, K]
+in its stored layout and apply what follows in the same kernel. If x is the `scaled` copy of a stream, the sums are
+multiplied by the norm's factor of the row at the end (see `norm`).
 
-A row's result has the same bits in any company: one program sums over the whole of K in an order fixed by the layer's
-shape, and what follows the number of rows (height and width of a tile, warps, stages) changes no sum. Kernels are
-compiled without fusing multiplications and additions, because what gets fused may differ from one tile to another.
+A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
+columns, and BK depends on weight shape and dtype alone. The rest of the tile (rows, weight rows, warps, stages) does
+depend on the number of rows and changes no sum. Kernels are compiled without fusing multiplications and additions
+(`enable_fp_fusion=False`), because the compiler's choice could differ between tiles.
 """
 
 from __future__ import annotations
@@ -16,20 +18,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.norm import Norm, block_width, check_squares, power_of_two, shrink, sum_rows, tiles
+from selfspec.kernels.norm import (
+    Norm,
+    check_squares,
+    columns_per_square,
+    next_power_of_two,
+    shrink,
+    squares_per_row,
+    tree_sum,
+)
 from selfspec.kernels.triton_compat import jit, shared_bytes, tl, use_pdl
 
-MAX_ROW_TILE = 64
-_TINY, _SMALL = 1 << 21, 1 << 23  # weights of products that fill few SMs, and of those that leave some free
-_TILE = 2048  # sums of a tile to a warp, at most
-_WIDEST = 256  # bytes, a tile's width: those of float32 would have no room for the steps that narrow ones take
-LEAST_SHARED_BYTES = 96 * 1024  # of shared memory for the stages of a program on any GPU
+MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
+LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program that every supported GPU has
+# Tuned on an H200 (132 SMs), by elements of the weight: below the first a matmul leaves most SMs idle, below the second
+# some of them.
+_TINY_WEIGHT, _SMALL_WEIGHT = 1 << 21, 1 << 23
+_ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that a warp can hold in its registers
+_MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles would leave no room for BK columns
 
 
-def product_reference(
+def matmul_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
 ) -> torch.Tensor:
-    """bias + x @ weight^T, not yet rounded: at least float32. With a norm x is the scaled stream."""
+    """bias + x @ weight^T [R, N] before rounding, in at least float32. With a norm x is the scaled stream."""
     wide = torch.promote_types(x.dtype, torch.float32)
     sums = F.linear(x.to(wide), weight.to(wide))
     if norm is not None:
@@ -38,9 +50,13 @@ def product_reference(
     return sums if bias is None else sums + bias.to(wide)
 
 
+# The loop over K, inside a kernel.
+
+
 @jit
 def _add_chunks(squares, rows, T: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT chunks of the entries of some rows, added as a balanced tree: [BM, CHUNK]. There are T entries."""
+    """Adds COUNT chunks of CHUNK entries of some rows, from chunk FIRST on, as a balanced tree: [BM, CHUNK]. Entries
+    from T on are 0."""
     if COUNT == 1:
         t = FIRST * CHUNK + tl.arange(0, CHUNK)
         if FIRST * CHUNK + CHUNK <= T:
@@ -55,89 +71,94 @@ def _add_chunks(squares, rows, T: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.c
 
 
 @jit
-def row_squares(squares, rows, T: tl.constexpr, CHUNKS: tl.constexpr):
-    """The T squares of some rows, added 16 wide, where every addition has its place, before what little is left goes
-    from thread to thread (`squares_factor`)."""
+def load_squares(squares, rows, T: tl.constexpr, CHUNKS: tl.constexpr):
+    """The T entries of `squares` of some rows, given by their offsets, added to [BM, 16] without exchange between
+    threads; `rms_factor_of_squares` adds the rest."""
     return _add_chunks(squares, rows, T, 16, 0, CHUNKS)
 
 
 @jit
-def squares_factor(entries, K: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr):
-    """What the sums over K of some scaled rows are multiplied with to be those of normed ones: [BM]."""
-    return tl.rsqrt(sum_rows(entries, BM, 16) / K + EPS) / SHRINK
+def rms_factor_of_squares(entries, K: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr):
+    """The factor [BM] that turns sums over K of scaled rows into those of normed rows; entries as of `load_squares`."""
+    return tl.rsqrt(tree_sum(entries, BM, 16) / K + EPS) / SHRINK
 
 
 @jit
-def product(
+def matmul_tile(
     x, weight, squares, real, x_rows, weight_rows, squares_rows,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the rows' factors: [BM, BN] float32.
+    """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the norm's factors: [BM, BN] float32.
 
-    Rows that are not `real` are not read: every program would ask for the same few lines again and again.
-    The squares are asked for before the loop and needed after it, so that nothing waits for them.
+    Rows that are not `real` [BM] are not read: every program would read the same cache lines again. `squares` are
+    loaded before the loop and used after it, so that nothing waits for them.
     """
     columns = tl.arange(0, BK)
-    x_at = x + x_rows[:, None] + columns[None, :]
-    weight_at = weight + weight_rows[:, None] + columns[None, :]
+    x_at = x + x_rows[:, None] + columns[None, :]  # [BM, BK]
+    weight_at = weight + weight_rows[:, None] + columns[None, :]  # [BN, BK]
     if squares is not None:
-        entries = row_squares(squares, squares_rows, T, CHUNKS)
+        entries = load_squares(squares, squares_rows, T, CHUNKS)
     sums = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         if K % BK == 0:
-            rows = tl.load(x_at + start, mask=real[:, None], other=0.0)
-            matrix = tl.load(weight_at + start)
+            x_part = tl.load(x_at + start, mask=real[:, None], other=0.0)
+            weight_part = tl.load(weight_at + start)
         else:
             inside = (columns < K - start)[None, :]
-            rows = tl.load(x_at + start, mask=inside & real[:, None], other=0.0)
-            matrix = tl.load(weight_at + start, mask=inside, other=0.0)
-        sums = tl.dot(rows, tl.trans(matrix), sums, input_precision="ieee")
+            x_part = tl.load(x_at + start, mask=inside & real[:, None], other=0.0)
+            weight_part = tl.load(weight_at + start, mask=inside, other=0.0)
+        sums = tl.dot(x_part, tl.trans(weight_part), sums, input_precision="ieee")
     if squares is not None:
-        sums *= squares_factor(entries, K, EPS, SHRINK, BM)[:, None]
+        sums *= rms_factor_of_squares(entries, K, EPS, SHRINK, BM)[:, None]
     return sums
 
 
-@dataclass(frozen=True)
-class Config:
-    """The tile of a program. `block_k` must follow from the layer's shape alone; the rest changes no sum, as long as
-    `block_n` leaves room for those steps."""
+# The choice of tiles, tuned on an H200 at the shapes of SmolLM2-135M and Llama-8B.
 
-    block_n: int  # rows of the weight
-    block_k: int
-    stages: int
+
+@dataclass(frozen=True)
+class TileConfig:
+    """The tile of a program. `block_k` must depend on the weight's shape alone; the rest changes no sum, as long as
+    `block_n` leaves enough shared memory for `block_k` columns."""
+
+    block_n: int  # weight rows
+    block_k: int  # columns of one step of the loop over K
+    stages: int  # steps that are loaded ahead
     warps: int
     block_m: int = 16  # rows of x
-    ahead: int = 0  # columns of the weight that are asked for before earlier launches have ended
-    early: bool = False  # not of qkv: the next launch is let in as soon as those have, to ask for its own
+    prefetch: int = 0  # columns of the weight that are prefetched before earlier launches have ended
+    release_early: bool = False  # release the next launch right after `wait`; qkv_linear always does
 
 
-def choose(kind: str, n: int, k: int, rows: int) -> Config:
-    """The tile for some rows and a weight [n, k] of a "linear", "gated" or "qkv" product, or of "heads", qkv with a
-    norm of heads: those take a whole head per program, whatever `block_n` says."""
+def choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
+    """The tile for `rows` rows and a weight [n, k]. kind: "linear", "gate_up", "qkv", or "qkv_norm" for a qkv matmul
+    that norms heads: it takes a whole head per program and ignores `block_n`."""
     height = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
-    if kind == "heads":
-        return Config(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
+    if kind == "qkv_norm":
+        return TileConfig(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
     if _is_small(kind, n, k):
-        return (_choose_small if rows <= MAX_ROW_TILE else _choose_many_of_small)(kind, n, k, rows)
+        return (_choose_small if rows <= MAX_ROW_TILE else _choose_small_many_rows)(kind, n, k, rows)
     if rows > MAX_ROW_TILE:
-        return _choose_many_of_large(kind, n, rows)
+        return _choose_large_many_rows(kind, n, rows)
     if kind == "linear":
-        return _choose_long(n, k, rows)
+        return _choose_large_linear(n, k, rows)
     if kind == "qkv":
-        return Config(block_n=64, block_k=128, stages=5, warps=4, block_m=height)
-    block_n, stages = (128, 4) if height == 16 else (64, 3)  # all programs at once, with room for the launch after them
-    return Config(block_n, block_k=64, stages=stages, warps=4, block_m=height)
+        return TileConfig(block_n=64, block_k=128, stages=5, warps=4, block_m=height)
+    # gate_up: all programs run at once and leave room for those of the next launch.
+    block_n, stages = (128, 4) if height == 16 else (64, 3)
+    return TileConfig(block_n, block_k=64, stages=stages, warps=4, block_m=height)
 
 
 def _is_small(kind: str, n: int, k: int) -> bool:
+    """Whether latency rather than bandwidth bounds the matmul."""
     return k <= 2048 and (kind == "linear" or n <= 8192)
 
 
-def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
-    """Bound by latency: low and narrow tiles for as many programs as there are SMs, as long as these have room for
-    them; the shortest sums by few warps."""
-    width = block_width(n) if kind == "linear" else 16 if n <= 2048 else 32
+def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
+    """Small weight, up to 64 rows: low and narrow tiles, so that every SM gets a program, as long as all of them run at
+    once; two warps for the shortest sums."""
+    width = columns_per_square(n) if kind == "linear" else 16 if n <= 2048 else 32
     is_short = k <= 1024 and width == 16
     wider = max(width, 32)
     most_in_low_tiles = 16 if not is_short else 48 if kind == "qkv" else 32
@@ -145,98 +166,109 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> Config:
         block_m, block_n = 16, width
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
-    elif n * k <= _TINY:
+    elif n * k <= _TINY_WEIGHT:
         block_m, block_n = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, wider
     else:
         block_m, block_n = MAX_ROW_TILE, width
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
-    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # fewer leave room for the launch after it
-    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
+    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # 5 leave room for the next launch
+    return TileConfig(
+        block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, prefetch=_prefetched(k), release_early=True
+    )
 
 
-def _ahead(k: int) -> int:
-    """As many columns as can be asked for in equal parts, each of them aligned."""
+def _prefetched(k: int) -> int:
+    """Columns to prefetch: the largest multiple of 512, which `prefetch_weight` divides in equal, aligned parts."""
     return k // 512 * 512
 
 
-def _choose_many_of_small(kind: str, n: int, k: int, rows: int) -> Config:
-    """Rows of prompts, most of all: there are programs enough, so that large tiles, which read less, are better."""
-    few = rows <= 4 * MAX_ROW_TILE
-    block_n = max(32 if kind == "linear" and few else 64, block_width(n))
-    if kind == "gated" and not few:
+def _choose_small_many_rows(kind: str, n: int, k: int, rows: int) -> TileConfig:
+    """Small weight, more than 64 rows (mostly prompts): there are enough programs, so larger tiles, which read less,
+    are faster."""
+    up_to_256 = rows <= 4 * MAX_ROW_TILE
+    block_n = max(32 if kind == "linear" and up_to_256 else 64, columns_per_square(n))
+    if kind == "gate_up" and not up_to_256:
         block_m, stages, warps = 2 * MAX_ROW_TILE, 3, 8
     else:
-        block_m, stages, warps = MAX_ROW_TILE, 4 if few else 6, 4
-    return Config(block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, ahead=_ahead(k), early=True)
+        block_m, stages, warps = MAX_ROW_TILE, 4 if up_to_256 else 6, 4
+    return TileConfig(
+        block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, prefetch=_prefetched(k), release_early=True
+    )
 
 
-def _choose_many_of_large(kind: str, n: int, rows: int) -> Config:
-    """The same where sums are long or there are many: the highest tiles, unless too few programs would be left."""
-    if kind == "gated":
-        return Config(block_n=128, block_k=64, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
+def _choose_large_many_rows(kind: str, n: int, rows: int) -> TileConfig:
+    """Large weight, more than 64 rows: the highest tiles, unless that leaves too few programs."""
+    if kind == "gate_up":
+        return TileConfig(block_n=128, block_k=64, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
     if kind == "qkv":
-        return Config(block_n=64, block_k=128, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
+        return TileConfig(block_n=64, block_k=128, stages=4, warps=8, block_m=2 * MAX_ROW_TILE)
     if n <= 2048:
         block_n = 32 if rows <= 4 * MAX_ROW_TILE else 64
-        return Config(block_n, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, ahead=512)
+        return TileConfig(block_n, block_k=128, stages=3, warps=4, block_m=MAX_ROW_TILE, prefetch=512)
     block_m, warps = (MAX_ROW_TILE, 4) if rows <= 2 * MAX_ROW_TILE else (2 * MAX_ROW_TILE, 8)
-    return Config(block_n=64, block_k=128, stages=4, warps=warps, block_m=block_m, ahead=512)
+    return TileConfig(block_n=64, block_k=128, stages=4, warps=warps, block_m=block_m, prefetch=512)
 
 
-def _choose_long(n: int, k: int, rows: int) -> Config:
-    """Sums over much of K. Of large ones, and more than 16 rows, the highest tiles are faster than half as high ones;
-    small ones leave SMs free as long as tiles are low."""
-    is_small = n <= 2048 and n * k <= _SMALL
+def _choose_large_linear(n: int, k: int, rows: int) -> TileConfig:
+    """Long sums, up to 64 rows: tiles of 16 rows as long as one is enough (two for smaller weights, which leave SMs
+    idle otherwise), then tiles of 64 rows, which are faster than two of 32."""
+    is_small = n <= 2048 and n * k <= _SMALL_WEIGHT
     low = rows <= (32 if is_small else 16)
-    width = 32 if is_small and low else block_width(n)
+    width = 32 if is_small and low else columns_per_square(n)
     block_m = 16 if low else MAX_ROW_TILE
-    return Config(width, block_k=128, stages=8, warps=4, block_m=block_m, ahead=512, early=is_small)
+    return TileConfig(width, block_k=128, stages=8, warps=4, block_m=block_m, prefetch=512, release_early=is_small)
+
+
+# Launching.
 
 
 def launch_settings(
-    x: torch.Tensor, weight: torch.Tensor, norm: Norm | None, config: Config, block_n: int | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants all kernels share, and the options of the launch; `block_n` where it is heads, or parts of them."""
+    x: torch.Tensor, weight: torch.Tensor, norm: Norm | None, config: TileConfig, block_n: int | None = None
+) -> dict[str, Any]:
+    """Constexpr arguments and launch options that all three kernels share. block_n: the width of heads or their parts,
+    instead of the config's."""
     k, size = x.shape[1], x.element_size()
-    # A wide and high tile does not fit the registers, least of all where heads are normed in it.
-    largest = (_TILE if block_n is None else _TILE // 2) * config.warps
-    block_n = block_n or min(config.block_n, _WIDEST // size)
-    block_m = min(config.block_m, max(16, largest // block_n))
-    block_k = min(config.block_k, power_of_two(k))
-    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # for all heights alike
+    # Tiles must fit the registers; norming heads needs twice as many.
+    max_elements = (_ELEMENTS_PER_WARP if block_n is None else _ELEMENTS_PER_WARP // 2) * config.warps
+    block_n = block_n or min(config.block_n, _MAX_TILE_WIDTH_BYTES // size)
+    block_m = min(config.block_m, max(16, max_elements // block_n))
+    block_k = min(config.block_k, next_power_of_two(k))
+    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # the same for every block_m
         block_k //= 2
-    stages = min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size))
     pdl = use_pdl(x)
     aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
-    shape = {
+    return {
         "K": k,
         **norm_constants(k, x.dtype, norm),
         "BM": block_m,
         "BN": block_n,
         "BK": block_k,
-        "AHEAD": config.ahead if aligned and config.ahead <= k else 0,
+        "PREFETCH": config.prefetch if aligned and config.prefetch <= k else 0,
         "PDL": pdl,
-    }
-    options: dict[str, Any] = {
         "num_warps": config.warps,
-        "num_stages": stages,
+        "num_stages": min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size)),
         "enable_fp_fusion": False,
+        **({"launch_pdl": True} if pdl else {}),
     }
-    return shape, options | ({"launch_pdl": True} if pdl else {})
 
 
 def norm_constants(k: int, dtype: torch.dtype, norm: Norm | None) -> dict[str, Any]:
-    """What kernels are compiled for that read streams of k columns."""
-    chunks = power_of_two(-(-tiles(k) // 16))
-    return {"T": tiles(k), "CHUNKS": chunks, "EPS": norm.eps if norm else 0.0, "SHRINK": shrink(dtype)}
+    """Constexpr arguments of kernels that read a scaled stream of k columns."""
+    count = squares_per_row(k)
+    return {
+        "T": count,
+        "CHUNKS": next_power_of_two(-(-count // 16)),
+        "EPS": norm.eps if norm else 0.0,
+        "SHRINK": shrink(dtype),
+    }
 
 
 def norm_squares(norm: Norm | None) -> tuple[torch.Tensor | None, int]:
-    """The squares and their stride, as kernels take them."""
+    """The squares and their row stride: kernel arguments."""
     return (None, 0) if norm is None else (norm.squares, norm.squares.stride(0))
 
 
-def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> None:
+def check_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [R, K] and [N, K]")
     if x.shape[0] < 1 or x.shape[1] % 16:
@@ -251,7 +283,7 @@ def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         check_squares(norm.squares, *x.shape)
 
 
-def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, width: int) -> None:
+def check_output(name: str, tensor: torch.Tensor, x: torch.Tensor, width: int) -> None:
     if tensor.shape != (x.shape[0], width) or tensor.dtype != x.dtype or tensor.stride(1) != 1:
         raise ValueError(
             f"{name} must be {x.dtype} [{x.shape[0]}, {width}] with contiguous rows, "

@@ -1,7 +1,9 @@
-"""KV compaction: the accepted paths' keys and values move to consecutive slots in all layers, in one launch.
+"""KV compaction: moves the accepted path's keys and values to consecutive slots, in all layers in one launch.
 
-A program reads everything it moves before it writes, and no two programs touch the same columns. The state that the
-exit reads at the next position moves along: that of the newest accepted node replaces the sequence's own.
+Node i of a sequence lies at slot length + i; after acceptance, node paths[i] moves to slot length + i. Keys and values
+are [layers, pages, 64, Hkv, D]. A program reads everything that it moves before it writes, and no two programs touch
+the same columns, so sources and targets may overlap. The launch also copies the *previous state* of the newest accepted
+node, which the exit reads at the next position (see `final_norm`), to the sequence's own row.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 def compact_kv_reference(
     pages: torch.Tensor,  # [layers, pages, page size, Hkv, D]
     page_table: torch.Tensor,  # [B, P]
-    bases: torch.Tensor,  # [B] lengths before
-    counts: torch.Tensor,  # [B] how many nodes were accepted
+    lengths_before: torch.Tensor,  # [B]
+    counts: torch.Tensor,  # [B] nodes of the accepted path, root included
     paths: torch.Tensor,  # [B, depth + 1]
 ) -> None:
-    """Moves node `paths[b, i]` of every sequence to slot bases[b] + i, for i below counts[b]."""
+    """Moves node `paths[b, i]` of every sequence to slot lengths_before[b] + i, for i below counts[b]."""
     before = pages.clone()
-    for sequence in range(len(bases)):
-        base = int(bases[sequence])
+    for sequence in range(len(lengths_before)):
+        base = int(lengths_before[sequence])
         for place in range(int(counts[sequence])):
             source, target = base + int(paths[sequence, place]), base + place
             from_page, to_page = (page_table[sequence, slot // PAGE_SIZE] for slot in (source, target))
@@ -33,7 +35,7 @@ def compact_kv_reference(
 @jit(
     do_not_specialize=[
         "sequences",
-        "first_state",
+        "first_node_row",
         "layers",
         "page_table_stride",
         "counts_stride",
@@ -41,25 +43,25 @@ def compact_kv_reference(
         "depths",
     ]
 )
-def _compact_kv(
-    keys, values, page_table, bases, counts, paths, known,
-    sequences, first_state, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
+def _compact_kv_kernel(
+    keys, values, page_table, lengths_before, counts, paths, states,
+    sequences, first_node_row, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
     DEPTHS_P2: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    KNOWN: tl.constexpr, KNOWN_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    STATE: tl.constexpr, STATE_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (layer, sequence, block of columns); a layer past the last one moves what is known instead."""
+    """Program (layer, sequence, block of columns); programs of layer `layers` copy the previous state instead."""
     release(PDL)
     wait(PDL)
     layer = tl.program_id(0)
     sequence = tl.program_id(1)
     count = tl.load(counts + sequence * counts_stride)
-    base = tl.load(bases + sequence)
+    base = tl.load(lengths_before + sequence)
     if layer == layers:
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
-        entry = tl.program_id(2) * KNOWN_P2 + tl.arange(0, KNOWN_P2)
-        moves_known = entry < tl.where(count > 0, KNOWN, 0)
-        newest = tl.load(known + (first_state + sequences * last + sequence) * KNOWN + entry, mask=moves_known)
-        tl.store(known + sequence * KNOWN + entry, newest, mask=moves_known)
+        column = tl.program_id(2) * STATE_P2 + tl.arange(0, STATE_P2)
+        copies = column < tl.where(count > 0, STATE, 0)
+        newest = tl.load(states + (first_node_row + sequences * last + sequence) * STATE + column, mask=copies)
+        tl.store(states + sequence * STATE + column, newest, mask=copies)
     else:
         place = tl.arange(0, DEPTHS_P2)
         node = tl.load(paths + sequence * path_stride + place, mask=place < depths, other=0)
@@ -75,7 +77,7 @@ def _compact_kv(
         to_slots = start + target[:, None] * slot_stride + column[None, :]
         moved_keys = tl.load(keys + from_slots, mask=inside)
         moved_values = tl.load(values + from_slots, mask=inside)
-        tl.debug_barrier()  # a target may be another entry's source, held by another warp
+        tl.debug_barrier()  # a target may be the source of another warp
         tl.store(keys + to_slots, moved_keys, mask=inside)
         tl.store(values + to_slots, moved_values, mask=inside)
 
@@ -84,32 +86,31 @@ def compact_kv(
     keys: torch.Tensor,  # [layers, pages, page size, Hkv, D]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, P] int32
-    bases: torch.Tensor,  # [B] int32
-    counts: torch.Tensor,  # [B] int32, any stride
+    lengths_before: torch.Tensor,  # [B] int32: committed tokens before acceptance
+    counts: torch.Tensor,  # [B] int32, any stride: nodes of the accepted path, root included
     paths: torch.Tensor,  # [B, depth + 1] int32
-    known: torch.Tensor
-    | None = None,  # [rows, width]: row b is sequence b's, row first_state + node * B + b its node's
-    first_state: int = 0,
+    states: torch.Tensor | None = None,  # [rows, width] previous states; row b is sequence b's own
+    first_node_row: int = 0,  # row first_node_row + node * B + b of `states` is that of sequence b's node
 ) -> None:
-    """Moves the accepted paths, and the state of each sequence's newest node to the sequence's own row of `known`."""
+    """Moves the accepted paths' keys and values, and copies the newest accepted node's state to the sequence's row."""
     layers, _, page_size, heads, dim = keys.shape
     sequences, depths = paths.shape
     if page_size != PAGE_SIZE or keys.shape != values.shape or keys.stride() != values.stride():
-        raise ValueError(f"keys and values must be alike, in pages of {PAGE_SIZE} slots")
+        raise ValueError(f"keys and values must have one shape and stride, in pages of {PAGE_SIZE} slots")
     if not keys[0].is_contiguous():
         raise ValueError("the pages of a layer must be contiguous")
-    if known is not None and not known.is_contiguous():
-        raise ValueError("what is known must be contiguous")
+    if states is not None and not states.is_contiguous():
+        raise ValueError("the previous states must be contiguous")
     columns = heads * dim
-    block = min(triton.next_power_of_2(columns), 256 if depths <= 16 else 64)
-    width = known.shape[1] if known is not None else 0
+    block = min(triton.next_power_of_2(columns), 256 if depths <= 16 else 64)  # a program holds depths * block values
+    width = states.shape[1] if states is not None else 0
     pdl = use_pdl(keys)
-    grid = (layers + (known is not None), sequences, triton.cdiv(columns, block))
-    _compact_kv[grid](
-        keys, values, page_table, bases, counts, paths, known if known is not None else keys,
-        sequences, first_state, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0),
+    grid = (layers + (states is not None), sequences, triton.cdiv(columns, block))
+    _compact_kv_kernel[grid](
+        keys, values, page_table, lengths_before, counts, paths, states if states is not None else keys,
+        sequences, first_node_row, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0),
         paths.stride(0), depths,
         DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
-        KNOWN=width, KNOWN_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
+        STATE=width, STATE_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

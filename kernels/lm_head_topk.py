@@ -1,11 +1,14 @@
-"""The LM head with the choice inside: logits stay float32 from the accumulator on and are not written out.
+"""The LM head: logits = x @ weight^T in float32, scored inside the same kernel and not written to memory.
 
-Every program multiplies all rows with one tile of the vocabulary, processes the logits, adds noise, and leaves the
-tile's best column and, where more than one is asked for, the scores of all (`topk.Scores`); `topk.top_merge` or
-`sample.choose_scored` finish the choice. The rows come normed or, with a norm, as a scaled stream (see `norm`).
+x [R, K] are normed states or, with a norm, a scaled stream (see `norm`); weight [V, K] is the LM head, or the part of
+it whose tokens are given (a trimmed head). `lm_head_scores` applies softcap, logits processing, temperature and noise
+to each logit and writes `topk.Scores`: the best token of each tile of 64 columns and, where more than one token is
+needed, every column's score. `topk.topk_tokens` or `sample.sample_scored` then make the choice. `lm_head_logits` writes
+the same logits to memory, unprocessed.
 
-The sum over K runs in one fixed order in one program, and what follows is done to each element on its own, with the
-parameters of its row's sequence, or is a maximum of integers. So a row's result does not depend on the other rows.
+One program multiplies a tile of rows with a tile of the vocabulary. The sum over K runs in one program in blocks of BK
+columns, and BK depends on the dtype alone; all further steps are elementwise with the parameters of the row's own
+sequence, or a maximum of integers. So a row's result does not depend on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -14,38 +17,46 @@ import math
 
 import torch
 
-from selfspec.kernels.gemm_common import norm_constants, norm_squares, product_reference, row_squares, squares_factor
+from selfspec.kernels.gemm_common import (
+    load_squares,
+    matmul_reference,
+    norm_constants,
+    norm_squares,
+    rms_factor_of_squares,
+)
 from selfspec.kernels.logits_processing import (
     Processing,
-    check_drawing,
-    drawing_arguments,
+    check_sampling,
     load_processing,
     process,
+    sampling_arguments,
 )
 from selfspec.kernels.noise import (
-    Cuts,
     Noise,
+    Truncation,
     check_scalar,
     check_tensor,
-    load_drawing,
-    pack,
+    load_sampling,
+    mul_rounded,
+    pack_keys,
     perturb,
-    product,
-    to_levels,
+    to_int_scores,
 )
 from selfspec.kernels.norm import Norm, check_squares
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.topk import TILE, Scores, tiles
+from selfspec.kernels.topk import TILE, Scores, num_tiles
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program: what every supported GPU has
+BLOCK_K_BYTES = 256  # of a row of x or weight in one pipeline stage: 128 columns in 16 bits
 
 
-def head_reference(
+def lm_head_reference(
     x: torch.Tensor, weight: torch.Tensor, softcap: float | None = None, norm: Norm | None = None
 ) -> torch.Tensor:
-    """Logits [R, V] of rows [R, K], in float64 if x is."""
-    logits = product_reference(x, weight, None, norm)
+    """Logits [R, V] of x [R, K], in float64 if x is."""
+    logits = matmul_reference(x, weight, None, norm)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
@@ -57,45 +68,28 @@ def _tanh(x):
     return tl.where(x < 0, -size, size)
 
 
-# What a plan fixes changes no code; a kernel compiled for each of its kinds would only cost time.
+# first_node and path_stride differ between plans but change no code: specializing on them would only compile more.
 @jit(do_not_specialize=["first_node", "path_stride"])
-def _head_kernel(
+def _lm_head_kernel(
     x,  # [R, K]
-    weight,  # [V, K]
-    rows,  # [V] tokens of a trimmed head, or None
-    count,  # how many of the V columns are there, or None
-    keys,  # [R, tiles], or None
-    levels,  # [R, tiles * TILE], or None
+    weight,  # [V, K]; with GATHER the whole head, of which column i is row token_ids[i]
+    token_ids,  # [V] tokens of a trimmed head, or None
+    count,  # [1] how many of the V columns exist, or None: all
+    tile_keys,  # [R, tiles], or None
+    int_scores,  # [R, tiles * TILE], or None
     logits,  # [R, V], or None
     squares,  # [R, T], or None
     noise,  # Noise.tensors, or None
-    cuts,  # Cuts.tensors, or None
+    truncation,  # Truncation.tensors, or None
     processing,  # Processing.tensors, or None
     softcap,
-    R,
-    V,
-    x_stride,
-    weight_stride,
-    keys_stride,
-    levels_stride,
-    logits_stride,
-    squares_stride,
-    sequences,
-    first_node,
-    path_stride,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    EPS: tl.constexpr,
-    SHRINK: tl.constexpr,
-    GATHER: tl.constexpr,
-    STREAM: tl.constexpr,
-    BM: tl.constexpr,
-    TILE: tl.constexpr,
-    BK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # Neighbouring programs share a tile of the weight.
+    R, V, x_stride, weight_stride, keys_stride, scores_stride, logits_stride, squares_stride,
+    sequences, first_node, path_stride,
+    K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
+    GATHER: tl.constexpr, STREAM: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program scores BM rows at TILE columns; consecutive programs read the same tile of the weight."""
     row_tiles = tl.cdiv(R, BM)
     tile = tl.program_id(0) // row_tiles
     row = (tl.program_id(0) % row_tiles) * BM + tl.arange(0, BM)
@@ -103,20 +97,20 @@ def _head_kernel(
     limit = V
     if count is not None:
         limit = tl.minimum(tl.load(count), V).to(tl.int32)
-    there = column < limit
-    # Columns outside repeat one inside, and what comes of them is dropped at the end. Rows outside are not read: every
-    # program would ask for the same few lines again.
+    exists = column < limit
+    # Columns past the end read column 0 and are masked at the end. Rows past the end are not read at all: every program
+    # would read the same cache lines again.
     source = tl.where(column < V, column, 0).to(tl.int64)
     if GATHER:
-        source = tl.load(rows + column, mask=there, other=0).to(tl.int64)
+        source = tl.load(token_ids + column, mask=exists, other=0).to(tl.int64)
     safe_row = tl.where(row < R, row, 0).to(tl.int64)
     wait(PDL)
+    # Loaded before the matmul, needed after it, so that nothing waits for these.
     if squares is not None:
-        entries = row_squares(squares, safe_row * squares_stride, T, CHUNKS)
-    # Asked for early: what the loads give is needed only after the sum.
+        entries = load_squares(squares, safe_row * squares_stride, T, CHUNKS)
     sequence = tl.where(row < R, row, 0) % sequences
     if noise is not None:
-        drawing = load_drawing(noise, cuts, sequence)
+        sampling = load_sampling(noise, truncation, sequence)
     if processing is not None:
         loaded = load_processing(processing, safe_row, sequence)
 
@@ -126,7 +120,7 @@ def _head_kernel(
     values = tl.zeros((BM, TILE), tl.float32)
     stop = K
     if count is not None:
-        stop = tl.where(tile * TILE < limit, K, 0)  # there is nothing behind the last column
+        stop = tl.where(tile * TILE < limit, K, 0)  # a tile without columns reads nothing
     for first in range(0, stop, BK):
         if K % BK == 0:
             x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
@@ -139,78 +133,79 @@ def _head_kernel(
     release(PDL)
 
     if squares is not None:
-        values = product(values, tl.broadcast_to(squares_factor(entries, K, EPS, SHRINK, BM)[:, None], (BM, TILE)))
+        factor = rms_factor_of_squares(entries, K, EPS, SHRINK, BM)
+        values = mul_rounded(values, tl.broadcast_to(factor[:, None], (BM, TILE)))
     if softcap is not None:
         cap = tl.full((BM, TILE), 1.0, tl.float32) * softcap
-        values = product(_tanh(tl.math.div_rn(values, cap)), cap)
+        values = mul_rounded(_tanh(tl.math.div_rn(values, cap)), cap)
     if logits is not None:
         at = logits + safe_row[:, None] * logits_stride + column[None, :]
-        tl.store(at, values, mask=(row < R)[:, None] & there[None, :])
-    if keys is not None:
+        tl.store(at, values, mask=(row < R)[:, None] & exists[None, :])
+    if tile_keys is not None:
         token = column
-        if rows is not None:
-            token = tl.load(rows + column, mask=there, other=0).to(tl.int32)
+        if token_ids is not None:
+            token = tl.load(token_ids + column, mask=exists, other=0).to(tl.int32)
         if processing is not None:
             values = process(
                 values, loaded, processing, tl.where(row < R, row, 0), sequence, sequences, first_node, path_stride,
-                token, there,
+                token, exists,
             )  # fmt: skip
         if noise is not None:
             values = perturb(
-                values, drawing, noise, cuts, safe_row, sequence, token, tile * TILE, rows is None, STREAM
+                values, sampling, noise, truncation, safe_row, sequence, token, tile * TILE, token_ids is None, STREAM
             )  # fmt: skip
-        level = tl.where(there[None, :], to_levels(values), -0x80000000)
-        if levels is not None:
-            at = levels + safe_row[:, None] * levels_stride + column[None, :]
-            tl.store(at, level, mask=(row < R)[:, None])
-        best = tl.max(level, 1)
-        of_best = tl.min(tl.where(level == best[:, None], token[None, :], 0x7FFFFFFF), 1)
-        tl.store(keys + safe_row * keys_stride + tile, pack(best, of_best), mask=row < R)
+        score = tl.where(exists[None, :], to_int_scores(values), -0x80000000)
+        if int_scores is not None:
+            at = int_scores + safe_row[:, None] * scores_stride + column[None, :]
+            tl.store(at, score, mask=(row < R)[:, None])
+        best = tl.max(score, 1)
+        best_token = tl.min(tl.where(score == best[:, None], token[None, :], 0x7FFFFFFF), 1)  # ties: the lower token
+        tl.store(tile_keys + safe_row * keys_stride + tile, pack_keys(best, best_token), mask=row < R)
 
 
-def head_top(
+def lm_head_scores(
     x: torch.Tensor,  # [R, K], normed, or with a norm the scaled stream
     weight: torch.Tensor,  # [V, K]
     scores: Scores,
     *,
-    rows: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
     gather: bool = False,
     count: torch.Tensor | None = None,
     norm: Norm | None = None,
     softcap: float | None = None,
     noise: Noise | None = None,
-    cuts: Cuts | None = None,
+    truncation: Truncation | None = None,
     processing: Processing | None = None,
 ) -> None:
-    """Scores the vocabulary for every row: logits, processed as `processing` says, over temperature and plus noise as
-    `noise` says. With `cuts`, rows of a sequence that has one get no noise: `choose_scored` adds it to what they leave.
+    """Scores the vocabulary for every row: logits, processed, over temperature, plus noise, each if given.
 
-    rows [V] int32 or int64: the tokens of a trimmed head. The weight is then the copy of these rows, or the whole head
-    if `gather`. count: one int32 on the device, how many columns there are; those behind may hold anything.
+    Rows of a truncated sequence get no noise here: `sample_scored` adds it to the tokens that truncation keeps.
+    token_ids [V] int32 or int64: the tokens of a trimmed head. The weight is then a copy of these rows of the head, or
+    with `gather` the whole head. count: one int32 on the device, how many columns exist; later ones may hold anything.
     """
-    columns = weight.shape[0] if rows is None else rows.shape[0]
+    columns = weight.shape[0] if token_ids is None else token_ids.shape[0]
     _check_inputs(x, weight, softcap)
-    _check_rows(weight, rows, gather, count)
+    _check_trimmed(weight, token_ids, gather, count)
     if norm is not None:
         check_squares(norm.squares, *x.shape)
-    wanted = (x.shape[0], tiles(columns))
-    check_tensor(scores.keys[: x.shape[0]], "the scores' keys", wanted, (torch.int64,), x.device)
-    vocabulary = weight.shape[0] if rows is None or gather else None
-    check_drawing(x.shape[0], vocabulary, noise, cuts, processing, x.device)
+    wanted = (x.shape[0], num_tiles(columns))
+    check_tensor(scores.tile_keys[: x.shape[0]], "the scores' tile_keys", wanted, (torch.int64,), x.device)
+    vocabulary = weight.shape[0] if token_ids is None or gather else None
+    check_sampling(x.shape[0], vocabulary, noise, truncation, processing, x.device)
     _launch(
-        x, weight, columns, scores, rows=rows, gather=gather, count=count, norm=norm, softcap=softcap, noise=noise,
-        cuts=cuts, processing=processing,
+        x, weight, columns, scores, token_ids=token_ids, gather=gather, count=count, norm=norm, softcap=softcap,
+        noise=noise, truncation=truncation, processing=processing,
     )  # fmt: skip
 
 
-def head_logits(
+def lm_head_logits(
     x: torch.Tensor,  # [R, K], normed
     weight: torch.Tensor,  # [V, K]
     logits_out: torch.Tensor,  # [R, V] float32
     *,
     softcap: float | None = None,
 ) -> None:
-    """The very logits that `head_top` processes and chooses from, written out."""
+    """Writes the logits that `lm_head_scores` processes and scores, with the same bits."""
     _check_inputs(x, weight, softcap)
     check_tensor(logits_out, "logits_out", (x.shape[0], weight.shape[0]), (torch.float32,), x.device)
     _launch(x, weight, weight.shape[0], None, logits=logits_out, softcap=softcap)
@@ -227,18 +222,20 @@ def _check_inputs(x: torch.Tensor, weight: torch.Tensor, softcap: float | None) 
         raise ValueError(f"softcap={softcap} is not possible: it must be a number above 0, or None")
 
 
-def _check_rows(weight: torch.Tensor, rows: torch.Tensor | None, gather: bool, count: torch.Tensor | None) -> None:
-    if gather and rows is None:
-        raise ValueError("gather needs rows: which rows of the weight to take")
-    if rows is not None:
-        length = rows.shape[0] if gather else weight.shape[0]
-        check_tensor(rows, "rows", (length,), (torch.int32, torch.int64), weight.device)
+def _check_trimmed(
+    weight: torch.Tensor, token_ids: torch.Tensor | None, gather: bool, count: torch.Tensor | None
+) -> None:
+    if gather and token_ids is None:
+        raise ValueError("gather needs token_ids: which rows of the weight to take")
+    if token_ids is not None:
+        length = token_ids.shape[0] if gather else weight.shape[0]
+        check_tensor(token_ids, "token_ids", (length,), (torch.int32, torch.int64), weight.device)
     if count is not None:
         check_scalar(count, "count", (torch.int32,), weight.device)
 
 
 def row_tile(rows: int) -> int:
-    """Rows of a program's tile. They do not enter the result; fewer rows would be padded for nothing."""
+    """Rows of a program's tile: no more than needed, as padding costs time. It does not change the result."""
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
@@ -249,32 +246,32 @@ def _launch(
     scores: Scores | None,
     *,
     logits: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
     gather: bool = False,
     count: torch.Tensor | None = None,
     norm: Norm | None = None,
     softcap: float | None = None,
     noise: Noise | None = None,
-    cuts: Cuts | None = None,
+    truncation: Truncation | None = None,
     processing: Processing | None = None,
-    bm: int | None = None,
+    bm: int | None = None,  # rows of a tile; None: `row_tile`
 ) -> None:
     r, k = x.shape
     bm = bm or row_tile(r)
-    bk = 256 // x.element_size()
-    keys, levels = (None, None) if scores is None else (scores.keys, scores.levels)
+    bk = BLOCK_K_BYTES // x.element_size()
+    keys, int_scores = (None, None) if scores is None else (scores.tile_keys, scores.int_scores)
     squares, squares_stride = norm_squares(norm)
-    stage = (bm + TILE) * bk * x.element_size()
+    stage_bytes = (bm + TILE) * bk * x.element_size()
     warps, stages = (2, 4) if k <= 2048 and bm == 16 else (4, 5)  # short sums of few rows are bound by latency
-    _head_kernel[(tiles(columns) * triton.cdiv(r, bm),)](
-        x, weight, rows, count, keys, levels, logits, squares,
+    _lm_head_kernel[(num_tiles(columns) * triton.cdiv(r, bm),)](
+        x, weight, token_ids, count, keys, int_scores, logits, squares,
         softcap=softcap, R=r, V=columns,
         x_stride=x.stride(0), weight_stride=weight.stride(0),
         keys_stride=0 if keys is None else keys.stride(0),
-        levels_stride=0 if levels is None else levels.stride(0),
+        scores_stride=0 if int_scores is None else int_scores.stride(0),
         logits_stride=0 if logits is None else logits.stride(0), squares_stride=squares_stride,
-        **drawing_arguments(noise, cuts, processing),
+        **sampling_arguments(noise, truncation, processing),
         K=k, **norm_constants(k, x.dtype, norm), GATHER=gather,
-        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, 96 * 1024 // stage),
+        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, SHARED_BYTES // stage_bytes),
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
     )  # fmt: skip

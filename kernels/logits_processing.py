@@ -1,9 +1,9 @@
-"""Logits processing on the device: logit bias, repetition, presence and frequency penalties, and minimum length.
+"""Logits processing on the device: logit bias, repetition, presence and frequency penalty, and minimum length.
 
-Parameters are one entry for each of the B sequences of a batch; the penalties count the tokens that a row's sequence
-has generated and those on the row's way down the tree. `process` is a part of the kernels that score logits: it changes
-them after softcap and before temperature. A sequence whose parameters are all off keeps the bits of its scores,
-whatever is on for others.
+Not a kernel of its own: `process` is inlined in the kernels that score logits (`lm_head_topk`, `score_logits`) after
+the softcap and before temperature. It works element by element, in this order: bias, repetition, presence, frequency,
+minimum length. Penalties count the tokens that the row's sequence has generated and those on the path from the root to
+the row's node. A sequence with all parameters off keeps the bits of its scores, whatever other sequences use.
 """
 
 from __future__ import annotations
@@ -13,51 +13,54 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.noise import Cuts, Noise, check_rows, check_tensor, product
+from selfspec.kernels.noise import Noise, Truncation, check_rows, check_tensor, mul_rounded
 from selfspec.kernels.triton_compat import jit, tl
 
 
 @dataclass(frozen=True)
 class Processing:
-    """What happens to the logits of rows that draw at the nodes from `first_node` on, node-major. Of the tree all n
-    nodes and the root are given, of the tokens at least those of the rows' own nodes and of those above."""
+    """Parameters of B sequences, for R rows of the nodes `first_node`, `first_node` + 1, ..., node-major.
+
+    `paths` and `depths` describe the whole tree, root and n nodes; `tokens` must be filled for the rows' own nodes and
+    their ancestors.
+    """
 
     repetition: torch.Tensor  # [B] float32, above 0; 1: off
     presence: torch.Tensor  # [B] float32; 0: off
     frequency: torch.Tensor  # [B] float32; 0: off
     bias: torch.Tensor  # [B, V] float32, added to the logits: 0 leaves a token as it is, -inf bans it
-    counts: torch.Tensor  # [B, V] int32; bit 0: the prompt has it; >> 1: how often it was generated, root included
-    min_length: torch.Tensor  # [B] int32: no stop token is drawn for a position below this
-    stops: torch.Tensor  # [B, S] int32 token ids; -1 where there is none
+    counts: torch.Tensor  # [B, V] int32; bit 0: token is in the prompt; >> 1: times generated, the root included
+    min_length: torch.Tensor  # [B] int32: no stop token is drawn at a position below this
+    stops: torch.Tensor  # [B, S] int32 stop tokens, padded with -1
     positions: torch.Tensor  # [R] int32 or int64: the position of the token being drawn
-    paths: torch.Tensor  # [n + 1, W] int32: entry i is the node at depth i on the way to a node, i up to its depth
+    paths: torch.Tensor  # [n + 1, W] int32: entry i is the node at depth i on the path to a node, i up to its depth
     depths: torch.Tensor  # [n + 1] int32
-    tokens: torch.Tensor  # [(n + 1) * B] int32: what the nodes carry, node-major
+    tokens: torch.Tensor  # [(n + 1) * B] int32: the nodes' tokens, node-major
     first_node: int = 0
 
     def check(self, rows: int, vocabulary: int | None, device: torch.device) -> None:
-        """vocabulary: how many tokens there are at least, or None where only the kernel sees which are asked for."""
+        """vocabulary: number of tokens that are scored; None for a trimmed head, whose token ids are on the device."""
         sequences, nodes = self.repetition.shape[0], self.depths.shape[0]
         check_rows(rows, sequences)
         tokens = self.bias.shape[-1]
         if vocabulary is not None and tokens < vocabulary:
             raise ValueError(f"the bias is for {tokens} tokens, not for a vocabulary of {vocabulary}")
-        ints, whole = (torch.int32,), (torch.int32, torch.int64)
+        int32, integer = (torch.int32,), (torch.int32, torch.int64)
         shapes: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
             "repetition": ((sequences,), (torch.float32,)),
             "presence": ((sequences,), (torch.float32,)),
             "frequency": ((sequences,), (torch.float32,)),
             "bias": ((sequences, tokens), (torch.float32,)),
-            "counts": ((sequences, tokens), ints),
-            "min_length": ((sequences,), ints),
-            "stops": ((sequences, self.stops.shape[-1]), ints),
-            "positions": ((rows,), whole),
-            "paths": ((nodes, self.paths.shape[-1]), ints),
-            "depths": ((nodes,), ints),
-            "tokens": ((nodes * sequences,), ints),
+            "counts": ((sequences, tokens), int32),
+            "min_length": ((sequences,), int32),
+            "stops": ((sequences, self.stops.shape[-1]), int32),
+            "positions": ((rows,), integer),
+            "paths": ((nodes, self.paths.shape[-1]), int32),
+            "depths": ((nodes,), int32),
+            "tokens": ((nodes * sequences,), int32),
         }
-        for name, (shape, kinds) in shapes.items():
-            check_tensor(getattr(self, name), f"the processing's {name}", shape, kinds, device)
+        for name, (shape, dtypes) in shapes.items():
+            check_tensor(getattr(self, name), f"the processing's {name}", shape, dtypes, device)
         if not 0 <= self.first_node <= nodes - rows // sequences:
             raise ValueError(
                 f"first_node={self.first_node} is not possible: {rows // sequences} nodes from there on are not among "
@@ -66,7 +69,7 @@ class Processing:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """What kernels take as `processing`."""
+        """The kernels' argument `processing`; its last four entries are strides and the number of stop tokens."""
         return (
             self.repetition, self.presence, self.frequency, self.bias, self.counts, self.min_length, self.stops,
             self.positions, self.paths, self.depths, self.tokens,
@@ -74,7 +77,7 @@ class Processing:
         )  # fmt: skip
 
 
-def process_reference(
+def process_logits_reference(
     logits: torch.Tensor, processing: Processing, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Processed logits [R, N] of `token_ids` [N], or of the tokens 0..N-1."""
@@ -108,7 +111,8 @@ def _process_row(
 
 @jit
 def load_processing(processing, row, sequence):
-    """The parameters of some rows' sequences. Only loads: what uses them may come much later."""
+    """Repetition, presence, frequency, position and minimum length of each row. Only loads, so a kernel can call it
+    long before it needs them."""
     repetition, presence, frequency, _, _, min_length, _, positions, _, _, _, _, _, _, _ = processing
     return (
         tl.load(repetition + sequence), tl.load(presence + sequence), tl.load(frequency + sequence),
@@ -117,20 +121,23 @@ def load_processing(processing, row, sequence):
 
 
 @jit
-def process(values, loaded, processing, row, sequence, sequences, first_node, path_stride, tokens, there):
-    """Processed values [R, N] of `tokens` [N], where they are `there` [N]; the others keep theirs. `loaded` is what
-    `load_processing` gave. Penalties and stop tokens are looked up only where a row of this program needs them."""
-    _, _, _, bias, counts, _, stops, _, paths, depths, carried, bias_stride, counts_stride, stops_stride, S = processing
+def process(values, loaded, processing, row, sequence, sequences, first_node, path_stride, tokens, exists):
+    """Processed values [R, N] of `tokens` [N]; columns that do not `exist` [N] keep theirs.
+
+    `loaded` is the result of `load_processing`. A program reads counts and stop tokens only if one of its rows has a
+    penalty on, or is below its minimum length.
+    """
+    _, _, _, bias, counts, _, stops, _, paths, depths, drafted, bias_stride, counts_stride, stops_stride, S = processing
     repetition, presence, frequency, position, min_length = loaded
     at = sequence.to(tl.int64)
-    values += tl.load(bias + (at * bias_stride)[:, None] + tokens[None, :], mask=there[None, :], other=0.0)
+    values += tl.load(bias + (at * bias_stride)[:, None] + tokens[None, :], mask=exists[None, :], other=0.0)
     if tl.max(((repetition != 1) | (presence != 0) | (frequency != 0)).to(tl.int32), 0) > 0:
-        count = tl.load(counts + (at * counts_stride)[:, None] + tokens[None, :], mask=there[None, :], other=0)
+        count = tl.load(counts + (at * counts_stride)[:, None] + tokens[None, :], mask=exists[None, :], other=0)
         node = first_node + row // sequences
         depth = tl.load(depths + node)
-        for step in range(1, tl.max(depth, 0) + 1):
-            above = tl.load(paths + node * path_stride + step, mask=step <= depth, other=0)
-            token = tl.load(carried + above * sequences + sequence, mask=step <= depth, other=-1)
+        for level in range(1, tl.max(depth, 0) + 1):  # the root is in the counts
+            above = tl.load(paths + node * path_stride + level, mask=level <= depth, other=0)
+            token = tl.load(drafted + above * sequences + sequence, mask=level <= depth, other=-1)
             count += (token[:, None] == tokens[None, :]).to(tl.int32) * 2
         values = _penalise(values, count, repetition[:, None], presence[:, None], frequency[:, None])
     early = position < min_length
@@ -143,30 +150,31 @@ def process(values, loaded, processing, row, sequence, sequences, first_node, pa
 
 @jit
 def _penalise(values, count, repetition, presence, frequency):
-    """Every product and quotient is rounded by itself, as the reference's are."""
+    """Penalties of values [R, N] with token counts [R, N]. Every product and quotient is rounded by itself, as in the
+    reference."""
     generated = count >> 1
     repetition = tl.broadcast_to(repetition, values.shape)
-    repeated = tl.where(values < 0, product(values, repetition), tl.math.div_rn(values, repetition))
+    repeated = tl.where(values < 0, mul_rounded(values, repetition), tl.math.div_rn(values, repetition))
     values = tl.where(count > 0, repeated, values)
     values = tl.where(generated > 0, values - presence, values)
-    return values - product(generated.to(tl.float32), tl.broadcast_to(frequency, values.shape))
+    return values - mul_rounded(generated.to(tl.float32), tl.broadcast_to(frequency, values.shape))
 
 
-def check_drawing(
+def check_sampling(
     rows: int,
     vocabulary: int | None,
     noise: Noise | None,
-    cuts: Cuts | None,
+    truncation: Truncation | None,
     processing: Processing | None,
     device: torch.device,
 ) -> None:
-    """Noise, cuts and processing must fit the rows and one another."""
-    if cuts is not None and noise is None:
-        raise ValueError("cuts change nothing where the largest logit is chosen: give the noise to draw with")
+    """Checks noise, truncation and processing against the number of rows and against each other."""
+    if truncation is not None and noise is None:
+        raise ValueError("truncation has no effect without sampling: give the noise to draw with")
     if noise is not None:
         noise.check(rows, device)
-    if noise is not None and cuts is not None:
-        cuts.check(noise.seeds.shape[0], device)
+    if noise is not None and truncation is not None:
+        truncation.check(noise.seeds.shape[0], device)
     if processing is not None:
         processing.check(rows, vocabulary, device)
         if noise is not None and noise.seeds.shape != processing.repetition.shape:
@@ -176,8 +184,10 @@ def check_drawing(
             )
 
 
-def drawing_arguments(noise: Noise | None, cuts: Cuts | None, processing: Processing | None) -> dict[str, Any]:
-    """What a kernel that scores logits takes."""
+def sampling_arguments(
+    noise: Noise | None, truncation: Truncation | None, processing: Processing | None
+) -> dict[str, Any]:
+    """The arguments that all kernels which score logits share."""
     sequences = 1
     if noise is not None:
         sequences = noise.seeds.shape[0]
@@ -185,7 +195,7 @@ def drawing_arguments(noise: Noise | None, cuts: Cuts | None, processing: Proces
         sequences = processing.repetition.shape[0]
     return {
         "noise": None if noise is None else noise.tensors,
-        "cuts": None if cuts is None else cuts.tensors,
+        "truncation": None if truncation is None else truncation.tensors,
         "processing": None if processing is None else processing.tensors,
         "sequences": sequences,
         "first_node": 0 if processing is None else processing.first_node,

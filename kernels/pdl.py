@@ -1,11 +1,13 @@
-"""Launches that overlap (programmatic dependent launch, from sm_90 on): a kernel may start before those it depends on
-have ended, and waits for them itself.
+"""Programmatic dependent launch (sm_90 and newer): a kernel may start before the kernels that it depends on have ended.
 
-Before `wait` a kernel may read weights, what a plan fixes, and what is written only where a cycle ends (lengths,
-pages): the root's `enter`, where a cycle begins, waits before it releases anybody. The kernel after one may start once
-all its programs have called `release`. Where that kernel has much to look up before it waits, or all programs of both
-have room side by side and it can ask for its weights meanwhile, early is best. Otherwise late: programs that start next
-to others still at work crowd onto the SMs that have room left.
+`wait` blocks until all earlier launches have ended and their writes are visible. `release` allows the next launch to
+start once every program of this one has called it. Before `wait` a kernel may read only what no kernel of the current
+pass writes: weights, the tree, and lengths and pages, which change only at the end of a step. The first launch of a
+pass (`embed_rope` with BEGINS) waits before it releases, so that this holds for all later ones.
+
+Where to call `release`: early, if the next kernel has much to read before it waits, or if the programs of both kernels
+fit on the GPU side by side and the next one can prefetch its weights. Otherwise late: programs that start beside
+running ones crowd onto the SMs that have room left.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ def wait(PDL: tl.constexpr):
 
 
 @jit
-def fetch(weight, weight_rows, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Asks for the first columns of BN weight rows, given by their offsets: near when the wait is over, and read from
-    memory while there was nothing else to do."""
+def release(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def prefetch_weight(weight, weight_rows, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Prefetches the first COLUMNS columns of BN weight rows, given by their offsets, into L2, while the kernel would
+    only wait."""
     if PDL and COLUMNS > 0:
         PARTS: tl.constexpr = 128 // BN if BN < 128 else 1  # one request for each of 128 threads
         WIDTH: tl.constexpr = COLUMNS // PARTS
@@ -32,9 +40,3 @@ def fetch(weight, weight_rows, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [first.to(tl.int64), size],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-
-
-@jit
-def release(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()

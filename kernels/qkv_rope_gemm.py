@@ -1,5 +1,9 @@
-"""The product before attention: heads are normed where the family does that, rotated, and keys and values stored into
-the paged cache, all in one launch. The loop itself is in `product`."""
+"""QKV projection: matmul, head norms (families that have them), rotary embedding and KV cache write in one launch.
+
+x [R, K] is a scaled stream (see `norm`), weight [(Hq + 2 Hkv) * D, K]. Writes rotated queries to q_out [R, Hq * D], and
+rotated keys and values to the rows' slots in one layer of the paged cache, [pages, 64, Hkv, D] each. The sum over K
+runs in one program in fixed blocks (see `gemm_common`); head norms sum squares as a balanced tree over the head.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,17 @@ import torch
 
 from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.gemm_common import (
-    Config,
-    check_product,
-    check_rows,
-    choose,
+    TileConfig,
+    check_matmul,
+    check_output,
+    choose_tile,
     launch_settings,
+    matmul_reference,
+    matmul_tile,
     norm_squares,
-    product,
-    product_reference,
 )
-from selfspec.kernels.norm import Norm, power_of_two, scale_reference, sum_rows
-from selfspec.kernels.pdl import fetch, release, wait
+from selfspec.kernels.norm import Norm, apply_norm_reference, next_power_of_two, tree_sum
+from selfspec.kernels.pdl import prefetch_weight, release, wait
 from selfspec.kernels.triton_compat import jit, tl
 
 
@@ -36,25 +40,25 @@ def qkv_linear_reference(
     sin: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotated queries [R, Hq * D]; keys and values go to their slots in [pages, 64, Hkv, D], in place."""
+    """Rotated queries [R, Hq * D]; writes keys and values to their slots in [pages, 64, Hkv, D]."""
     head_dim, kv_heads = keys.shape[3], keys.shape[2]
-    heads = product_reference(x, weight, bias, norm).to(x.dtype).unflatten(1, (-1, head_dim))
+    heads = matmul_reference(x, weight, bias, norm).to(x.dtype).unflatten(1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def finish(part: torch.Tensor, part_norm: torch.Tensor | None) -> torch.Tensor:
+    def norm_and_rotate(part: torch.Tensor, part_norm: torch.Tensor | None) -> torch.Tensor:
         if part_norm is not None:
             mean_square = part.to(wide).square().mean(-1, keepdim=True)
-            part = scale_reference(part, mean_square, part_norm, norm.eps, head_offset)
+            part = apply_norm_reference(part, mean_square, part_norm, norm.eps, head_offset)
         first, second = part.to(wide).chunk(2, dim=-1)
         c, s = cos[:, None].to(wide), sin[:, None].to(wide)
         return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
-    kept = slots >= 0
-    pages, offsets = slots[kept] // PAGE_SIZE, slots[kept] % PAGE_SIZE
-    keys[pages, offsets] = finish(k, k_norm)[kept]
-    values[pages, offsets] = v[kept]
-    return finish(q, q_norm).flatten(1)
+    stored = slots >= 0
+    pages, offsets = slots[stored] // PAGE_SIZE, slots[stored] % PAGE_SIZE
+    keys[pages, offsets] = norm_and_rotate(k, k_norm)[stored]
+    values[pages, offsets] = v[stored]
+    return norm_and_rotate(q, q_norm).flatten(1)
 
 
 @jit
@@ -62,15 +66,15 @@ def _norm_heads(
     both, weight, dimension, D: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The norm of whole heads [BM, BN], zero where there is no dimension; their sums of squares are trees over BN."""
-    inverse = tl.rsqrt(sum_rows(both * both, BM, BN) / D + EPS)
+    """The norm of whole heads [BM, BN], which are 0 past their D dimensions; squares are summed as a tree over BN."""
+    inverse = tl.rsqrt(tree_sum(both * both, BM, BN) / D + EPS)
     scale = OFFSET + tl.load(weight + dimension).to(tl.float32)
     return (both * inverse[:, None] * scale[None, :]).to(DTYPE).to(tl.float32)
 
 
 @jit
 def _store_halves(at, pair, first, second, inside, HALF: tl.constexpr):
-    """A head's halves, from rows' places on: each by itself, so that neighbours in memory are stored together."""
+    """Stores both halves of a head to rows that begin at `at`, in two stores of neighbouring elements each."""
     dtype: tl.constexpr = at.dtype.element_ty
     tl.store(at[:, None] + pair[None, :], first.to(dtype), mask=inside)
     tl.store(at[:, None] + (HALF + pair)[None, :], second.to(dtype), mask=inside)
@@ -84,29 +88,32 @@ def _qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SKIP: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OFFSET: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head, or a part of it, whose pairs (d, d + HALF) alternate in the tile and so meet in one thread. The first
-    SKIP heads have no programs."""
+    """Program (row tile, part of a head): BN dimensions of one head; with head norms a whole head.
+
+    The dimensions d and d + HALF that are rotated together alternate in the tile, so that both are in one thread. Heads
+    before SKIP have no programs.
+    """
     PAIRS: tl.constexpr = BN // 2
     PARTS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS  # programs per head
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     head = SKIP + tl.program_id(1) // PARTS
     base = (tl.program_id(1) % PARTS) * PAIRS
     pair = base + tl.arange(0, PAIRS)
-    turn = tl.arange(0, BN)
+    index = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
-    dimension = tl.minimum(base + turn // 2, HALF - 1) + (turn % 2) * HALF
+    dimension = tl.minimum(base + index // 2, HALF - 1) + (index % 2) * HALF  # [BN]: d, d + HALF, d + 1, ...
     weight_rows = (head * (2 * HALF) + dimension).to(tl.int64) * weight_stride
-    release(PDL)  # attention has much to look up
-    fetch(weight, weight_rows, BN, AHEAD, PDL)
+    release(PDL)  # early: attention reads lengths, pages and the tree before it waits
+    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
     wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)
     angle = source[:, None] * rotation_stride + pair[None, :]
     c = tl.load(cos + angle, mask=valid, other=0.0)
     s = tl.load(sin + angle, mask=valid, other=0.0)
-    both = product(
+    both = matmul_tile(
         x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
         K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
     )  # fmt: skip
@@ -115,7 +122,7 @@ def _qkv_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     both = both.to(dtype).to(tl.float32)
     if q_norm is not None:
-        both = tl.where((base + turn // 2 < HALF)[None, :], both, 0.0)
+        both = tl.where((base + index // 2 < HALF)[None, :], both, 0.0)
         if head < Q_HEADS:
             both = _norm_heads(both, q_norm, dimension, 2 * HALF, EPS, OFFSET, BM, BN, dtype)
         elif head < Q_HEADS + KV_HEADS:
@@ -125,62 +132,59 @@ def _qkv_kernel(
         cosine, sine = c.to(tl.float32), s.to(tl.float32)
         first, second = first * cosine - second * sine, second * cosine + first * sine
     inside = (row < row_count)[:, None] & valid
-    kept = inside & (slot >= 0)[:, None]
+    stored = inside & (slot >= 0)[:, None]
     page, offset = slot // PAGE, slot % PAGE
     if head < Q_HEADS:
         _store_halves(q_out + row.to(tl.int64) * q_stride + head * (2 * HALF), pair, first, second, inside, HALF)
     elif head < Q_HEADS + KV_HEADS:
         at = keys + page * key_page_stride + offset * key_slot_stride + (head - Q_HEADS) * key_head_stride
-        _store_halves(at, pair, first, second, kept, HALF)
+        _store_halves(at, pair, first, second, stored, HALF)
     else:
         at = values + page * value_page_stride + offset * value_slot_stride
-        _store_halves(at + (head - Q_HEADS - KV_HEADS) * value_head_stride, pair, first, second, kept, HALF)
+        _store_halves(at + (head - Q_HEADS - KV_HEADS) * value_head_stride, pair, first, second, stored, HALF)
 
 
 def qkv_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    q_out: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    x: torch.Tensor,  # [R, K], the scaled stream
+    weight: torch.Tensor,  # [(Hq + 2 Hkv) * D, K]
+    q_out: torch.Tensor | None,  # [R, Hq * D]; None: only keys and values are computed
+    keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache
+    values: torch.Tensor,  # [pages, 64, Hkv, D]
     *,
-    bias: torch.Tensor | None = None,
-    norm: Norm,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    head_offset: float = 0.0,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    config: Config | None = None,
+    bias: torch.Tensor | None = None,  # [(Hq + 2 Hkv) * D]
+    norm: Norm,  # its eps is also that of the head norms
+    q_norm: torch.Tensor | None = None,  # [D]
+    k_norm: torch.Tensor | None = None,  # [D]
+    head_offset: float = 0.0,  # added to the weights of the head norms
+    cos: torch.Tensor,  # [R, D / 2]
+    sin: torch.Tensor,  # [R, D / 2]
+    slots: torch.Tensor,  # [R] int64: where the row's keys and values are stored; negative: nowhere
+    config: TileConfig | None = None,
 ) -> None:
-    """Heads of x [R, K] @ weight [(Hq + 2 Hkv) * D, K]^T + bias, x being a scaled stream: queries and keys normed with
-    `norm`'s eps where the family does that, and rotated; q into q_out [R, Hq * D], k and v into the slots of one layer
-    of the cache, [pages, 64, Hkv, D]. Rows with a negative slot store no keys and values. Without q_out only keys and
-    values are computed."""
+    """Projects x to heads, norms queries and keys if the family does, rotates both; writes q_out, keys and values."""
     rows, kv_heads, head_dim = x.shape[0], keys.shape[2], keys.shape[3]
-    check_product(x, weight, bias, norm)
+    check_matmul(x, weight, bias, norm)
     q_heads = weight.shape[0] // head_dim - 2 * kv_heads
     if q_heads < 1 or weight.shape[0] % head_dim:
         raise ValueError(f"weight has {weight.shape[0]} rows, which are not heads of {head_dim} with {kv_heads} for k")
     if q_out is not None:
-        check_rows("q_out", q_out, x, q_heads * head_dim)
+        check_output("q_out", q_out, x, q_heads * head_dim)
     _check_heads(x, keys, values, q_norm, k_norm, cos, sin, slots)
-    whole = q_norm is not None
-    config = config or choose("heads" if whole else "qkv", weight.shape[0], x.shape[1], rows)
+    whole_heads = q_norm is not None
+    config = config or choose_tile("qkv_norm" if whole_heads else "qkv", weight.shape[0], x.shape[1], rows)
     half = head_dim // 2
-    pairs = power_of_two(half) if whole else min(config.block_n // 2, half & -half)  # whole heads, or parts alike
+    pairs = next_power_of_two(half) if whole_heads else min(config.block_n // 2, half & -half)  # equal parts of a head
+    settings = launch_settings(x, weight, norm, config, block_n=2 * pairs)
     squares, squares_stride = norm_squares(norm)
-    shape, options = launch_settings(x, weight, norm, config, block_n=2 * pairs)
     skip = q_heads if q_out is None else 0
-    target = keys if q_out is None else q_out  # with nothing to store there, any tensor will do
+    target = keys if q_out is None else q_out  # without queries nothing is stored there: any tensor will do
     programs = (q_heads + 2 * kv_heads - skip) * -(-half // pairs)
-    _qkv_kernel[(-(-rows // shape["BM"]), programs)](
+    _qkv_kernel[(-(-rows // settings["BM"]), programs)](
         x, weight, target, keys, values, bias, squares, q_norm, k_norm, cos, sin, slots, rows,
         x.stride(0), weight.stride(0), target.stride(0), squares_stride, cos.stride(0),
         *keys.stride()[:3], *values.stride()[:3],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, SKIP=skip, PAGE=PAGE_SIZE,
-        OFFSET=float(head_offset), **shape, **options,
+        OFFSET=float(head_offset), **settings,
     )  # fmt: skip
 
 
@@ -207,6 +211,6 @@ def _check_heads(
             raise ValueError(f"norms of heads must be contiguous [{head_dim}], got {tuple(weight.shape)}")
     wanted = (x.shape[0], head_dim // 2)
     if cos.shape != wanted or sin.shape != wanted or cos.stride() != sin.stride() or cos.stride(1) != 1:
-        raise ValueError(f"cos and sin must both be {wanted}, laid out alike, with contiguous rows")
+        raise ValueError(f"cos and sin must both be {wanted}, with equal strides and contiguous rows")
     if slots.shape != x.shape[:1] or slots.dtype != torch.int64 or slots.stride(0) != 1:
         raise ValueError(f"slots must be contiguous int64 [{x.shape[0]}], got {slots.dtype} {tuple(slots.shape)}")

@@ -1,12 +1,22 @@
-"""The target's choice among the tokens that top-k, top-p and min-p leave, on the device, for all rows at once.
+"""The target's choice [R] among the tokens that top-k, top-p and min-p keep, for all rows at once.
 
-Starts from scores (`topk.Scores`) made by the head itself or, where logits are written out, by `score`. Rows of a
-sequence without a cut have their noise in the scores and take the best; those of a cut one have levels of values over
-temperature, and noise is added to what stays. A quick kernel sorts a row's best few; the thorough one, where these do
-not decide, searches the level of the cut over the whole row.
+Input is `topk.Scores` over the whole vocabulary, written by `lm_head_topk` or `score_logits`. Rows of a sequence that
+is not truncated (greedy ones too) have their noise in the scores: the choice is the best score. Rows of a truncated
+sequence have scores without noise: the kernels find the kept tokens, add noise to them, and choose the best. Up to
+four launches do this:
 
-One program does one row, in an order that depends on nothing but the sizes, and a row's own scores and parameters say
-which kernel decides it: a row's choice is its own. A row whose largest value is no finite number has no choice: -1.
+1. `_mass_kernel`: the softmax denominator, in parts of SPAN columns, for rows with a top-p and no top-k.
+2. `_sort_kernel`, FIRST: sorts the 64 best tokens of a row. Decides untruncated rows, rows with a top-k up to 64, and
+   rows whose top-p or min-p cutoff lies among these tokens.
+3. `_sort_kernel` again with the 256 best tokens, for rows that are not decided yet.
+4. `_search_kernel`: searches the cutoff over the whole row by bisection, for rows that are not decided yet.
+
+If every truncated sequence has a top-k up to 64 (`Truncation.small_top_k`), launch 2 decides all rows and runs alone.
+
+One program handles one row (launch 1: one part of a row), in an order that depends on the vocabulary alone, and which
+launch decides a row follows from its own scores and parameters: the choice does not depend on other rows. A row whose
+best score is infinite or NaN gets the choice -1. Kept tokens are counted as in `selfspec.sampling`: of equal scores the
+lower token ids stay, and the best token always stays.
 """
 
 from __future__ import annotations
@@ -16,67 +26,81 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.logits_processing import Processing, check_drawing
+from selfspec.kernels.logits_processing import Processing, check_sampling
 from selfspec.kernels.noise import (
-    Cuts,
     Noise,
+    Truncation,
     check_tensor,
-    finite_token_of,
-    from_levels,
+    from_int_scores,
     gumbel_of,
-    is_cut,
     is_finite,
-    load_drawing,
+    is_truncated,
+    load_sampling,
     log,
-    pack,
+    pack_keys,
     perturbed_reference,
-    to_levels,
-    token_of,
+    to_int_scores,
+    unpack_finite_tokens,
+    unpack_tokens,
 )
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.score_logits import score, score_reference
-from selfspec.kernels.topk import MOST, TILE, Scores, gather_best, rank_found, room, tiles, top_merge
+from selfspec.kernels.score_logits import score_logits, score_logits_reference
+from selfspec.kernels.topk import (
+    GROUP,
+    MAX_WIDTH,
+    TILE,
+    Scores,
+    candidate_capacity,
+    gather_candidates,
+    num_tiles,
+    rank_candidates,
+    topk_tokens,
+)
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-SPAN = 4096  # columns that one program sums the mass of
-FIRST_LISTED = 64  # tokens that the first quick kernel sorts: enough for most rows
+SPAN = 4096  # columns that a program reads at once: 16 for each of 256 threads
+FIRST_SORTED = 64  # tokens that the first sorting launch sorts: enough for the usual top-k and top-p
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """What the kernels need for rows over a vocabulary."""
+class SampleWorkspace:
+    """Buffers for R rows over a vocabulary."""
 
     scores: Scores
-    masses: torch.Tensor  # [R, spans] float32: the sums of exp(value - the row's largest)
-    undecided: torch.Tensor = field(repr=False)  # [R] int32: not 0 where the thorough kernel has to decide
+    masses: torch.Tensor  # [R, spans] float32: sums of exp(value - the row's largest value) over SPAN columns
+    undecided: torch.Tensor = field(repr=False)  # [R] int32: not 0 where a later launch has to decide
 
     @classmethod
-    def empty(cls, rows: int, vocabulary: int, device: torch.device | str, few: bool = False) -> Workspace:
-        """few: as in the cuts; less is needed then."""
+    def empty(
+        cls, rows: int, vocabulary: int, device: torch.device | str, small_top_k: bool = False
+    ) -> SampleWorkspace:
+        """small_top_k: as in `Truncation`; takes less memory."""
         return cls(
-            Scores.empty(rows, vocabulary, FIRST_LISTED if few else MOST, device),
+            Scores.empty(rows, vocabulary, FIRST_SORTED if small_top_k else MAX_WIDTH, device),
             torch.empty(rows, -(-vocabulary // SPAN), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int32, device=device),
         )
 
 
-def choose_reference(
-    logits: torch.Tensor, noise: Noise, cuts: Cuts, processing: Processing | None = None
+def sample_reference(
+    logits: torch.Tensor, noise: Noise, truncation: Truncation, processing: Processing | None = None
 ) -> torch.Tensor:
-    """The choice [R] among what the cuts leave of logits [R, V]; sorted by the book, in float64 if the logits are."""
-    values, cut = score_reference(logits, noise, cuts, processing), cuts.on & (noise.temperature > 0)
+    """The choice [R] for logits [R, V], by sorting whole rows; in float64 if the logits are."""
+    values = score_logits_reference(logits, noise, truncation, processing)
+    truncated = truncation.on & (noise.temperature > 0)
     kept = values.clone()
     for row in range(len(values)):
-        sequence = row % len(cut)
-        if cut[sequence]:
-            kept[row] = _kept(values[row], int(cuts.top_k[sequence]), cuts.top_p[sequence], cuts.min_p[sequence])
-    untempered = replace(noise, temperature=cut.float())
-    drawn = perturbed_reference(kept, torch.arange(values.shape[-1], device=values.device), untempered)
+        sequence = row % len(truncated)
+        if truncated[sequence]:
+            top_k, top_p, min_p = (part[sequence] for part in truncation.tensors)
+            kept[row] = _keep_reference(values[row], int(top_k), top_p, min_p)
+    once_more = replace(noise, temperature=truncated.float())  # adds noise to truncated rows, at temperature 1
+    drawn = perturbed_reference(kept, torch.arange(values.shape[-1], device=values.device), once_more)
     return torch.where(drawn.amax(-1).isfinite(), drawn.argmax(-1), -1)
 
 
-def _kept(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Values [V] of one row, -inf where a cut removes them."""
+def _keep_reference(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Values [V] of one row, -inf where top-k, top-p or min-p removes them."""
     best, order = values.sort(descending=True, stable=True)
     keep = torch.ones_like(best, dtype=torch.bool)
     if top_k >= 1:
@@ -89,170 +113,161 @@ def _kept(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p: torch.Te
     return torch.full_like(values, -torch.inf).scatter(-1, order, best.masked_fill(~keep, -torch.inf))
 
 
+# Parts of the kernels below.
+
+
 @jit
-def _largest(keys, tile_count, NT: tl.constexpr):
-    """The levels of the tiles' bests [NT], and the row's largest value."""
+def _load_bests(tile_keys, tile_count, NT: tl.constexpr):
+    """The int scores of the tiles' best columns [NT], and the row's largest value."""
     index = tl.arange(0, NT)
-    bests = (tl.load(keys + index, mask=index < tile_count, other=-0x8000000000000000) >> 32).to(tl.int32)
-    return bests, from_levels(tl.max(bests, 0))
+    bests = (tl.load(tile_keys + index, mask=index < tile_count, other=-0x8000000000000000) >> 32).to(tl.int32)
+    return bests, from_int_scores(tl.max(bests, 0))
 
 
 @jit
 def _mass(values, largest):
-    """exp(values - largest), 1 for the largest even where it is infinite."""
+    """exp(values - largest): 1 for the largest, even if it is infinite."""
     return tl.where(values == largest, 1.0, tl.exp(values - largest))
 
 
 @jit
-def _mass_kernel(
-    keys, levels, masses, noise, cuts, tile_count, keys_stride, levels_stride, masses_stride, sequences,
-    NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The mass of one span of one row, where a top-p without a top-k asks for it."""
-    release(PDL)
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    heat, top_k, top_p, _min_p = load_drawing(noise, cuts, tl.program_id(0) % sequences)
-    if (heat > 0) & (top_k < 1) & (top_p < 1):
-        _bests, largest = _largest(keys + row * keys_stride, tile_count, NT)
-        column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-        level = tl.load(levels + row * levels_stride + column, mask=column < tile_count * TILE, other=-0x80000000)
-        mass = tl.where(level > -0x80000000, _mass(from_levels(level), largest), 0.0)
-        tl.store(masses + row * masses_stride + tl.program_id(1), tl.sum(mass, 0))
-
-
-@jit
-def _least(largest, min_p):
-    """The smallest value that min-p leaves."""
+def _least_kept(largest, min_p):
+    """The smallest value that min-p keeps."""
     return tl.where(min_p > 0, largest + log(min_p), float("-inf"))
 
 
 @jit
-def _best_drawn(values, tokens, keep, noise, row, sequence, STREAM: tl.constexpr):
-    """The key of the best of these values with noise."""
+def _best_with_noise(values, tokens, keep, noise, row, sequence, STREAM: tl.constexpr):
+    """The key of the best of the kept values, with noise."""
     seeds, sample_indices, positions, _ = noise
     seed, index = tl.load(seeds + sequence), tl.load(sample_indices + sequence)
     noisy = values + gumbel_of(seed, index, tl.load(positions + row), tokens, STREAM)
-    return tl.max(pack(tl.where(keep, to_levels(noisy), -0x80000000), tokens), 0)
+    return tl.max(pack_keys(tl.where(keep, to_int_scores(noisy), -0x80000000), tokens), 0)
+
+
+# Launch 1: softmax denominators.
 
 
 @jit
-def _quick_kernel(
-    keys,
-    levels,
-    chosen,
-    found,
-    masses,
-    undecided,
-    tokens_out,
-    noise,
-    cuts,
-    V,
-    tile_count,
-    spans,
-    keys_stride,
-    levels_stride,
-    chosen_stride,
-    found_stride,
-    masses_stride,
-    out_stride,
-    sequences,
+def _mass_kernel(
+    tile_keys, int_scores, masses, noise, truncation, tile_count, keys_stride, scores_stride, masses_stride, sequences,
+    NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, span): sum of exp(value - largest) over SPAN columns, if the row has a top-p and no top-k."""
+    release(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p, _min_p = load_sampling(noise, truncation, tl.program_id(0) % sequences)
+    if (temperature > 0) & (top_k < 1) & (top_p < 1):
+        _bests, largest = _load_bests(tile_keys + row * keys_stride, tile_count, NT)
+        column = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+        score = tl.load(int_scores + row * scores_stride + column, mask=column < tile_count * TILE, other=-0x80000000)
+        mass = tl.where(score > -0x80000000, _mass(from_int_scores(score), largest), 0.0)
+        tl.store(masses + row * masses_stride + tl.program_id(1), tl.sum(mass, 0))
+
+
+# Launches 2 and 3: choose among a row's best tokens, sorted.
+
+
+@jit
+def _sort_best(
+    tile_bests, int_scores, tile_list, candidates, k,
+    SORTED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist."""
+    count = gather_candidates(tile_bests, int_scores, None, tile_list, candidates, k, CAPACITY, TILE, GROUP)
+    found, rank = rank_candidates(candidates, count, CAPACITY)
+    tl.store(candidates + CAPACITY + rank, found, mask=tl.arange(0, CAPACITY) < count)
+    tl.debug_barrier()
+    index = tl.arange(0, SORTED)
+    exists = index < tl.minimum(count, k)
+    return tl.load(candidates + CAPACITY + index, mask=exists, other=-0x8000000000000000), exists
+
+
+@jit
+def _sort_kernel(
+    tile_keys, int_scores, tile_list, candidates, masses, undecided, tokens_out, noise, truncation, V, tile_count,
+    spans, keys_stride, scores_stride, tile_list_stride, candidates_stride, masses_stride, out_stride, sequences,
     STREAM: tl.constexpr,
-    FIRST: tl.constexpr,
-    MORE: tl.constexpr,
-    LISTED: tl.constexpr,
-    ROOM: tl.constexpr,
-    NT: tl.constexpr,
-    NS: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
+    FIRST: tl.constexpr,  # the first sorting launch: takes all rows, and decides untruncated ones
+    MORE: tl.constexpr,  # launches follow that take the rows marked as undecided
+    SORTED: tl.constexpr,  # tokens that are sorted
+    CAPACITY: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """Decides rows by their LISTED best tokens, sorted: those with a top-k up to LISTED, and those with none whose
-    cut lies among these tokens. The first launch takes all rows, and the best token of those without a cut; if MORE
-    kernels follow, it leaves the others to them."""
+):  # fmt: skip
+    """Program (row): decides the row if its top-k is at most SORTED, or if it has none and its cutoff lies among its
+    SORTED best tokens."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) % sequences
-    heat, top_k, top_p, min_p = load_drawing(noise, cuts, sequence)
-    cut = (heat > 0) & is_cut(top_k, top_p, min_p)
-    mine = cut & (top_k <= LISTED)
+    temperature, top_k, top_p, min_p = load_sampling(noise, truncation, sequence)
+    truncated = (temperature > 0) & is_truncated(top_k, top_p, min_p)
+    sorts = truncated & (top_k <= SORTED)
     index = tl.arange(0, NT)
-    best_keys = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
+    best_keys = tl.load(tile_keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
     if FIRST:
-        if cut == 0:
-            tl.store(tokens_out + row * out_stride, finite_token_of(tl.max(best_keys, 0)))
+        if truncated == 0:
+            tl.store(tokens_out + row * out_stride, unpack_finite_tokens(tl.max(best_keys, 0)))
         if MORE:
-            tl.store(undecided + row, (cut & (top_k > LISTED)).to(tl.int32))
+            tl.store(undecided + row, (truncated & (top_k > SORTED)).to(tl.int32))
     else:
-        mine = mine & (tl.load(undecided + row) != 0)
-    if mine:
-        bests = (best_keys >> 32).to(tl.int32)
-        highest = tl.max(bests, 0)
-        largest = from_levels(highest)
-        k = tl.where(top_k < 1, LISTED, top_k)
-        ordered, listed = _sorted_best(
-            bests, levels + row * levels_stride, chosen + row * chosen_stride, found + row * found_stride, k, LISTED,
-            ROOM, TILE, GROUP,
+        sorts = sorts & (tl.load(undecided + row) != 0)
+    if sorts:
+        tile_bests = (best_keys >> 32).to(tl.int32)
+        highest = tl.max(tile_bests, 0)
+        largest = from_int_scores(highest)
+        k = tl.where(top_k < 1, SORTED, top_k)
+        ordered, exists = _sort_best(
+            tile_bests, int_scores + row * scores_stride, tile_list + row * tile_list_stride,
+            candidates + row * candidates_stride, k, SORTED, CAPACITY, TILE, GROUP,
         )  # fmt: skip
-        values = from_levels((ordered >> 32).to(tl.int32))
-        mass = tl.where(listed, _mass(values, largest), 0.0)
+        values = from_int_scores((ordered >> 32).to(tl.int32))
+        mass = tl.where(exists, _mass(values, largest), 0.0)
         total = tl.sum(mass, 0)
         if MORE:
             span = tl.arange(0, NS)
             of_row = tl.load(masses + row * masses_stride + span, mask=span < spans, other=0.0)
-            total = tl.where((top_k < 1) & (top_p < 1), tl.sum(of_row, 0), total)  # summed only where both hold
-        share = tl.math.div_rn(mass, tl.full((LISTED,), 1.0, tl.float32) * total)
-        place = tl.arange(0, LISTED)
+            total = tl.where((top_k < 1) & (top_p < 1), tl.sum(of_row, 0), total)  # the rows that `_mass_kernel` summed
+        share = tl.math.div_rn(mass, tl.full((SORTED,), 1.0, tl.float32) * total)
+        place = tl.arange(0, SORTED)
         limit = tl.where(top_p < 1, top_p, float("inf"))
-        keep = listed & ((tl.cumsum(share, 0) - share < limit) | (place == 0))
-        keep &= values >= _least(largest, min_p)
-        best = _best_drawn(values, token_of(ordered), keep, noise, row, sequence, STREAM)
-        tl.store(tokens_out + row * out_stride, tl.where(is_finite(highest), token_of(best), -1))
+        keep = exists & ((tl.cumsum(share, 0) - share < limit) | (place == 0))
+        keep &= values >= _least_kept(largest, min_p)
+        best = _best_with_noise(values, unpack_tokens(ordered), keep, noise, row, sequence, STREAM)
+        tl.store(tokens_out + row * out_stride, tl.where(is_finite(highest), unpack_tokens(best), -1))
         if MORE:
-            # What is cut off at the end of the list is cut off behind it.
-            last_stays = tl.sum((keep & (place == LISTED - 1)).to(tl.int32), 0)
-            tl.store(undecided + row, tl.where((top_k < 1) & (V > LISTED), last_stays, 0))
+            # If the last sorted token is not kept, no token behind it is.
+            last_kept = tl.sum((keep & (place == SORTED - 1)).to(tl.int32), 0)
+            tl.store(undecided + row, tl.where((top_k < 1) & (V > SORTED), last_kept, 0))
+
+
+# Launch 4: search the cutoff over the whole row.
 
 
 @jit
-def _sorted_best(
-    bests, levels, chosen, found, k, LISTED: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr
-):
-    """The keys [LISTED] of a row's k best columns, best first, and which of them are there."""
-    count = gather_best(bests, levels, None, chosen, found, k, ROOM, TILE, GROUP)
-    candidates, rank = rank_found(found, count, ROOM)
-    tl.store(found + ROOM + rank, candidates, mask=tl.arange(0, ROOM) < count)
-    tl.debug_barrier()
-    index = tl.arange(0, LISTED)
-    listed = index < tl.minimum(count, k)
-    return tl.load(found + ROOM + index, mask=listed, other=-0x8000000000000000), listed
-
-
-@jit
-def _above(levels, columns, level, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
-    """The number, or the mass, of a row's columns above a level; both in float32, where such numbers are exact."""
+def _amount_above(int_scores, columns, threshold, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
+    """The number, or with BY_MASS the mass, of a row's columns above a threshold; float32 counts below 2^24 exactly."""
     total = tl.zeros((SPAN,), tl.float32)
     for first in range(0, columns, SPAN):
         column = first + tl.arange(0, SPAN)
-        here = tl.load(levels + column, mask=column < columns, other=-0x80000000)
+        score = tl.load(int_scores + column, mask=column < columns, other=-0x80000000)
         if BY_MASS:
-            total += tl.where(here > level, _mass(from_levels(here), largest), 0.0)
+            total += tl.where(score > threshold, _mass(from_int_scores(score), largest), 0.0)
         else:
-            total += tl.where(here > level, 1.0, 0.0)
+            total += tl.where(score > threshold, 1.0, 0.0)
     return tl.sum(total, 0)
 
 
 @jit
-def _lowest(levels, columns, low, high, target, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
-    """The lowest level, above `low` and up to `high`, that has less than `target` above it; and how much it has."""
+def _lowest_threshold(int_scores, columns, low, high, target, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
+    """The lowest threshold above `low` and up to `high` with less than `target` above it, and the amount above it."""
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     above = tl.full((), 0.0, tl.float32)
     while high - low > 1:
         middle = low + (high - low) // 2
-        measured = _above(levels, columns, middle.to(tl.int32), largest, BY_MASS, SPAN)
+        measured = _amount_above(int_scores, columns, middle.to(tl.int32), largest, BY_MASS, SPAN)
         if measured < target:
             high = middle
             above = measured
@@ -262,144 +277,142 @@ def _lowest(levels, columns, low, high, target, largest, BY_MASS: tl.constexpr, 
 
 
 @jit
-def _thorough_kernel(
-    keys,
-    levels,
-    undecided,
-    tokens_out,
-    noise,
-    cuts,
-    V,
-    tile_count,
-    keys_stride,
-    levels_stride,
-    out_stride,
-    sequences,
-    STREAM: tl.constexpr,
-    NT: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Finds the level at which an undecided row is cut by bisection, and how many of the columns at it stay."""
+def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: tl.constexpr):
+    """The lowest int score that top-k and top-p keep, and how many columns with just that score they keep."""
+    cutoff = tl.full((), -0x7FFFFFFF, tl.int32)
+    equals = tl.full((), 0x7FFFFFFF, tl.int32)
+    if top_k >= 1:
+        k = tl.minimum(top_k, V)
+        cutoff, above = _lowest_threshold(
+            int_scores, columns, cutoff - 1, highest, k.to(tl.float32), largest, False, SPAN
+        )  # fmt: skip
+        equals = k - above.to(tl.int32)
+    if top_p < 1:
+        # A token is kept if (mass above it) / (mass that top-k keeps) < top_p.
+        if top_k >= 1:
+            at_cutoff = _mass(from_int_scores(cutoff), largest)
+            above = _amount_above(int_scores, columns, cutoff, largest, True, SPAN)
+            total = tl.math.fma(equals.to(tl.float32), at_cutoff, above)
+        else:
+            total = _amount_above(int_scores, columns, cutoff - 1, largest, True, SPAN)
+        target = top_p * total
+        lowest, above = _lowest_threshold(int_scores, columns, cutoff - 1, highest, target, largest, True, SPAN)
+        each = _mass(from_int_scores(lowest), largest)
+        fitting = tl.ceil(tl.minimum(tl.math.div_rn(target - above, tl.maximum(each, 1e-30)), 1e9)).to(tl.int32)
+        equals = tl.minimum(tl.where(lowest == cutoff, equals, 0x7FFFFFFF), tl.maximum(fitting, 1))
+        cutoff = lowest
+    return cutoff, equals
+
+
+@jit
+def _search_kernel(
+    tile_keys, int_scores, undecided, tokens_out, noise, truncation, V, tile_count,
+    keys_stride, scores_stride, out_stride, sequences,
+    STREAM: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): decides an undecided row. Finds the cutoff, then chooses among all kept columns."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided + row) == 0:
         return
     sequence = tl.program_id(0) % sequences
-    _, top_k, top_p, min_p = load_drawing(noise, cuts, sequence)
-    levels += row * levels_stride
+    _, top_k, top_p, min_p = load_sampling(noise, truncation, sequence)
+    int_scores += row * scores_stride
     columns = tile_count * TILE
-    bests, largest = _largest(keys + row * keys_stride, tile_count, NT)
+    bests, largest = _load_bests(tile_keys + row * keys_stride, tile_count, NT)
     highest = tl.max(bests, 0)
     if is_finite(highest) == 0:
         tl.store(tokens_out + row * out_stride, -1)
         return
-    cut, stay = _cut_level(levels, columns, highest, largest, V, top_k, top_p, SPAN)
-    least = _least(largest, min_p)
+    cutoff, equals = _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN)
+    least = _least_kept(largest, min_p)
     best = tl.full((), -0x8000000000000000, tl.int64)
-    equal = tl.full((), 0, tl.int32)
-    for first in range(0, columns, SPAN // 4):  # noise takes many registers
+    seen = tl.full((), 0, tl.int32)  # columns at the cutoff so far
+    for first in range(0, columns, SPAN // 4):  # a quarter: noise takes many registers
         column = first + tl.arange(0, SPAN // 4)
-        here = tl.load(levels + column, mask=column < columns, other=-0x80000000)
-        at = (here == cut).to(tl.int32)
-        values = from_levels(here)
-        keep = ((here > cut) | ((here == cut) & (equal + tl.cumsum(at, 0) <= stay))) & (values >= least)
-        equal += tl.sum(at, 0)
-        best = tl.maximum(best, _best_drawn(values, column, keep, noise, row, sequence, STREAM))
-    tl.store(tokens_out + row * out_stride, token_of(best))
+        score = tl.load(int_scores + column, mask=column < columns, other=-0x80000000)
+        at_cutoff = (score == cutoff).to(tl.int32)
+        values = from_int_scores(score)
+        stays = (score == cutoff) & (seen + tl.cumsum(at_cutoff, 0) <= equals)
+        keep = ((score > cutoff) | stays) & (values >= least)
+        seen += tl.sum(at_cutoff, 0)
+        best = tl.maximum(best, _best_with_noise(values, column, keep, noise, row, sequence, STREAM))
+    tl.store(tokens_out + row * out_stride, unpack_tokens(best))
 
 
-@jit
-def _cut_level(levels, columns, highest, largest, V, top_k, top_p, SPAN: tl.constexpr):
-    """The lowest level that top-k and top-p leave, and how many of the columns at it."""
-    cut = tl.full((), -0x7FFFFFFF, tl.int32)
-    stay = tl.full((), 0x7FFFFFFF, tl.int32)
-    if top_k >= 1:
-        k = tl.minimum(top_k, V)
-        cut, above = _lowest(levels, columns, cut - 1, highest, k.to(tl.float32), largest, False, SPAN)
-        stay = k - above.to(tl.int32)
-    if top_p < 1:
-        # In exact arithmetic: a token stays if (mass above it) / (mass that top-k leaves) < top_p.
-        if top_k >= 1:
-            at_cut = _mass(from_levels(cut), largest)
-            total = tl.math.fma(stay.to(tl.float32), at_cut, _above(levels, columns, cut, largest, True, SPAN))
-        else:
-            total = _above(levels, columns, cut - 1, largest, True, SPAN)
-        target = top_p * total
-        lowest, above = _lowest(levels, columns, cut - 1, highest, target, largest, True, SPAN)
-        each = _mass(from_levels(lowest), largest)
-        fitting = tl.ceil(tl.minimum(tl.math.div_rn(target - above, tl.maximum(each, 1e-30)), 1e9)).to(tl.int32)
-        stay = tl.minimum(tl.where(lowest == cut, stay, 0x7FFFFFFF), tl.maximum(fitting, 1))
-        cut = lowest
-    return cut, stay
+# Launchers.
 
 
-def choose(
+def sample(
     logits: torch.Tensor,  # [R, V] float32
     tokens_out: torch.Tensor,  # [R] int32 or int64
-    work: Workspace,
+    work: SampleWorkspace,
     *,
     noise: Noise | None = None,
-    cuts: Cuts | None = None,
+    truncation: Truncation | None = None,
     processing: Processing | None = None,
 ) -> None:
-    """The choice for every row of logits: the largest, or drawn among what the cuts leave; -1 where the largest value
-    is no finite number."""
-    score(logits, work.scores, noise=noise, cuts=cuts, processing=processing)
-    if cuts is None or noise is None:
-        top_merge(work.scores, tokens_out[:, None], finite=True)
+    """Writes the choice for every row of logits: the largest, or drawn among the tokens that truncation keeps; -1 where
+    the best score is infinite or NaN."""
+    score_logits(logits, work.scores, noise=noise, truncation=truncation, processing=processing)
+    if truncation is None or noise is None:
+        topk_tokens(work.scores, tokens_out[:, None], finite=True)
     else:
-        choose_scored(logits.shape[1], tokens_out, work, noise=noise, cuts=cuts)
+        sample_scored(logits.shape[1], tokens_out, work, noise=noise, truncation=truncation)
 
 
-def choose_scored(vocabulary: int, tokens_out: torch.Tensor, work: Workspace, *, noise: Noise, cuts: Cuts) -> None:
-    """The choice for every row of a vocabulary whose scores, made with the same noise and cuts, are in the workspace;
-    -1 where a row's largest value is no finite number."""
-    _check(vocabulary, tokens_out, work, noise, cuts)
-    scores, rows, keys = work.scores, tokens_out.shape[0], work.scores.keys
-    levels, chosen, found = scores.levels, scores.chosen, scores.found
-    assert levels is not None and chosen is not None and found is not None
+def sample_scored(
+    vocabulary: int, tokens_out: torch.Tensor, work: SampleWorkspace, *, noise: Noise, truncation: Truncation
+) -> None:
+    """The same for rows whose scores, written with the same noise and truncation, are in the workspace."""
+    _check(vocabulary, tokens_out, work, noise, truncation)
+    scores, rows, keys = work.scores, tokens_out.shape[0], work.scores.tile_keys
+    int_scores, tile_list, candidates = scores.int_scores, scores.tile_list, scores.candidates
+    assert int_scores is not None and tile_list is not None and candidates is not None
     common: dict[str, Any] = {
-        "noise": noise.tensors, "cuts": cuts.tensors, "tile_count": keys.shape[1],
-        "keys_stride": keys.stride(0), "levels_stride": levels.stride(0), "sequences": noise.seeds.shape[0],
+        "noise": noise.tensors, "truncation": truncation.tensors, "tile_count": keys.shape[1],
+        "keys_stride": keys.stride(0), "scores_stride": int_scores.stride(0), "sequences": noise.seeds.shape[0],
         "NT": triton.next_power_of_2(keys.shape[1]), "TILE": TILE,
         **({"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}),
     }  # fmt: skip
-    drawing = {"V": vocabulary, "out_stride": tokens_out.stride(0), "STREAM": noise.stream}
+    choosing = {"V": vocabulary, "out_stride": tokens_out.stride(0), "STREAM": noise.stream}
     spans, masses = work.masses.shape[1], work.masses
 
-    def quick(first: bool, listed: int) -> None:
-        _quick_kernel[(rows,)](
-            keys, levels, chosen, found, masses, work.undecided, tokens_out, spans=spans,
-            chosen_stride=chosen.stride(0), found_stride=found.stride(0), masses_stride=masses.stride(0),
-            FIRST=first, MORE=not cuts.few, LISTED=listed, ROOM=room(listed), NS=triton.next_power_of_2(spans),
-            GROUP=32, num_warps=8,
-            **drawing, **common,
+    def sort(first: bool, count: int) -> None:
+        _sort_kernel[(rows,)](
+            keys, int_scores, tile_list, candidates, masses, work.undecided, tokens_out, spans=spans,
+            tile_list_stride=tile_list.stride(0), candidates_stride=candidates.stride(0),
+            masses_stride=masses.stride(0), FIRST=first, MORE=not truncation.small_top_k, SORTED=count,
+            CAPACITY=candidate_capacity(count), NS=triton.next_power_of_2(spans), GROUP=GROUP, num_warps=8,
+            **choosing, **common,
         )  # fmt: skip
 
-    if not cuts.few:
-        _mass_kernel[(rows, spans)](
-            keys, levels, masses, masses_stride=masses.stride(0), SPAN=SPAN, num_warps=8, **common
-        )  # fmt: skip
-    quick(True, FIRST_LISTED)
-    if cuts.few:
+    if truncation.small_top_k:
+        sort(True, FIRST_SORTED)
         return
-    quick(False, MOST)
-    _thorough_kernel[(rows,)](keys, levels, work.undecided, tokens_out, SPAN=SPAN, num_warps=16, **drawing, **common)
+    _mass_kernel[(rows, spans)](
+        keys, int_scores, masses, masses_stride=masses.stride(0), SPAN=SPAN, num_warps=8, **common
+    )  # fmt: skip
+    sort(True, FIRST_SORTED)
+    sort(False, MAX_WIDTH)
+    _search_kernel[(rows,)](
+        keys, int_scores, work.undecided, tokens_out, SPAN=SPAN, num_warps=16, **choosing, **common
+    )  # fmt: skip
 
 
-def _check(vocabulary: int, tokens_out: torch.Tensor, work: Workspace, noise: Noise, cuts: Cuts) -> None:
-    keys, found = work.scores.keys, work.scores.found
+def _check(
+    vocabulary: int, tokens_out: torch.Tensor, work: SampleWorkspace, noise: Noise, truncation: Truncation
+) -> None:
+    keys, candidates = work.scores.tile_keys, work.scores.candidates
     rows, device = tokens_out.shape[0], keys.device
-    check_drawing(rows, vocabulary, noise, cuts, None, device)
+    check_sampling(rows, vocabulary, noise, truncation, None, device)
     check_tensor(tokens_out, "tokens_out", (rows,), (torch.int32, torch.int64), device)
-    if rows > keys.shape[0] or tiles(vocabulary) != keys.shape[1]:
+    if rows > keys.shape[0] or num_tiles(vocabulary) != keys.shape[1]:
         raise ValueError(
             f"the workspace is for up to {keys.shape[0]} rows and {keys.shape[1]} tiles of the vocabulary, "
-            f"not for {rows} rows over {vocabulary} tokens: use Workspace.empty"
+            f"not for {rows} rows over {vocabulary} tokens: use SampleWorkspace.empty"
         )
-    listed = FIRST_LISTED if cuts.few else MOST
-    if found is None or found.shape[2] < room(listed):
-        raise ValueError(f"the workspace is too small for the {listed} best tokens of a row: use Workspace.empty")
+    count = FIRST_SORTED if truncation.small_top_k else MAX_WIDTH
+    if candidates is None or candidates.shape[2] < candidate_capacity(count):
+        raise ValueError(f"the workspace is too small for the {count} best tokens of a row: use SampleWorkspace.empty")

@@ -1,9 +1,19 @@
-"""The best columns of each row, in order: found through the best of every tile, without sorting the row.
+"""Top-k tokens of each row of scores, best first; ties go to the lower token id.
 
-A row's scores come as *levels*, integers in the order of the floats (`noise.to_levels`), in tiles of `TILE` columns,
-with a packed key of each tile's best column. The k-th best of the tiles' bests is a level that at least k columns
-reach and few others: these are gathered, and ranked by counting. A few are found one after the other, in as many tiles.
-Ties go to the lower token id. What the levels are, logits or noise, is the caller's business.
+Input is `Scores`, written by `lm_head_topk` or `score_logits`. Each column of a row (a token, or an entry of a trimmed
+head) has an *int score*: its float32 score as an int32 of the same order (`noise.to_int_scores`). Columns are grouped
+in tiles of TILE, and for each tile the best column is stored as a *key*: an int64 with the int score in the high and
+the inverted token id in the low 32 bits (`noise.pack_keys`), so that the larger key is the better token.
+
+`topk_tokens` writes tokens_out [R, W] in one of two ways, neither of which sorts a row:
+
+- scan (W up to MAX_SCAN_WIDTH): the W best columns lie in the W tiles with the best keys. One program per row and rank
+  finds those tiles one after the other, then the column of its rank in them. Kernels that need just one token of a row
+  call `nth_best` themselves and save a launch.
+- gather and rank (W up to MAX_WIDTH): a threshold that at least W columns reach, but few others, is found by bisection
+  over the tiles' best. The columns that reach it are the candidates; a candidate's rank is the number of better ones.
+
+Everything is integer comparison and counting, and one program reads one row: the result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -12,100 +22,109 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.noise import check_tensor, finite_token_of, pack, token_of
+from selfspec.kernels.noise import check_tensor, pack_keys, unpack_finite_tokens, unpack_tokens
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-TILE = 64  # columns of a tile: a power of two
-MOST = 256  # the most columns that can be asked for
-FEW = 8  # columns that are found sooner one after the other
-NO_LEVEL = -(2**31)  # of a column that is not there
+TILE = 64  # columns of a tile: a power of two, as it is the shape of a Triton block
+MAX_WIDTH = 256  # tokens per row that can be asked for: candidates are ranked in blocks of up to 512 keys
+MAX_SCAN_WIDTH = 8  # tokens per row up to which scanning is faster than gathering and ranking
+GROUP = 32  # tiles that a gathering program reads at once: 2048 columns for 256 threads
+NO_SCORE = -(2**31)  # int score of a column that does not exist; in kernels -0x80000000, the key is -0x8000000000000000
 
 
-def tiles(columns: int) -> int:
+def num_tiles(columns: int) -> int:
     return -(-columns // TILE)
+
+
+def candidate_capacity(width: int) -> int:
+    """Candidates per row that are kept to find the `width` best: a power of two, at least twice the width."""
+    return max(128, 1 << (2 * width - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The buffers between the kernels that score the columns of up to R rows and those that find the best."""
+    """The scores of up to R rows, and scratch memory to find their best columns."""
 
-    keys: torch.Tensor  # [R, tiles] int64: each tile's best
-    levels: torch.Tensor | None  # [R, tiles * TILE] int32; not needed where only the one best column is asked for
-    found: torch.Tensor | None  # [R, 2, candidates] int64: scratch
-    chosen: torch.Tensor | None  # [R, tiles] int32: scratch
+    tile_keys: torch.Tensor  # [R, tiles] int64: the key of each tile's best column
+    int_scores: torch.Tensor | None  # [R, tiles * TILE] int32; None where only the best column is asked for
+    candidates: torch.Tensor | None  # [R, 2, candidate_capacity] int64: scratch
+    tile_list: torch.Tensor | None  # [R, tiles] int32: scratch
 
     @classmethod
     def empty(cls, rows: int, columns: int, width: int, device: torch.device | str) -> Scores:
-        """For finding up to `width` columns of each row."""
-        if not 1 <= width <= MOST:
-            raise ValueError(f"from 1 to {MOST} best columns can be found, not {width}")
-        count = tiles(columns)
+        """Buffers to find up to `width` columns of each row."""
+        if not 1 <= width <= MAX_WIDTH:
+            raise ValueError(f"from 1 to {MAX_WIDTH} best columns can be found, not {width}")
+        count = num_tiles(columns)
         keys = torch.empty(rows, count, dtype=torch.int64, device=device)
         if width == 1:
             return cls(keys, None, None, None)
         return cls(
             keys,
             torch.empty(rows, count * TILE, dtype=torch.int32, device=device),
-            torch.empty(rows, 2, room(width), dtype=torch.int64, device=device),
+            torch.empty(rows, 2, candidate_capacity(width), dtype=torch.int64, device=device),
             torch.empty(rows, count, dtype=torch.int32, device=device),
         )
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The `width` best columns of each row, to be found in their scores; up to FEW by whoever needs one of them."""
+    """The `width` best tokens of each row, not extracted yet: a kernel finds the one it needs with `nth_best`."""
 
     scores: Scores
-    width: int
-    rows: torch.Tensor | None = None  # [N] the columns' tokens, all different, where they are not simply 0, 1, ...
+    width: int  # up to MAX_SCAN_WIDTH
+    token_ids: torch.Tensor | None = None  # [N] the columns' tokens, all different; None: column i is token i
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Keys, levels and rows, as `nth_best` takes them."""
-        return self.scores.keys, self.scores.levels, self.rows
+        """Tile keys, int scores and token ids: the first arguments of `nth_best`."""
+        return self.scores.tile_keys, self.scores.int_scores, self.token_ids
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many tiles there are, and from row to row of keys and of levels."""
-        keys, levels = self.scores.keys, self.scores.levels
-        return keys.shape[1], keys.stride(0), 0 if levels is None else levels.stride(0)
+        """Number of tiles, and the row strides of tile keys and int scores."""
+        keys, int_scores = self.scores.tile_keys, self.scores.int_scores
+        return keys.shape[1], keys.stride(0), 0 if int_scores is None else int_scores.stride(0)
 
     @property
     def constants(self) -> dict[str, int]:
-        """What `nth_best` is compiled for."""
-        width, padded = (triton.next_power_of_2(size) for size in (self.width, self.scores.keys.shape[1]))
+        """The constexpr arguments of `nth_best`."""
+        width, padded = (triton.next_power_of_2(size) for size in (self.width, self.scores.tile_keys.shape[1]))
         return {"WIDTH": width, "NT": padded, "TILE": TILE}
 
 
-def room(width: int) -> int:
-    """How many candidates are kept for the `width` best: a power of two."""
-    return max(128, 1 << (2 * width - 1).bit_length())
-
-
-def top_merge_reference(levels: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """Levels [R, N] of `tokens` [N] to the tokens [R, width] of the best, -1 where there are no more."""
-    keys = (levels.long() << 32) | (0x7FFFFFFF - tokens.long())
+def topk_tokens_reference(int_scores: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """Int scores [R, N] of `tokens` [N] to the best tokens [R, width], -1 where a row has fewer."""
+    keys = (int_scores.long() << 32) | (0x7FFFFFFF - tokens.long())
     best = keys.sort(-1, descending=True).values[:, :width]
-    found = torch.full((levels.shape[0], width), -1)
-    found[:, : best.shape[1]] = torch.where(best >> 32 > NO_LEVEL, 0x7FFFFFFF - (best & 0xFFFFFFFF), -1)
+    found = torch.full((int_scores.shape[0], width), -1)
+    found[:, : best.shape[1]] = torch.where(best >> 32 > NO_SCORE, 0x7FFFFFFF - (best & 0xFFFFFFFF), -1)
     return found
+
+
+# Scan: one rank of one row per program.
 
 
 @jit
 def _next_best(keys, last):
-    """The largest of some keys below the last one that was found; none is the least of all."""
+    """The largest key below `last`; the key of no token if there is none."""
     return tl.max(tl.where(keys < last, keys, -0x8000000000000000), 0)
 
 
 @jit
-def nth_best(keys, levels, rows, tile_count, rank, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr):
-    """The token of this rank, below WIDTH, among a row's; -1 if there are not so many. The best columns lie in the
-    tiles with the best bests: no key is there twice."""
+def nth_best(
+    tile_keys, int_scores, token_ids, tile_count, rank, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr
+):
+    """The token of this rank, from 0 to WIDTH - 1, of one row; -1 if the row has fewer tokens.
+
+    The rank + 1 best columns lie in the rank + 1 tiles with the best keys, as no two columns have the same key. NT is
+    the number of tiles, padded to a power of two.
+    """
     index = tl.arange(0, NT)
-    bests = tl.load(keys + index, mask=index < tile_count, other=-0x8000000000000000)
+    bests = tl.load(tile_keys + index, mask=index < tile_count, other=-0x8000000000000000)  # [NT]
     if WIDTH == 1:
-        return token_of(tl.max(bests, 0))
+        return unpack_tokens(tl.max(bests, 0))
     else:
         place = tl.arange(0, WIDTH * TILE)
         tile = tl.full((WIDTH * TILE,), -1, tl.int32)
@@ -114,110 +133,52 @@ def nth_best(keys, levels, rows, tile_count, rank, WIDTH: tl.constexpr, NT: tl.c
             last = _next_best(bests, last)
             this = tl.max(tl.where((bests == last) & (last > -0x8000000000000000), index, -1), 0)
             tile = tl.where(place // TILE == found, this, tile)
-        column = tile * TILE + place % TILE
-        level = tl.load(levels + column, mask=tile >= 0, other=-0x80000000)
+        column = tile * TILE + place % TILE  # [WIDTH * TILE]: all columns of the rank + 1 best tiles
+        score = tl.load(int_scores + column, mask=tile >= 0, other=-0x80000000)
         token = column
-        if rows is not None:
-            token = tl.load(rows + column, mask=level > -0x80000000, other=0).to(tl.int32)
-        candidates = pack(level, token)
+        if token_ids is not None:
+            token = tl.load(token_ids + column, mask=score > -0x80000000, other=0).to(tl.int32)
+        keys = pack_keys(score, token)
         last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for _ in range(rank + 1):
-            last = _next_best(candidates, last)
-        return token_of(last)
+            last = _next_best(keys, last)
+        return unpack_tokens(last)
 
 
 @jit
-def _merge_few_kernel(
-    keys, levels, rows, tokens_out, tile_count, keys_stride, levels_stride, out_stride,
+def _scan_kernel(
+    tile_keys, int_scores, token_ids, tokens_out, tile_count, keys_stride, scores_stride, out_stride,
     FINITE: tl.constexpr, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each rank of each row is found by itself."""
+    """Program (row, rank) writes one token. FINITE: the best one, or -1 if its score is infinite or NaN."""
     release(PDL)
     wait(PDL)
     row, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if FINITE:
         index = tl.arange(0, NT)
-        bests = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
-        token = finite_token_of(tl.max(bests, 0))
+        bests = tl.load(tile_keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
+        token = unpack_finite_tokens(tl.max(bests, 0))
     else:
-        of_row = levels if WIDTH == 1 else levels + row * levels_stride
-        token = nth_best(keys + row * keys_stride, of_row, rows, tile_count, rank, WIDTH, NT, TILE)
+        of_row = int_scores if WIDTH == 1 else int_scores + row * scores_stride
+        token = nth_best(tile_keys + row * keys_stride, of_row, token_ids, tile_count, rank, WIDTH, NT, TILE)
     tl.store(tokens_out + row * out_stride + rank, token)
 
 
-@jit(do_not_specialize=["width"])
-def _merge_kernel(
-    keys,
-    levels,
-    rows,
-    chosen,
-    found,
-    tokens_out,
-    tile_count,
-    keys_stride,
-    levels_stride,
-    chosen_stride,
-    found_stride,
-    out_stride,
-    width,
-    ROOM: tl.constexpr,
-    NT: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    release(PDL)
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, NT)
-    keys_here = tl.load(keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
-    bests = (keys_here >> 32).to(tl.int32)
-    found += row * found_stride
-    chosen += row * chosen_stride
-    count = gather_best(bests, levels + row * levels_stride, rows, chosen, found, width, ROOM, TILE, GROUP)
-    candidates, rank = rank_found(found, count, ROOM)
-    place = tl.arange(0, ROOM)
-    out = tokens_out + row * out_stride
-    tl.store(out + rank, token_of(candidates), mask=(place < count) & (rank < width))
-    tl.store(out + place, tl.full((ROOM,), -1, tl.int32), mask=(place >= count) & (place < width))
+# Gather and rank: one row per program. `sample` uses these parts too.
 
 
 @jit
-def gather_best(bests, levels, rows, chosen, found, k, ROOM: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Writes the keys of at most ROOM columns of a row to `found`, its k best among them; returns how many."""
-    none = tl.full((), 0, tl.int32)
-    low = level_of_kth(bests, k)
-    reach = bests >= low
-    tile_count = tl.sum(reach.to(tl.int32), 0)
-    tl.store(chosen + tl.cumsum(reach.to(tl.int32), 0) - 1, tl.arange(0, bests.shape[0]), mask=reach)
-    tl.debug_barrier()  # what one thread has written to memory, others read
-    count = _gather(levels, rows, chosen, tile_count, low, found, none, 0, ROOM, TILE, GROUP)
-    if count > ROOM:
-        high = tl.max(bests, 0).to(tl.int64) + 1
-        while (count > ROOM) & (high - low > 1):
-            middle = (low + (high - low) // 2).to(tl.int32)
-            reached = _count(levels, chosen, tile_count, middle, TILE, GROUP)
-            if reached >= k:
-                low = middle
-                count = reached
-            else:
-                high = middle.to(tl.int64)
-        # Either all that reach `low` fit, or fewer than k are above it: of its equals, the first ones stay.
-        tl.debug_barrier()
-        count = _gather(levels, rows, chosen, tile_count, low, found, none, 1, ROOM, TILE, GROUP)
-        count = _gather(levels, rows, chosen, tile_count, low, found, count, 2, ROOM, TILE, GROUP)
-    tl.debug_barrier()
-    return tl.minimum(count, ROOM)
+def threshold_of_kth(scores, k):
+    """An int score that at least k of these [N] reach, and not many more than k; the lowest one if there are fewer.
 
-
-@jit
-def level_of_kth(levels, k):
-    """A level that at least k of these reach, and not many more; that of any column where there are fewer than k."""
+    Bisection in 16 parts at a time: it ends when at most k + k / 4 scores reach the threshold, or when the threshold
+    is exactly the k-th score.
+    """
     STEPS: tl.constexpr = 16
-    there = levels > -0x80000000
-    reached = tl.sum(there.to(tl.int32), 0)
-    low = tl.min(tl.where(there, levels, 0x7FFFFFFF), 0).to(tl.int64)
-    high = tl.max(levels, 0).to(tl.int64) + 1
+    exists = scores > -0x80000000
+    reached = tl.sum(exists.to(tl.int32), 0)
+    low = tl.min(tl.where(exists, scores, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(scores, 0).to(tl.int64) + 1
     if reached < k:
         low = tl.full((), -0x7FFFFFFF, tl.int64)
         reached = k
@@ -225,7 +186,7 @@ def level_of_kth(levels, k):
         width = (high - low + STEPS - 1) // STEPS
         steps = low + tl.arange(0, STEPS) * width
         limits = tl.minimum(steps, 0x7FFFFFFF).to(tl.int32)
-        counts = tl.sum((levels[None, :] >= limits[:, None]).to(tl.int32), 1)
+        counts = tl.sum((scores[None, :] >= limits[:, None]).to(tl.int32), 1)
         enough = (counts >= k) & (steps < high)
         reached = tl.min(tl.where(enough, counts, 0x7FFFFFFF), 0)
         low += (tl.sum(enough.to(tl.int64), 0) - 1) * width
@@ -234,113 +195,174 @@ def level_of_kth(levels, k):
 
 
 @jit
-def _gather(
-    levels,
-    rows,
-    chosen,
-    tile_count,
-    low,
-    found,
-    count,
-    WHICH: tl.constexpr,  # 0: those that reach `low`, 1: those above it, 2: those at it
-    ROOM: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Appends the keys of columns of the chosen tiles to `found`, as far as there is room; counts them all."""
+def _append_candidates(
+    int_scores, token_ids, tile_list, tile_count, threshold, candidates, count,
+    WHICH: tl.constexpr,  # 0: columns at or above the threshold, 1: above it, 2: at it
+    CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Appends the keys of columns of the listed tiles to `candidates`, which holds `count` keys, as far as they fit.
+    Returns `count` plus the number of all such columns."""
     index = tl.arange(0, GROUP * TILE)
     for first in range(0, tile_count, GROUP):
         slot = first + index // TILE
-        column = tl.load(chosen + slot, mask=slot < tile_count, other=0) * TILE + index % TILE
-        level = tl.load(levels + column, mask=slot < tile_count, other=-0x80000000)
+        column = tl.load(tile_list + slot, mask=slot < tile_count, other=0) * TILE + index % TILE
+        score = tl.load(int_scores + column, mask=slot < tile_count, other=-0x80000000)
         if WHICH == 0:
-            take = level >= low
+            take = score >= threshold
         elif WHICH == 1:
-            take = level > low
+            take = score > threshold
         else:
-            take = level == low
+            take = score == threshold
         token = column
-        if rows is not None:
-            token = tl.load(rows + column, mask=take, other=0).to(tl.int32)
+        if token_ids is not None:
+            token = tl.load(token_ids + column, mask=take, other=0).to(tl.int32)
         place = count + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(found + place, pack(level, token), mask=take & (place < ROOM))
+        tl.store(candidates + place, pack_keys(score, token), mask=take & (place < CAPACITY))
         count += tl.sum(take.to(tl.int32), 0)
     return count
 
 
 @jit
-def _count(levels, chosen, tile_count, low, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """How many columns of the chosen tiles reach `low`."""
+def _count_reaching(int_scores, tile_list, tile_count, threshold, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """The number of columns of the listed tiles at or above the threshold."""
     index = tl.arange(0, GROUP * TILE)
     count = tl.full((), 0, tl.int32)
     for first in range(0, tile_count, GROUP):
         slot = first + index // TILE
-        column = tl.load(chosen + slot, mask=slot < tile_count, other=0) * TILE + index % TILE
-        level = tl.load(levels + column, mask=slot < tile_count, other=-0x80000000)
-        count += tl.sum((level >= low).to(tl.int32), 0)
+        column = tl.load(tile_list + slot, mask=slot < tile_count, other=0) * TILE + index % TILE
+        score = tl.load(int_scores + column, mask=slot < tile_count, other=-0x80000000)
+        count += tl.sum((score >= threshold).to(tl.int32), 0)
     return count
 
 
 @jit
-def rank_found(found, count, ROOM: tl.constexpr):
-    """The keys found and the rank of each among them; the first of equal keys ranks first."""
-    CHUNK: tl.constexpr = 4096 // ROOM
-    index = tl.arange(0, ROOM)
-    keys = tl.load(found + index, mask=index < count, other=-0x8000000000000000)
-    rank = tl.zeros((ROOM,), tl.int32)
+def gather_candidates(
+    tile_bests, int_scores, token_ids, tile_list, candidates, k,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Writes the keys of at most CAPACITY columns of a row to `candidates`, the k best among them; returns how many.
+
+    tile_bests [NT]: the int score of each tile's best column. If more than CAPACITY columns reach the threshold, it is
+    raised by bisection; among columns equal to the final threshold the first ones are kept.
+    """
+    none = tl.full((), 0, tl.int32)
+    low = threshold_of_kth(tile_bests, k)
+    reach = tile_bests >= low
+    tile_count = tl.sum(reach.to(tl.int32), 0)
+    tl.store(tile_list + tl.cumsum(reach.to(tl.int32), 0) - 1, tl.arange(0, tile_bests.shape[0]), mask=reach)
+    tl.debug_barrier()  # threads read from memory what other threads wrote
+    count = _append_candidates(
+        int_scores, token_ids, tile_list, tile_count, low, candidates, none, 0, CAPACITY, TILE, GROUP
+    )  # fmt: skip
+    if count > CAPACITY:
+        high = tl.max(tile_bests, 0).to(tl.int64) + 1
+        while (count > CAPACITY) & (high - low > 1):
+            middle = (low + (high - low) // 2).to(tl.int32)
+            reached = _count_reaching(int_scores, tile_list, tile_count, middle, TILE, GROUP)
+            if reached >= k:
+                low = middle
+                count = reached
+            else:
+                high = middle.to(tl.int64)
+        # Either all columns that reach `low` fit, or fewer than k are above it and its equals fill the rest.
+        tl.debug_barrier()
+        count = _append_candidates(
+            int_scores, token_ids, tile_list, tile_count, low, candidates, none, 1, CAPACITY, TILE, GROUP
+        )  # fmt: skip
+        count = _append_candidates(
+            int_scores, token_ids, tile_list, tile_count, low, candidates, count, 2, CAPACITY, TILE, GROUP
+        )  # fmt: skip
+    tl.debug_barrier()
+    return tl.minimum(count, CAPACITY)
+
+
+@jit
+def rank_candidates(candidates, count, CAPACITY: tl.constexpr):
+    """The first `count` candidate keys [CAPACITY] and the rank of each among them; the first of equal keys is first."""
+    CHUNK: tl.constexpr = 4096 // CAPACITY
+    index = tl.arange(0, CAPACITY)
+    keys = tl.load(candidates + index, mask=index < count, other=-0x8000000000000000)
+    rank = tl.zeros((CAPACITY,), tl.int32)
     for first in range(0, count, CHUNK):
         other = first + tl.arange(0, CHUNK)
-        others = tl.load(found + other, mask=other < count, other=-0x8000000000000000)
-        better = others[None, :] > keys[:, None]
+        others = tl.load(candidates + other, mask=other < count, other=-0x8000000000000000)
+        better = others[None, :] > keys[:, None]  # [CAPACITY, CHUNK]
         better |= (others[None, :] == keys[:, None]) & (other[None, :] < index[:, None])
         rank += tl.sum(better.to(tl.int32), 1)
     return keys, rank
 
 
-def top_merge(
-    scores: Scores, tokens_out: torch.Tensor, *, rows: torch.Tensor | None = None, finite: bool = False
-) -> None:
-    """The best columns of each row, best first: tokens_out [R, W] int32 or int64, -1 where a row has fewer than W.
+@jit(do_not_specialize=["width"])
+def _gather_kernel(
+    tile_keys, int_scores, token_ids, tile_list, candidates, tokens_out, tile_count,
+    keys_stride, scores_stride, tile_list_stride, candidates_stride, out_stride, width,
+    CAPACITY: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row) writes the row's `width` best tokens, and -1 behind the last one."""
+    release(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, NT)
+    keys = tl.load(tile_keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
+    tile_bests = (keys >> 32).to(tl.int32)
+    candidates += row * candidates_stride
+    tile_list += row * tile_list_stride
+    count = gather_candidates(
+        tile_bests, int_scores + row * scores_stride, token_ids, tile_list, candidates, width, CAPACITY, TILE, GROUP
+    )  # fmt: skip
+    found, rank = rank_candidates(candidates, count, CAPACITY)
+    place = tl.arange(0, CAPACITY)
+    out = tokens_out + row * out_stride
+    tl.store(out + rank, unpack_tokens(found), mask=(place < count) & (rank < width))
+    tl.store(out + place, tl.full((CAPACITY,), -1, tl.int32), mask=(place >= count) & (place < width))
 
-    rows [N] int32 or int64, all different: the columns' tokens where they are not simply 0, 1, ...
-    finite: for the target's choice, with W = 1: -1 also where the best score is infinite or no number.
+
+def topk_tokens(
+    scores: Scores, tokens_out: torch.Tensor, *, token_ids: torch.Tensor | None = None, finite: bool = False
+) -> None:
+    """Writes the best tokens of each row, best first: tokens_out [R, W] int32 or int64, -1 where a row has fewer.
+
+    token_ids [N] int32 or int64, all different: the columns' tokens; None: column i is token i.
+    finite: for the target's choice, with W = 1: also -1 where the best score is infinite or NaN.
     """
-    _check(scores, tokens_out, rows)
+    _check(scores, tokens_out, token_ids)
     if finite and tokens_out.shape[1] != 1:
         raise ValueError(f"finite asks for the one best column of a row, not for {tokens_out.shape[1]}")
-    keys, (r, width) = scores.keys, tokens_out.shape
+    keys, (rows, width) = scores.tile_keys, tokens_out.shape
     pdl = {"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}
     count = keys.shape[1]
     padded = triton.next_power_of_2(count)
-    if width <= FEW:
-        ranking = Ranking(scores, width, rows)
-        _merge_few_kernel[(r, width)](
+    if width <= MAX_SCAN_WIDTH:
+        ranking = Ranking(scores, width, token_ids)
+        _scan_kernel[(rows, width)](
             *ranking.tensors, tokens_out, *ranking.sizes, tokens_out.stride(0),
             FINITE=finite, num_warps=4 if padded <= 1024 else 8, **ranking.constants, **pdl,
         )  # fmt: skip
         return
-    levels, chosen, found = scores.levels, scores.chosen, scores.found
-    assert levels is not None and chosen is not None and found is not None
-    _merge_kernel[(r,)](
-        keys, levels, rows, chosen, found, tokens_out, count,
-        keys.stride(0), levels.stride(0), chosen.stride(0), found.stride(0), tokens_out.stride(0), width,
-        ROOM=room(width), NT=padded, TILE=TILE, GROUP=32, num_warps=8, **pdl,
+    int_scores, tile_list, candidates = scores.int_scores, scores.tile_list, scores.candidates
+    assert int_scores is not None and tile_list is not None and candidates is not None
+    _gather_kernel[(rows,)](
+        keys, int_scores, token_ids, tile_list, candidates, tokens_out, count,
+        keys.stride(0), int_scores.stride(0), tile_list.stride(0), candidates.stride(0), tokens_out.stride(0), width,
+        CAPACITY=candidate_capacity(width), NT=padded, TILE=TILE, GROUP=GROUP, num_warps=8, **pdl,
     )  # fmt: skip
 
 
-def _check(scores: Scores, tokens_out: torch.Tensor, rows: torch.Tensor | None) -> None:
-    keys = scores.keys
-    if tokens_out.dim() != 2 or not 1 <= tokens_out.shape[1] <= MOST or tokens_out.shape[0] > keys.shape[0]:
+def _check(scores: Scores, tokens_out: torch.Tensor, token_ids: torch.Tensor | None) -> None:
+    keys = scores.tile_keys
+    if tokens_out.dim() != 2 or not 1 <= tokens_out.shape[1] <= MAX_WIDTH or tokens_out.shape[0] > keys.shape[0]:
         raise ValueError(
-            f"tokens_out must be [up to {keys.shape[0]} rows, 1 to {MOST} tokens], not {list(tokens_out.shape)}"
+            f"tokens_out must be [up to {keys.shape[0]} rows, 1 to {MAX_WIDTH} tokens], not {list(tokens_out.shape)}"
         )
-    kinds = (torch.int32, torch.int64)
-    check_tensor(tokens_out, "tokens_out", tuple(tokens_out.shape), kinds, keys.device)
+    dtypes = (torch.int32, torch.int64)
+    check_tensor(tokens_out, "tokens_out", tuple(tokens_out.shape), dtypes, keys.device)
     if tokens_out.shape[1] == 1:
         return
-    if scores.found is None or scores.found.shape[2] < room(tokens_out.shape[1]):
+    if scores.candidates is None or scores.candidates.shape[2] < candidate_capacity(tokens_out.shape[1]):
         raise ValueError(f"these scores were not made for {tokens_out.shape[1]} columns a row: use Scores.empty")
-    if rows is not None and (rows.dim() != 1 or tiles(rows.shape[0]) != keys.shape[1]):
-        raise ValueError(f"rows must be one token for each column of {keys.shape[1]} tiles, not {list(rows.shape)}")
-    if rows is not None:
-        check_tensor(rows, "rows", (rows.shape[0],), kinds, keys.device)
+    if token_ids is not None and (token_ids.dim() != 1 or num_tiles(token_ids.shape[0]) != keys.shape[1]):
+        raise ValueError(
+            f"token_ids must be one token for each column of {keys.shape[1]} tiles, not {list(token_ids.shape)}"
+        )
+    if token_ids is not None:
+        check_tensor(token_ids, "token_ids", (token_ids.shape[0],), dtypes, keys.device)

@@ -16,7 +16,7 @@ from math import gcd
 import torch
 
 from selfspec.kernels.constants import MAX_NODES, PAGE_SIZE
-from selfspec.kernels.tree_attention_kernel import bundle_of, path_attention_kernel, range_of, split_point
+from selfspec.kernels.tree_attention_kernel import bundle_of, range_of, split_point, tree_attention_kernel
 from selfspec.kernels.triton_compat import shared_bytes, use_pdl
 
 LOG2_E = 1.4426950408889634
@@ -70,7 +70,7 @@ def counters_size(batch: int, rows: int, kv_heads: int) -> int:
     return 1 + batch * rows * kv_heads  # the first one counts the tickets
 
 
-def path_attention(
+def tree_attention(
     q: torch.Tensor,  # [R, Hq * D], R = M * B, node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache; the rows' own keys are in it
     values: torch.Tensor,  # [pages, 64, Hkv, D]
@@ -121,7 +121,7 @@ def path_attention(
     records = batch * ranges * rows * kv_heads * group
     stages = partial(_stages, dim, keys.element_size(), row_tile, many=many, roomy=shared_bytes(q) > _ROOMY)
     for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
-        path_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
+        tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
             lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
             :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,

@@ -1,4 +1,4 @@
-"""Triton where it is installed; elsewhere stand-ins that let the PyTorch references of the kernels be imported."""
+"""Triton where it is installed; elsewhere stand-ins, so that the kernels' PyTorch references can be imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _compiles_only: ContextVar[bool] = ContextVar("selfspec_compiles_only", default=
 
 @contextmanager
 def compiles_only() -> Iterator[None]:
-    """Within it, launches on this thread compile their kernel and do not run it."""
+    """Launches on this thread compile their kernel and do not run it."""
     token = _compiles_only.set(True)
     try:
         yield
@@ -30,13 +30,13 @@ try:
     import triton.language as tl
 
     class _Kernel(triton.JITFunction):
-        """A kernel that can be compiled without being launched."""
+        """A kernel whose launch compiles only, within `compiles_only`."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **options)
 
     def jit(function: Any = None, **options: Any) -> Any:
-        """`triton.jit`, except that launches within `compiles_only` only compile."""
+        """`triton.jit`; launches within `compiles_only` only compile."""
         if INTERPRETED:
             return triton.jit(function, **options)
         return _Kernel(function, **options) if function is not None else lambda decorated: _Kernel(decorated, **options)
@@ -55,15 +55,15 @@ except ImportError:  # no Triton on this platform: kernels can be imported, not 
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:
-    """Whether launches on this tensor's device may overlap (programmatic dependent launch, from sm_90 on)."""
+    """Whether the tensor's device has programmatic dependent launch (sm_90 and newer; see `pdl`)."""
     return tensor.is_cuda and not INTERPRETED and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def shared_bytes(tensor: torch.Tensor) -> int:
-    """Shared memory that a program may plan with on this tensor's device."""
+    """Bytes of shared memory that a program may use on the tensor's device."""
     return shared_bytes_of(torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 6))
 
 
 def shared_bytes_of(arch: tuple[int, int]) -> int:
-    """The same for sm_80, sm_90 and the smallest of all others: a few KB less than there are, for the compiler."""
+    """The same by architecture; others than sm_80 and sm_90 have at least 99 KB. A few KB are left to the compiler."""
     return {(8, 0): 160, (9, 0): 220}.get(arch, 96) * 1024

@@ -8,7 +8,7 @@ import torch
 
 from selfspec.kernels.gate_up_gemm import gated_linear
 from selfspec.kernels.gemm import linear
-from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
+from selfspec.kernels.norm import NextNorm, Norm, rms_norm, squares_per_row
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
 from tests.compiling import Launches
 
@@ -21,7 +21,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def norm(rows: int, width: int) -> Norm:
-    return Norm(1e-5, empty(rows, tiles(width), dtype=torch.float32))
+    return Norm(1e-5, empty(rows, squares_per_row(width), dtype=torch.float32))
 
 
 def next_norm(rows: int, width: int) -> NextNorm:
@@ -59,7 +59,7 @@ def gated(rows: int, inner: int, hidden: int) -> None:
 
 def norm_rows(rows: int, width: int) -> None:
     stream = empty(rows, width)
-    normalise(stream, empty(width), 1e-6, 1.0, stream, residual=empty(rows, width), next_norm=next_norm(rows, width))
+    rms_norm(stream, empty(width), 1e-6, 1.0, stream, residual=empty(rows, width), next_norm=next_norm(rows, width))
 
 
 def launches() -> Launches:

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.lm_head_topk import head_logits, head_top
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
 from selfspec.kernels.logits_processing import Processing
-from selfspec.kernels.noise import Cuts, Noise
-from selfspec.kernels.topk import Scores, top_merge
+from selfspec.kernels.noise import Noise, Truncation
+from selfspec.kernels.topk import Scores, topk_tokens
 
 META = torch.device("meta")
 SIZES = {"smol": (49152, 576), "8b": (128256, 4096)}
@@ -20,11 +20,13 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def drawing(rows: int, sequences: int, vocabulary: int, few: bool = False) -> tuple[Noise, Cuts, Processing]:
+def drawing(
+    rows: int, sequences: int, vocabulary: int, small_top_k: bool = False
+) -> tuple[Noise, Truncation, Processing]:
     """Noise, cuts and processing of a tree with so many rows."""
     ints, floats = partial(_empty, dtype=torch.int32), partial(_empty, dtype=torch.float32)
     noise = Noise(_empty(sequences, dtype=torch.int64), ints(sequences), ints(rows), floats(sequences))
-    cuts = Cuts(ints(sequences), floats(sequences), floats(sequences), few)
+    cuts = Truncation(ints(sequences), floats(sequences), floats(sequences), small_top_k)
     nodes = rows // sequences
     processing = Processing(
         floats(sequences), floats(sequences), floats(sequences), floats(sequences, vocabulary),
@@ -48,17 +50,17 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         one, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
         logits = _empty(rows, vocabulary, dtype=torch.float32)
         calls: dict[str, Callable[[], object]] = {
-            "greedy": partial(head_top, x, weight, one),
-            "sampled": partial(head_top, x, weight, one, noise=noise),
-            "scores": partial(head_top, x, weight, many, noise=noise),
-            "processed": partial(head_top, x, weight, many, noise=noise, cuts=cuts, processing=processing),
-            "logits": partial(head_logits, x, weight, logits),
+            "greedy": partial(lm_head_scores, x, weight, one),
+            "sampled": partial(lm_head_scores, x, weight, one, noise=noise),
+            "scores": partial(lm_head_scores, x, weight, many, noise=noise),
+            "processed": partial(lm_head_scores, x, weight, many, noise=noise, truncation=cuts, processing=processing),
+            "logits": partial(lm_head_logits, x, weight, logits),
         }
         yield from ((f"{name}, {model}, {rows} rows", calls[name]) for name in names.split())
     yield from _trimmed()
     x, weight = _empty(3, 576, dtype=torch.float32), _empty(1000, 576, dtype=torch.float32)
     scores = Scores.empty(3, 1000, 1, "meta")
-    yield "float32", lambda: head_top(x, weight, scores, softcap=30.0)
+    yield "float32", lambda: lm_head_scores(x, weight, scores, softcap=30.0)
 
 
 def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -66,13 +68,15 @@ def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
     x, whole, part = _empty(16, 576), _empty(49152, 576), _empty(15872, 576)
     noise, _, processing = drawing(16, 4, 49152)
     scores = Scores.empty(16, 15872, 20, "meta")
-    yield "trimmed copy", lambda: head_top(x, part, scores, rows=rows, count=count, noise=noise)
-    yield "trimmed gather", lambda: head_top(x, whole, scores, rows=rows, gather=True, noise=noise)
+    yield "trimmed copy", lambda: lm_head_scores(x, part, scores, token_ids=rows, count=count, noise=noise)
+    yield "trimmed gather", lambda: lm_head_scores(x, whole, scores, token_ids=rows, gather=True, noise=noise)
     yield (
         "trimmed processed",
-        lambda: head_top(x, whole, scores, rows=rows, gather=True, count=count, noise=noise, processing=processing),
+        lambda: lm_head_scores(
+            x, whole, scores, token_ids=rows, gather=True, count=count, noise=noise, processing=processing
+        ),
     )
     for columns, width in ((15872, 20), (128256, 1), (128256, 64), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
-        yield f"merge {columns} {width}", partial(top_merge, found, out, finite=width == 1)
+        yield f"merge {columns} {width}", partial(topk_tokens, found, out, finite=width == 1)

@@ -8,21 +8,24 @@ from functools import partial
 import torch
 
 from selfspec.kernels.accept import TOKENS, accept
-from selfspec.kernels.sample import Workspace, choose
+from selfspec.kernels.sample import SampleWorkspace, sample
 from tests.launches_lm_head_topk import META, drawing
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for vocabulary, rows, sequences in ((49152, 16, 1), (49152, 16, 4), (128256, 16, 1)):
-        noise, few, processing = drawing(rows, sequences, vocabulary, few=True)
+        noise, small_top_k, processing = drawing(rows, sequences, vocabulary, small_top_k=True)
         _, cuts, _ = drawing(rows, sequences, vocabulary)
         logits = torch.empty(rows, vocabulary, device=META)
         out = torch.empty(rows, dtype=torch.int32, device=META)
-        small, large = (Workspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
+        small, large = (SampleWorkspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
         at = f"{vocabulary}, {sequences} sequences"
-        yield f"greedy, {at}", partial(choose, logits, out, large)
-        yield f"few, {at}", partial(choose, logits, out, small, noise=noise, cuts=few)
-        yield f"any cuts, {at}", partial(choose, logits, out, large, noise=noise, cuts=cuts, processing=processing)
+        yield f"greedy, {at}", partial(sample, logits, out, large)
+        yield f"few, {at}", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
+        yield (
+            f"any cuts, {at}",
+            partial(sample, logits, out, large, noise=noise, truncation=cuts, processing=processing),
+        )
     yield "accept", partial(_accept, None, None)
     yield "accept and count", partial(_accept, _ints(4, 49152), _ints(4, 8))
 

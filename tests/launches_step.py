@@ -13,7 +13,7 @@ from selfspec.backends.cuda.exit_scoring import ExitFill
 from selfspec.backends.cuda.slots import Features, SlotTable
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import Cache
-from selfspec.kernels.final_norm import Waiting
+from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.models.decoder import Decoder, model_parts
 from selfspec.speculation.exit import Exit, ExitBlock
 from selfspec.speculation.plan import NONE, Plan
@@ -44,7 +44,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     cache = Cache(model.config, META, model.dtype, num_pages=64)
     table = SlotTable(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
     slots = table.first(SLOTS)
-    waiting = Waiting.empty(slots.unfilled, model.config.hidden_size, model.dtype)
+    waiting = UnfilledStates.empty(slots.unfilled, model.config.hidden_size, model.dtype)
     known = known_buffer(model, SLOTS + 64 * SLOTS)
     drafter = Drafter(_exit(model), DraftHead.empty(16384, META), known, SLOTS, waiting)
     fused = FusedDecoder(model, cache, Scratch(META), slots, REACH)

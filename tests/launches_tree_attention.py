@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.tree_attention import counters_size, path_attention, ranges_for, workspace_size
+from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_attention, workspace_size
 from tests.compiling import Launches
 
 # Query heads, key-value heads, head size, numbers of rows that take different kernels.
@@ -42,7 +42,7 @@ def launch(
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     ranges = ranges_for(32768)
-    path_attention(
+    tree_attention(
         empty(batch * rows, heads * dim),
         empty(512, 64, kv_heads, dim),
         empty(512, 64, kv_heads, dim),

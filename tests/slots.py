@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.kernels.lm_head_topk import head_top
+from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.logits_processing import Processing
-from selfspec.kernels.noise import Cuts, Noise
-from selfspec.kernels.sample import Workspace, choose_scored
-from selfspec.kernels.topk import NO_LEVEL, Scores, top_merge
+from selfspec.kernels.noise import Noise, Truncation
+from selfspec.kernels.sample import SampleWorkspace, sample_scored
+from selfspec.kernels.topk import NO_SCORE, Scores, topk_tokens
 from selfspec.speculation.plan import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,11 +66,11 @@ def random_processing(plan: Plan, sequences: int, vocabulary: int) -> Processing
     return processing
 
 
-def levels_of(values: torch.Tensor) -> torch.Tensor:
+def int_scores_of(values: torch.Tensor) -> torch.Tensor:
     """The levels of float32 values, by the definition in `kernels.noise`."""
     bits = (values + 0.0).view(torch.int32)
     levels = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).int()
-    assert (levels > NO_LEVEL).all()
+    assert (levels > NO_SCORE).all()
     return levels
 
 
@@ -80,7 +80,7 @@ class Batch:
 
     x: torch.Tensor
     noise: Noise
-    cuts: Cuts
+    cuts: Truncation
     processing: Processing
 
     @classmethod
@@ -92,7 +92,7 @@ class Batch:
         rows = len(processing.positions)
         seeds, indices = torch.randint(0, 2**40, (sequences,)), torch.randint(0, 3, (sequences,))
         noise = Noise(seeds, indices, processing.positions, any_of([0.0, 0.7, 1.4], torch.float32))
-        cuts = Cuts(
+        cuts = Truncation(
             any_of([0, 0, 1, 7, 64, 65, 200, 257], torch.int32),
             any_of([1.0, 1.0, 0.6, 0.95], torch.float32),
             any_of([0.0, 0.0, 0.05], torch.float32),
@@ -109,7 +109,7 @@ class Batch:
         return Batch(
             self.x[rows],
             Noise(noise.seeds[at], noise.sample_indices[at], positions, noise.temperature[at]),
-            Cuts(self.cuts.top_k[at], self.cuts.top_p[at], self.cuts.min_p[at]),
+            Truncation(self.cuts.top_k[at], self.cuts.top_p[at], self.cuts.min_p[at]),
             replace(
                 processing,
                 **{name: getattr(processing, name)[at] for name in named},
@@ -130,25 +130,27 @@ class Batch:
         return not (off and not early and (part.bias == 0).all())
 
     @property
-    def few(self) -> bool:
+    def small_top_k(self) -> bool:
         cut = self.cuts.on & (self.noise.temperature > 0)
         return bool((~cut | ((self.cuts.top_k >= 1) & (self.cuts.top_k <= 64))).all())
 
 
-def drawn(batch: Batch, weight: torch.Tensor, noise: Noise | None, cuts: Cuts | None, processing: Processing | None):
+def drawn(
+    batch: Batch, weight: torch.Tensor, noise: Noise | None, cuts: Truncation | None, processing: Processing | None
+):
     """Choices [R] and the tiles' keys [R, tiles]."""
     rows, vocabulary = len(batch.x), len(weight)
     if noise is None or cuts is None:
         scores, out = Scores.empty(rows, vocabulary, 1, DEVICE), torch.full((rows, 1), -7)
-        head_top(batch.x, weight, scores, softcap=4.0, noise=noise, processing=processing)
-        top_merge(scores, out, finite=True)
-        return out[:, 0], scores.keys
-    work, out = Workspace.empty(rows, vocabulary, DEVICE, cuts.few), torch.full((rows,), -7)
+        lm_head_scores(batch.x, weight, scores, softcap=4.0, noise=noise, processing=processing)
+        topk_tokens(scores, out, finite=True)
+        return out[:, 0], scores.tile_keys
+    work, out = SampleWorkspace.empty(rows, vocabulary, DEVICE, cuts.small_top_k), torch.full((rows,), -7)
     work.masses.fill_(torch.nan)
     work.undecided.fill_(7)
-    head_top(batch.x, weight, work.scores, softcap=4.0, noise=noise, cuts=cuts, processing=processing)
-    choose_scored(vocabulary, out, work, noise=noise, cuts=cuts)
-    return out, work.scores.keys
+    lm_head_scores(batch.x, weight, work.scores, softcap=4.0, noise=noise, truncation=cuts, processing=processing)
+    sample_scored(vocabulary, out, work, noise=noise, truncation=cuts)
+    return out, work.scores.tile_keys
 
 
 def drawn_with_own_features(batch: Batch, weight: torch.Tensor):
@@ -158,6 +160,6 @@ def drawn_with_own_features(batch: Batch, weight: torch.Tensor):
         batch,
         weight,
         batch.noise if sampled else None,
-        replace(batch.cuts, few=batch.few) if cut else None,
+        replace(batch.cuts, small_top_k=batch.small_top_k) if cut else None,
         batch.processing if batch.processes else None,
     )

@@ -12,7 +12,7 @@ import torch
 from selfspec.kernels import norm as norms
 from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference
 from selfspec.kernels.gemm import linear, linear_reference
-from selfspec.kernels.gemm_common import Config
+from selfspec.kernels.gemm_common import TileConfig
 from selfspec.kernels.qkv_rope_gemm import qkv_linear, qkv_linear_reference
 
 pytestmark = [
@@ -31,7 +31,7 @@ ROWS = 600
 PAGES = 10
 COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 129, 200, 256, 257]
 Inputs = dict[str, torch.Tensor]
-Op = Callable[[Inputs, Config | None], Inputs]
+Op = Callable[[Inputs, TileConfig | None], Inputs]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -66,11 +66,13 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
         return norms.scaled_reference(states, norm_weight, 0.0)
 
     def next_norm(out: torch.Tensor) -> norms.NextNorm:
-        return norms.NextNorm(norm_weight, 0.0, nan(len(out), norms.tiles(hidden)), torch.full_like(out, torch.nan))
+        return norms.NextNorm(
+            norm_weight, 0.0, nan(len(out), norms.squares_per_row(hidden)), torch.full_like(out, torch.nan)
+        )
 
     down = randn(hidden, inner, dtype=dtype, scale=inner**-0.5)
 
-    def run_down(inputs: Inputs, config: Config | None) -> Inputs:
+    def run_down(inputs: Inputs, config: TileConfig | None) -> Inputs:
         out = inputs["residual"].clone()
         following = next_norm(out)
         linear(inputs["x"], down, out, residual=out, next_norm=following, config=config)
@@ -85,7 +87,7 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
 
     gate_up = randn(2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
 
-    def run_gated(inputs: Inputs, config: Config | None) -> Inputs:
+    def run_gated(inputs: Inputs, config: TileConfig | None) -> Inputs:
         out = nan(len(inputs["x"]), inner, dtype=dtype)
         gated_linear(inputs["x"], gate_up, out, norm=norm(inputs), activation="silu", config=config)
         return {"out": out}
@@ -105,7 +107,7 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
     qkv = randn((heads + 2 * kv_heads) * dim, hidden, dtype=dtype, scale=hidden**-0.5)
     head_norm = randn(dim, dtype=dtype) if head_norms else None
 
-    def run_qkv(inputs: Inputs, config: Config | None) -> Inputs:
+    def run_qkv(inputs: Inputs, config: TileConfig | None) -> Inputs:
         rows = len(inputs["x"])
         q = nan(rows, heads * dim, dtype=dtype)
         keys, values = nan(PAGES, 64, kv_heads, dim, dtype=dtype), nan(PAGES, 64, kv_heads, dim, dtype=dtype)
@@ -130,17 +132,17 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
     slots = torch.randperm(PAGES * 64, device="cuda")[:ROWS]
     yield "qkv", normed | {"cos": angles.cos(), "sin": angles.sin(), "slots": slots}, run_qkv, true_qkv
 
-    def run_norm(inputs: Inputs, config: Config | None) -> Inputs:
+    def run_norm(inputs: Inputs, config: TileConfig | None) -> Inputs:
         out = nan(len(inputs["x"]), hidden, dtype=dtype)
         following, residual = next_norm(out), inputs["x"].flip(1).contiguous()
-        norms.normalise(inputs["x"], norm_weight, 1e-5, 1.0, out, residual=residual, next_norm=following)
+        norms.rms_norm(inputs["x"], norm_weight, 1e-5, 1.0, out, residual=residual, next_norm=following)
         return {"out": out, "squares": following.squares, "scaled": following.scaled, "expected": scaled(out)}
 
     yield (
         "normalise",
         {"x": stream},
         run_norm,
-        lambda inputs: norms.normalise_reference(
+        lambda inputs: norms.rms_norm_reference(
             inputs["x"].double(), norm_weight.double(), 1e-5, 1.0, inputs["x"].flip(1).double()
         ),
     )
@@ -168,7 +170,7 @@ def test_accuracy_and_rows_in_any_company(model: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("model", ["smollm2", "llama-8b"])
 def test_the_height_of_a_tile_changes_no_bit(model: str, warps: int) -> None:
     for name, inputs, op, _ in operations(model, torch.bfloat16):
-        config = Config(block_n=32, block_k=128, stages=3, warps=warps)
+        config = TileConfig(block_n=32, block_k=128, stages=3, warps=warps)
         results = [op(inputs, replace(config, block_m=height)) for height in (16, 32, 64, 128)]
         for other in results[1:]:
             for key in other:

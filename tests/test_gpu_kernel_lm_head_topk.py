@@ -9,10 +9,10 @@ import torch
 
 from selfspec import sampling
 from selfspec.kernels import lm_head_topk as head
-from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top
-from selfspec.kernels.noise import Cuts, Noise, perturbed_reference
-from selfspec.kernels.sample import Workspace, choose, choose_scored
-from selfspec.kernels.topk import Scores, top_merge
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_reference, lm_head_scores
+from selfspec.kernels.noise import Noise, Truncation, perturbed_reference
+from selfspec.kernels.sample import SampleWorkspace, sample, sample_scored
+from selfspec.kernels.topk import Scores, topk_tokens
 from selfspec.sampling import NoiseKey, SamplingParams, ranked, warp_logits
 from selfspec.speculation.plan import Plan
 from tests.slots import Batch, drawn, drawn_with_own_features
@@ -57,8 +57,8 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, bm: int | None = None) -> t
 def test_logits_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch.dtype) -> None:
     x, weight = case(size, dtype)
     whole = torch.full((256, weight.shape[0]), torch.nan, device="cuda")
-    head_logits(x, weight, whole)
-    exact = head_reference(x[:4].double(), weight.double())
+    lm_head_logits(x, weight, whole)
+    exact = lm_head_reference(x[:4].double(), weight.double())
     assert (whole[:4] - exact).abs().max() < 1e-4
     for rows in (1, 2, 5, 16, 17, 32, 33, 64):
         for bm in (16, 32, 64):
@@ -72,14 +72,14 @@ def test_scores_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch
     x, weight = case(size, dtype, 64)
     noise = noise_for(64)
     whole = Scores.empty(64, weight.shape[0], 4, "cuda")
-    head_top(x, weight, whole, noise=noise, softcap=30.0)
-    assert whole.levels is not None
+    lm_head_scores(x, weight, whole, noise=noise, softcap=30.0)
+    assert whole.int_scores is not None
     for rows, bm in ((1, 16), (1, 64), (16, 16), (17, 32), (40, 16), (64, 32)):
         some = Scores.empty(rows, weight.shape[0], 4, "cuda")
         head._launch(x[:rows], weight, weight.shape[0], some, softcap=30.0, noise=part(noise, rows), bm=bm)
-        assert some.levels is not None
-        assert torch.equal(some.keys, whole.keys[:rows]), (rows, bm)
-        assert torch.equal(some.levels, whole.levels[:rows]), (rows, bm)
+        assert some.int_scores is not None
+        assert torch.equal(some.tile_keys, whole.tile_keys[:rows]), (rows, bm)
+        assert torch.equal(some.int_scores, whole.int_scores[:rows]), (rows, bm)
 
 
 @sizes
@@ -88,8 +88,8 @@ def test_greedy_choice_is_the_first_largest_of_the_logits(size: str) -> None:
     logits = logits_of(x, weight)
     for width in (1, 20):
         scores, out = Scores.empty(64, weight.shape[0], width, "cuda"), torch.empty(64, width, device="cuda").long()
-        head_top(x, weight, scores)
-        top_merge(scores, out)
+        lm_head_scores(x, weight, scores)
+        topk_tokens(scores, out)
         assert torch.equal(out, ranked(logits, width))
 
 
@@ -100,8 +100,8 @@ def test_drawn_tokens_are_the_references(size: str, width: int) -> None:
     noise = noise_for(48)
     tokens = torch.arange(weight.shape[0], device="cuda")
     scores, out = Scores.empty(48, weight.shape[0], width, "cuda"), torch.empty(48, width, device="cuda").long()
-    head_top(x, weight, scores, noise=noise)
-    top_merge(scores, out)
+    lm_head_scores(x, weight, scores, noise=noise)
+    topk_tokens(scores, out)
     expected = ranked(perturbed_reference(logits_of(x, weight), tokens, noise), width)
     # The logarithms of the two may differ in their last bit, which swaps nearly equal neighbours at times.
     assert (out == expected).float().mean() > 0.995
@@ -117,8 +117,8 @@ def test_a_trimmed_head_draws_the_references_tokens(gather: bool) -> None:
     own[:15872] = weight[rows[:15872]]
     noise = noise_for(16)
     scores, out = Scores.empty(16, 16000, 20, "cuda"), torch.empty(16, 20, device="cuda").long()
-    head_top(x, weight if gather else own, scores, rows=rows, gather=gather, count=count, noise=noise)
-    top_merge(scores, out, rows=rows)
+    lm_head_scores(x, weight if gather else own, scores, token_ids=rows, gather=gather, count=count, noise=noise)
+    topk_tokens(scores, out, token_ids=rows)
     offered = rows[:15872]
     values = perturbed_reference(logits_of(x, weight)[:, offered], offered, noise)
     in_order = offered.sort().indices
@@ -136,12 +136,12 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def cuts_of(settings: dict[str, Any], rows: int) -> Cuts:
+def cuts_of(settings: dict[str, Any], rows: int) -> Truncation:
     top_k = torch.full((rows,), settings.get("top_k", 0), dtype=torch.int32, device="cuda")
     shares = (
         torch.full((rows,), settings.get(name, off), device="cuda") for name, off in (("top_p", 1.0), ("min_p", 0.0))
     )
-    return Cuts(top_k, *shares, few=1 <= settings.get("top_k", 0) <= 64)
+    return Truncation(top_k, *shares, small_top_k=1 <= settings.get("top_k", 0) <= 64)
 
 
 @pytest.mark.parametrize("vocabulary", [49152, 128256, 1001])
@@ -151,15 +151,15 @@ def test_the_choice_among_cut_logits_is_that_of_sampling(vocabulary: int, name: 
     torch.manual_seed(0)
     logits = torch.randn(64, vocabulary, device="cuda") * spread
     noise, out = noise_for(64), torch.full((64,), -7, device="cuda")
-    choose(logits, out, Workspace.empty(64, vocabulary, "cuda"), noise=noise, cuts=cuts_of(CUTS[name], 64))
+    sample(logits, out, SampleWorkspace.empty(64, vocabulary, "cuda"), noise=noise, truncation=cuts_of(CUTS[name], 64))
     wanted = [SamplingParams(do_sample=True, temperature=0.8, **CUTS[name])] * len(logits)
     key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
     expected = sampling.choose(warp_logits(logits, wanted), wanted, key)
     assert (out == expected).float().mean() > 0.98  # a mass at the very limit, or a last bit of the noise
     for rows in (1, 17):
         alone = torch.full((rows,), -7, device="cuda")
-        work = Workspace.empty(rows, vocabulary, "cuda")
-        choose(logits[:rows], alone, work, noise=part(noise, rows), cuts=cuts_of(CUTS[name], rows))
+        work = SampleWorkspace.empty(rows, vocabulary, "cuda")
+        sample(logits[:rows], alone, work, noise=part(noise, rows), truncation=cuts_of(CUTS[name], rows))
         assert torch.equal(alone, out[:rows])
 
 
@@ -168,7 +168,7 @@ def test_ties_among_cut_logits_go_to_the_lower_tokens() -> None:
     for name in ("top_k", "top_k_1000"):
         noise, out = noise_for(16), torch.full((16,), -7, device="cuda")
         cuts = cuts_of({"top_k": CUTS[name]["top_k"]}, 16)
-        choose(logits, out, Workspace.empty(16, 49152, "cuda"), noise=noise, cuts=cuts)
+        sample(logits, out, SampleWorkspace.empty(16, 49152, "cuda"), noise=noise, truncation=cuts)
         wanted = [SamplingParams(do_sample=True, temperature=0.8, top_k=CUTS[name]["top_k"])] * len(logits)
         key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
         assert torch.equal(out, sampling.choose(warp_logits(logits, wanted), wanted, key))
@@ -176,14 +176,14 @@ def test_ties_among_cut_logits_go_to_the_lower_tokens() -> None:
 
 def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
     x, weight = case("smol", torch.bfloat16, 16)
-    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"], 16), Workspace.empty(16, 49152, "cuda")
+    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"], 16), SampleWorkspace.empty(16, 49152, "cuda")
     one, best, out = Scores.empty(16, 49152, 1, "cuda"), torch.zeros(16, 1, device="cuda").long(), noise.seeds.clone()
 
     def step() -> None:
-        head_top(x, weight, one, noise=noise)
-        top_merge(one, best)
-        head_top(x, weight, work.scores, noise=noise, cuts=cuts)
-        choose_scored(49152, out, work, noise=noise, cuts=cuts)
+        lm_head_scores(x, weight, one, noise=noise)
+        topk_tokens(one, best)
+        lm_head_scores(x, weight, work.scores, noise=noise, truncation=cuts)
+        sample_scored(49152, out, work, noise=noise, truncation=cuts)
 
     step()
     torch.cuda.synchronize()
@@ -205,9 +205,9 @@ def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
         assert torch.equal(best, replayed[0]) and torch.equal(out, replayed[1])
         logits = logits_of(x, weight)
         apart = torch.full((16,), -7, device="cuda")
-        choose(logits, apart, work, noise=noise, cuts=cuts)
+        sample(logits, apart, work, noise=noise, truncation=cuts)
         assert torch.equal(apart, out)
-        choose(logits, apart, work, noise=noise)
+        sample(logits, apart, work, noise=noise)
         assert torch.equal(apart, best[:, 0])
 
 

@@ -94,7 +94,7 @@ def test_a_graph_can_be_replayed_as_the_text_grows(tickets: bool) -> None:
 
     def attend() -> None:
         for _ in range(3):  # one layer after the other, in the same workspace
-            op.path_attention(
+            op.tree_attention(
                 *tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5, tickets=tickets
             )
 

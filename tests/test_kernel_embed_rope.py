@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.embed_rope import PAGE_SIZE, Places, enter, enter_reference
-from selfspec.kernels.lm_head_topk import head_top
-from selfspec.kernels.norm import NextNorm, scaled_reference, squares_reference, tiles
-from selfspec.kernels.topk import FEW, Ranking, Scores, top_merge
+from selfspec.kernels.embed_rope import PAGE_SIZE, RowMetadata, embed_rope, embed_rope_reference
+from selfspec.kernels.lm_head_topk import lm_head_scores
+from selfspec.kernels.norm import NextNorm, scaled_reference, squares_per_row, squares_reference
+from selfspec.kernels.topk import MAX_SCAN_WIDTH, Ranking, Scores, topk_tokens
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
-def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> Places:
+def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> RowMetadata:
     ints = torch.full((rows,), -7, dtype=torch.int32)
     cos, sin = (poisoned(ropes, rows, half, dtype=dtype) for _ in range(2))
-    return Places(ints, ints.clone(), ints.clone(), ints.long(), cos, sin)
+    return RowMetadata(ints, ints.clone(), ints.clone(), ints.long(), cos, sin)
 
 
 def first_norm(rows: int, hidden: int, dtype: torch.dtype = torch.float32) -> NextNorm:
     weight = torch.randn(hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return NextNorm(weight, 1.0, poisoned(rows, tiles(hidden)), poisoned(rows, hidden, dtype=dtype))
+    return NextNorm(weight, 1.0, poisoned(rows, squares_per_row(hidden)), poisoned(rows, hidden, dtype=dtype))
 
 
 @pytest.mark.parametrize("hidden", [16, 48, 80, 576])
@@ -47,17 +47,19 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     rows = sequences * len(nodes)
     level = empty_places(rows, ropes, half, dtype)
     states, next_norm = poisoned(rows, hidden, dtype=dtype), first_norm(rows, hidden, dtype)
-    enter(
+    embed_rope(
         level, states, next_norm, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
         ranked=ranked, parents=parents, ranks=ranks,
     )  # fmt: skip
 
     place, sequence = torch.arange(rows) // sequences, torch.arange(rows) % sequences
     tokens = ranked[parents[place] * sequences + sequence, ranks[place].long()]
-    expected, places = enter_reference(tokens, embedding, scale, lengths, page_table, nodes, depths, inv_freq, factors)
+    expected, places = embed_rope_reference(
+        tokens, embedding, scale, lengths, page_table, nodes, depths, inv_freq, factors
+    )
     assert torch.equal(level.tokens, tokens)
     assert torch.equal(level.positions, places.positions)
-    assert torch.equal(level.following, places.positions + 1)
+    assert torch.equal(level.next_positions, places.positions + 1)
     assert torch.equal(level.slots, places.slots)
     assert torch.equal(states, expected)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
@@ -67,7 +69,7 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     assert torch.equal(next_norm.scaled, scaled_reference(expected, next_norm.weight, next_norm.offset))
 
 
-@pytest.mark.parametrize("width", [1, 3, FEW])
+@pytest.mark.parametrize("width", [1, 3, MAX_SCAN_WIDTH])
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_tokens_are_found_in_scores_as_they_would_be_ranked(width: int, trimmed: bool) -> None:
     generator = torch.Generator().manual_seed(width)
@@ -75,15 +77,15 @@ def test_tokens_are_found_in_scores_as_they_would_be_ranked(width: int, trimmed:
     x, weight = (torch.randn(size, 16, generator=generator) for size in (above * sequences, columns))
     rows = torch.randperm(400, generator=generator)[:columns].int() if trimmed else None
     scores = Scores.empty(len(x) + 2, columns, width, "cpu")  # with room for more rows
-    head_top(x, weight, scores, rows=rows)
+    lm_head_scores(x, weight, scores, token_ids=rows)
     ranked = torch.full((len(x), width), -7, dtype=torch.int32)
-    top_merge(scores, ranked, rows=rows)
+    topk_tokens(scores, ranked, token_ids=rows)
     places = torch.cartesian_prod(torch.arange(above), torch.arange(width)).int()
     parents, ranks = places[:, 0].contiguous(), places[:, 1].contiguous()
     found = []
     for source in (ranked, Ranking(scores, width, rows)):
         level = empty_places(len(places) * sequences, 1, 4)
-        enter(
+        embed_rope(
             level, poisoned(len(places) * sequences, 16), first_norm(len(places) * sequences, 16), torch.zeros(400, 16),
             None, torch.zeros(sequences, dtype=torch.int32), torch.arange(sequences, dtype=torch.int32)[:, None],
             torch.ones(len(places), dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 1,
@@ -99,7 +101,7 @@ def test_the_root_carries_the_pending_token() -> None:
     embedding = torch.arange(5 * 16.0).view(5, 16)
     lengths = torch.tensor([PAGE_SIZE - 1, PAGE_SIZE], dtype=torch.int32)
     table = torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
-    enter(
+    embed_rope(
         level, states, first_norm(2, 16), embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
         torch.ones(1, 4), torch.ones(1), 0, pending=torch.tensor([4, 2], dtype=torch.int32),
     )  # fmt: skip
@@ -113,7 +115,7 @@ def test_nodes_that_are_not_there_have_no_slot() -> None:
     rows = 3 * 2
     level, table = empty_places(rows, 1, 4), torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     lengths, counts = torch.tensor([PAGE_SIZE - 2, 7], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
-    enter(
+    embed_rope(
         level, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(5, 16), None, lengths, table,
         torch.arange(3, dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 0,
         pending=torch.zeros(2, dtype=torch.int32), counts=counts,
@@ -137,4 +139,4 @@ def test_a_level_needs_exactly_one_source_of_tokens() -> None:
     )
     for sources in ({}, {"pending": zeros, "ranked": zeros[None]}):
         with pytest.raises(ValueError, match="pending"):
-            enter(*fixed, torch.ones(1, 4), torch.ones(1), 0, **sources)  # type: ignore[arg-type]
+            embed_rope(*fixed, torch.ones(1, 4), torch.ones(1), 0, **sources)  # type: ignore[arg-type]

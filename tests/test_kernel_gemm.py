@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from selfspec.kernels import norm as norms  # noqa: E402
 from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference  # noqa: E402
 from selfspec.kernels.gemm import linear, linear_reference  # noqa: E402
-from selfspec.kernels.gemm_common import Config, choose, launch_settings  # noqa: E402
+from selfspec.kernels.gemm_common import TileConfig, choose_tile, launch_settings  # noqa: E402
 from selfspec.kernels.qkv_rope_gemm import qkv_linear, qkv_linear_reference  # noqa: E402
 from selfspec.kernels.triton_compat import INTERPRETED  # noqa: E402
 
@@ -45,7 +45,7 @@ def normed(x: torch.Tensor, offset: float = 0.0, weight: torch.Tensor | None = N
 def next_norm_of(out: torch.Tensor) -> norms.NextNorm:
     rows, width = out.shape
     weight = randn(width, dtype=out.dtype, seed=6)
-    return norms.NextNorm(weight, 1.0, nan(rows, norms.tiles(width)), nan(rows, width, dtype=out.dtype))
+    return norms.NextNorm(weight, 1.0, nan(rows, norms.squares_per_row(width)), nan(rows, width, dtype=out.dtype))
 
 
 def exact(value: Any) -> Any:
@@ -88,7 +88,7 @@ def test_linear_with_everything(rows: int, n: int, k: int, dtype: torch.dtype) -
 
 def test_a_scaled_stream_gives_the_product_of_its_norm() -> None:
     x, norm_weight, weight = randn(4, 64).double(), randn(64).double(), randn(32, 64).double()
-    expected = norms.normalise_reference(x, norm_weight, 1e-5, 1.0) @ weight.T
+    expected = norms.rms_norm_reference(x, norm_weight, 1e-5, 1.0) @ weight.T
     torch.testing.assert_close(linear_reference(weight=weight, **normed(x, 1.0, norm_weight)), expected)
 
 
@@ -100,8 +100,8 @@ def test_every_entry_of_the_squares_counts(width: int) -> None:
     whole = nan(1, 16)
     linear(x, weight, whole, norm=norms.Norm(0.0, norms.squares_reference(x)))
     torch.testing.assert_close(whole, torch.ones(1, 16))
-    for entry in range(norms.tiles(width)):
-        squares = torch.zeros(1, norms.tiles(width))
+    for entry in range(norms.squares_per_row(width)):
+        squares = torch.zeros(1, norms.squares_per_row(width))
         squares[0, entry] = 4.0 * width
         linear(x, weight, whole, norm=norms.Norm(0.0, squares))
         torch.testing.assert_close(whole, torch.full((1, 16), 0.5))
@@ -273,26 +273,26 @@ def test_normalise(width: int, dtype: torch.dtype) -> None:
     x, weight, residual = (randn(3, width, dtype=dtype, seed=seed) for seed in range(3))
     out = nan(3, width, dtype=dtype)
     next_norm = next_norm_of(out)
-    norms.normalise(x, weight[0], 1e-5, 1.0, out, residual=residual, next_norm=next_norm)
-    truth = norms.normalise_reference(x.double(), weight[0].double(), 1e-5, 1.0, residual.double())
+    norms.rms_norm(x, weight[0], 1e-5, 1.0, out, residual=residual, next_norm=next_norm)
+    truth = norms.rms_norm_reference(x.double(), weight[0].double(), 1e-5, 1.0, residual.double())
     assert_close(out, truth)
     assert_companions(next_norm, out)
-    norms.normalise(x, None, 1e-5, 0.0, out)
-    assert_close(out, norms.normalise_reference(x.double(), None, 1e-5, 0.0))
+    norms.rms_norm(x, None, 1e-5, 0.0, out)
+    assert_close(out, norms.rms_norm_reference(x.double(), None, 1e-5, 0.0))
 
 
 def test_the_reference_norms_as_the_model_does() -> None:
     x, weight = randn(4, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
     expected = torch.nn.functional.rms_norm(x, (64,), weight, 1e-5)
-    assert torch.equal(norms.normalise_reference(x, weight, 1e-5, 0.0), expected)
+    assert torch.equal(norms.rms_norm_reference(x, weight, 1e-5, 0.0), expected)
 
 
 def test_every_column_belongs_to_one_entry_of_squares() -> None:
     for width in (16, 576, 2048, 2064, 4096, 4112, 8192):
-        block = norms.block_width(width)
-        assert (norms.tiles(width) - 1) * block < width <= norms.tiles(width) * block
+        block = norms.columns_per_square(width)
+        assert (norms.squares_per_row(width) - 1) * block < width <= norms.squares_per_row(width) * block
         for k, rows in product((64, 1536, 4096), (1, 17, 33, 65, 129, 257)):
-            assert choose("linear", width, k, rows).block_n % block == 0
+            assert choose_tile("linear", width, k, rows).block_n % block == 0
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_every_column_belongs_to_one_entry_of_squares() -> None:
         (
             {
                 "next_norm": norms.NextNorm(nan(32), 0.0, nan(2, 2), nan(2, 32)),
-                "config": Config(24, 16, 2, 4),
+                "config": TileConfig(24, 16, 2, 4),
             },
             "tiles of 24",
         ),
@@ -349,7 +349,7 @@ def test_gated_linear_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="as many rows for gate"):
         gated_linear(nan(1, 16), nan(31, 16), nan(1, 16), activation="silu")
     with pytest.raises(ValueError, match="x must be|weights|out must"):
-        norms.normalise(nan(2, 16), nan(15), 1e-5, 0.0, nan(2, 16))
+        norms.rms_norm(nan(2, 16), nan(15), 1e-5, 0.0, nan(2, 16))
 
 
 @pytest.mark.parametrize(
@@ -357,20 +357,22 @@ def test_gated_linear_refuses_what_does_not_fit() -> None:
     [(16, (16,) * 4), (17, (64, 32, 16, 16)), (33, (64,) * 4), (65, (64, 128, 64, 64)), (129, (128, 128, 64, 64))],
 )
 def test_the_height_of_tiles_follows_from_rows_and_layer(rows: int, heights: tuple[int, ...]) -> None:
-    """Of a long product, a wide one, and two so small that low tiles leave SMs free."""
+    """Of a long matmul_tile, a wide one, and two so small that low tiles leave SMs free."""
     found = []
-    for kind, n, k in (("linear", 4096, 4096), ("gated", 16384, 64), ("linear", 32, 64), ("linear", 32, 4096)):
+    for kind, n, k in (("linear", 4096, 4096), ("gate_up", 16384, 64), ("linear", 32, 64), ("linear", 32, 4096)):
         x, weight = torch.empty(rows, k), torch.empty(1, k).expand(n, k)
-        found.append(launch_settings(x, weight, None, choose(kind, n, k, rows))[0]["BM"])
+        found.append(launch_settings(x, weight, None, choose_tile(kind, n, k, rows))["BM"])
     assert tuple(found) == heights
 
 
-@pytest.mark.parametrize("kind", ["linear", "gated", "qkv", "heads"])
+@pytest.mark.parametrize("kind", ["linear", "gate_up", "qkv", "qkv_norm"])
 @pytest.mark.parametrize(("n", "k"), [(576, 576), (3072, 576), (576, 1536), (4096, 2048), (8192, 2048), (28672, 4096)])
 @pytest.mark.parametrize("dtype", [HALF, FULL])
 def test_sums_go_on_in_steps_that_follow_from_the_layer_alone(kind: str, n: int, k: int, dtype: torch.dtype) -> None:
     weight, steps = torch.empty(1, k, dtype=dtype).expand(n, k), set()
     for rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024):
         x = torch.empty(1, k, dtype=dtype).expand(rows, k)
-        steps.add(launch_settings(x, weight, None, choose(kind, n, k, rows), 64 if kind == "heads" else None)[0]["BK"])
+        steps.add(
+            launch_settings(x, weight, None, choose_tile(kind, n, k, rows), 64 if kind == "qkv_norm" else None)["BK"]
+        )
     assert len(steps) == 1

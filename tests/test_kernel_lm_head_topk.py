@@ -20,10 +20,19 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 from selfspec.kernels import lm_head_topk as head  # noqa: E402
 from selfspec.kernels import noise as draw  # noqa: E402
 from selfspec.kernels import philox as reference  # noqa: E402
-from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top  # noqa: E402
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_reference, lm_head_scores  # noqa: E402
 from selfspec.kernels.noise import Noise, perturbed_reference  # noqa: E402
-from selfspec.kernels.norm import Norm, normalise_reference, scaled_reference, squares_reference  # noqa: E402
-from selfspec.kernels.topk import MOST, NO_LEVEL, TILE, Scores, room, tiles, top_merge, top_merge_reference  # noqa: E402
+from selfspec.kernels.norm import Norm, rms_norm_reference, scaled_reference, squares_reference  # noqa: E402
+from selfspec.kernels.topk import (  # noqa: E402
+    MAX_WIDTH,
+    NO_SCORE,
+    TILE,
+    Scores,
+    candidate_capacity,
+    num_tiles,
+    topk_tokens,
+    topk_tokens_reference,
+)
 from selfspec.kernels.triton_compat import jit, tl  # noqa: E402
 from selfspec.sampling import NoiseKey, perturbed, ranked  # noqa: E402
 from tests.test_kernels import known_answers, signed  # noqa: E402
@@ -68,16 +77,16 @@ def _run_kernel(seeds, positions, run, single, N: tl.constexpr):
     row, column = tl.arange(0, 2), tl.arange(0, N)
     seed, position = tl.load(seeds + row)[:, None], tl.load(positions + row)[:, None]
     at = row[:, None] * N + column[None, :]
-    tl.store(run + at, draw.gumbel_run(seed, position * 0, position, 2 * N, N, 1))
+    tl.store(run + at, draw.gumbel_consecutive(seed, position * 0, position, 2 * N, N, 1))
     tl.store(single + at, draw.gumbel_of(seed, position * 0, position, 2 * N + column[None, :], 1))
 
 
 @jit
 def _levels_kernel(values, levels, back, N: tl.constexpr):
     index = tl.arange(0, N)
-    level = draw.to_levels(tl.load(values + index))
+    level = draw.to_int_scores(tl.load(values + index))
     tl.store(levels + index, level)
-    tl.store(back + index, draw.from_levels(level))
+    tl.store(back + index, draw.from_int_scores(level))
 
 
 @known_answers
@@ -129,7 +138,7 @@ def test_levels_have_the_order_of_the_floats_and_lead_back() -> None:
     _levels_kernel[(1,)](values, levels, back, N=16)
     assert (levels[:7] < levels[1:8]).all()
     assert levels[8] == levels[4]
-    assert (levels > NO_LEVEL).all()
+    assert (levels > NO_SCORE).all()
     assert (levels[10:12] == 2**31 - 1).all() and levels[9] == 0x7F800000
     assert torch.equal(back.nan_to_num(nan=0.25), values.nan_to_num(nan=0.25))
 
@@ -141,17 +150,17 @@ def scored(levels: torch.Tensor, tokens: torch.Tensor, width: int) -> Scores:
     """Scores as a kernel would leave them, in poisoned buffers."""
     rows, columns = levels.shape
     scores = Scores.empty(rows, columns, width, DEVICE)
-    padded = torch.full((rows, tiles(columns) * TILE), NO_LEVEL, dtype=torch.int32)
+    padded = torch.full((rows, num_tiles(columns) * TILE), NO_SCORE, dtype=torch.int32)
     padded[:, :columns] = levels
     ids = torch.zeros(padded.shape[1], dtype=torch.int64)
     ids[:columns] = tokens
     keys = (padded.long() << 32) | (0x7FFFFFFF - ids)
-    keys[padded == NO_LEVEL] = -(2**63)
-    scores.keys.copy_(keys.view(rows, -1, TILE).amax(-1))
-    if scores.levels is not None and scores.found is not None and scores.chosen is not None:
-        scores.levels.copy_(padded)
-        scores.found.fill_(2**62)
-        scores.chosen.fill_(10**8)
+    keys[padded == NO_SCORE] = -(2**63)
+    scores.tile_keys.copy_(keys.view(rows, -1, TILE).amax(-1))
+    if scores.int_scores is not None and scores.candidates is not None and scores.tile_list is not None:
+        scores.int_scores.copy_(padded)
+        scores.candidates.fill_(2**62)
+        scores.tile_list.fill_(10**8)
     return scores
 
 
@@ -161,7 +170,7 @@ KINDS = {
     "all_equal": lambda rows, n: torch.full((rows, n), -5),
     "best_in_few_tiles": lambda rows, n: torch.arange(n).expand(rows, n) * 1000,
     "one_far_above": lambda rows, n: torch.randint(-9, 0, (rows, n)).index_fill(1, torch.tensor([n // 2]), 2**31 - 1),
-    "some_missing": lambda rows, n: torch.where(torch.rand(rows, n) < 0.97, NO_LEVEL, torch.randint(0, 50, (rows, n))),
+    "some_missing": lambda rows, n: torch.where(torch.rand(rows, n) < 0.97, NO_SCORE, torch.randint(0, 50, (rows, n))),
 }
 
 
@@ -175,8 +184,8 @@ def test_merge_finds_the_best_in_order(kind: str, columns: int, width: int) -> N
     levels = KINDS[kind](2, columns).int()
     tokens = torch.randperm(10**6)[:columns].sort().values.int()
     out = torch.full((2, width), -7, dtype=torch.int64)
-    top_merge(scored(levels, tokens, width), out, rows=tokens)
-    assert torch.equal(out, top_merge_reference(levels, tokens, width).to(DEVICE))
+    topk_tokens(scored(levels, tokens, width), out, token_ids=tokens)
+    assert torch.equal(out, topk_tokens_reference(levels, tokens, width).to(DEVICE))
 
 
 @pytest.mark.parametrize(("width", "best"), [(4, [3, 5, 9, -1]), (9, [3, 5, 5, 9, *[-1] * 5])])
@@ -184,7 +193,7 @@ def test_a_token_that_is_there_twice_hides_no_other(width: int, best: list[int])
     """Which should not be; a few columns are found by their tokens."""
     tokens = torch.tensor([5, 3, 5, 9]).int()
     out = torch.full((1, width), -7)
-    top_merge(scored(torch.tensor([[8, 9, 8, 1]]).int(), tokens, width), out, rows=tokens)
+    topk_tokens(scored(torch.tensor([[8, 9, 8, 1]]).int(), tokens, width), out, token_ids=tokens)
     assert out.tolist() == [best]
 
 
@@ -194,11 +203,13 @@ def test_merge_finds_the_best_for_any_size(columns: int, width: int, spread: int
     with torch.device(DEVICE):
         torch.manual_seed(seed)
         levels = torch.randint(-spread + 1, spread, (1, columns)).int()
-        tokens = torch.randperm(columns).int()  # of equal scores too few to overflow the room, any order will do
+        tokens = torch.randperm(
+            columns
+        ).int()  # of equal scores too few to overflow the candidate_capacity, any order will do
         out = torch.empty(1, width, dtype=torch.int32)
-        top_merge(scored(levels, tokens, width), out, rows=tokens)
-        expected = top_merge_reference(levels, tokens, width).to(DEVICE)
-        if columns <= room(width) or spread > 2**20:
+        topk_tokens(scored(levels, tokens, width), out, token_ids=tokens)
+        expected = topk_tokens_reference(levels, tokens, width).to(DEVICE)
+        if columns <= candidate_capacity(width) or spread > 2**20:
             assert torch.equal(out, expected.int())
         else:
             place = torch.empty(columns, dtype=torch.int64).scatter_(0, tokens.long(), torch.arange(columns))
@@ -224,7 +235,7 @@ def noise_for(rows: int, sequences: int = 1, temperature: float = 0.8, seed: int
 
 def poisoned(rows: int, columns: int, width: int) -> Scores:
     scores = Scores.empty(rows, columns, width, DEVICE)
-    for buffer in (scores.keys, scores.levels, scores.found):
+    for buffer in (scores.tile_keys, scores.int_scores, scores.candidates):
         if buffer is not None:
             buffer.fill_(torch.iinfo(buffer.dtype).max)
     return scores
@@ -233,8 +244,8 @@ def poisoned(rows: int, columns: int, width: int) -> Scores:
 def best_of(x: torch.Tensor, weight: torch.Tensor, width: int, columns: int | None = None, **options: Any):
     scores = poisoned(x.shape[0], columns or weight.shape[0], width)
     out = torch.full((x.shape[0], width), -7)
-    head_top(x, weight, scores, **options)
-    top_merge(scores, out, rows=options.get("rows"))
+    lm_head_scores(x, weight, scores, **options)
+    topk_tokens(scores, out, token_ids=options.get("token_ids"))
     return out
 
 
@@ -247,15 +258,15 @@ def test_logits_are_the_references(
     torch.manual_seed(0)
     x, weight = torch.randn(rows, hidden).to(dtype), (torch.randn(columns, hidden) / hidden**0.5).to(dtype)
     got = torch.full((rows, columns), math.nan)
-    head_logits(x, weight, got, softcap=softcap)
-    exact = head_reference(x.double(), weight.double(), softcap)
+    lm_head_logits(x, weight, got, softcap=softcap)
+    exact = lm_head_reference(x.double(), weight.double(), softcap)
     assert (got - exact).abs().max() < 5e-6
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 70])
 def test_the_best_is_the_first_of_the_largest_logits(rows: int) -> None:
     x, weight = case(rows, 333, 64, torch.float16)
-    logits = head_reference(x, weight)
+    logits = lm_head_reference(x, weight)
     assert (logits == logits.amax(-1, keepdim=True)).sum(-1).max() > 1 or rows == 1
     assert torch.equal(best_of(x, weight, 1), ranked(logits, 1))
 
@@ -263,7 +274,7 @@ def test_the_best_is_the_first_of_the_largest_logits(rows: int) -> None:
 @pytest.mark.parametrize("width", [2, 5, 20, 64])
 def test_the_best_come_in_order_with_ties_to_the_lower_token(width: int) -> None:
     x, weight = case(2, 333, 32, torch.float16)
-    assert torch.equal(best_of(x, weight, width), ranked(head_reference(x, weight), width))
+    assert torch.equal(best_of(x, weight, width), ranked(lm_head_reference(x, weight), width))
 
 
 @pytest.mark.parametrize(("rows", "sequences"), [(1, 1), (6, 2), (20, 20)])
@@ -273,7 +284,7 @@ def test_drawn_tokens_are_those_of_sampling(rows: int, sequences: int) -> None:
         noise = noise_for(rows, sequences, 0.7, seed)
         each = [part.repeat(rows // sequences) for part in (noise.seeds, noise.sample_indices)]
         key = NoiseKey(each[0], each[1], noise.positions.long())
-        values = perturbed(head_reference(x, weight) / 0.7, key)
+        values = perturbed(lm_head_reference(x, weight) / 0.7, key)
         assert torch.equal(best_of(x, weight, 1, noise=noise), ranked(values, 1))
 
 
@@ -283,8 +294,10 @@ def test_a_trimmed_head_draws_with_its_tokens_noise(gather: bool, width: int, in
     x, weight = case(3, 300, 48, torch.float16)
     rows = torch.randperm(300)[:101]
     noise = noise_for(3, stream=1)
-    got = best_of(x, weight if gather else weight[rows], width, 101, rows=rows.to(index), gather=gather, noise=noise)
-    values = perturbed_reference(head_reference(x, weight)[:, rows], rows, noise)
+    got = best_of(
+        x, weight if gather else weight[rows], width, 101, token_ids=rows.to(index), gather=gather, noise=noise
+    )
+    values = perturbed_reference(lm_head_reference(x, weight)[:, rows], rows, noise)
     assert torch.equal(got, rows[ranked(values, width)])
 
 
@@ -297,8 +310,8 @@ def test_what_lies_behind_the_count_is_never_chosen(gather: bool, count: int) ->
     part = torch.full((130, 48), math.nan)
     part[:count] = whole[rows[:count]]
     of = torch.tensor(count, dtype=torch.int32)
-    got = best_of(x, whole if gather else part, 7, 130, rows=rows, gather=gather, count=of, noise=noise_for(2))
-    values = perturbed_reference(head_reference(x, part[:count]), rows[:count], noise_for(2))
+    got = best_of(x, whole if gather else part, 7, 130, token_ids=rows, gather=gather, count=of, noise=noise_for(2))
+    values = perturbed_reference(lm_head_reference(x, part[:count]), rows[:count], noise_for(2))
     assert torch.equal(got[:, :count], rows[:count][ranked(values, min(7, count))])
     assert (got[:, count:] == -1).all()
 
@@ -312,7 +325,7 @@ def test_of_a_scaled_stream_tokens_are_drawn_as_of_normed_rows(dtype: torch.dtyp
     wide = torch.full((5, 40), math.nan)
     wide[:, :36] = squares_reference(states)
     got = best_of(scaled_reference(states, weights, 0.25), weight, 4, norm=Norm(1e-5, wide[:, :36]), noise=noise)
-    logits = head_reference(normalise_reference(states.double(), weights.double(), 1e-5, 0.25), weight.double())
+    logits = lm_head_reference(rms_norm_reference(states.double(), weights.double(), 1e-5, 0.25), weight.double())
     assert torch.equal(got, ranked(perturbed_reference(logits, torch.arange(130), noise), 4))
 
 
@@ -326,9 +339,9 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_row_tile(bm: int, width:
     for row in (0, 20, 36):
         alone = poisoned(1, 130, width)
         own = Noise(noise.seeds, noise.sample_indices, noise.positions[row : row + 1], noise.temperature)
-        head_top(x[row : row + 1], weight, alone, softcap=20.0, noise=own)
-        assert torch.equal(alone.keys[0], together.keys[row])
-        assert width == 1 or torch.equal(alone.levels[0], together.levels[row])
+        lm_head_scores(x[row : row + 1], weight, alone, softcap=20.0, noise=own)
+        assert torch.equal(alone.tile_keys[0], together.tile_keys[row])
+        assert width == 1 or torch.equal(alone.int_scores[0], together.int_scores[row])
 
 
 def test_rows_further_apart_and_scores_with_room_for_more() -> None:
@@ -336,11 +349,11 @@ def test_rows_further_apart_and_scores_with_room_for_more() -> None:
     wide, tall = torch.full((3, 64), math.nan, dtype=torch.float16), torch.full((100, 80), math.nan).half()
     wide[:, :48], tall[:, :48] = x, weight
     scores, out = poisoned(9, 100, 4), torch.full((5, 8), -7)
-    head_top(wide[:, :48], tall[:, :48], scores)
-    top_merge(scores, out[:3, :4])
-    assert torch.equal(out[:3, :4], ranked(head_reference(x, weight), 4))
+    lm_head_scores(wide[:, :48], tall[:, :48], scores)
+    topk_tokens(scores, out[:3, :4])
+    assert torch.equal(out[:3, :4], ranked(lm_head_reference(x, weight), 4))
     assert (out[3:] == -7).all() and (out[:, 4:] == -7).all()
-    assert (scores.keys[3:] == 2**63 - 1).all()
+    assert (scores.tile_keys[3:] == 2**63 - 1).all()
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -350,7 +363,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "strided_x": ("contiguous", {"x": torch.zeros(48, 2).T}),
     "scores_of_another_size": ("keys", {"scores": Scores.empty(2, 200, 1, "cpu")}),
     "gather_without_rows": ("gather needs rows", {"gather": True}),
-    "rows_for_another_weight": ("rows", {"rows": torch.arange(99)}),
+    "rows_for_another_weight": ("token_ids", {"token_ids": torch.arange(99)}),
     "count_of_another_type": ("count", {"count": torch.tensor(7)}),
     "squares_of_other_rows": ("squares", {"norm": Norm(1e-5, torch.zeros(3, 3))}),
     "softcap": ("softcap", {"softcap": 0.0}),
@@ -368,18 +381,18 @@ def test_wrong_arguments_are_named(name: str) -> None:
     wrong = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in wrong.items()}
     right = {"x": torch.zeros(2, 48), "weight": torch.zeros(100, 48), "scores": Scores.empty(2, 100, 1, DEVICE)}
     with pytest.raises(ValueError, match=text):
-        head_top(**{**right, **wrong})
+        lm_head_scores(**{**right, **wrong})
 
 
 def test_merge_refuses_what_the_scores_were_not_made_for() -> None:
     scores = Scores.empty(2, 100, 1, DEVICE)
     with pytest.raises(ValueError, match="not made for 5"):
-        top_merge(scores, torch.zeros(2, 5).int())
+        topk_tokens(scores, torch.zeros(2, 5).int())
     with pytest.raises(ValueError, match="up to 2 rows"):
-        top_merge(scores, torch.zeros(3, 1).int())
+        topk_tokens(scores, torch.zeros(3, 1).int())
     with pytest.raises(ValueError, match="int32"):
-        top_merge(scores, torch.zeros(2, 1))
-    with pytest.raises(ValueError, match="rows"):
-        top_merge(Scores.empty(2, 100, 4, DEVICE), torch.zeros(2, 4).int(), rows=torch.arange(300))
-    with pytest.raises(ValueError, match=str(MOST)):
-        Scores.empty(2, 100, MOST + 1, DEVICE)
+        topk_tokens(scores, torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="token_ids"):
+        topk_tokens(Scores.empty(2, 100, 4, DEVICE), torch.zeros(2, 4).int(), token_ids=torch.arange(300))
+    with pytest.raises(ValueError, match=str(MAX_WIDTH)):
+        Scores.empty(2, 100, MAX_WIDTH + 1, DEVICE)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
-from selfspec.kernels.lm_head_topk import head_reference, head_top  # noqa: E402
-from selfspec.kernels.logits_processing import Processing, process_reference  # noqa: E402
-from selfspec.kernels.score_logits import score  # noqa: E402
-from selfspec.kernels.topk import Scores, top_merge  # noqa: E402
+from selfspec.kernels.lm_head_topk import lm_head_reference, lm_head_scores  # noqa: E402
+from selfspec.kernels.logits_processing import Processing, process_logits_reference  # noqa: E402
+from selfspec.kernels.score_logits import score_logits  # noqa: E402
+from selfspec.kernels.topk import Scores, topk_tokens  # noqa: E402
 from selfspec.sampling import ranked  # noqa: E402
 from selfspec.speculation.plan import Plan  # noqa: E402
-from tests.slots import DEVICE, levels_of, off, random_processing, tree_of  # noqa: E402
+from tests.slots import DEVICE, int_scores_of, off, random_processing, tree_of  # noqa: E402
 from tests.strategies import plans  # noqa: E402
 
 
@@ -31,9 +31,9 @@ def _on_the_device():
 
 def scored(logits: torch.Tensor, processing: Processing | None) -> torch.Tensor:
     scores = Scores.empty(*logits.shape, 2, DEVICE)
-    score(logits, scores, processing=processing)
-    assert scores.levels is not None
-    return scores.levels[:, : logits.shape[1]]
+    score_logits(logits, scores, processing=processing)
+    assert scores.int_scores is not None
+    return scores.int_scores[:, : logits.shape[1]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -45,12 +45,14 @@ def test_processed_scores_have_the_bits_of_the_reference(
         torch.manual_seed(seed)
         processing = random_processing(plan, sequences, vocabulary)
         logits = torch.randn((len(plan) + 1) * sequences, vocabulary) * 3
-        assert torch.equal(scored(logits, processing), levels_of(process_reference(logits, processing)))
+        assert torch.equal(scored(logits, processing), int_scores_of(process_logits_reference(logits, processing)))
         # Drafting scores one level of the tree at a time.
         first = plan.levels[-1].start
         rows = slice(first * sequences, None)
         part = replace(processing, positions=processing.positions[rows], first_node=first)
-        assert torch.equal(scored(logits[rows], part), levels_of(process_reference(logits, processing)[rows]))
+        assert torch.equal(
+            scored(logits[rows], part), int_scores_of(process_logits_reference(logits, processing)[rows])
+        )
 
 
 def one(vocabulary: int = 8, plan: str = "none") -> Processing:
@@ -80,18 +82,18 @@ def test_each_parameter_does_what_it_says(name: str) -> None:
         getattr(processing, parameter).fill_(value)
     processing.positions.fill_(9)
     processing.stops[0, 0] = 7
-    got = process_reference(torch.tensor([LOGITS]), processing)
+    got = process_logits_reference(torch.tensor([LOGITS]), processing)
     assert got.tolist() == [expected]
-    assert torch.equal(scored(torch.tensor([LOGITS]), processing), levels_of(got))
+    assert torch.equal(scored(torch.tensor([LOGITS]), processing), int_scores_of(got))
 
 
 def test_bias_comes_before_penalties_and_bans() -> None:
     processing = one()
     processing.repetition.fill_(2)
     processing.bias[0, :4] = torch.tensor([-math.inf, -3.0, 1.0, -math.inf])
-    got = process_reference(torch.tensor([LOGITS]), processing)
+    got = process_logits_reference(torch.tensor([LOGITS]), processing)
     assert got.tolist() == [[-math.inf, -2.0, -2.0, -math.inf, *LOGITS[4:]]]
-    assert torch.equal(scored(torch.tensor([LOGITS]), processing), levels_of(got))
+    assert torch.equal(scored(torch.tensor([LOGITS]), processing), int_scores_of(got))
 
 
 def test_tokens_on_the_path_count_as_generated_and_those_beside_it_do_not() -> None:
@@ -99,10 +101,10 @@ def test_tokens_on_the_path_count_as_generated_and_those_beside_it_do_not() -> N
     processing.frequency.fill_(1)
     processing.tokens.copy_(torch.tensor([2, 4, 5, 4, 6]))  # the root's own is in the counts
     logits = torch.zeros(5, 8)
-    counted = -process_reference(logits, processing)
+    counted = -process_logits_reference(logits, processing)
     assert counted[:, 4:7].tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 0], [2, 0, 0], [0, 1, 1]]
     assert (counted[:, 2] == 1).all()
-    assert torch.equal(scored(logits, processing), levels_of(-counted))
+    assert torch.equal(scored(logits, processing), int_scores_of(-counted))
 
 
 @pytest.mark.parametrize("gather", [False, True], ids=["copy", "gather"])
@@ -116,10 +118,12 @@ def test_a_trimmed_head_processes_by_token(gather: bool) -> None:
     own = torch.zeros(101, 48).half()
     own[:90] = weight[rows[:90]]
     scores, out = Scores.empty(14, 101, 7, DEVICE), torch.full((14, 7), -7)
-    head_top(x, weight if gather else own, scores, rows=rows, gather=gather, count=count, processing=processing)
-    top_merge(scores, out, rows=rows)
+    lm_head_scores(
+        x, weight if gather else own, scores, token_ids=rows, gather=gather, count=count, processing=processing
+    )
+    topk_tokens(scores, out, token_ids=rows)
     offered = rows[:90].sort().values
-    values = process_reference(head_reference(x, weight)[:, offered], processing, offered)
+    values = process_logits_reference(lm_head_reference(x, weight)[:, offered], processing, offered)
     assert torch.equal(out, offered[ranked(values, 7)])
 
 

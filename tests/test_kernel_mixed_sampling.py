@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
-from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top  # noqa: E402
-from selfspec.kernels.noise import Cuts, Noise  # noqa: E402
-from selfspec.kernels.sample import Workspace, choose, choose_reference  # noqa: E402
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_reference, lm_head_scores  # noqa: E402
+from selfspec.kernels.noise import Noise, Truncation  # noqa: E402
+from selfspec.kernels.sample import SampleWorkspace, sample, sample_reference  # noqa: E402
 from selfspec.kernels.topk import Scores  # noqa: E402
 from selfspec.speculation.plan import Plan  # noqa: E402
 from tests.slots import DEVICE, Batch, drawn, drawn_with_own_features  # noqa: E402
@@ -53,9 +53,9 @@ def test_mixed_rows_draw_what_the_reference_draws(plan: Plan, sequences: int, vo
         batch = Batch.random(plan, sequences, vocabulary)
         logits = torch.randn(len(batch.x), vocabulary) * 3
         out = torch.full((len(batch.x),), -7)
-        work = Workspace.empty(len(batch.x), vocabulary, DEVICE)
-        choose(logits, out, work, noise=batch.noise, cuts=batch.cuts, processing=batch.processing)
-        expected = choose_reference(logits, batch.noise, batch.cuts, batch.processing)
+        work = SampleWorkspace.empty(len(batch.x), vocabulary, DEVICE)
+        sample(logits, out, work, noise=batch.noise, truncation=batch.cuts, processing=batch.processing)
+        expected = sample_reference(logits, batch.noise, batch.cuts, batch.processing)
         assert torch.equal(out, expected)
 
 
@@ -64,10 +64,12 @@ def test_a_sequence_at_temperature_0_keeps_the_bits_of_its_logits() -> None:
     x, weight = torch.randn(4, 32), torch.randn(200, 32)
     noise = Noise(torch.arange(2), torch.arange(2), torch.arange(4).int(), torch.tensor([0.0, 0.9]))
     plain, mixed = (Scores.empty(4, 200, 2, DEVICE) for _ in range(2))
-    head_top(x, weight, plain)
-    head_top(x, weight, mixed, noise=noise)
-    assert torch.equal(plain.levels[::2], mixed.levels[::2]) and torch.equal(plain.keys[::2], mixed.keys[::2])
-    assert not (plain.levels[1::2, :200] == mixed.levels[1::2, :200]).any()
+    lm_head_scores(x, weight, plain)
+    lm_head_scores(x, weight, mixed, noise=noise)
+    assert torch.equal(plain.int_scores[::2], mixed.int_scores[::2]) and torch.equal(
+        plain.tile_keys[::2], mixed.tile_keys[::2]
+    )
+    assert not (plain.int_scores[1::2, :200] == mixed.int_scores[1::2, :200]).any()
 
 
 def test_the_promise_of_few_changes_no_choice_that_it_covers() -> None:
@@ -78,9 +80,9 @@ def test_the_promise_of_few_changes_no_choice_that_it_covers() -> None:
     top_k = torch.tensor([0, 3, 300, 0, 0, 1, 7, 20, 50, 63, 64, 64], dtype=torch.int32)
     top_p = torch.where(top_k > 0, 0.9, 1.0)
     choices = []
-    for few in (True, False):
-        work, out = Workspace.empty(rows, 500, DEVICE, few), torch.full((rows,), -7)
-        choose(logits, out, work, noise=noise, cuts=Cuts(top_k, top_p, torch.zeros(rows), few))
+    for small_top_k in (True, False):
+        work, out = SampleWorkspace.empty(rows, 500, DEVICE, small_top_k), torch.full((rows,), -7)
+        sample(logits, out, work, noise=noise, truncation=Truncation(top_k, top_p, torch.zeros(rows), small_top_k))
         choices.append(out)
     assert torch.equal(*choices)
     assert torch.equal(choices[0][:3], logits[:3].argmax(-1)) and (choices[0] >= 0).all()
@@ -91,9 +93,9 @@ def test_head_logits_are_what_is_processed() -> None:
     torch.manual_seed(0)
     batch, weight = Batch.random(Plan.parse("chain:2"), 3, 300), torch.randn(300, 16).half()
     logits, out = torch.empty(len(batch.x), 300), torch.full((len(batch.x),), -7)
-    head_logits(batch.x, weight, logits, softcap=4.0)
-    torch.testing.assert_close(logits, head_reference(batch.x.float(), weight.float(), 4.0), atol=1e-5, rtol=1e-5)
-    work = Workspace.empty(len(batch.x), 300, DEVICE)
-    choose(logits, out, work, noise=batch.noise, cuts=batch.cuts, processing=batch.processing)
+    lm_head_logits(batch.x, weight, logits, softcap=4.0)
+    torch.testing.assert_close(logits, lm_head_reference(batch.x.float(), weight.float(), 4.0), atol=1e-5, rtol=1e-5)
+    work = SampleWorkspace.empty(len(batch.x), 300, DEVICE)
+    sample(logits, out, work, noise=batch.noise, truncation=batch.cuts, processing=batch.processing)
     tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
-    assert torch.equal(out, tokens) and torch.equal(work.scores.keys, keys)
+    assert torch.equal(out, tokens) and torch.equal(work.scores.tile_keys, keys)

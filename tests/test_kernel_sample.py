@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 from selfspec import sampling  # noqa: E402
-from selfspec.kernels.lm_head_topk import head_logits, head_top  # noqa: E402
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores  # noqa: E402
 from selfspec.kernels.noise import Noise  # noqa: E402
-from selfspec.kernels.sample import Cuts, Workspace, choose, choose_reference, choose_scored, score  # noqa: E402
-from selfspec.kernels.topk import Scores, top_merge  # noqa: E402
+from selfspec.kernels.sample import SampleWorkspace, Truncation, sample, sample_reference, sample_scored, score_logits  # noqa: E402
+from selfspec.kernels.topk import Scores, topk_tokens  # noqa: E402
 from selfspec.sampling import NoiseKey, SamplingParams, ranked, warp_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,28 +38,36 @@ def noise_for(rows: int, seed: int = 1) -> Noise:
     return Noise(seeds, torch.arange(rows) % 3, positions, torch.full((rows,), TEMPERATURE))
 
 
-def cuts_for(sequences: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, few: bool | None = None) -> Cuts:
-    return Cuts(
+def cuts_for(
+    sequences: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, small_top_k: bool | None = None
+) -> Truncation:
+    return Truncation(
         torch.full((sequences,), top_k, dtype=torch.int32),
         torch.full((sequences,), top_p),
         torch.full((sequences,), min_p),
-        1 <= top_k <= 64 if few is None else few,
+        1 <= top_k <= 64 if small_top_k is None else small_top_k,
     )
 
 
-def workspace(rows: int, vocabulary: int, few: bool = False) -> Workspace:
-    work = Workspace.empty(rows, vocabulary, DEVICE, few)
+def workspace(rows: int, vocabulary: int, small_top_k: bool = False) -> SampleWorkspace:
+    work = SampleWorkspace.empty(rows, vocabulary, DEVICE, small_top_k)
     work.masses.fill_(math.nan)
     work.undecided.fill_(7)
-    for buffer in (work.scores.keys, work.scores.levels, work.scores.found):
+    for buffer in (work.scores.tile_keys, work.scores.int_scores, work.scores.candidates):
         assert buffer is not None
         buffer.fill_(torch.iinfo(buffer.dtype).max)
     return work
 
 
-def chosen(logits: torch.Tensor, noise: Noise | None, cuts: Cuts | None) -> torch.Tensor:
+def chosen(logits: torch.Tensor, noise: Noise | None, cuts: Truncation | None) -> torch.Tensor:
     out = torch.full((logits.shape[0],), -7)
-    choose(logits, out, workspace(*logits.shape, few=cuts is not None and cuts.few), noise=noise, cuts=cuts)
+    sample(
+        logits,
+        out,
+        workspace(*logits.shape, small_top_k=cuts is not None and cuts.small_top_k),
+        noise=noise,
+        truncation=cuts,
+    )
     return out
 
 
@@ -98,7 +106,7 @@ def test_the_choice_is_that_of_sampling(kind: str, top_k: int) -> None:
             noise, cuts = noise_for(1, number), cuts_for(1, top_k, top_p, min_p)
             got = chosen(logits, noise, cuts)
             assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
-            assert torch.equal(got, choose_reference(logits.double(), noise, cuts))
+            assert torch.equal(got, sample_reference(logits.double(), noise, cuts))
 
 
 @settings(max_examples=15, deadline=None)
@@ -131,7 +139,7 @@ def test_a_nucleus_larger_than_the_sorted_list_is_searched_for() -> None:
     logits = torch.randn(3, 900) * 0.5
     logits[1] *= 20
     work, out, noise = workspace(3, 900), torch.full((3,), -7), noise_for(3)
-    choose(logits, out, work, noise=noise, cuts=cuts_for(3, top_p=0.9))
+    sample(logits, out, work, noise=noise, truncation=cuts_for(3, top_p=0.9))
     assert (work.undecided != 0).tolist() == [True, False, True]
     assert torch.equal(out, expected(logits, noise, top_p=0.9))
 
@@ -194,8 +202,8 @@ SPECIAL = {
 def test_order_of_special_values(name: str) -> None:
     values, order = SPECIAL[name]
     scores, out = Scores.empty(1, len(values), 5, DEVICE), torch.full((1, len(values)), -7)
-    score(torch.tensor([values]), scores)
-    top_merge(scores, out)
+    score_logits(torch.tensor([values]), scores)
+    topk_tokens(scores, out)
     assert out[0].tolist() == order
 
 
@@ -228,42 +236,42 @@ def test_a_row_without_a_finite_best_has_no_choice(way: str, special: float) -> 
         noise.temperature.zero_()
         assert chosen(logits, None, None).tolist() == [-1]
     assert chosen(logits, noise, cuts).tolist() == [-1]
-    assert choose_reference(logits, noise, cuts).tolist() == [-1]
+    assert sample_reference(logits, noise, cuts).tolist() == [-1]
 
 
 def test_scores_of_the_head_are_those_of_its_logits() -> None:
     torch.manual_seed(0)
     x, weight = torch.randint(-2, 3, (3, 48)).half(), torch.randint(-2, 3, (333, 48)).half()
     logits, noise, cuts = torch.empty(3, 333), noise_for(3), cuts_for(3, 20)
-    head_logits(x, weight, logits)
-    ours, theirs = workspace(3, 333, few=True), workspace(3, 333, few=True)
-    head_top(x, weight, ours.scores, noise=noise, cuts=cuts)
-    score(logits, theirs.scores, noise=noise, cuts=cuts)
-    assert ours.scores.levels is not None and theirs.scores.levels is not None
-    assert torch.equal(ours.scores.keys, theirs.scores.keys)
-    assert torch.equal(ours.scores.levels, theirs.scores.levels)
+    lm_head_logits(x, weight, logits)
+    ours, theirs = workspace(3, 333, small_top_k=True), workspace(3, 333, small_top_k=True)
+    lm_head_scores(x, weight, ours.scores, noise=noise, truncation=cuts)
+    score_logits(logits, theirs.scores, noise=noise, truncation=cuts)
+    assert ours.scores.int_scores is not None and theirs.scores.int_scores is not None
+    assert torch.equal(ours.scores.tile_keys, theirs.scores.tile_keys)
+    assert torch.equal(ours.scores.int_scores, theirs.scores.int_scores)
     out = torch.full((3,), -7, dtype=torch.int32)
-    choose_scored(333, out, ours, noise=noise, cuts=cuts)
+    sample_scored(333, out, ours, noise=noise, truncation=cuts)
     assert torch.equal(out.long(), expected(logits, noise, top_k=20))
 
 
 def test_wrong_arguments_are_named() -> None:
     logits, out, work, noise = torch.zeros(2, 100), torch.zeros(2).int(), workspace(2, 100), noise_for(2)
     with pytest.raises(ValueError, match="give the noise"):
-        choose(logits, out, work, cuts=cuts_for(2, 3))
+        sample(logits, out, work, truncation=cuts_for(2, 3))
     with pytest.raises(ValueError, match=r"top_k must have shape \[2\]"):
-        choose(logits, out, work, noise=noise, cuts=cuts_for(1, 3))
+        sample(logits, out, work, noise=noise, truncation=cuts_for(1, 3))
     with pytest.raises(ValueError, match="top_p must be torch.float32"):
-        choose(logits, out, work, noise=noise, cuts=replace(cuts_for(2), top_p=torch.ones(2).double()))
+        sample(logits, out, work, noise=noise, truncation=replace(cuts_for(2), top_p=torch.ones(2).double()))
     with pytest.raises(ValueError, match=r"temperature must have shape \[2\]"):
-        choose(logits, out, work, noise=replace(noise, temperature=torch.ones(1)))
+        sample(logits, out, work, noise=replace(noise, temperature=torch.ones(1)))
     with pytest.raises(ValueError, match="too small for the 256"):
-        choose(logits, out, workspace(2, 100, few=True), noise=noise, cuts=cuts_for(2, top_p=0.5))
+        sample(logits, out, workspace(2, 100, small_top_k=True), noise=noise, truncation=cuts_for(2, top_p=0.5))
     with pytest.raises(ValueError, match="float32"):
-        choose(logits.half(), out, work)
+        sample(logits.half(), out, work)
     with pytest.raises(ValueError, match="keys"):
-        choose(torch.zeros(3, 100), out, work)
+        sample(torch.zeros(3, 100), out, work)
     with pytest.raises(ValueError, match="2 tiles"):
-        choose_scored(200, out, work, noise=noise, cuts=cuts_for(2, 3))
+        sample_scored(200, out, work, noise=noise, truncation=cuts_for(2, 3))
     with pytest.raises(ValueError, match="one best column"):
-        top_merge(work.scores, torch.zeros(2, 2).int(), finite=True)
+        topk_tokens(work.scores, torch.zeros(2, 2).int(), finite=True)

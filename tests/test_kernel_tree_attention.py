@@ -175,7 +175,7 @@ def test_counters_serve_one_launch_after_the_other(pack: int, tickets: bool) -> 
     first, second = (torch.empty_like(launch.q) for _ in range(2))
     for out in (first, second):
         workspace.fill_(float("nan"))  # what the first launch left may not serve the second
-        op.path_attention(
+        op.tree_attention(
             *tensors, out, workspace, counters, ranges=ranges, window=None, scale=0.25, pack=pack, tickets=tickets
         )
         assert not counters.any()
@@ -249,4 +249,4 @@ def test_options_and_workspaces_that_do_not_fit_are_refused() -> None:
     workspace, counters = torch.zeros(op.workspace_size(1, 4, 2, 16, 1)), torch.zeros(5, dtype=torch.int32)
     for too_small in ((workspace[1:], counters), (workspace, counters[1:])):
         with pytest.raises(ValueError, match="must hold"):
-            op.path_attention(*tensors, torch.empty_like(launch.q), *too_small, ranges=1, window=None, scale=0.25)
+            op.tree_attention(*tensors, torch.empty_like(launch.q), *too_small, ranges=1, window=None, scale=0.25)

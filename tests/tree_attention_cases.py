@@ -35,7 +35,7 @@ class Launch:
         counters = torch.zeros(op.counters_size(batch, rows, kv_heads), dtype=torch.int32, device=self.q.device)
         out = torch.full_like(self.q, float("nan")) if out is None else out
         given = (self.q, self.keys, self.values, self.page_table, self.lengths, self.paths, self.depths)
-        op.path_attention(*given, out, workspace, counters, ranges=ranges, window=window, scale=dim**-0.5, **options)
+        op.tree_attention(*given, out, workspace, counters, ranges=ranges, window=window, scale=dim**-0.5, **options)
         assert not counters.any()
         return out
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from bench.ops import Case
 from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference
 from selfspec.kernels.gemm import linear, linear_reference
-from selfspec.kernels.norm import NextNorm, Norm, normalise, squares_reference, tiles
+from selfspec.kernels.norm import NextNorm, Norm, rms_norm, squares_per_row, squares_reference
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
 
 # hidden, intermediate, query heads, key heads, head size
@@ -53,7 +53,7 @@ def _norm(x: torch.Tensor) -> Norm:
 
 def _next_norm(out: torch.Tensor) -> NextNorm:
     rows, width = out.shape
-    squares = torch.empty(rows, tiles(width), device=out.device)
+    squares = torch.empty(rows, squares_per_row(width), device=out.device)
     return NextNorm(_randn(width, device=out.device), 0.0, squares, torch.empty_like(out))
 
 
@@ -126,7 +126,7 @@ def _normalise_case(name: str, rows: int, hidden: int, device: torch.device) -> 
     next_norm = _next_norm(out)
     return Case(
         name,
-        lambda: normalise(x, weight, 1e-5, 0.0, out, residual=x, next_norm=next_norm),
+        lambda: rms_norm(x, weight, 1e-5, 0.0, out, residual=x, next_norm=next_norm),
         8 * rows * hidden,
         None,
         lambda: F.rms_norm(x, (hidden,), weight, 1e-5),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from bench.ops import Case
-from selfspec.kernels.lm_head_topk import head_logits, head_reference, head_top
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_reference, lm_head_scores
 from selfspec.kernels.logits_processing import Processing
-from selfspec.kernels.noise import Cuts, Noise
-from selfspec.kernels.sample import Workspace, choose, choose_scored
-from selfspec.kernels.topk import Scores, top_merge
+from selfspec.kernels.noise import Noise, Truncation
+from selfspec.kernels.sample import SampleWorkspace, sample, sample_scored
+from selfspec.kernels.topk import Scores, topk_tokens
 
 MODELS = {"SmolLM2": (49152, 576), "8B": (128256, 4096)}
 TRIMMED, CHILDREN = 15872, 20
@@ -34,10 +34,10 @@ def _noise(rows: int, device: torch.device) -> Noise:
     return Noise(seeds, indices, torch.arange(rows, device=device, dtype=torch.int32), torch.ones(1, device=device))
 
 
-def _cuts(device: torch.device, top_k: int = 0, top_p: float = 1.0) -> Cuts:
+def _cuts(device: torch.device, top_k: int = 0, top_p: float = 1.0) -> Truncation:
     k = torch.tensor([top_k], dtype=torch.int32, device=device)
     p, off = torch.tensor([top_p], device=device), torch.zeros(1, device=device)
-    return Cuts(k, p, off, few=1 <= top_k <= 64)
+    return Truncation(k, p, off, small_top_k=1 <= top_k <= 64)
 
 
 def _processing(rows: int, vocabulary: int, device: torch.device) -> Processing:
@@ -61,20 +61,20 @@ def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
     size, at = weight.nbytes + x.nbytes, f"{model} {rows} rows"
 
     def compared() -> tuple[torch.Tensor, torch.Tensor]:
-        head_logits(x, weight, logits)
-        return logits[:4], head_reference(x[:4].double(), weight.double())
+        lm_head_logits(x, weight, logits)
+        return logits[:4], lm_head_reference(x[:4].double(), weight.double())
 
     def library() -> object:
         return torch.mm(x, weight.T).float().argmax(-1)
 
-    head_top(x, weight, one, noise=noise)
+    lm_head_scores(x, weight, one, noise=noise)
     return [
-        Case(f"head greedy {at}", lambda: head_top(x, weight, one), size, compared, library),
-        Case(f"head sampled {at}", lambda: head_top(x, weight, one, noise=noise), size, None, library),
-        Case(f"head cut {at}", lambda: head_top(x, weight, many, noise=noise, cuts=cuts), size),
-        Case(f"head processed {at}", lambda: head_top(x, weight, one, noise=noise, processing=processing), size),
-        Case(f"head logits {at}", lambda: head_logits(x, weight, logits), size + logits.nbytes),
-        Case(f"merge 1 {at}", lambda: top_merge(one, tokens), one.keys.nbytes),
+        Case(f"head greedy {at}", lambda: lm_head_scores(x, weight, one), size, compared, library),
+        Case(f"head sampled {at}", lambda: lm_head_scores(x, weight, one, noise=noise), size, None, library),
+        Case(f"head cut {at}", lambda: lm_head_scores(x, weight, many, noise=noise, truncation=cuts), size),
+        Case(f"head processed {at}", lambda: lm_head_scores(x, weight, one, noise=noise, processing=processing), size),
+        Case(f"head logits {at}", lambda: lm_head_logits(x, weight, logits), size + logits.nbytes),
+        Case(f"merge 1 {at}", lambda: topk_tokens(one, tokens), one.tile_keys.nbytes),
     ]
 
 
@@ -84,19 +84,23 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
     ids = torch.randperm(weight.shape[0], device=device)[:TRIMMED].sort().values.int()
     copy, noise = weight[ids.long()], _noise(rows, device)
     scores = Scores.empty(rows, TRIMMED, CHILDREN, device)
-    levels = scores.levels
+    levels = scores.int_scores
     assert levels is not None
     tokens = torch.empty(rows, CHILDREN, device=device, dtype=torch.int64)
     count = torch.tensor(TRIMMED, device=device, dtype=torch.int32)
-    head_top(x, copy, scores, rows=ids, noise=noise)
+    lm_head_scores(x, copy, scores, token_ids=ids, noise=noise)
     return [
-        Case(f"head greedy {at}", lambda: head_top(x, copy, scores, rows=ids, count=count), copy.nbytes),
-        Case(f"head sampled {at}", lambda: head_top(x, copy, scores, rows=ids, count=count, noise=noise), copy.nbytes),
-        Case(f"head gathered {at}", lambda: head_top(x, weight, scores, rows=ids, gather=True), copy.nbytes),
+        Case(f"head greedy {at}", lambda: lm_head_scores(x, copy, scores, token_ids=ids, count=count), copy.nbytes),
+        Case(
+            f"head sampled {at}",
+            lambda: lm_head_scores(x, copy, scores, token_ids=ids, count=count, noise=noise),
+            copy.nbytes,
+        ),
+        Case(f"head gathered {at}", lambda: lm_head_scores(x, weight, scores, token_ids=ids, gather=True), copy.nbytes),
         Case(
             f"merge {CHILDREN} {at}",
-            lambda: top_merge(scores, tokens, rows=ids),
-            scores.keys.nbytes,
+            lambda: topk_tokens(scores, tokens, token_ids=ids),
+            scores.tile_keys.nbytes,
             library=lambda: torch.topk(levels, CHILDREN),
         ),
     ]
@@ -104,24 +108,24 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
 
 def _choose_cases(model: str, vocabulary: int, rows: int, device: torch.device) -> list[Case]:
     logits, noise = torch.randn(rows, vocabulary, device=device) * 3, _noise(rows, device)
-    work, out = Workspace.empty(rows, vocabulary, device), torch.empty(rows, device=device, dtype=torch.int64)
+    work, out = SampleWorkspace.empty(rows, vocabulary, device), torch.empty(rows, device=device, dtype=torch.int64)
     bounded, nucleus, large = (_cuts(device, top_k, 0.9) for top_k in (50, 0, 1000))
     at = f"{model} {rows} rows"
-    choose(logits, out, work, noise=noise, cuts=bounded)
+    sample(logits, out, work, noise=noise, truncation=bounded)
     size = logits.nbytes
     return [
         Case(
             f"choose top-k 50 top-p {at}",
-            lambda: choose(logits, out, work, noise=noise, cuts=bounded),
+            lambda: sample(logits, out, work, noise=noise, truncation=bounded),
             size,
             library=lambda: torch.topk(logits, 50),
         ),
         Case(
             f"choose scored top-k 50 {at}",
-            lambda: choose_scored(vocabulary, out, work, noise=noise, cuts=bounded),
-            work.scores.keys.nbytes,
+            lambda: sample_scored(vocabulary, out, work, noise=noise, truncation=bounded),
+            work.scores.tile_keys.nbytes,
         ),
-        Case(f"choose top-p {at}", lambda: choose(logits, out, work, noise=noise, cuts=nucleus), size),
-        Case(f"choose any top-k {at}", lambda: choose(logits, out, work, noise=noise, cuts=large), size),
-        Case(f"choose uncut {at}", lambda: choose(logits, out, work, noise=noise), size),
+        Case(f"choose top-p {at}", lambda: sample(logits, out, work, noise=noise, truncation=nucleus), size),
+        Case(f"choose any top-k {at}", lambda: sample(logits, out, work, noise=noise, truncation=large), size),
+        Case(f"choose uncut {at}", lambda: sample(logits, out, work, noise=noise), size),
     ]

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from bench.ops import Case
 from selfspec.kernels.tree_attention import (
     counters_size,
-    path_attention,
     ranges_for,
     reference,
+    tree_attention,
     workspace_size,
 )
 
@@ -43,7 +43,7 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
 
     def run() -> torch.Tensor:
         spaces = (out, workspace, counters)
-        return path_attention(q, *cache, paths, depths, *spaces, ranges=ranges, window=None, scale=scale)
+        return tree_attention(q, *cache, paths, depths, *spaces, ranges=ranges, window=None, scale=scale)
 
     def truth() -> tuple[torch.Tensor, torch.Tensor]:
         some = slice(0, 2)  # rows that are enough to tell the error

@@ -24,7 +24,7 @@ from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend, callbac
 from selfspec.cache.kv_cache import PAGE_SIZE, CacheFull
 from selfspec.governor.governor import MEASURING
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
-from selfspec.kernels.final_norm import places_for
+from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.sampling import process_logits
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation.exit import Exit
@@ -87,7 +87,7 @@ class CudaBackend:
 
     @property
     def most_unfilled(self) -> int:
-        return places_for(max(self._size, 1))
+        return unfilled_capacity(max(self._size, 1))
 
     def slots_for(self, sequences: int) -> int:
         return bucket(sequences)

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.kernels.embed_rope import Places
-from selfspec.kernels.final_norm import know
+from selfspec.kernels.embed_rope import RowMetadata
+from selfspec.kernels.final_norm import final_norm
 from selfspec.kernels.gate_up_gemm import gated_linear
 from selfspec.kernels.gemm import linear
-from selfspec.kernels.norm import NextNorm, Norm, normalise, tiles
+from selfspec.kernels.norm import NextNorm, Norm, rms_norm, squares_per_row
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
-from selfspec.kernels.tree_attention import counters_size, path_attention, ranges_for, workspace_size
+from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_attention, workspace_size
 from selfspec.kernels.triton_compat import INTERPRETED, triton
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
@@ -78,7 +78,7 @@ class Stream:
     def empty(cls, rows: int, model: Decoder) -> Stream:
         hidden, device = model.config.hidden_size, model.device
         states, scaled = (torch.zeros(rows, hidden, dtype=model.dtype, device=device) for _ in range(2))
-        return cls(states, torch.zeros(rows, tiles(hidden), device=device), scaled)
+        return cls(states, torch.zeros(rows, squares_per_row(hidden), device=device), scaled)
 
     def rows(self, start: int, stop: int) -> Stream:
         return Stream(self.states[start:stop], self.squares[start:stop], self.scaled[start:stop])
@@ -137,7 +137,7 @@ class Tree:
 class Nodes:
     """The nodes of one pass: where their rows stand and what they see."""
 
-    places: Places
+    places: RowMetadata
     paths: torch.Tensor  # [M, depth + 1]
     depths: torch.Tensor  # [M]
 
@@ -153,9 +153,9 @@ class Nodes:
         return Nodes(self.places.rows(0, rows), self.paths[:count], self.depths[:count])
 
 
-def empty_places(model: Decoder, rows: int) -> Places:
+def empty_places(model: Decoder, rows: int) -> RowMetadata:
     """Room for where so many rows of a model stand."""
-    return Places.empty(rows, len(model.config.ropes), model.config.head_dim // 2, model.dtype, model.device)
+    return RowMetadata.empty(rows, len(model.config.ropes), model.config.head_dim // 2, model.dtype, model.device)
 
 
 class Scratch:
@@ -269,14 +269,14 @@ class FusedDecoder:
         """What a head reads, or with no weight the plain norm."""
         config = self.model.config
         if weight is None:
-            normalise(states, None, torch.finfo(states.dtype).eps, 0.0, out)
+            rms_norm(states, None, torch.finfo(states.dtype).eps, 0.0, out)
         else:
-            normalise(states, weight, config.norm_eps, config.norm_offset, out)
+            rms_norm(states, weight, config.norm_eps, config.norm_offset, out)
 
     def know(self, last: Stream, known: torch.Tensor, middle: Stream | None = None, **waiting: Any) -> None:
         """What is known where all layers have left `last`, and those up to the middle one `middle`."""
         config, of_middle = self.model.config, None if middle is None else middle.states
-        know(last.states, self.model.norm, config.norm_eps, config.norm_offset, known, of_middle, **waiting)
+        final_norm(last.states, self.model.norm, config.norm_eps, config.norm_offset, known, of_middle, **waiting)
 
     def _attend(
         self, q: torch.Tensor, cache_layer: int, spec: LayerConfig, nodes: Nodes, attended: torch.Tensor
@@ -284,7 +284,7 @@ class FusedDecoder:
         config, texts, count = self.model.config, self.texts, len(nodes.depths)
         size = workspace_size(texts.count, count, config.num_heads, config.head_dim, self.ranges)
         counters = counters_size(texts.count, count, config.num_kv_heads)
-        path_attention(
+        tree_attention(
             q, self.cache.keys[cache_layer], self.cache.values[cache_layer], texts.page_table, texts.lengths,
             nodes.paths, nodes.depths, attended,
             self.scratch.take("partials", max(size, 1), dtype=torch.float32),
@@ -308,7 +308,7 @@ class FusedDecoder:
             return
         config, update = self.model.config, self._take("update", *source.states.shape)
         linear(x, weight, update, bias=bias)
-        normalise(
+        rms_norm(
             update, out_norm, config.norm_eps, config.norm_offset, target.states,
             residual=source.states, next_norm=next_norm,
         )  # fmt: skip

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Stream
-from selfspec.kernels.embed_rope import enter
-from selfspec.kernels.final_norm import Waiting
+from selfspec.kernels.embed_rope import embed_rope
+from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.kernels.gemm import linear
-from selfspec.kernels.lm_head_topk import head_top
+from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.logits_processing import Processing
 from selfspec.kernels.noise import Noise
-from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_reference, tiles
+from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_per_row, squares_reference
 from selfspec.kernels.topk import Ranking, Scores
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
@@ -49,7 +49,7 @@ class Drafter:
     head: DraftHead | None  # None: all rows
     known: torch.Tensor | None  # [rows, 2 * hidden]: each slot's state for the next position, then every node's
     first_node: int  # the row of the first slot's root in it
-    waiting: Waiting  # states of tokens that the exit's cache lacks
+    waiting: UnfilledStates  # states of tokens that the exit's cache lacks
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Reads:
     def empty(cls, rows: int, model: Decoder) -> Reads:
         hidden, device = model.config.hidden_size, model.device
         values = torch.zeros(rows, hidden, dtype=model.dtype, device=device)
-        return cls(values, torch.zeros(rows, tiles(hidden), device=device))
+        return cls(values, torch.zeros(rows, squares_per_row(hidden), device=device))
 
     def rows(self, start: int, stop: int) -> Reads:
         return Reads(self.values[start:stop], self.squares[start:stop])
@@ -92,7 +92,7 @@ class FusedExit:
         nodes: Nodes,
         known: torch.Tensor,
         later: Stream | None = None,
-        waiting: Waiting | None = None,
+        waiting: UnfilledStates | None = None,
     ) -> None:
         """The states after layer N through the rest of the model, in `late` and from the middle on in `later`: what is
         then known at every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left
@@ -105,13 +105,13 @@ class FusedExit:
             fused.know(fused.run(rest, middle, late, nodes), known[:, :hidden])
         else:
             last, states = fused.run(rest, middle, later, nodes), None if waiting is None else stream.states
-            fused.know(last, known, middle, hidden=states, waiting=waiting)
+            fused.know(last, known, middle, hidden=states, unfilled=waiting)
 
     def stand(self, nodes: Nodes, pending: torch.Tensor, counts: torch.Tensor) -> None:
         """Where rows stand whose states are known; of each text the first few, `counts` of them, store something."""
         fused, model = self.fused, self.fused.model
         nobodys = self.own(len(nodes.places.tokens))
-        enter(
+        embed_rope(
             nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys), model.embedding,
             model._embedding_scale, fused.texts.lengths, fused.texts.page_table, nodes.depths, fused.inv_freq,
             fused.rope_scaling, 0, pending=pending, counts=counts,
@@ -152,8 +152,8 @@ class FusedExit:
         tokens = None if head is None else head.tokens
         columns = model.config.vocab_size if tokens is None else len(tokens)
         scores = scratch.take_like(Scores.empty(len(reads.values), columns, width, "meta"))
-        head_top(
-            reads.values, model.head, scores, rows=tokens, gather=tokens is not None,
+        lm_head_scores(
+            reads.values, model.head, scores, token_ids=tokens, gather=tokens is not None,
             count=None if head is None else head.count, norm=self._norm(reads.squares),
             softcap=model.config.logit_softcap, noise=noise, processing=processing,
         )  # fmt: skip
@@ -195,7 +195,7 @@ class FusedExit:
         return Stream(states, self._squares(name, rows), scaled)
 
     def _squares(self, name: str, rows: int) -> torch.Tensor:
-        width = tiles(self.fused.model.config.hidden_size)
+        width = squares_per_row(self.fused.model.config.hidden_size)
         return self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
 
     def _scratch(self, name: str, rows: int) -> torch.Tensor:

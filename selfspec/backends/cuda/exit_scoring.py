@@ -15,8 +15,8 @@ from selfspec.backends.cuda.exit import Drafter, FusedExit, Past
 from selfspec.backends.cuda.slots import Features, Slots
 from selfspec.backends.cuda.step import Drawing
 from selfspec.cache.kv_cache import Cache
-from selfspec.kernels.final_norm import places_for
-from selfspec.kernels.topk import top_merge
+from selfspec.kernels.final_norm import unfilled_capacity
+from selfspec.kernels.topk import topk_tokens
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.plan import NONE
 
@@ -26,7 +26,7 @@ _FEWEST, _ENOUGH = 4, 64  # positions of a sequence, and rows of all sequences, 
 
 def scored_places(slots: int) -> int:
     """Positions of each sequence that are scored, the oldest ones: of many sequences a few each tell enough."""
-    return min(places_for(slots), max(_FEWEST, _ENOUGH // slots))
+    return min(unfilled_capacity(slots), max(_FEWEST, _ENOUGH // slots))
 
 
 class ExitFill:
@@ -47,7 +47,7 @@ class ExitFill:
         self.count, self.page_table = slots.count, slots.page_table
         self.lengths = torch.zeros_like(slots.lengths)  # positions that the exit's cache has
         self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        self.nodes = Nodes.chain(model, drafter.waiting.places, slots.count)
+        self.nodes = Nodes.chain(model, drafter.waiting.capacity, slots.count)
         # Processing would need each position's own counts: drafts are scored without it.
         self.drawing = Drawing(slots, replace(features, processes=False), Tree(NONE, slots.count, model.device))
         scored = scored_places(slots.count) if scores else 0
@@ -72,5 +72,5 @@ class ExitFill:
             reads = exit.reads(rows)
             exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
             ranking = exit.rank(drafter.head, reads, OFFERED, self.drawing.noise(self.scored.places), None)
-            top_merge(ranking.scores, self.report, rows=ranking.rows)
+            topk_tokens(ranking.scores, self.report, token_ids=ranking.token_ids)
         waiting.counts.zero_()

@@ -25,7 +25,7 @@ from selfspec.backends.cuda.short_prefill import Marking, Prompts, longest_toget
 from selfspec.backends.cuda.slots import Features, SlotTable
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.kernels.final_norm import Waiting
+from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.router import MARKED, marks_of
 from selfspec.speculation.exit import Exit
@@ -56,15 +56,15 @@ class Table:
         self.number, self.model = number, model
         self.slots = SlotTable(capacity, pages, model.config.vocab_size, model.device, idle_page)
         self.known = known_buffer(model, capacity + MAX_STEP_ROWS)  # each slot's, then every node's
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, UnfilledStates] = {}
         self._ends: dict[int, torch.Tensor] = {}
         self._heads: dict[int, DraftHead] = {}
 
-    def waiting(self, count: int) -> Waiting:
+    def waiting(self, count: int) -> UnfilledStates:
         """Room for states that the exit's cache lacks, of the first `count` slots."""
         if count not in self._waiting:
             slots, config = self.slots.first(count), self.model.config
-            self._waiting[count] = Waiting.empty(slots.unfilled, config.hidden_size, self.model.dtype)
+            self._waiting[count] = UnfilledStates.empty(slots.unfilled, config.hidden_size, self.model.dtype)
         return self._waiting[count]
 
     def ends(self, count: int) -> torch.Tensor:

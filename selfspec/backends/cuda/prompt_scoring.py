@@ -11,8 +11,8 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch
 from selfspec.backends.cuda.exit import FusedExit, Past
 from selfspec.backends.cuda.slots import Slots
 from selfspec.cache.kv_cache import Cache
-from selfspec.kernels.lm_head_topk import head_top
-from selfspec.kernels.topk import Scores, top_merge
+from selfspec.kernels.lm_head_topk import lm_head_scores
+from selfspec.kernels.topk import Scores, topk_tokens
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -64,6 +64,6 @@ class PromptScore:
         vocabulary, scratch = self.model.config.vocab_size, self.fused.scratch
         scores = scratch.take_like(Scores.empty(len(reads), vocabulary, 1, "meta"))
         chosen = scratch.take("judged", len(reads), 1, dtype=torch.int32)
-        head_top(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
-        top_merge(scores, chosen)
+        lm_head_scores(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
+        topk_tokens(scores, chosen)
         return chosen

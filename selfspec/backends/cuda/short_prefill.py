@@ -19,8 +19,8 @@ from selfspec.backends.cuda.exit import FusedExit, Past, known_buffer
 from selfspec.backends.cuda.prompt_scoring import ends_buffer
 from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.kernels.embed_rope import enter
-from selfspec.kernels.norm import tiles
+from selfspec.kernels.embed_rope import embed_rope
+from selfspec.kernels.norm import squares_per_row
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -153,7 +153,7 @@ class Pass:
         self._ints.copy_(self.told)
         stream, model, fused = self._stream("entered"), self.model, self.fused
         first_norm = fused.next_norm(model.layers[0].attention_norm, stream)
-        enter(
+        embed_rope(
             self.places, stream.states, first_norm, model.embedding, model._embedding_scale, self.lengths,
             self.page_table, self.nodes.depths, fused.inv_freq, fused.rope_scaling, 0,
             ranked=self.tokens, parents=self._first, ranks=self._steps,
@@ -162,7 +162,7 @@ class Pass:
 
     def _stream(self, name: str) -> Stream:
         hidden = self.model.config.hidden_size
-        squares = self.scratch.take(f"prompts {name} squares", self.rows, tiles(hidden), dtype=torch.float32)
+        squares = self.scratch.take(f"prompts {name} squares", self.rows, squares_per_row(hidden), dtype=torch.float32)
         return Stream(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
 
     def _take(self, name: str, width: int, rows: int = 0) -> torch.Tensor:

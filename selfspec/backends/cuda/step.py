@@ -16,14 +16,14 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Stream, Tree, em
 from selfspec.backends.cuda.exit import Drafter, FusedExit, Past, Reads
 from selfspec.backends.cuda.slots import Features, Slots
 from selfspec.kernels.accept import TOKENS, accept
-from selfspec.kernels.embed_rope import Places, enter
+from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
-from selfspec.kernels.lm_head_topk import head_logits, head_top
+from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
 from selfspec.kernels.logits_processing import Processing
-from selfspec.kernels.noise import Cuts, Noise
-from selfspec.kernels.sample import Workspace, choose_scored
-from selfspec.kernels.score_logits import score
-from selfspec.kernels.topk import FEW, Ranking, Scores, top_merge
+from selfspec.kernels.noise import Noise, Truncation
+from selfspec.kernels.sample import SampleWorkspace, sample_scored
+from selfspec.kernels.score_logits import score_logits
+from selfspec.kernels.topk import MAX_SCAN_WIDTH, Ranking, Scores, topk_tokens
 from selfspec.sampling import TARGET
 from selfspec.speculation.plan import Plan
 
@@ -35,25 +35,25 @@ class Drawing:
         self.slots, self.features, self.tree = slots, features, tree
 
     @property
-    def cuts(self) -> Cuts | None:
+    def cuts(self) -> Truncation | None:
         if not self.features.cuts:
             return None
-        return Cuts(self.slots.top_k, self.slots.top_p, self.slots.min_p, few=self.features.few)
+        return Truncation(self.slots.top_k, self.slots.top_p, self.slots.min_p, small_top_k=self.features.few)
 
-    def noise(self, places: Places) -> Noise | None:
+    def noise(self, places: RowMetadata) -> Noise | None:
         """That of the tokens after rows that stand at these places."""
         slots = self.slots
-        keys = slots.seeds, slots.sample_indices, places.following, slots.temperature
+        keys = slots.seeds, slots.sample_indices, places.next_positions, slots.temperature
         return Noise(*keys, TARGET) if self.features.samples else None
 
-    def processing(self, places: Places, everything: Places, first_node: int) -> Processing | None:
+    def processing(self, places: RowMetadata, everything: RowMetadata, first_node: int) -> Processing | None:
         """For rows of the nodes from `first_node` on; the tokens of their paths are in `everything`."""
         if not self.features.processes:
             return None
         slots, table, count = self.slots, self.slots.table, self.slots.count
         return Processing(
             slots.repetition, slots.presence, slots.frequency, table.bias[:count], table.counts[:count],
-            slots.min_length, slots.stops, places.following, self.tree.paths, self.tree.depths, everything.tokens,
+            slots.min_length, slots.stops, places.next_positions, self.tree.paths, self.tree.depths, everything.tokens,
             first_node,
         )  # fmt: skip
 
@@ -99,7 +99,7 @@ class DeviceStep:
         """Everything before the choice; the logits of all rows are in `logits`."""
         self.draft()
         self.verify()
-        head_logits(self.read, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
+        lm_head_logits(self.read, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
 
     @cached_property
     def logits(self) -> torch.Tensor:
@@ -124,7 +124,7 @@ class DeviceStep:
         source: dict[str, Any] = {"pending": slots.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
-        enter(
+        embed_rope(
             nodes.places, stream.states, first_norm, self.model.embedding, self.model._embedding_scale,
             slots.lengths, slots.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
             **source,
@@ -142,10 +142,10 @@ class DeviceStep:
         drawing = self.drawing
         processing = drawing.processing(nodes.places, self.places, level.nodes.start)
         ranking = exit.rank(drafter.head, reads, level.width, drawing.noise(nodes.places), processing)
-        if level.width <= FEW:
+        if level.width <= MAX_SCAN_WIDTH:
             return ranking
         ranked = self.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
-        top_merge(ranking.scores, ranked, rows=ranking.rows)
+        topk_tokens(ranking.scores, ranked, token_ids=ranking.token_ids)
         return ranked
 
     def verify(self) -> None:
@@ -158,7 +158,7 @@ class DeviceStep:
             layers = range(self.split, self.model.config.num_layers)
             last = self.fused.run(layers, self.stream, self.late, self.everyone)
             hidden = None if waiting is None else self.stream.states
-            self.fused.know(last, self.reads.values, hidden=hidden, waiting=waiting)
+            self.fused.know(last, self.reads.values, hidden=hidden, unfilled=waiting)
             return
         exit = FusedExit(self.fused, drafter.exit)
         later = exit.stream("later", self.rows)
@@ -182,24 +182,24 @@ class DeviceStep:
     def choose(self) -> None:
         """The target's own next token at every row, -1 where its logits are not finite."""
         softcap = self.model.config.logit_softcap
-        self._choose(lambda scores, **how: head_top(self.read, self.model.head, scores, softcap=softcap, **how))
+        self._choose(lambda scores, **how: lm_head_scores(self.read, self.model.head, scores, softcap=softcap, **how))
 
     def choose_processed(self) -> None:
         """The same from `logits`, which the host has processed for some rows."""
-        self._choose(lambda scores, **how: score(self.logits, scores, **how))
+        self._choose(lambda scores, **how: score_logits(self.logits, scores, **how))
 
     def _choose(self, score_all: Callable[..., None]) -> None:
         vocabulary, drawing = self.model.config.vocab_size, self.drawing
         noise, cuts = drawing.noise(self.places), drawing.cuts
-        how = {"noise": noise, "cuts": cuts, "processing": drawing.processing(self.places, self.places, 0)}
+        how = {"noise": noise, "truncation": cuts, "processing": drawing.processing(self.places, self.places, 0)}
         if cuts is None or noise is None:
             scores = self.scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
             score_all(scores, **how)
-            top_merge(scores, self.chosen, finite=True)
+            topk_tokens(scores, self.chosen, finite=True)
             return
-        work = self.scratch.take_like(Workspace.empty(self.rows, vocabulary, "meta", cuts.few))
+        work = self.scratch.take_like(SampleWorkspace.empty(self.rows, vocabulary, "meta", cuts.small_top_k))
         score_all(work.scores, **how)
-        choose_scored(vocabulary, self.chosen.view(-1), work, noise=noise, cuts=cuts)
+        sample_scored(vocabulary, self.chosen.view(-1), work, noise=noise, truncation=cuts)
 
     def commit(self) -> None:
         """Walks down the trees; lengths, pending tokens, and the accepted paths' keys and values move."""
