@@ -128,20 +128,23 @@ def show(console: Console, engine: Engine, runs: Sequence[Runs]) -> None:
     """Prints speeds, whether the tokens are the same, and a verdict on each mode against plain decoding."""
     plain, *others = runs
     title = f"Median of {TURNS} runs each, taking turns"
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE)  # fits 60 columns
-    for heading in ("", "tokens/s", "range", "tokens/step", "drafted"):
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for heading in ("", "tokens/s", "range", "per step", "drafted"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
     for of_mode in runs:
-        ends = f"{min(of_mode.speeds):.1f}-{max(of_mode.speeds):.1f}"
-        table.add_row(
-            name_of(of_mode), f"{of_mode.speed:.1f}", ends, f"{of_mode.tokens_per_step:.2f}", f"{of_mode.drafted:.0%}"
-        )
+        ends = f"{_digits(min(of_mode.speeds))}-{_digits(max(of_mode.speeds))}"
+        per_step, drafted = f"{of_mode.tokens_per_step:.2f}", f"{of_mode.drafted:.0%}"
+        table.add_row(name_of(of_mode), _digits(of_mode.speed), ends, per_step, drafted)
     console.print(table)
     differing = [of_mode.mode.name for of_mode in others if of_mode.tokens != plain.tokens]
     same = "identical in all runs"
     console.print(f"tokens: {same if not differing else f'DIFFERENT ({why_different(engine)})'}", soft_wrap=True)
     for of_mode in others:
         console.print(verdict(engine, plain, of_mode), soft_wrap=True)
+
+
+def _digits(speed: float) -> str:
+    return f"{speed:.1f}" if speed < 100 else f"{speed:.0f}"
 
 
 def name_of(runs: Runs) -> str:

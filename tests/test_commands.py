@@ -1,0 +1,253 @@
+"""The `selfspec` command: help without torch, interrupts, messages, chats and measurements."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import selfspec
+from selfspec import Engine, cli
+from selfspec.commands import chat as chat_command
+from selfspec.commands.running import for_command, one_line_warnings, run
+from tests.commanding import answer, save_model
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return Engine.from_pretrained(folder, device="cpu", profile=None)
+
+
+@pytest.fixture(autouse=True)
+def no_profiles(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+# Parsing
+
+PARSE = """
+import sys
+sys.argv = {argv!r}
+try:
+    {call}
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+CALLS = {
+    "selfspec --help": "from selfspec.cli import main; main()",
+    "selfspec --version": "from selfspec.cli import main; main()",
+    **{f"selfspec {name} --help": "from selfspec.cli import main; main()" for name in cli.COMMANDS},
+    "selfspec.generate --help": "import runpy; runpy.run_module('selfspec.generate', run_name='__main__')",
+    "selfspec.calibrate --help": "import runpy; runpy.run_module('selfspec.calibrate', run_name='__main__')",
+}
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_help_imports_no_torch(command):
+    code = PARSE.format(argv=command.split(), call=CALLS[command])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = ["selfspec 0."] if "version" in command else ["usage: ", "--help"]
+    assert all(word in done.stdout for word in words)
+
+
+def test_the_package_imports_classes_when_they_are_used():
+    code = "import sys, selfspec; assert 'torch' not in sys.modules; from selfspec import *; print(Engine, Rules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "selfspec.engine.Engine" in done.stdout
+    assert {"Engine", "__version__"} <= set(dir(selfspec))
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        selfspec.Motor  # noqa: B018
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert cli.main([]) == 2
+    assert "commands:\n  generate" in capsys.readouterr().err
+
+
+def test_generate_takes_its_arguments_from_the_command(folder, engine, capsys):
+    arguments = ["generate", "hello", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "12"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == answer(engine, "hello") + "\n"
+
+
+# Running
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("exit_layer=9 is not possible", "--exit-layer 9 is not possible"),
+        ("pass exit_layer= and plan=, or kv_cache_gb=.", "pass --exit-layer and --plan, or --kv-cache-gb."),
+        ("speculative_decoding='on'", "--speculative 'on'"),
+        ("or pass profile=None (python -m selfspec.calibrate)", "or pass --profile none (selfspec calibrate)"),
+        ("my_plan=3 and --plan=4", "my_plan=3 and --plan=4"),
+    ],
+)
+def test_messages_name_options_instead_of_arguments(text, expected):
+    assert for_command(text) == expected
+
+
+def test_warnings_are_one_line_and_only_within_the_command(capsys):
+    shown = warnings.showwarning
+    with one_line_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("top_k=3 has\n  no effect", UserWarning, stacklevel=1)
+    assert capsys.readouterr().err == "selfspec: --top-k 3 has no effect\n"
+    assert warnings.showwarning is shown
+
+
+def raising(error: BaseException):
+    def command() -> int:
+        raise error
+
+    return command
+
+
+def test_an_interrupt_ends_with_code_130_and_no_traceback(capsys):
+    assert run(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "\nselfspec: stopped\n"
+
+
+def test_errors_that_say_what_to_do_are_one_line_and_faults_keep_their_traceback(capsys):
+    assert run(raising(ValueError("plan=x is malformed"))) == 2
+    assert capsys.readouterr().err == "error: --plan x is malformed\n"
+    with pytest.raises(ZeroDivisionError):
+        run(raising(ZeroDivisionError()))
+
+
+def start(*arguments: str, **kwargs) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "selfspec", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment, **kwargs
+    )
+
+
+@pytest.mark.parametrize("when", ["loading", "generating"])
+def test_ctrl_c_ends_a_command_without_a_traceback(folder, when):
+    length = ("--max-new-tokens", "400", "--max-length", "500")
+    process = start("generate", "hello", "--model", str(folder), "--device", "cpu", *length)
+    if when == "generating":
+        assert process.stdout.read(1)
+    else:
+        time.sleep(0.5)  # Python has started and imports torch, for seconds
+    process.send_signal(signal.SIGINT)
+    _, about = process.communicate(timeout=60)
+    assert process.returncode == 130, about
+    assert b"Traceback" not in about and b"selfspec: stopped" in about
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(folder):
+    process = start("generate", "hello", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "400")
+    assert process.stdout.read(1)
+    process.stdout.close()
+    about = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert b"Traceback" not in about and b"Exception ignored" not in about and b"error" not in about
+
+
+# Chat
+
+
+def converse(folder: Path, monkeypatch, capsys, *lines: str, arguments: tuple[str, ...] = ()) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    options = ("--model", str(folder), "--device", "cpu", "--max-new-tokens", "12", *arguments)
+    assert cli.main(["chat", *options]) == 0
+    return capsys.readouterr()
+
+
+def replies(engine: Engine, *turns: str, system: str | None = None) -> list[str]:
+    """The answers of a conversation, each to all messages before it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for text in turns:
+        messages.append({"role": "user", "content": text})
+        reply = engine.complete(messages, max_new_tokens=12, speculative_decoding=False).text
+        messages.append({"role": "assistant", "content": reply})
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+def test_a_chat_answers_with_all_messages_so_far(folder, engine, monkeypatch, capsys):
+    text, about = converse(folder, monkeypatch, capsys, "hello", "", "you")
+    expected = replies(engine, "hello", "you")
+    assert text == "".join(f"{reply}\n" for reply in expected)
+    assert expected[1] != replies(engine, "you")[0]
+    assert about.count("12 tokens in") == 2 and "/new starts over" in about
+
+
+def test_a_chat_starts_over_and_ends_on_demand(folder, engine, monkeypatch, capsys):
+    system = ("--system", "be kind")
+    lines = ("hello", "/new", "you", "/exit", "never read")
+    text, _ = converse(folder, monkeypatch, capsys, *lines, arguments=system)
+    expected = replies(engine, "hello", system="be kind") + replies(engine, "you", system="be kind")
+    assert text == "".join(f"{reply}\n" for reply in expected)
+
+
+def test_a_message_that_does_not_fit_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):
+    text, about = converse(folder, monkeypatch, capsys, "a" * 600, "hello")
+    assert text == replies(engine, "hello")[0] + "\n"
+    assert "selfspec: prompt 0 has" in about and "/new starts over" in about
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(folder, engine, monkeypatch, capsys):
+    marked, asked = selfspec.Stream.__next__, []
+
+    def interrupted(stream) -> str:
+        asked.append(stream)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return marked(stream)
+
+    monkeypatch.setattr(selfspec.Stream, "__next__", interrupted)
+    kept: list[list] = []
+    monkeypatch.setattr(
+        chat_command.Conversation, "start", lambda self: kept.append([]) or setattr(self, "messages", kept[0])
+    )
+    answered, conversations = chat_command.Conversation.answer, []
+    monkeypatch.setattr(
+        chat_command.Conversation, "answer", lambda self, text: conversations.append(self) or answered(self, text)
+    )
+    text, about = converse(folder, monkeypatch, capsys, "hello", "you")
+    first = conversations[0].messages[1]["content"]
+    assert first and replies(engine, "hello")[0].startswith(first) and len(first) < len(replies(engine, "hello")[0])
+    assert "stopped" in about and text.startswith(first)
+    assert [message["role"] for message in conversations[0].messages] == ["user", "assistant"] * 2
+
+
+def test_a_base_model_does_not_chat_and_says_what_it_does(tmp_path, capsys):
+    base = save_model(tmp_path / "base", chat_template=None)
+    assert cli.main(["chat", "--model", str(base), "--device", "cpu"]) == 2
+    message = capsys.readouterr().err
+    assert "has no chat template" in message and "continues text" in message and "selfspec generate" in message
+
+
+# Bench
+
+
+def test_bench_measures_the_shipped_prompts_three_ways(folder, capsys):
+    arguments = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "4", "--max-length", "512", "--json"]
+    assert cli.main(["bench", *arguments]) == 0
+    out, about = capsys.readouterr()
+    figures = json.loads(out)
+    assert set(figures["tokens_per_second"]) == {"plain", "governed", "forced"}
+    assert all(speed > 0 for speed in figures["tokens_per_second"].values())
+    assert figures["tokens_per_step"]["plain"] == 1.0 and figures["drafted"]["plain"] == 0
+    assert "tokens: identical in all runs" in about and "forced chain:2" in about
