@@ -1,7 +1,7 @@
-"""Where texts end, and how they are handed out: the same as in transformers, even in the middle of an accepted path.
+"""Sequences end, and streams deliver text, as in transformers, also in the middle of an accepted path.
 
-Most tests use a model that recites a known text and whose drafts are always right, so that every end of text falls into
-a path that would have been accepted whole.
+Most tests use a model that generates a fixed text and whose drafts are always right, so that an end token lies within a
+path that would have been accepted whole.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from transformers import (
 )
 
 from selfspec import Completion, Engine, GenerateOutput
-from tests.scripted import PLANS, endless, left_padded, plan_id, random_prompt, reciting_model
+from tests.scripted import endless, left_padded, random_prompt, reciting_model
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, spaced_tokenizer, tiny_tokenizer
 
 TEXT = [*"bcd", "stop", *"eéfg", "STOPPED", *"h€", "the", *"i😀j", "two", *"k日lm"]
 RECITED = ids_of(*TEXT)
-PROMPTS = [ids_of("a"), ids_of("x", "y", "c"), ids_of("p", "q", "r", "s", "f")]  # each takes up the text elsewhere
+PROMPTS = [ids_of("a"), ids_of("x", "y", "c"), ids_of("p", "q", "r", "s", "f")]  # each continues at another token
 LIMIT = 14
-UNSAID = ids_of("</s>")  # transformers pads the rows that are done only where there is an end token at all
+UNSAID = ids_of("</s>")  # transformers pads finished sequences only if there is an end token; the model never says it
+DEEP = "tree:4,2,2,1"
 
-plans = pytest.mark.parametrize("plan", PLANS, ids=plan_id)
-deep_plans = pytest.mark.parametrize("plan", ["chain:4", "tree:4,2,2,1"])
+plans = pytest.mark.parametrize("plan", ["none", DEEP])
 
 
 @cache
@@ -48,7 +48,7 @@ def engine() -> Engine:
 
 @cache
 def random_engine() -> Engine:
-    """Its text is noise, with bytes that are no characters."""
+    """Generates random tokens, some of them bytes that are no UTF-8 characters."""
     return Engine.from_model(endless(tiny_model("llama")), tokenizer=tiny_tokenizer())
 
 
@@ -83,7 +83,7 @@ def test_the_reciting_model_recites_and_accepts_whole_paths() -> None:
     assert (output.stats[0].cycles, output.stats[0].accepted) == (2, 8)
 
 
-# Tokens and strings that end a text
+# Tokens and strings that end a sequence
 
 
 ENDS: dict[str, dict[str, Any]] = {
@@ -106,36 +106,32 @@ def ended_by_transformers(name: str) -> torch.Tensor:
     return from_transformers(PROMPTS, tokenizer=tiny_tokenizer(), **settings)
 
 
-@plans
-@pytest.mark.parametrize("name", ENDS)
-def test_rows_end_where_transformers_ends_them(name: str, plan: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), [("several_strings", "none"), *((name, DEEP) for name in ENDS)])
+def test_sequences_end_at_the_token_at_which_transformers_ends_them(name: str, plan: str) -> None:
     output = from_selfspec(PROMPTS, plan, max_new_tokens=LIMIT, **ENDS[name])
     assert torch.equal(output.sequences, ended_by_transformers(name))
 
 
-@deep_plans
-@pytest.mark.parametrize("step", [0, 3, 4, 5, 10])
-def test_eos_ends_the_text_at_every_step_of_a_path(step: int, plan: str) -> None:
-    output = from_selfspec(PROMPTS[:1], plan, eos_token_id=RECITED[step], max_new_tokens=LIMIT)
-    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[: step + 1]
+@pytest.mark.parametrize("index", [0, 3, 4, 5, 10])
+def test_eos_ends_a_sequence_at_any_node_of_an_accepted_path(index: int) -> None:
+    output = from_selfspec(PROMPTS[:1], "chain:4", eos_token_id=RECITED[index], max_new_tokens=LIMIT)
+    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[: index + 1]
     assert reasons(output) == ["stop"]
 
 
-@deep_plans
-def test_an_eos_as_the_last_token_allowed_is_a_stop(plan: str) -> None:
-    output = from_selfspec(PROMPTS[:1], plan, eos_token_id=RECITED[7], max_new_tokens=8)
+def test_an_eos_as_the_last_allowed_token_gives_the_reason_stop() -> None:
+    output = from_selfspec(PROMPTS[:1], DEEP, eos_token_id=RECITED[7], max_new_tokens=8)
     assert reasons(output) == ["stop"]
 
 
-@deep_plans
-def test_a_stop_string_in_the_middle_of_a_path_is_a_stop(plan: str) -> None:
-    output = from_selfspec(PROMPTS[:1], plan, stop_strings="dsto", max_new_tokens=LIMIT)
+def test_a_stop_string_in_the_middle_of_a_path_gives_the_reason_stop() -> None:
+    output = from_selfspec(PROMPTS[:1], DEEP, stop_strings="dsto", max_new_tokens=LIMIT)
     assert output.sequences[0].tolist() == PROMPTS[0] + ids_of("b", "c", "d", "stop")
     assert reasons(output) == ["stop"]
 
 
 @plans
-def test_each_row_has_its_own_finish_reason(plan: str) -> None:
+def test_each_sequence_has_its_own_finish_reason(plan: str) -> None:
     output = from_selfspec(PROMPTS, plan, eos_token_id=ids_of("STOPPED"), max_new_tokens=7)
     assert reasons(output) == ["length", "length", "stop"]
     assert [stats.new_tokens for stats in output.stats] == [7, 7, 2]
@@ -144,10 +140,9 @@ def test_each_row_has_its_own_finish_reason(plan: str) -> None:
 # Lengths
 
 
-@deep_plans
 @pytest.mark.parametrize("limit", [1, 4, 5, 6, 12])
-def test_max_new_tokens_is_never_exceeded(limit: int, plan: str) -> None:
-    output = from_selfspec(PROMPTS[:1], plan, max_new_tokens=limit)
+def test_max_new_tokens_is_never_exceeded(limit: int) -> None:
+    output = from_selfspec(PROMPTS[:1], DEEP, max_new_tokens=limit)
     assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[:limit]
     assert reasons(output) == ["length"]
 
@@ -175,23 +170,22 @@ def small_engine(limited_by: str) -> Engine:
     return Engine.from_model(endless(tiny_model("llama")), max_length=CONTEXT)
 
 
-@plans
-@pytest.mark.parametrize("limited_by", ["model", "engine"])
-def test_every_row_ends_at_the_context_with_reason_length(limited_by: str, plan: str) -> None:
+@pytest.mark.parametrize(("limited_by", "plan"), [("model", DEEP), ("engine", DEEP), ("engine", "none")])
+def test_every_sequence_ends_at_the_context_with_reason_length(limited_by: str, plan: str) -> None:
     prompts = [random_prompt(CONTEXT - 1), random_prompt(CONTEXT - 11), random_prompt(CONTEXT - 6)]
     output = from_selfspec(prompts, plan, of=small_engine(limited_by), max_new_tokens=1000)
     longer = from_selfspec(prompts, "none", of=random_engine(), max_new_tokens=11)
     assert [stats.new_tokens for stats in output.stats] == [1, 11, 6]
     assert reasons(output) == ["length"] * 3
-    for row, expected, count in zip(output.sequences, longer.sequences, [1, 11, 6], strict=True):
-        assert row[CONTEXT - 1 :][:count].tolist() == expected[CONTEXT - 1 :][:count].tolist()
+    for tokens, expected, count in zip(output.sequences, longer.sequences, [1, 11, 6], strict=True):
+        assert tokens[CONTEXT - 1 :][:count].tolist() == expected[CONTEXT - 1 :][:count].tolist()
 
 
 # Criteria
 
 
 class Recorder(StoppingCriteria):
-    """Keeps the prefixes it was shown; stops after a token, if one is given."""
+    """Keeps the prefixes it is called with; stops after a token, if one is given."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
@@ -204,7 +198,7 @@ class Recorder(StoppingCriteria):
 
 
 @plans
-def test_a_stopping_criterion_ends_rows_where_transformers_does(plan: str) -> None:
+def test_a_stopping_criterion_ends_sequences_as_in_transformers(plan: str) -> None:
     criteria = [StoppingCriteriaList([Recorder(ids_of("g")[0]), Recorder(ids_of("h")[0])]) for _ in range(2)]
     settings: dict[str, Any] = {"eos_token_id": UNSAID, "max_new_tokens": LIMIT}
     output = from_selfspec(PROMPTS, plan, stopping_criteria=criteria[0], **settings)
@@ -214,7 +208,7 @@ def test_a_stopping_criterion_ends_rows_where_transformers_does(plan: str) -> No
 
 
 @plans
-def test_a_criterion_sees_the_text_after_every_token_as_in_transformers(plan: str) -> None:
+def test_a_criterion_is_called_after_every_token_as_in_transformers(plan: str) -> None:
     ours, theirs = Recorder(), Recorder()
     from_selfspec(PROMPTS[2:], plan, stopping_criteria=StoppingCriteriaList([ours]), max_new_tokens=LIMIT)
     from_transformers(PROMPTS[2:], stopping_criteria=StoppingCriteriaList([theirs]), max_new_tokens=LIMIT)
@@ -222,10 +216,9 @@ def test_a_criterion_sees_the_text_after_every_token_as_in_transformers(plan: st
     assert len(ours.prefixes) == LIMIT
 
 
-@plans
-def test_in_a_batch_a_criterion_sees_each_rows_text_without_padding(plan: str) -> None:
+def test_in_a_batch_a_criterion_gets_each_sequence_without_padding() -> None:
     recorder = Recorder(ids_of("STOPPED")[0])
-    output = from_selfspec(PROMPTS, plan, stopping_criteria=StoppingCriteriaList([recorder]), max_new_tokens=LIMIT)
+    output = from_selfspec(PROMPTS, DEEP, stopping_criteria=StoppingCriteriaList([recorder]), max_new_tokens=LIMIT)
     width = max(map(len, PROMPTS))
     for prompt, sequence, stats in zip(PROMPTS, output.sequences.tolist(), output.stats, strict=True):
         text = prompt + sequence[width : width + stats.new_tokens]
@@ -233,11 +226,10 @@ def test_in_a_batch_a_criterion_sees_each_rows_text_without_padding(plan: str) -
         assert seen == [text[:length] for length in range(len(prompt) + 1, len(text) + 1)]
 
 
-@plans
-def test_every_criterion_sees_every_token_though_another_has_stopped_the_text(plan: str) -> None:
+def test_every_criterion_is_called_for_a_token_at_which_another_one_stops() -> None:
     first, second = Recorder(RECITED[5]), Recorder()
     criteria = StoppingCriteriaList([first, second])
-    from_selfspec(PROMPTS[:1], plan, stopping_criteria=criteria, max_new_tokens=LIMIT)
+    from_selfspec(PROMPTS[:1], DEEP, stopping_criteria=criteria, max_new_tokens=LIMIT)
     assert second.prefixes == first.prefixes
     assert len(second.prefixes) == 6
 
@@ -254,9 +246,8 @@ REPLACING: dict[str, list[Any]] = {
 }
 
 
-@deep_plans
 @pytest.mark.parametrize("own", REPLACING.values(), ids=REPLACING.keys())
-def test_a_callers_criterion_replaces_the_built_in_one_of_its_type(own: list[Any], plan: str) -> None:
+def test_a_callers_criterion_replaces_the_built_in_one_of_its_type(own: list[Any]) -> None:
     settings: dict[str, Any] = {
         "eos_token_id": ids_of("STOPPED"),
         "pad_token_id": UNSAID[0],
@@ -265,11 +256,11 @@ def test_a_callers_criterion_replaces_the_built_in_one_of_its_type(own: list[Any
         "stopping_criteria": StoppingCriteriaList(own),
     }
     expected = from_transformers(PROMPTS, tokenizer=tiny_tokenizer(), **settings)
-    output = from_selfspec(PROMPTS, plan, **settings)
+    output = from_selfspec(PROMPTS, DEEP, **settings)
     assert torch.equal(output.sequences, expected)
 
 
-def test_a_callers_length_is_a_length() -> None:
+def test_a_callers_max_length_criterion_gives_the_reason_length() -> None:
     output = from_selfspec(PROMPTS[:1], "chain:4", stopping_criteria=[MaxLengthCriteria(5)], max_new_tokens=LIMIT)
     assert reasons(output) == ["length"]
 
@@ -278,7 +269,7 @@ def test_a_callers_length_is_a_length() -> None:
 
 
 class StreamRecorder:
-    """What a streamer is told, in order."""
+    """Keeps the calls of a streamer in order."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -299,16 +290,15 @@ def test_a_streamer_gets_the_prompt_then_one_token_at_a_time_then_the_end(plan: 
 
 
 @plans
-def test_a_streamer_is_told_what_transformers_tells_it(plan: str) -> None:
+def test_a_streamer_gets_the_calls_that_transformers_makes(plan: str) -> None:
     ours, theirs = StreamRecorder(), StreamRecorder()
     from_selfspec(PROMPTS[:1], plan, streamer=ours, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
     from_transformers(PROMPTS[:1], streamer=theirs, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
     assert ours.calls == theirs.calls
 
 
-@deep_plans
-def test_transformers_text_streamer_prints_the_text(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from_selfspec(PROMPTS[:1], plan, streamer=TextStreamer(tiny_tokenizer()), max_new_tokens=len(RECITED))
+def test_transformers_text_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    from_selfspec(PROMPTS[:1], DEEP, streamer=TextStreamer(tiny_tokenizer()), max_new_tokens=len(RECITED))
     assert capsys.readouterr().out == "a" + "".join(TEXT) + "\n"
 
 
@@ -327,24 +317,21 @@ def pieces_of(prompt: str, of: Engine | None = None, **options: Any) -> list[str
     return list((of or engine()).stream(prompt, **settings))
 
 
-@plans
-def test_a_completion_is_the_text_the_model_recites(plan: str) -> None:
-    completion = complete("a", plan=plan, max_new_tokens=len(RECITED))
+def test_a_completion_has_the_text_tokens_and_reason_of_its_sequence() -> None:
+    completion = complete("a", plan=DEEP, max_new_tokens=len(RECITED))
     assert (completion.text, completion.tokens) == ("".join(TEXT), RECITED)
     assert completion.finish_reason == "length"
 
 
-@plans
-def test_a_completion_stops_at_a_stop_string_and_shows_it(plan: str) -> None:
-    completion = complete("a", plan=plan, stop_strings=["dsto"])
+def test_a_completion_ends_with_its_stop_string() -> None:
+    completion = complete("a", plan=DEEP, stop_strings=["dsto"])
     assert (completion.text, completion.finish_reason) == ("bcdstop", "stop")
 
 
-@deep_plans
-def test_an_end_token_is_counted_but_not_shown(plan: str) -> None:
+def test_an_end_token_is_in_the_tokens_and_not_in_the_text() -> None:
     end = tiny_tokenizer().eos_token_id
     speaker = Engine.from_model(reciting_model([*RECITED[:6], end]), tokenizer=tiny_tokenizer())
-    completion = complete("a", of=speaker, plan=plan, eos_token_id=end)
+    completion = complete("a", of=speaker, plan=DEEP, eos_token_id=end)
     assert (completion.text, completion.tokens) == ("bcdstope\ufffd", [*RECITED[:6], end])
 
 
@@ -356,36 +343,33 @@ def test_pieces_of_a_stream_are_whole_characters_and_make_up_the_text(plan: str)
     assert len(pieces) > 1
 
 
-@plans
 @pytest.mark.parametrize("shown", range(4))
-def test_a_stream_cut_inside_a_character_ends_like_the_completion(shown: int, plan: str) -> None:
+def test_a_stream_that_ends_inside_a_character_has_the_completions_text(shown: int) -> None:
     whole = RECITED.index(ids_of("€")[0])  # tokens before the three of this character
-    options: dict[str, Any] = {"plan": plan, "max_new_tokens": whole + shown}
+    options: dict[str, Any] = {"plan": DEEP, "max_new_tokens": whole + shown}
     text = complete("a", **options).text
     assert (
         "".join(pieces_of("a", **options)) == text == "bcdstopeéfgSTOPPEDh" + ["", "\ufffd", "\ufffd\ufffd", "€"][shown]
     )
 
 
-@pytest.mark.parametrize("plan", ["none", "chain:4", "tree:3,2,1"])
 @pytest.mark.parametrize("seed", range(2))
-def test_pieces_of_a_noisy_stream_make_up_the_completion(seed: int, plan: str) -> None:
+def test_pieces_of_a_stream_with_invalid_bytes_make_up_the_completion(seed: int) -> None:
     options: dict[str, Any] = {"do_sample": True, "seed": seed, "top_k": 0, "max_new_tokens": 40}
     text = complete("abc", of=random_engine(), plan="none", **options).text
-    assert "".join(pieces_of("abc", of=random_engine(), plan=plan, **options)) == text
+    assert "".join(pieces_of("abc", of=random_engine(), plan="tree:3,2,1", **options)) == text
     assert "\ufffd" in text
 
 
-@pytest.mark.parametrize("plan", ["none", "chain:4"])
-def test_pieces_of_a_stream_keep_the_spaces_between_words(plan: str) -> None:
+def test_pieces_of_a_stream_keep_the_spaces_between_words() -> None:
     speaker = Engine.from_model(reciter(), tokenizer=spaced_tokenizer())
-    options: dict[str, Any] = {"of": speaker, "plan": plan, "max_new_tokens": 7}
-    spoken = "".join(f" w{token}" for token in RECITED[:7])  # the first word's space too, for it follows the prompt's
-    assert "".join(pieces_of("w3", **options)) == spoken
-    assert complete("w3", **options).text == spoken
+    options: dict[str, Any] = {"of": speaker, "plan": "chain:4", "max_new_tokens": 7}
+    text = "".join(f" w{token}" for token in RECITED[:7])  # with the first word's space: it follows the prompt's word
+    assert "".join(pieces_of("w3", **options)) == text
+    assert complete("w3", **options).text == text
 
 
-def test_a_stream_tells_its_completion_once_it_has_run_out() -> None:
+def test_a_stream_has_its_completion_once_it_is_exhausted() -> None:
     stream = engine().stream("a", max_new_tokens=9, plan="chain:4", exit_layer=1, do_sample=False)
     assert stream.completion is None
     text = "".join(stream)
@@ -394,7 +378,7 @@ def test_a_stream_tells_its_completion_once_it_has_run_out() -> None:
     assert (stream.completion.finish_reason, stream.completion.stats.cycles) == ("length", 2)
 
 
-def test_two_interleaved_streams_of_one_engine_are_both_right() -> None:
+def test_two_interleaved_streams_of_one_engine_each_give_their_own_text() -> None:
     shared: dict[str, Any] = {"do_sample": True, "exit_layer": 2, "speculative_decoding": "force"}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("abc", {**shared, "seed": 1, "max_new_tokens": 24, "plan": "tree:3,2,1"}),
@@ -403,12 +387,12 @@ def test_two_interleaved_streams_of_one_engine_are_both_right() -> None:
     expected = [complete(prompt, of=random_engine(), **options).text for prompt, options in requests]
     streams = [random_engine().stream(prompt, **options) for prompt, options in requests]
     texts = ["", ""]
-    going = [0, 1, 1]  # the second stream is asked twice as often
-    while going:
-        for index in list(going):
+    running = [0, 1, 1]  # reads the second stream twice as often
+    while running:
+        for index in list(running):
             piece = next(streams[index], None)
             if piece is None:
-                going = [other for other in going if other != index]
+                running = [other for other in running if other != index]
             else:
                 texts[index] += piece
     assert texts == expected
