@@ -6,7 +6,7 @@ STAMP := $(ENV)/.selfspec-installed
 .PHONY: demo test test-gpu format bench
 
 demo: $(STAMP)
-	$(PYTHON) -m selfspec.generate --show --compare
+	$(PYTHON) -m selfspec generate --show --compare
 
 test: $(STAMP)
 	$(PYTHON) -m ruff check .

@@ -116,7 +116,7 @@ def test_the_table_fits_the_terminal(width):
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     table = printed.split("tokens: ")[0]
     assert all(len(line) <= width for line in table.splitlines())
-    for cell in ("plain", "governed", "forced chain:2", "1250", "1234-1300", "10.5", "10.0-11.0", "per step", "50%"):
+    for cell in ("plain", "governed", "forced chain:2", "1250", "1234-1300", "10.5", "10.0-11.0", "tok/step", "50%"):
         assert cell in table, cell
     assert "…" not in table
 

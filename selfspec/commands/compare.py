@@ -129,7 +129,7 @@ def show(console: Console, engine: Engine, runs: Sequence[Runs]) -> None:
     plain, *others = runs
     title = f"Median of {TURNS} runs each, taking turns"
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for heading in ("", "tokens/s", "range", "per step", "drafted"):
+    for heading in ("", "tokens/s", "range", "tok/step", "drafted"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
     for of_mode in runs:
         ends = f"{_digits(min(of_mode.speeds))}-{_digits(max(of_mode.speeds))}"

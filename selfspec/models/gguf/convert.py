@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
@@ -52,7 +52,9 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path | None = None) -> Pa
     if not path.is_file():
         raise ValueError(f"the file {path} does not exist; give the path of a .gguf file")
     if out_dir is None:
-        return _convert(path, _cached_folder(path.stem, _sha256(path)))
+        with _status(f"Hashing {path.name}"):
+            digest = _sha256(path)
+        return _convert(path, _cached_folder(path.stem, digest))
     target = Path(out_dir).expanduser()
     if target.exists():
         raise ValueError(f"{target} exists already; give a folder that does not, or delete it")
@@ -108,7 +110,7 @@ def _convert(path: Path, folder: Path) -> Path:
             parts = [part for of_field in model_parts(model.config).values() for part in of_field]
             shapes = {part.name: shape for part in parts if (shape := model.shape(part)) is not None}
             check_parts(parts, shapes, f"{path} does not hold the model its metadata describes")
-            size = 2 * sum(prod(part.shape) for part in parts)
+            size = _nbytes(parts)
             note = f"{path.name} expands to about {_gigabytes(size)} in 16 bit"
             Console(stderr=True).print(f"{note}; converting once into {folder}", highlight=False, soft_wrap=True)
             _check_space(folder, size + _SPARE_BYTES, note)
@@ -126,21 +128,26 @@ def _write_folder(model: GgufModel, tokenizer: Any, parts: list[Part], folder: P
     shards = _shards(parts)
     weight_map = {}
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Converting", total=len(parts))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Converting", total=_nbytes(parts))
         for index, shard in enumerate(shards, start=1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
             tensors = {}
             for part in shard:
                 tensors[part.name] = model.expand(part)
                 weight_map[part.name] = name
-                progress.advance(task)
+                progress.advance(task, _nbytes([part]))
             save_file(tensors, folder / name, metadata={"format": "pt"})
             shutil.copymode(folder / "config.json", folder / name)  # safetensors lets only the owner read its files
     if len(shards) > 1:
-        total = 2 * sum(prod(part.shape) for part in parts)
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        content = {"metadata": {"total_size": _nbytes(parts)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
+
+
+def _nbytes(parts: list[Part]) -> int:
+    """Bytes of tensors in bfloat16."""
+    return 2 * sum(prod(part.shape) for part in parts)
 
 
 def _shards(parts: list[Part]) -> list[list[Part]]:
@@ -148,7 +155,7 @@ def _shards(parts: list[Part]) -> list[list[Part]]:
     shards: list[list[Part]] = [[]]
     left = _SHARD_BYTES
     for part in parts:
-        size = 2 * prod(part.shape)
+        size = _nbytes([part])
         if shards[-1] and size > left:
             shards.append([])
             left = _SHARD_BYTES
