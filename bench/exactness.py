@@ -1,8 +1,7 @@
-"""`python -m bench.exactness`: whether tokens are the same whoever else decodes: random arrivals against each alone.
+"""`python -m bench.exactness`: counts tokens that differ from the same request alone, decoded plainly.
 
-Requests with settings, plans and lengths drawn at random arrive at random times and share batches; each is compared
-with the same request alone, decoded plainly. `bench.decode --exactness` compares plans and batch sizes in the same way.
-Counts tokens that were compared and texts that parted; how fast anything is does not matter here.
+`plans` decodes fixed plans in batches of 1, 4 and 16; `arrivals` sends requests with random options, plans and lengths
+at random times, so that they join and leave shared batches.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from statistics import mean
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from bench import machine, tables
 from bench.modes import Batch, Task, ours
-from bench.requests import GREEDY, Options, Stamped, Target, add_arguments, built_in_options, open_target
+from bench.requests import GREEDY, Options, Target, TimedRequest, add_arguments, built_in_options, open_target
+from bench.timing import Limit
 from selfspec import Engine
 
 BATCHES = (1, 4, 16)
 TEMPERATURES = (0.0, 0.7)
 PLANS = ("none", "chain:2", "chain:5", "tree:4,2,2,1", "tree:16,2")
-TEXTS = max(BATCHES)  # of each round
-ARRIVALS = 32  # requests of each round of random arrivals
+ARRIVALS = 32  # requests of a round of random arrivals
 AT_ONCE = 8  # of them that decode together on average
-_STOPS = 4  # tokens that end texts, where a request has stop tokens
+PREFIX = 90  # tokens at most that are put before a prompt, so that every round has other texts
+_STOPS = 4  # stop tokens of a request that has some
 
 # (prompts, a seed for each, temperature, plan) -> new tokens of each
 Write = Callable[[Sequence[Sequence[int]], Sequence[int], float, str], list[list[int]]]
@@ -42,76 +40,83 @@ Write = Callable[[Sequence[Sequence[int]], Sequence[int], float, str], list[list
 
 @dataclass
 class Tally:
-    """Texts against plain decoding of single prompts."""
+    """Comparisons under one condition."""
 
-    compared: int = 0  # tokens, up to where two texts part
-    differences: int = 0  # texts that parted
-    first: str = ""  # where the first one did
+    compared: int = 0  # tokens, up to the first difference of each sequence
+    differing: int = 0  # sequences
+    first: str = ""  # place of the first difference
 
     def add(self, number: int, expected: list[int], found: list[int]) -> None:
-        parted = parting(expected, found)
-        self.compared += max(len(expected), len(found)) if parted is None else parted + 1
-        if parted is not None:
-            self.differences += 1
-            self.first = self.first or f"text {number}, token {parted}"
+        place = first_difference(expected, found)
+        self.compared += max(len(expected), len(found)) if place is None else place + 1
+        if place is not None:
+            self.differing += 1
+            self.first = self.first or f"sequence {number}, token {place}"
 
 
-@dataclass(kw_only=True)
-class Comparison(Tally):
-    """One plan, batch and temperature."""
-
-    plan: str
-    batch: int
-    temperature: float
+Tallies = dict[str, Tally]  # by condition
 
 
-def parting(expected: list[int], found: list[int]) -> int | None:
-    """The first place where two texts differ, the end of one of them included."""
+def first_difference(expected: list[int], found: list[int]) -> int | None:
+    """Index of the first differing token, the end of the shorter sequence included; None if they are equal."""
     if expected == found:
         return None
     pairs = enumerate(zip(expected, found, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(expected), len(found)))
 
 
-def check(
+def summary(tallies: Tallies) -> dict[str, Any]:
+    """Sums over all conditions, and each of them, JSON-ready."""
+    return {
+        "compared": sum(of.compared for of in tallies.values()),
+        "differing": sum(of.differing for of in tallies.values()),
+        "first": next((f"{name}: {of.first}" for name, of in tallies.items() if of.first), ""),
+        "by_condition": {name: asdict(of) for name, of in tallies.items()},
+    }
+
+
+def compared(tallies: Tallies) -> int:
+    return sum(of.compared for of in tallies.values())
+
+
+def check_plans(
     write: Write,
     prompts: Sequence[Sequence[int]],
     wanted: int,
+    limit: Limit,
     plans: Sequence[str] = PLANS,
     batches: Sequence[int] = BATCHES,
     temperatures: Sequence[float] = TEMPERATURES,
-    progress: Callable[[list[Comparison]], None] = lambda so_far: None,
-) -> list[Comparison]:
-    """Rounds of all combinations until at least `wanted` tokens were compared; every round has other prompts."""
-    cells = product(temperatures, batches, plans)
-    every = [
-        Comparison(plan=plan, batch=batch, temperature=t) for t, batch, plan in cells if (plan, batch) != ("none", 1)
-    ]
-    rounds = 0
-    while not rounds or sum(one.compared for one in every) < wanted:
-        texts = varied(prompts, rounds)
-        seeds = [rounds * TEXTS + index for index in range(TEXTS)]
-        for temperature in temperatures:
+) -> Tallies:
+    """Rounds of all plans, batch sizes and temperatures, each with other prompts, until `wanted` tokens are compared
+    or the budget is spent."""
+    tallies: Tallies = {}
+    number, count = 0, max(batches)
+    while compared(tallies) < wanted and not limit.is_spent:
+        texts = varied(prompts, number, count)
+        seeds = [number * count + index for index in range(count)]
+        for temperature in limit.over(temperatures):
             expected = [write([p], [s], temperature, "none")[0] for p, s in zip(texts, seeds, strict=True)]
-            for one in (one for one in every if one.temperature == temperature):
-                found: list[list[int]] = []
-                for start in range(0, TEXTS, one.batch):
-                    part = slice(start, start + one.batch)
-                    found += write(texts[part], seeds[part], temperature, one.plan)
-                for seed, a, b in zip(seeds, expected, found, strict=True):
-                    one.add(seed, a, b)
-                progress(every)
-        rounds += 1
-    return every
+            for batch, plan in limit.over(product(batches, plans)):
+                if (plan, batch) == ("none", 1):
+                    continue
+                tally = tallies.setdefault(f"{plan}, batch {batch}, temperature {temperature:g}", Tally())
+                for start in range(0, count, batch):
+                    part = slice(start, start + batch)
+                    found = write(texts[part], seeds[part], temperature, plan)
+                    for seed, a, b in zip(seeds[part], expected[part], found, strict=True):
+                        tally.add(seed, a, b)
+        number += 1
+    return tallies
 
 
-def varied(prompts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
-    """The prompts of a round: after the first, some tokens of other prompts come before each, so that the text and
-    where it lies in its pages are new."""
+def varied(prompts: Sequence[Sequence[int]], number: int, count: int) -> list[list[int]]:
+    """The `count` prompts of a round; after the first round, with up to PREFIX tokens of other prompts before each, so
+    that text and position in the pages change."""
     generator = random.Random(number)
     vocabulary = [token for prompt in prompts for token in prompt]
-    chosen = [prompts[(number * TEXTS + index) % len(prompts)] for index in range(TEXTS)]
-    return [generator.choices(vocabulary, k=generator.randint(1, 90) * bool(number)) + list(p) for p in chosen]
+    chosen = [prompts[(number * count + index) % len(prompts)] for index in range(count)]
+    return [generator.choices(vocabulary, k=generator.randint(1, PREFIX) * bool(number)) + list(p) for p in chosen]
 
 
 def writer(engine: Engine, max_new_tokens: int, exit_layer: int | None) -> Write:
@@ -125,51 +130,26 @@ def writer(engine: Engine, max_new_tokens: int, exit_layer: int | None) -> Write
     return write
 
 
-def show(console: Console, comparisons: list[Comparison]) -> None:
-    table = Table()
-    for heading in ("temperature", "batch", "plan", "tokens compared", "texts that differ", "first"):
-        table.add_column(heading, justify="left" if heading in ("plan", "first") else "right")
-    for one in comparisons:
-        table.add_row(
-            f"{one.temperature:g}", str(one.batch), one.plan, f"{one.compared:,}", str(one.differences), one.first
-        )
-    console.print(table)
-    total, differences = summary(comparisons).values()
-    console.print(f"{total:,} tokens compared with plain decoding, {differences} texts differ", soft_wrap=True)
-
-
-def summary(comparisons: Sequence[Tally]) -> dict[str, int]:
-    return {
-        "compared": sum(one.compared for one in comparisons),
-        "differences": sum(one.differences for one in comparisons),
-    }
-
-
-def as_json(comparisons: list[Comparison]) -> dict[str, Any]:
-    return {**summary(comparisons), "comparisons": [asdict(one) for one in comparisons]}
-
-
 def check_arrivals(
-    target: Target, wanted: int, new_tokens: int, seed: int = 0, progress: Callable[[int], None] = lambda compared: None
-) -> dict[str, Tally]:
-    """Rounds of random arrivals until at least `wanted` tokens were compared; tallies by the name of the settings."""
-    tallies: dict[str, Tally] = {}
-    compared = rounds = 0
-    while not rounds or compared < wanted:
-        drawn = random.Random(f"{seed} {rounds}")
-        asked = [draw_request(target, drawn, new_tokens) for _ in range(ARRIVALS)]
-        alone = [Stamped(target.engine, *of.text, {**of.options, "speculative_decoding": False}) for of in asked]
+    target: Target, wanted: int, new_tokens: int, limit: Limit, seed: int = 0, count: int = ARRIVALS
+) -> Tallies:
+    """Rounds of `count` random arrivals until `wanted` tokens are compared or the budget is spent."""
+    tallies: Tallies = {}
+    number = 0
+    while compared(tallies) < wanted and not limit.is_spent:
+        drawn = random.Random(f"{seed} {number}")
+        asked = [draw_request(target, drawn, new_tokens) for _ in range(count)]
+        alone = [TimedRequest(target.engine, *of.text, {**of.options, "speculative_decoding": False}) for of in asked]
         for request in alone:
             request.submit()
             request.wait()
         gap = mean(request.ended_at - request.submitted_at for request in alone) / AT_ONCE
-        together = [Stamped(target.engine, *of.text, {**of.options, **of.speculation}) for of in asked]
+        together = [TimedRequest(target.engine, *of.text, {**of.options, **of.speculation}) for of in asked]
         arrive(together, gap, drawn)
-        for number, (of, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
-            tally = tallies.setdefault(of.settings, Tally())
-            tally.add(rounds * ARRIVALS + number, expected.tokens, found.tokens)
-        compared, rounds = summary(list(tallies.values()))["compared"], rounds + 1
-        progress(compared)
+        for index, (of, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
+            tally = tallies.setdefault(of.name, Tally())
+            tally.add(number * count + index, expected.tokens, found.tokens)
+        number += 1
     return tallies
 
 
@@ -178,22 +158,22 @@ class Asked:
     """A request as it was drawn."""
 
     text: tuple[list[int], int, int]  # prompt, seed, new tokens
-    settings: str  # their name
+    name: str  # of its options
     options: Options
     speculation: Options
 
 
 def draw_request(target: Target, drawn: random.Random, new_tokens: int) -> Asked:
-    """A prompt with tokens of others before it, settings, a length of up to `new_tokens`, and a way to draft."""
+    """Draws a prompt with tokens of others before it, options, a length of up to `new_tokens`, and a plan or none."""
     offered = arriving_options(target)
     name = drawn.choice(list(offered))
     vocabulary = [token for prompt in target.prompts for token in prompt]
-    prompt = drawn.choices(vocabulary, k=drawn.randint(0, 90)) + drawn.choice(target.prompts)
+    prompt = drawn.choices(vocabulary, k=drawn.randint(0, PREFIX)) + drawn.choice(target.prompts)
     text = prompt, drawn.getrandbits(63), drawn.randint(max(1, new_tokens // 4), new_tokens)
     return Asked(text, name, offered[name], drawn.choice(speculations(target)))
 
 
-def arrive(requests: Sequence[Stamped], gap: float, drawn: random.Random) -> None:
+def arrive(requests: Sequence[TimedRequest], gap: float, drawn: random.Random) -> None:
     """Submits the requests after random pauses of `gap` seconds on average, and waits for all."""
     for request in requests:
         time.sleep(drawn.expovariate(1 / gap))
@@ -203,7 +183,7 @@ def arrive(requests: Sequence[Stamped], gap: float, drawn: random.Random) -> Non
 
 
 def arriving_options(target: Target) -> dict[str, Options]:
-    """Settings that are drawn from. Stop tokens are ones that the prompts use often, so that some texts end early."""
+    """Options to draw from. Stop tokens are frequent tokens of the prompts, so that some sequences end early."""
     counts = Counter(token for prompt in target.prompts for token in prompt)
     stops = [token for token, _ in counts.most_common(_STOPS)]
     built_in = built_in_options(target.prompts, stops, target.engine.model.config.vocab_size)
@@ -211,47 +191,60 @@ def arriving_options(target: Target) -> dict[str, Options]:
 
 
 def lower_even_tokens(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """A processor that depends on the text: every second token makes even ids less likely."""
+    """A logits processor that depends on the text: makes even ids less likely after an odd number of tokens."""
     lowered = logits.clone()
     lowered[:, ::2] -= prefix.shape[1] % 2
     return lowered
 
 
 def speculations(target: Target) -> list[Options]:
-    """What requests say about speculation: nothing, a plan of their own, or no."""
+    """Speculation arguments to draw from: the default, a forced plan, or none."""
     layer = target.speculation.get("exit_layer")
     forced = [{"speculative_decoding": "force", "plan": plan, "exit_layer": layer} for plan in PLANS if plan != "none"]
     return [target.speculation, target.speculation, *forced, {"speculative_decoding": False}]
 
 
-def show_arrivals(console: Console, tallies: dict[str, Tally]) -> None:
-    table = Table()
-    for heading in ("settings", "tokens compared", "texts that differ", "first"):
-        table.add_column(heading, justify="left" if heading in ("settings", "first") else "right")
-    for name, tally in tallies.items():
-        table.add_row(name, f"{tally.compared:,}", str(tally.differences), tally.first)
-    console.print(table)
-    total, differences = summary(list(tallies.values())).values()
-    console.print(f"{total:,} tokens under random arrivals, {differences} texts differ", soft_wrap=True)
+def measure(
+    target: Target,
+    checks: Sequence[str],
+    wanted: int,
+    new_tokens: int,
+    seconds: float,
+    seed: int = 0,
+    batches: Sequence[int] = BATCHES,
+    arrivals: int = ARRIVALS,
+) -> dict[str, Any]:
+    """The checks by name; each gets an equal part of the time budget."""
+    found: dict[str, Any] = {}
+    for check in checks:
+        limit = Limit(seconds / len(checks))
+        if check == "plans":
+            write = writer(target.engine, new_tokens, target.speculation.get("exit_layer"))
+            tallies = check_plans(write, target.prompts, wanted, limit, batches=batches)
+        else:
+            tallies = check_arrivals(target, wanted, new_tokens, limit, seed, arrivals)
+        found[check] = summary(tallies)
+    return found
+
+
+CHECKS = ("plans", "arrivals")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__)
-    add_arguments(parser, new_tokens=96)
-    parser.add_argument("--arrivals", type=int, default=50_000, help="tokens to compare at least (default: 50000)")
+    add_arguments(parser, new_tokens=96, prompts=4)
+    parser.add_argument("--checks", nargs="+", default=CHECKS, choices=CHECKS, help="(default: plans arrivals)")
+    parser.add_argument("--tokens", type=int, default=50_000, help="to compare in each check (default: 50000)")
     parser.add_argument("--decoding", type=int, default=16, help="sequences that decode together (default: 16)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random arrivals (default: 0)")
     args = parser.parse_args(arguments)
-    target = open_target(args, longest=1024 + args.max_new_tokens, max_batch=args.decoding)
-    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
-        bar = progress.add_task("tokens compared", total=args.arrivals)
-        tell = lambda compared: progress.update(bar, completed=compared, refresh=True)  # noqa: E731
-        tallies = check_arrivals(target, args.arrivals, args.max_new_tokens, args.seed, tell)
-    show_arrivals(Console(highlight=False), tallies)
-    found = summary(list(tallies.values()))
-    told = {name: asdict(tally) for name, tally in tallies.items()}
-    print(json.dumps({"benchmark": "exactness", "model": target.name, **found, "settings": told}))
-    return int(found["differences"] > 0)
+    target = open_target(args, max_batch=args.decoding)
+    setup = machine.describe(target.engine, target.name, target.synthetic)
+    print(*tables.setup(setup), "", sep="\n")
+    found = measure(target, args.checks, args.tokens, args.max_new_tokens, args.seconds, args.seed)
+    print(*tables.exactness_conditions(found), "", *tables.exactness(found), sep="\n")
+    print(json.dumps({"benchmark": "exactness", "setup": setup, **found}))
+    return int(any(of["differing"] for of in found.values()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import decode, governor_report, report
+from bench import governor_report, machine, tables
 from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
-from bench.modes import Batch, Memory, Task, route, warm_up
+from bench.modes import Batch, Task, route, warm_up
 from bench.recital import Stage
 from selfspec import Engine
 from selfspec.governor.rules import Policy, Rules
@@ -53,9 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         gc.freeze()
     limit = max(args.limit, *args.batch)
     bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos, args.plans, limit)
-    subject = decode.Subject(args.model, engine, [], Memory(engine.model.device), exit_layer=None)
-    setup = asdict(decode.describe(args, subject)) | {"repeat": args.repeat, "seed": args.seed}
-    report.describe(console, setup)
+    setup = machine.describe(engine, args.model) | {"repeat": args.repeat, "seed": args.seed}
+    console.print(*tables.setup(setup), sep="\n", soft_wrap=True)
     cells: list[dict[str, Any]] = []
     source = Source(engine, args.prompts, limit, args.max_new_tokens, args.seed)
     for prompts in sets_of(source, args.sets, console):

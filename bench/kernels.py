@@ -1,7 +1,6 @@
-"""`python -m bench.kernels`: every operation of the decode path on this GPU: time, share of bandwidth, error.
+"""`python -m bench.kernels`: microseconds, share of the memory bandwidth and error of every decoding kernel on a GPU.
 
-Each operation is captured several times in a CUDA graph, with the L2 cache emptied before each, and the time of that
-is taken off: weights come from memory, as they do in decoding, and launches cost what they cost in a graph.
+Each runs in a CUDA graph with an empty L2 cache, beside the PyTorch operation that is nearest to it.
 """
 
 from __future__ import annotations
@@ -9,27 +8,28 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from bench import tables
+from bench.machine import gpu_bandwidth
 from bench.ops import Case
-from selfspec.memory import free_device_bytes
 
 OPS = ("gemm", "tree_attention", "lm_head_topk")
-_IN_A_GRAPH, _REPLAYS = 10, 7
-_READERS = 2**15  # parts of a long read
+_IN_A_GRAPH = 10  # launches, so that the graph's own launch time does not count
+_REPLAYS = 7  # of which the first is not counted and the median of the others is taken
+_FLUSH_BYTES = 256 * 2**20  # written before each launch: more than an L2 cache holds
 
 
 class Timer:
-    """Times launches on the device."""
+    """Times launches on the device; subtracts the time of emptying the L2 cache."""
 
     def __init__(self) -> None:
-        self._flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._flushing = self._graph_seconds(lambda: None)
 
     def seconds(self, launch: Callable[[], object]) -> float:
@@ -53,30 +53,9 @@ class Timer:
         return median(times[1:])
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a long read, the ceiling of everything below."""
-    count = read_count(free_device_bytes(torch.device("cuda", torch.cuda.current_device())))
-    data = torch.randn(count, device="cuda", dtype=torch.float32).view(_READERS, -1)
-    out = torch.empty(_READERS, device="cuda")
-    for _ in range(3):
-        torch.sum(data, dim=1, out=out)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        torch.sum(data, dim=1, out=out)
-    end.record()
-    end.synchronize()
-    return 5 * data.numel() * 4 / (start.elapsed_time(end) / 1e3)
-
-
-def read_count(room: int) -> int:
-    """How many numbers of 4 bytes are read: 4 GiB of them or, where half of the room is less, fewer; a power of two."""
-    return min(2**30, max(_READERS, 1 << max(0, (room // 8).bit_length() - 1)))
-
-
-def measure(case: Case, timer: Timer, bandwidth: float) -> dict:
-    result: dict = {"name": case.name, "us": timer.seconds(case.run) * 1e6}
-    result["share"] = case.bytes / bandwidth / (result["us"] / 1e6) if result["us"] else None
+def measure(case: Case, timer: Timer, bandwidth: float) -> dict[str, Any]:
+    seconds = timer.seconds(case.run)
+    result: dict[str, Any] = {"name": case.name, "us": seconds * 1e6, "ceiling_us": case.bytes / bandwidth * 1e6}
     if case.library is not None:
         result["library_us"] = timer.seconds(case.library) * 1e6
     if case.reference is not None:
@@ -85,38 +64,39 @@ def measure(case: Case, timer: Timer, bandwidth: float) -> dict:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--op", choices=OPS, nargs="*", default=OPS)
-    parser.add_argument("--match", default="", help="only cases whose name holds this")
-    args = parser.parse_args()
+    parser.add_argument("--op", choices=OPS, nargs="*", default=OPS, help=f"(default: {' '.join(OPS)})")
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.error("this needs a CUDA device")
+        parser.error("needs a CUDA device: run it on a machine with an NVIDIA GPU")
     torch.manual_seed(0)
-    bandwidth, timer = read_bandwidth(), Timer()
+    bandwidth, timer = gpu_bandwidth(), Timer()
     cases = [case for op in args.op for case in importlib.import_module(f"bench.ops.{op}").cases("cuda")]
-    chosen = [case for case in cases if args.match in case.name]
-    results = [measure(case, timer, bandwidth) for case in track(chosen, description="measuring")]
-    show(results, bandwidth)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "bandwidth": bandwidth, "results": results}))
+    results = [measure(case, timer, bandwidth) for case in cases if args.match in case.name]
+    print(f"{torch.cuda.get_device_name()}: reads {bandwidth / 1e12:.2f} TB/s\n")
+    print(*show(results), sep="\n")
+    gpu = torch.cuda.get_device_name()
+    print(json.dumps({"benchmark": "kernels", "gpu": gpu, "bandwidth": bandwidth, "results": results}))
+    return 0
 
 
-def show(results: list[dict], bandwidth: float) -> None:
-    title = f"{torch.cuda.get_device_name()}: reads {bandwidth / 1e12:.2f} TB/s"
-    table = Table(title=title, title_justify="left")
-    for heading in ("operation", "us", "of bandwidth", "PyTorch us", "error"):
-        table.add_column(heading, justify="left" if heading == "operation" else "right")
-    for result in results:
-        share, library, error = (result.get(name) for name in ("share", "library_us", "error"))
-        table.add_row(
-            result["name"],
-            f"{result['us']:.1f}",
-            "-" if share is None else f"{share:.0%}",
-            "-" if library is None else f"{library:.1f}",
-            "-" if error is None else f"{error:.1e}",
+def show(results: list[dict[str, Any]]) -> list[str]:
+    headings = ("operation", "ceiling, us", "PyTorch, us", "us", "of bandwidth", "relative error")
+    lines = [
+        (
+            of["name"],
+            f"{of['ceiling_us']:.1f}",
+            f"{of['library_us']:.1f}" if "library_us" in of else None,
+            f"{of['us']:.1f}",
+            f"{of['ceiling_us'] / of['us']:.0%}" if of["us"] else None,
+            f"{of['error']:.1e}" if "error" in of else None,
         )
-    Console(width=120).print(table)
+        for of in results
+    ]
+    return tables.table(headings, lines)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

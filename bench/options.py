@@ -1,7 +1,7 @@
-"""`python -m bench.options`: what each option of a request costs, plainly and with speculation, one text at a time.
+"""`python -m bench.options`: tokens per second with each option of a request, plainly and with speculation.
 
-All options take turns on every prompt; speeds are medians of tokens per second, prompt included, and stand beside plain
-greedy decoding. For every option the tokens with speculation are compared with the plain ones.
+One sequence at a time, all options in turn on every prompt, beside plain greedy decoding; tokens with speculation are
+compared with the plain ones.
 """
 
 from __future__ import annotations
@@ -10,58 +10,50 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from bench import decode, report
-from bench.modes import Memory
+from bench import machine, tables
 from bench.requests import (
     GREEDY,
     NAMED_TOKENS,
     Options,
-    Stamped,
     Target,
+    TimedRequest,
     add_arguments,
     built_in_options,
     open_target,
     run_together,
 )
+from bench.timing import Limit, rotated
 
-_SLEEP_S = 100e-6
+_SLEEP_S = 100e-6  # a processor of 100 us, about a quarter of a plain step of the demo model on an H200
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.options", description=__doc__)
-    add_arguments(parser, new_tokens=128)
-    parser.add_argument("--options", nargs="+", help="only options whose name holds one of these words, and greedy")
-    parser.add_argument("--repeat", type=int, default=1, help="runs on every prompt (default: 1)")
+    add_arguments(parser, new_tokens=128, prompts=1)
+    parser.add_argument("--options", nargs="+", help="only greedy and options whose name contains one of these words")
+    parser.add_argument("--repeat", type=int, default=3, help="runs on every prompt (default: 3)")
     args = parser.parse_args(arguments)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    target = open_target(args, longest=1024 + args.max_new_tokens, max_batch=1)
-    subject = decode.Subject(target.name, target.engine, [], Memory(target.engine.model.device), exit_layer=None)
-    setup = asdict(decode.describe(args, subject)) | {"synthetic": target.synthetic, "speculation": target.speculation}
-    report.describe(console, setup)
-    every = options_of(target)
+    target = open_target(args, max_batch=1)
+    setup = machine.describe(target.engine, target.name, target.synthetic)
+    print(*tables.setup(setup), "", sep="\n")
     words = args.options or [""]
-    chosen = {name: of for name, of in every.items() if name == "greedy" or any(word in name for word in words)}
-    results = measure(target, chosen, args.max_new_tokens, args.repeat)
-    show(console, results)
-    same = all(row["same_tokens"] == row["texts"] for row in results)
-    print(json.dumps({"benchmark": "options", "setup": setup, "all_tokens_same": same, "results": results}))
+    chosen = {
+        name: of for name, of in options_of(target).items() if name == "greedy" or any(word in name for word in words)
+    }
+    found = measure(target, chosen, args.max_new_tokens, args.repeat, Limit(args.seconds))
+    print(*tables.options(found), sep="\n")
+    same = all(of["same_tokens"] == of["sequences"] for of in found["results"])
+    print(json.dumps({"benchmark": "options", "setup": setup, "all_tokens_same": same, **found}))
     return int(target.engine.has_kernels and not same)
 
 
 def options_of(target: Target) -> dict[str, Options]:
-    """Every option that is measured, greedy first. The tokens that stop a text are ones that models hardly write."""
+    """Every option that is measured, greedy first. The stop tokens are ids that models hardly ever write."""
     vocabulary = target.engine.model.config.vocab_size
     stops = range(vocabulary - NAMED_TOKENS, vocabulary)
     return {
@@ -80,55 +72,42 @@ def sleep(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def measure(target: Target, options: dict[str, Options], new_tokens: int, repeat: int) -> list[dict[str, Any]]:
-    """All options and modes take turns; which goes first changes with every turn. The first prompt is decoded once
-    before, so that steps are captured and the governor knows what they cost."""
+def measure(target: Target, options: dict[str, Options], new_tokens: int, repeat: int, limit: Limit) -> dict[str, Any]:
+    """All options and modes take turns on each prompt; the first one changes from turn to turn. With kernels one turn
+    that is not timed comes first, which captures graphs."""
     ways = [(name, mode) for name in options for mode in target.modes]
     speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     texts: dict[tuple[str, str], list[list[int]]] = {way: [] for way in ways}
-    rehearsed = [0, *(place for _ in range(repeat) for place in range(len(target.prompts)))]
-    for turn, place in enumerate(track(rehearsed, console=Console(stderr=True), auto_refresh=False)):
-        for name, mode in _turned(ways, turn):
-            wishes = {**options[name], **target.modes[mode]}
-            request = Stamped(target.engine, target.prompts[place], place, new_tokens, wishes)
+    untimed = int(target.engine.has_kernels)
+    turns = [*range(untimed), *(place for _ in range(repeat) for place in range(len(target.prompts)))]
+    for turn, place in enumerate(turns):
+        if turn > untimed and limit.is_spent:  # one timed turn at least: every option has a figure
+            break
+        for name, mode in rotated(ways, turn):
+            request = TimedRequest(
+                target.engine, target.prompts[place], place, new_tokens, {**options[name], **target.modes[mode]}
+            )
             speed = run_together([request])
-            if turn:
+            if turn >= untimed:
                 speeds[name, mode].append(speed)
                 texts[name, mode].append(request.tokens)
-    usual = median(speeds["greedy", "plain"])
-    results = []
-    for name in options:
-        plain, drafted = (median(speeds[name, mode]) for mode in target.modes)
-        pairs = list(zip(*(texts[name, mode] for mode in target.modes), strict=True))
-        results.append(
-            {
-                "option": name,
-                "plain_tokens_per_s": round(plain, 2),
-                "tokens_per_s": round(drafted, 2),
-                "plain_against_greedy": round(plain / usual, 4),
-                "against_greedy_plain": round(drafted / usual, 4),
-                "same_tokens": sum(a == b for a, b in pairs),
-                "texts": len(pairs),
-            }
-        )
-    return results
+    baseline = median(speeds["greedy", "plain"])
+    results = [_result(name, target, speeds, texts, baseline) for name in options]
+    return {"new_tokens": new_tokens, "prompts": len(target.prompts), "results": results}
 
 
-def _turned(ways: list[tuple[str, str]], turn: int) -> Iterator[tuple[str, str]]:
-    for offset in range(len(ways)):
-        yield ways[(turn + offset) % len(ways)]
-
-
-def show(console: Console, results: list[dict[str, Any]]) -> None:
-    table = Table()
-    for heading in ("option", "plain tok/s", "of greedy plain", "speculation tok/s", "of greedy plain", "same tokens"):
-        table.add_column(heading, justify="left" if heading == "option" else "right", no_wrap=heading == "option")
-    for row in results:
-        table.add_row(
-            row["option"], f"{row['plain_tokens_per_s']:.1f}", f"{row['plain_against_greedy']:.2f}x",
-            f"{row['tokens_per_s']:.1f}", f"{row['against_greedy_plain']:.2f}x", f"{row['same_tokens']}/{row['texts']}",
-        )  # fmt: skip
-    console.print(table)
+def _result(name: str, target: Target, speeds: dict, texts: dict, baseline: float) -> dict[str, Any]:
+    plain, drafted = (median(speeds[name, mode]) for mode in target.modes)
+    pairs = list(zip(*(texts[name, mode] for mode in target.modes), strict=True))
+    return {
+        "option": name,
+        "plain_tokens_per_s": round(plain, 2),
+        "tokens_per_s": round(drafted, 2),
+        "plain_against_greedy": round(plain / baseline, 4),
+        "against_greedy_plain": round(drafted / baseline, 4),
+        "same_tokens": sum(a == b for a, b in pairs),
+        "sequences": len(pairs),
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the benchmarks that send many requests share: a model with its prompts, request options, and stamped requests.
+"""Shared by the benchmarks: a model with its prompts, the options of requests, and requests that record token times.
 
-A stamped request notes, on the loop's own thread, when each of its tokens came; no thread per request takes the
-interpreter from the loop. Which requests are sent when, and what their times say, is left to each benchmark.
+A timed request records its times on the loop's thread, so that no thread per request competes with the loop for the
+interpreter. Each benchmark decides which requests to send, and evaluates their times.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from bench import synthetic
 from selfspec import Engine
@@ -26,77 +27,110 @@ from selfspec.request import read_settings, split_options
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
-DEFAULT_PLAN = "chain:2"  # where the model has no profile
-NAMED_TOKENS = 16  # token ids in a bias, a ban or a list of stop tokens
+DEFAULT_PLAN = "chain:2"  # of a model without a profile
+NAMED_TOKENS = 16  # token ids in a logit bias, a ban or a list of stop tokens
+LONGEST_PROMPT = 1280  # tokens; the longest shipped prompt has about 1,100 with one token per character
 
-Options = dict[str, Any]  # of a request, as `generate` takes them
+Options = dict[str, Any]  # keyword arguments of `generate`
 
 
-def read_prompts(folder: Path, limit: int) -> list[str]:
+def read_prompts(folder: Path, limit: int) -> dict[str, list[str]]:
+    """Up to `limit` prompts of every NAME.jsonl file, by name."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise SystemExit(f"no .jsonl file in {folder}: pass --prompts with a folder of them")
-    return [json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()[:limit]]
+    texts = {file.stem: file.read_text(encoding="utf-8").split("\n") for file in files}
+    return {name: [json.loads(line)["prompt"] for line in lines if line][:limit] for name, lines in texts.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    """Which model decodes which prompts, and what it drafts."""
+def add_arguments(parser: argparse.ArgumentParser, new_tokens: int, prompts: int) -> None:
+    """Arguments that choose the model, its prompts and its drafts."""
     add = parser.add_argument
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
-    add("--shape", choices=synthetic.SHAPES, help="in place of a model: synthetic weights")
-    add("--device", default="auto")
-    add("--dtype", default="auto")
+    add("--shape", choices=synthetic.SHAPES, help="random weights of this shape in place of a model")
+    add("--device", default="auto", help="cpu, cuda (default: the best there is)")
+    add("--dtype", default="auto", help="float32, bfloat16, float16 (default: by device)")
     add("--profile", default="auto", help="folder, 'auto' or 'none'")
     add("--plan", help=f"draft this plan (default: the profile's choice, without a profile {DEFAULT_PLAN})")
     add("--exit-layer", type=int, help="default: the profile's, else a quarter of the layers; 2 for a shape")
-    add("--agree", type=float, default=0.70, help="how often a shape's exit shall hold the model's token")
-    add("--agree-top4", type=float, default=0.85, help="how often one of its best four shall")
-    add("--no-kernels", action="store_true", help="PyTorch's operations on a GPU too")
-    add("--prompts", type=Path, default=PROMPTS, help="folder of .jsonl files with 'prompt' lines")
-    add("--limit", type=int, default=8, help="prompts taken from each file; for a shape, all random prompts")
-    add("--prompt-tokens", type=int, default=128, help="length of a shape's random prompts")
-    add("--max-new-tokens", type=int, default=new_tokens, help=f"of each text (default: {new_tokens})")
+    add("--agree", type=float, default=0.70, help="share of tokens that a shape's exit ranks first (default: 0.7)")
+    add("--agree-top4", type=float, default=0.85, help="share that it ranks among its best four (default: 0.85)")
+    add("--no-kernels", action="store_true", help="use PyTorch operations on a GPU too")
+    add("--prompts", type=Path, default=PROMPTS, help="folder of NAME.jsonl files with 'prompt' lines")
+    add("--limit", type=int, default=prompts, help=f"prompts of each file, or of a shape (default: {prompts})")
+    add("--prompt-tokens", type=int, default=128, help="tokens of a shape's random prompts (default: 128)")
+    add("--max-new-tokens", type=int, default=new_tokens, help=f"of each sequence (default: {new_tokens})")
+    add("--seconds", type=float, default=float("inf"), help="time budget; measures what fits (default: none)")
 
 
 @dataclass
 class Target:
-    """A model to send requests to."""
+    """A model to measure, its prompts by domain, and the options of a request that drafts."""
 
     name: str
     engine: Engine
-    prompts: list[list[int]]
-    speculation: Options  # of a request that drafts
-    synthetic: dict[str, Any] | None = None  # how the exit of synthetic weights was made to agree
+    domains: dict[str, list[list[int]]]
+    speculation: Options
+    synthetic: dict[str, Any] | None = None  # how the exit of random weights was made to agree
+    hf: Any = None  # the transformers model that shares the weights
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The first prompt of every domain, then the second of every domain, and so on."""
+        turns = zip_longest(*self.domains.values())
+        return [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
 
     @property
     def modes(self) -> dict[str, Options]:
         return {"plain": {"speculative_decoding": False}, "speculation": self.speculation}
 
 
-def open_target(args: argparse.Namespace, longest: int, max_batch: int) -> Target:
-    """An engine for texts of up to `longest` tokens, prompt included, of which `max_batch` decode together."""
-    device = loading.pick_device(args.device)
+def open_target(
+    args: argparse.Namespace, max_batch: int, longest: int | None = None, with_transformers: bool = False
+) -> Target:
+    """Loads the model into an engine for up to `max_batch` sequences of `longest` tokens, prompt included."""
+    longest = longest or LONGEST_PROMPT + args.max_new_tokens
     limits: dict[str, Any] = {
         "max_length": -(-longest // 64) * 64,
         "max_batch": max_batch,
         "kernels": False if args.no_kernels else None,
     }
-    if not args.shape:
-        profile = None if args.profile == "none" else args.profile
-        engine = Engine.from_pretrained(args.model, device, args.dtype, profile, **limits)
-        texts = read_prompts(args.prompts, args.limit)
-        prompts = [_encoded(engine.tokenizer, text) for text in texts]
-        drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": args.exit_layer}
-        return Target(args.model, engine, prompts, {} if engine.profile and not args.plan else drafts)
+    if args.shape:
+        return _open_shape(args, limits)
+    profile, hf = None if args.profile == "none" else args.profile, None
+    if with_transformers:
+        hf, tokenizer = _load_transformers(args)
+        engine = Engine.from_model(hf, tokenizer, profile=profile, **limits)
+    else:
+        engine = Engine.from_pretrained(args.model, args.device, args.dtype, profile, **limits)
+    texts = read_prompts(args.prompts, args.limit)
+    domains = {name: [tokens_of(engine.tokenizer, text) for text in of] for name, of in texts.items()}
+    drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": args.exit_layer}
+    return Target(args.model, engine, domains, {} if engine.profile and not args.plan else drafts, hf=hf)
+
+
+def _load_transformers(args: argparse.Namespace) -> tuple[Any, Any]:
+    device, folder = loading.pick_device(args.device), loading.resolve(args.model)
+    stored = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32
+    dtype = loading.pick_dtype(args.dtype, device, stored)
+    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    return hf.to(device).eval(), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _open_shape(args: argparse.Namespace, limits: dict[str, Any]) -> Target:
+    """Random weights and random prompts, with an exit that is tuned to agree as often as asked for."""
+    device = loading.pick_device(args.device)
     dtype = loading.pick_dtype(args.dtype, device, torch.bfloat16)
     engine = Engine(synthetic.synthetic(args.shape, str(device), dtype), **limits)
     layer, wanted = args.exit_layer or 2, synthetic.Agreement(args.agree, args.agree_top4)
-    told = synthetic.tune_exit(engine, layer, wanted)
+    found = synthetic.tune_exit(engine, layer, wanted)
     prompts = synthetic.random_prompts(engine.model, args.limit, args.prompt_tokens).tolist()
-    return Target(args.shape, engine, prompts, {"plan": args.plan or DEFAULT_PLAN, "exit_layer": layer}, told)
+    drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": layer}
+    return Target(args.shape, engine, {"random": prompts}, drafts, found)
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """The prompt's tokens: a user's message where the model has a chat template."""
     return encode(tokenizer, [{"role": "user", "content": text}] if tokenizer.chat_template else text)
 
 
@@ -106,8 +140,8 @@ QWEN: Options = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 2
 
 
 def built_in_options(prompts: Sequence[Sequence[int]], stops: Sequence[int], vocabulary: int) -> dict[str, Options]:
-    """Options that run on the device, by name. Biased and banned are the tokens that prompts use most, so that texts
-    change; `stops` end texts."""
+    """Options that run on the device, by name. The most frequent tokens of the prompts are biased and banned, so that
+    the text changes; `stops` are stop tokens."""
     often = [token for token, _ in Counter(token for prompt in prompts for token in prompt).most_common(NAMED_TOKENS)]
     return {
         "greedy": GREEDY,
@@ -126,44 +160,44 @@ def built_in_options(prompts: Sequence[Sequence[int]], stops: Sequence[int], voc
     }
 
 
-class Stamps(Progress):
-    """Notes when a request's tokens came."""
+class TokenTimes(Progress):
+    """Records when a request's new tokens came."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrivals: list[tuple[float, int]] = []  # when, and the tokens there were then
+        self.arrivals: list[tuple[float, int]] = []  # (time in seconds, number of new tokens at that time)
 
     def update(self, new_tokens: int) -> None:
-        self._note(new_tokens)
+        self._record(new_tokens)
         super().update(new_tokens)
 
     def end(self, new_tokens: int) -> None:
-        self._note(new_tokens)
+        self._record(new_tokens)
         super().end(new_tokens)
 
-    def _note(self, new_tokens: int) -> None:
+    def _record(self, new_tokens: int) -> None:
         if new_tokens > (self.arrivals[-1][1] if self.arrivals else 0):
             self.arrivals.append((time.perf_counter(), new_tokens))
 
 
-class Stamped:
-    """A request for one text, and when its tokens came. The model's own end tokens do not end it."""
+class TimedRequest:
+    """A request for one sequence, and the times of its tokens. The model's end tokens do not end it."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], seed: int, new_tokens: int, options: Options) -> None:
-        wishes, kwargs = split_options(options)
+        speculation, kwargs = split_options(options)
         processors = kwargs.pop("logits_processor", None)
         settings = read_settings(
             engine.generation_config, None, {"eos_token_id": None, "max_new_tokens": new_tokens, **kwargs}
         )
-        self.engine, self.submitted_at, self.stamps = engine, 0.0, Stamps()
-        self.request = engine._request([list(prompt)], len(prompt), settings, seed, processors, None, wishes)
-        self.request.progress = self.stamps
+        self.engine, self.submitted_at, self.times = engine, 0.0, TokenTimes()
+        self.request = engine._request([list(prompt)], len(prompt), settings, seed, processors, None, speculation)
+        self.request.progress = self.times
 
     def submit(self) -> None:
         self.submitted_at = time.perf_counter()
         self.engine.scheduler.submit(self.request)
 
-    def wait(self) -> Stamped:
+    def wait(self) -> TimedRequest:
         self.engine.scheduler.wait(self.request)
         return self
 
@@ -177,27 +211,27 @@ class Stamped:
 
     @property
     def ended_at(self) -> float:
-        return self.stamps.arrivals[-1][0]
+        return self.times.arrivals[-1][0]
 
     @property
     def first_token_s(self) -> float:
         """Seconds from submission to the first token."""
-        return self.stamps.arrivals[0][0] - self.submitted_at
+        return self.times.arrivals[0][0] - self.submitted_at
 
     @property
     def per_token_s(self) -> float | None:
-        """Mean seconds per token after those that came first; None where there are no others."""
-        (first_at, first), (last_at, last) = self.stamps.arrivals[0], self.stamps.arrivals[-1]
+        """Mean seconds per token after the first step's tokens; None if there are no others."""
+        (first_at, first), (last_at, last) = self.times.arrivals[0], self.times.arrivals[-1]
         return (last_at - first_at) / (last - first) if last > first else None
 
     def gaps(self, start: float, stop: float) -> list[float]:
-        """Seconds between arrivals, of those that overlap with the time from `start` to `stop`."""
-        pairs = pairwise(at for at, _ in list(self.stamps.arrivals))
+        """Seconds between consecutive arrivals, of those that overlap with the time from `start` to `stop`."""
+        pairs = pairwise(at for at, _ in list(self.times.arrivals))
         return [after - before for before, after in pairs if after > start and before < stop]
 
 
-def run_together(requests: Sequence[Stamped]) -> float:
-    """Submits all at once and waits for all; returns tokens per second."""
+def run_together(requests: Sequence[TimedRequest]) -> float:
+    """Submits all requests at once and waits for all; returns tokens per second."""
     for request in requests:
         request.submit()
     for request in requests:

@@ -1,9 +1,7 @@
 """`python -m bench.serving`: many requests to one engine, plainly and with speculation.
 
-(a) Throughput: requests that are submitted at once, of which a limited number decode together. (b) Latency: Poisson
-arrivals at shares of that throughput. (c) A long prompt joins running texts: the longest gap between their tokens,
-beside one prefill chunk and one step. (d) Sequences with different settings in one batch against sequences alike.
-Where there are kernels every part runs once before it is measured, so that its steps are captured.
+Measures throughput of requests submitted at once, latency with Poisson arrivals at shares of that throughput, the gap
+that a long joining prompt causes, and batches of sequences with different sampling parameters.
 """
 
 from __future__ import annotations
@@ -15,124 +13,149 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench import decode, report
-from bench.modes import Memory, percentile
+from bench import machine, tables
 from bench.requests import (
     GREEDY,
+    LONGEST_PROMPT,
     QWEN,
     Options,
-    Stamped,
     Target,
+    TimedRequest,
     add_arguments,
     built_in_options,
     open_target,
     run_together,
 )
+from bench.timing import Limit, percentile
 from selfspec.backends.torch_backend import PREFILL_CHUNK
 
-_STEADY = 16  # tokens that running texts have before the long prompt joins, and get after it
-_JOINED = 8  # new tokens of the long prompt's text
-_LONGEST_PROMPT = 1024  # tokens of any other prompt
+_STEADY = 16  # tokens that running sequences have before the long prompt joins, and get after it
+_JOINED = 8  # new tokens of the long prompt's sequence
 
-Row = dict[str, Any]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many requests of which size are sent."""
+
+    new_tokens: int = 128  # of each request
+    requests: int = 64  # submitted at once, and at each arrival rate
+    decoding: int = 16  # sequences that decode together at most
+    shares: tuple[float, ...] = (0.5, 0.9)  # arrival rates, of the plain throughput
+    long_prompt: int = 4000  # tokens of the prompt that joins
+    running: int = 8  # sequences that it joins; also sequences with different sampling parameters
+    running_tokens: int = 2048  # new tokens of those sequences at most
+    repeat: int = 3  # runs of which the median counts
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt included."""
+        return max(self.long_prompt + _JOINED, LONGEST_PROMPT + max(self.running_tokens, self.new_tokens))
+
+    @property
+    def max_batch(self) -> int:
+        return max(self.decoding, self.running + 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    longest = max(args.long_prompt + _JOINED, _LONGEST_PROMPT + max(args.running_tokens, args.max_new_tokens))
-    target = open_target(args, longest, max(args.decoding, args.running + 1))
-    subject = decode.Subject(target.name, target.engine, [], Memory(target.engine.model.device), exit_layer=None)
-    setup = asdict(decode.describe(args, subject)) | {"synthetic": target.synthetic, "speculation": target.speculation}
-    report.describe(console, setup)
-    found: dict[str, list[Row]] = {}
-    for part in args.parts:
-        bench = Bench(target, args, found.get("throughput", []))
-        if target.engine.has_kernels:
-            PARTS[part](bench)
-        found[part] = PARTS[part](bench)
-        show(console, part, found[part])
+    load = Load(
+        args.max_new_tokens, args.requests, args.decoding, tuple(args.shares), args.long_prompt, args.running,
+        args.running_tokens, args.repeat, args.seed,
+    )  # fmt: skip
+    target = open_target(args, load.max_batch, load.longest)
+    setup = machine.describe(target.engine, target.name, target.synthetic)
+    print(*tables.setup(setup), "", sep="\n")
+    found = measure(target, load, args.parts, Limit(args.seconds))
+    print(*tables.serving(found), sep="\n")
     print(json.dumps({"benchmark": "serving", "setup": setup, **found}))
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
-    add_arguments(parser, new_tokens=128)
-    add = parser.add_argument
+    add_arguments(parser, new_tokens=128, prompts=8)
+    add, default = parser.add_argument, Load()
     add("--parts", nargs="+", default=list(PARTS), choices=PARTS, help=f"(default: {' '.join(PARTS)})")
-    add("--requests", type=int, default=64, help="of (a), and of each rate of (b) (default: 64)")
-    add("--decoding", type=int, default=16, help="sequences that decode together (default: 16)")
-    add("--rates", type=float, nargs="+", help="requests per second of (b) (default: 50%% and 90%% of (a)'s)")
-    add("--long-prompt", type=int, default=4000, help="tokens of the prompt that joins (default: 4000)")
-    add("--running", type=int, default=8, help="texts that it joins, and sequences of (d) (default: 8)")
-    add("--running-tokens", type=int, default=2048, help="new tokens of those texts at most (default: 2048)")
-    add("--repeat", type=int, default=3, help="runs of (a) and (d); medians are told (default: 3)")
-    add("--seed", type=int, default=0)
+    add("--requests", type=int, default=default.requests, help="at once, and per arrival rate (default: 64)")
+    add("--decoding", type=int, default=default.decoding, help="sequences that decode together (default: 16)")
+    add("--shares", type=float, nargs="+", default=default.shares, help="of the throughput (default: 0.5 0.9)")
+    add("--long-prompt", type=int, default=default.long_prompt, help="tokens of the joining prompt (default: 4000)")
+    add("--running", type=int, default=default.running, help="sequences that it joins (default: 8)")
+    add("--running-tokens", type=int, default=default.running_tokens, help="their new tokens (default: 2048)")
+    add("--repeat", type=int, default=default.repeat, help="runs of which the median counts (default: 3)")
+    add("--seed", type=int, default=default.seed, help="of the random arrivals (default: 0)")
     return parser.parse_args(arguments)
 
 
+def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> dict[str, list[Result]]:
+    """Runs the parts in order until the budget is spent; with kernels each runs once before, which captures graphs."""
+    found: dict[str, list[Result]] = {}
+    for part in limit.over(parts):
+        bench = Bench(target, load, found.get("throughput", []))
+        if target.engine.has_kernels:
+            PARTS[part](bench)
+        found[part] = PARTS[part](bench)
+    return found
+
+
+@dataclass(frozen=True)
 class Bench:
-    """A model, and how much is asked of it."""
+    """A model, the load, and the throughput if it was measured."""
 
-    def __init__(self, target: Target, args: argparse.Namespace, throughput: list[Row]) -> None:
-        self.target, self.args, self.throughput = target, args, throughput
+    target: Target
+    load: Load
+    throughput: list[Result]
 
-    def requests(self, count: int, options: Sequence[Options], new_tokens: int | None = None) -> list[Stamped]:
-        """The target's prompts and these options in turn."""
-        parts = zip(range(count), cycle(self.target.prompts), cycle(options))  # noqa: B905  # both go round
-        limit = new_tokens or self.args.max_new_tokens
-        return [Stamped(self.target.engine, prompt, seed, limit, of) for seed, prompt, of in parts]
+    def requests(self, count: int, options: Sequence[Options], new_tokens: int | None = None) -> list[TimedRequest]:
+        """Requests with the target's prompts and these options in turn."""
+        parts = zip(range(count), cycle(self.target.prompts), cycle(options))  # noqa: B905  # both repeat
+        limit = new_tokens or self.load.new_tokens
+        return [TimedRequest(self.target.engine, prompt, seed, limit, of) for seed, prompt, of in parts]
 
-    def speeds(self, count: int, kinds: dict[str, list[Options]]) -> dict[str, float]:
-        """Tokens per second of `count` requests submitted at once, for every kind: medians of runs that take turns."""
-        found: dict[str, list[float]] = {name: [] for name in kinds}
-        for _ in range(self.args.repeat):
-            for name, options in kinds.items():
+    def speeds(self, count: int, cases: dict[str, list[Options]]) -> dict[str, float]:
+        """Tokens per second of `count` requests submitted at once, for every case: medians of runs in turn."""
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(self.load.repeat):
+            for name, options in cases.items():
                 found[name].append(run_together(self.requests(count, options)))
         return {name: median(values) for name, values in found.items()}
 
 
-def throughput(bench: Bench) -> list[Row]:
+def throughput(bench: Bench) -> list[Result]:
     """Tokens per second of requests submitted at once."""
-    count, limit = bench.args.requests, bench.args.decoding
+    count, limit = bench.load.requests, bench.load.decoding
     bench.target.engine.scheduler.max_decoding = limit
-    speeds = bench.speeds(count, {mode: [{**GREEDY, **wishes}] for mode, wishes in bench.target.modes.items()})
+    speeds = bench.speeds(count, {mode: [{**GREEDY, **options}] for mode, options in bench.target.modes.items()})
     return [
         {"mode": mode, "requests": count, "decoding": limit, "tokens_per_s": round(speed, 1)}
         for mode, speed in speeds.items()
     ]
 
 
-def latency(bench: Bench) -> list[Row]:
-    """Seconds to the first token and per further token of requests that arrive at random."""
-    bench.target.engine.scheduler.max_decoding = bench.args.decoding
-    rates = [(f"{rate:g}/s", rate) for rate in bench.args.rates or ()]
-    if not rates:
-        measured = {row["mode"]: row["tokens_per_s"] for row in bench.throughput or throughput(bench)}
-        capacity = measured["plain"] / bench.args.max_new_tokens
-        rates = [(f"{share:.0%} of plain throughput", share * capacity) for share in (0.5, 0.9)]
+def latency(bench: Bench) -> list[Result]:
+    """Milliseconds to the first token and per further token of requests that arrive at random."""
+    bench.target.engine.scheduler.max_decoding = bench.load.decoding
+    measured = {of["mode"]: of["tokens_per_s"] for of in bench.throughput or throughput(bench)}
+    capacity = measured["plain"] / bench.load.new_tokens  # requests per second
     return [
-        arrivals(bench, mode, {**GREEDY, **wishes}, name, rate)
-        for name, rate in rates
-        for mode, wishes in bench.target.modes.items()
+        arrivals(bench, mode, {**GREEDY, **options}, share, share * capacity)
+        for share in bench.load.shares
+        for mode, options in bench.target.modes.items()
     ]
 
 
-def arrivals(bench: Bench, mode: str, options: Options, name: str, rate: float) -> Row:
+def arrivals(bench: Bench, mode: str, options: Options, share: float, rate: float) -> Result:
     """Poisson arrivals at `rate` requests per second."""
-    drawn = random.Random(bench.args.seed)
-    requests = bench.requests(bench.args.requests, [options])
+    drawn = random.Random(bench.load.seed)
+    requests = bench.requests(bench.load.requests, [options])
     at = time.perf_counter()
     for request in requests:
         at += drawn.expovariate(rate)
@@ -142,28 +165,29 @@ def arrivals(bench: Bench, mode: str, options: Options, name: str, rate: float) 
         request.wait()
     firsts = [request.first_token_s for request in requests]
     others = [seconds for request in requests if (seconds := request.per_token_s) is not None] or [math.nan]
-    row: Row = {"mode": mode, "arrivals": name, "requests_per_s": round(rate, 3)}
-    for what, values in (("first_token_ms", firsts), ("per_token_ms", others)):
-        row |= {f"{what}_p{100 * share:.0f}": round(1e3 * percentile(values, share), 3) for share in (0.5, 0.99)}
-    return row
+    result: Result = {"mode": mode, "load": f"{share:.0%}", "requests_per_s": round(rate, 3)}
+    for name, values in (("first_token_ms", firsts), ("per_token_ms", others)):
+        result |= {f"{name}_p{100 * part:.0f}": round(1e3 * percentile(values, part), 3) for part in (0.5, 0.99)}
+    return result
 
 
-def joining(bench: Bench) -> list[Row]:
-    """A long prompt while other texts are decoded."""
-    return [join(bench, mode, {**GREEDY, **wishes}) for mode, wishes in bench.target.modes.items()]
+def joining(bench: Bench) -> list[Result]:
+    """A long prompt is submitted while other sequences decode."""
+    return [join(bench, mode, {**GREEDY, **options}) for mode, options in bench.target.modes.items()]
 
 
-def join(bench: Bench, mode: str, options: Options) -> Row:
-    args, engine = bench.args, bench.target.engine
-    engine.scheduler.max_decoding = args.running + 1
-    tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), args.long_prompt))
-    alone = Stamped(engine, tokens, 0, _JOINED, options)
+def join(bench: Bench, mode: str, options: Options) -> Result:
+    """The longest gap between tokens of running sequences, beside its bound: one prefill chunk and two steps."""
+    load, engine = bench.load, bench.target.engine
+    engine.scheduler.max_decoding = load.running + 1
+    tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), load.long_prompt))
+    alone = TimedRequest(engine, tokens, 0, _JOINED, options)
     run_together([alone])
-    running = bench.requests(args.running, [options], args.running_tokens)
+    running = bench.requests(load.running, [options], load.running_tokens)
     for request in running:
         request.submit()
     _wait_for_tokens(running, _STEADY)
-    joined = Stamped(engine, tokens, 0, _JOINED, options)
+    joined = TimedRequest(engine, tokens, 0, _JOINED, options)
     joined.submit()
     joined.wait()
     _wait_for_tokens(running, max(len(of.tokens) for of in running) + _STEADY)
@@ -173,58 +197,51 @@ def join(bench: Bench, mode: str, options: Options) -> Row:
     during = [gap for of in running for gap in of.gaps(joined.submitted_at, first_at)]
     before = [gap for of in running for gap in of.gaps(of.submitted_at, joined.submitted_at)]
     chunks = max(1, -(-(len(tokens) - 1) // PREFILL_CHUNK))
+    step, chunk = median(before or [math.nan]), alone.first_token_s / chunks
     return {
         "mode": mode,
-        "running": args.running,
+        "running": load.running,
         "prompt_tokens": len(tokens),
-        "longest_gap_ms": round(1e3 * max(during, default=math.nan), 3),
-        "step_ms": round(1e3 * median(before or [math.nan]), 3),
-        "chunk_ms": round(1e3 * alone.first_token_s / chunks, 3),
         "chunks": chunks,
+        "step_ms": round(1e3 * step, 3),
+        "chunk_ms": round(1e3 * chunk, 3),
+        "bound_ms": round(1e3 * (chunk + 2 * step), 3),
+        "longest_gap_ms": round(1e3 * max(during, default=math.nan), 3),
         "first_token_ms": round(1e3 * joined.first_token_s, 3),
         "first_token_alone_ms": round(1e3 * alone.first_token_s, 3),
     }
 
 
-def _wait_for_tokens(requests: Sequence[Stamped], count: int) -> None:
-    """Until every text has so many new tokens, or has ended."""
-    while any(len(of.tokens) < count and not of.stamps.is_over for of in requests):
+def _wait_for_tokens(requests: Sequence[TimedRequest], count: int) -> None:
+    """Blocks until every sequence has so many new tokens or has ended."""
+    while any(len(of.tokens) < count and not of.times.is_over for of in requests):
         time.sleep(1e-3)
 
 
-def settings(bench: Bench) -> list[Row]:
-    """Sequences with different settings against sequences with the same ones."""
-    size, engine = bench.args.running, bench.target.engine
+def settings(bench: Bench) -> list[Result]:
+    """Sequences with different sampling parameters against sequences with equal ones."""
+    size, engine = bench.load.running, bench.target.engine
     engine.scheduler.max_decoding = max(size, 1)
     vocabulary = engine.model.config.vocab_size
     offered = built_in_options(bench.target.prompts, [vocabulary - 1], vocabulary)
     mixed = list(islice(cycle(offered.values()), size))
-    kinds = {"alike, greedy": [GREEDY], "alike, Qwen's settings": [QWEN], "different": mixed}
-    rows: list[Row] = []
-    for mode, wishes in bench.target.modes.items():
-        speeds = bench.speeds(size, {name: [{**each, **wishes} for each in of] for name, of in kinds.items()})
+    cases = {"equal, greedy": [GREEDY], "equal, Qwen's settings": [QWEN], "different": mixed}
+    results: list[Result] = []
+    for mode, options in bench.target.modes.items():
+        speeds = bench.speeds(size, {name: [{**each, **options} for each in of] for name, of in cases.items()})
         for name, speed in speeds.items():
-            against = round(speed / speeds["alike, greedy"], 3)
-            told = {"sequences": size, "tokens_per_s": round(speed, 1), "against_greedy": against}
-            rows.append({"mode": mode, "settings": name, **told})
-    return rows
+            against = round(speed / speeds["equal, greedy"], 3)
+            values = {"sequences": size, "tokens_per_s": round(speed, 1), "against_greedy": against}
+            results.append({"mode": mode, "settings": name, **values})
+    return results
 
 
-PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+PARTS: dict[str, Callable[[Bench], list[Result]]] = {
     "throughput": throughput,
     "latency": latency,
     "joining": joining,
     "settings": settings,
 }
-
-
-def show(console: Console, title: str, rows: list[Row]) -> None:
-    table = Table(title=title, title_justify="left")
-    for name, value in rows[0].items():
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
 
 
 if __name__ == "__main__":

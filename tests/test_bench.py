@@ -1,23 +1,21 @@
-"""The decode benchmark's own parts, on tiny models: what it says of times, tokens, failures and synthetic weights."""
+"""Benchmarks of decoding on tiny models: modes, ratios, failures, time budgets, ceilings and synthetic weights."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import decode, exactness, kernels, report, synthetic
-from bench.modes import Batch, Clock, Memory, Mode, Task, Written, in_bursts, per_token, percentile, until_end
+from bench import decode, exactness, machine, synthetic
+from bench.modes import Batch, Task, Written, until_end
+from bench.requests import Target
+from bench.timing import Limit, percentile, rotated, spread
 from selfspec import Engine
 from selfspec.models.decoder import model_parts
 from tests.scripted import endless
@@ -26,7 +24,7 @@ from tests.tiny import tiny_model
 CPU = torch.device("cpu")
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 2048, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "num_key_value_heads": 2, "vocab_size": 2048, "rope_theta": 10000.0, "max_position_embeddings": 2048,
 }  # fmt: skip
 
 
@@ -40,8 +38,11 @@ def batch(*prompts: list[int]) -> Batch:
     return Batch(prompts, list(range(len(prompts))), CPU)
 
 
-def way(tokens: list[list[int]], passes: int) -> Any:
-    return lambda batch, task: Written(tokens, passes)
+def run(tokens: list[list[int]], seconds: float, steps: int | None = None) -> decode.Run:
+    return decode.Run([Written(tokens, steps)], seconds)
+
+
+# Timing
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
@@ -51,27 +52,25 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-def test_tokens_that_come_one_by_one_are_parted_at_the_widest_gaps() -> None:
-    stamps = [1.0, 1.001, 1.002, 2.0, 3.0, 3.001]
-    assert in_bursts(stamps, 3) == [(1.0, 3), (2.0, 1), (3.0, 2)]
-    assert in_bursts(stamps, 6) == [(stamp, 1) for stamp in stamps]
-    assert in_bursts(stamps, 1) == [(1.0, 6)]
+def test_a_spent_budget_ends_the_items() -> None:
+    now = [0.0]
+    with mock.patch("time.perf_counter", lambda: now[0]):
+        limit, seen = Limit(3.0), []
+        for item in limit.over(range(9)):
+            seen.append(item)
+            now[0] += 1.5
+    assert seen == [0, 1] and limit.is_spent and not Limit().is_spent
 
 
-def test_tokens_of_a_burst_share_its_time_and_the_prompt_is_left_out() -> None:
-    written = Written([[1, 2, 3, 4]], 3, [(10.0, 1), (12.0, 2), (13.0, 1)])
-    assert per_token(written, 99.0) == [1.0, 1.0, 1.0]
-    assert per_token(Written([[1, 2], [3, 4]], 4), 2.0) == [0.5]
+def test_turns_start_with_each_item_once() -> None:
+    assert [rotated("abc", turn) for turn in range(-1, 3)] == [list("cab"), list("abc"), list("bca"), list("cab")]
+    assert spread([3.0, 1.0, 2.04], 1) == {"median": 2.0, "min": 1.0, "max": 3.0}
 
 
-def test_a_clock_does_not_count_the_prompt() -> None:
-    clock = Clock()
-    clock.put(torch.zeros(1, 5))
-    clock.put(torch.zeros(3))
-    assert [count for _, count in clock.arrivals] == [3]
+# Modes
 
 
-def test_a_row_ends_with_its_end_token() -> None:
+def test_a_sequence_ends_with_its_end_token() -> None:
     assert until_end([5, 2, 0, 0], {2}) == [5, 2]
     assert until_end([5, 2], set()) == [5, 2]
 
@@ -81,74 +80,200 @@ def test_prompts_of_a_batch_are_padded_on_the_left() -> None:
     assert ids.tolist() == [[0, 5], [6, 7]] and mask.tolist() == [[0, 1], [1, 1]]
 
 
-def test_a_mode_that_fails_says_why_in_one_line_and_is_not_tried_again() -> None:
+# Cells
+
+
+def test_a_mode_that_fails_keeps_its_error_in_one_line_and_is_not_run_again() -> None:
     calls = []
 
     def fails(batch: Batch, task: Task) -> Written:
         calls.append(batch)
         raise torch.OutOfMemoryError("no memory\nfor this")
 
-    mode = Mode("peer", fails)
-    mode.rehearse([batch([1])], Task(4))
-    mode.measure(0, batch([1]), Task(4))
-    assert len(calls) == 1
-    assert mode.result(None, None, None) == {"mode": "peer", "failed": "OutOfMemoryError: no memory for this"}
+    cell = decode.Cell("chat", 0.0, [batch([1]), batch([2])])
+    ways = {"plain": lambda batch, task: Written([[1]], 1), "peer": fails}
+    for turn in range(2):
+        cell.repeats.append(cell.run(ways, 4, turn))
+    modes = cell.result(["plain", "peer"])["modes"]
+    assert len(calls) == 1 and modes["peer"] == {"failed": "OutOfMemoryError: no memory for this"}
+    assert modes["plain"]["tokens_per_s"]["median"] > 0
 
 
-def test_a_mode_past_its_time_measures_no_further_batch() -> None:
-    mode = Mode("slow", way([[1]], 1), limit_s=0.0)
-    for number in range(3):
-        mode.measure(number, batch([1]), Task(1))
-    assert list(mode.samples) == [0]
+def test_ratios_are_taken_repeat_by_repeat_against_plain() -> None:
+    cell = decode.Cell("chat", 0.0, [batch([1], [2])])
+    texts, other = [[1, 2], [3, 4]], [[1, 2], [3, 5]]
+    for plain, fast in ((4.0, 2.0), (8.0, 2.0), (4.0, 5.0)):
+        cell.repeats.append({"plain": run(texts, plain, 4), "chain:2": run(other, fast, 2)})
+    found = cell.result(["plain", "chain:2", "absent"])
+    modes = found["modes"]
+    assert modes["chain:2"]["against_plain"] == {"median": 2.0, "min": 0.8, "max": 4.0}
+    assert modes["plain"]["tokens_per_s"] == {"median": 1.0, "min": 0.5, "max": 1.0}
+    assert modes["chain:2"]["same_tokens"] == [1, 2] and modes["chain:2"]["tokens_per_step"] == 2.0
+    assert modes["absent"] == {"failed": "not reached within the time budget"}
+    assert (found["tokens"], found["batch"], found["repeats"]) == (4, 2, 3)
 
 
-def test_modes_are_compared_on_the_batches_that_both_decoded() -> None:
-    plain, other = Mode("plain", way([[1, 2], [3, 4]], 4)), Mode("other", way([[1, 2], [3, 5]], 2))
-    for number in range(3):
-        plain.measure(number, batch([1], [2]), Task(2))
-    other.measure(1, batch([1], [2]), Task(2))
-    result = other.result(None, plain, None)
-    assert result["same_tokens_as_plain"] == "1/2" and result["same_tokens_as_transformers"] is None
-    assert result["tokens_per_cycle"] == 2.0 and result["prompts"] == 2
-    assert result["speedup_over_plain"] == pytest.approx(plain.samples[1].mean / other.samples[1].mean, rel=0.01)
+def test_samples_of_transformers_are_not_compared_since_its_noise_differs() -> None:
+    for temperature, same in ((0.0, [1, 1]), (0.7, None)):
+        cell = decode.Cell("chat", temperature, [batch([1])])
+        cell.repeats.append({"plain": run([[1]], 1.0, 1), "transformers eager": run([[1]], 2.0)})
+        (_, eager) = cell.result(["plain", "transformers eager"])["modes"].values()
+        assert eager["same_tokens"] == same and eager["tokens_per_step"] is None
 
 
-def test_a_peak_leaves_out_what_only_others_hold() -> None:
-    memory = Memory(CPU)
-    held, exits = [100], [0]
-    with mock.patch.object(memory, "now", lambda: held[0]):
-        for name, gained, loaded in (("peer", 10, 0), ("selfspec plain", 1, 0), ("selfspec tree", 25, 20)):
-            with memory.keeping(name, lambda: exits[0]):
-                held[0] += gained
-                exits[0] += loaded
-    memory.engine, memory.device = 30, torch.device("cuda")
-    assert memory.own_peak("peer", 200, is_ours=False, drafts=False) == 200 - 1 - 5 - 30 - 20
-    assert memory.own_peak("selfspec plain", 200, is_ours=True, drafts=False) == 200 - 10 - 5 - 20
-    assert memory.own_peak("selfspec tree", 200, is_ours=True, drafts=True) == 200 - 10 - 1
+def test_a_spent_budget_leaves_cells_without_figures_and_says_so() -> None:
+    target = Target("tiny", Engine.from_model(tiny_model("llama", dtype=torch.float32)), {"a": [[3]], "b": [[4]]}, {})
+    ways = {"plain": lambda batch, task: Written([[1]], 1)}
+    found = decode.measure(target, ways, decode.cells_of(target, [1], [0.0]), 4, 2, Limit(0.0))
+    assert [cell["repeats"] for cell in found["cells"]] == [0, 0]
+    assert all("time budget" in cell["modes"]["plain"]["failed"] for cell in found["cells"])
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_modes_run_in_turn_and_peers_that_cannot_are_reported(size: int) -> None:
+def test_all_modes_give_plain_decodings_tokens_and_unsupported_ones_are_reported(size: int) -> None:
     hf: Any = endless(tiny_model("llama", dtype=torch.float32))
     prompts = [[3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13, 14]]
-    subject = decode.Subject("tiny", Engine.from_model(hf), prompts, Memory(CPU), exit_layer=2, hf=hf)
-    args = decode.parse(["--max-new-tokens", "6"])
-    ways = decode.ways_of(args, subject)
-    results = decode.measure_cell(args, subject, ways, decode.batches_of(subject, size), Task(6))
-    by_name = {result["mode"]: result for result in results}
-    assert list(by_name) == [
-        "transformers eager", "transformers static+compile", "transformers prompt lookup", "transformers early exit 3",
-        "selfspec plain", "selfspec chain:2", "selfspec tree:4,2,2,1",
+    engine = Engine.from_model(hf, tokenizer=mock.Mock(pad_token_id=None))
+    target = Target("tiny", engine, {"any": prompts}, {"plan": "chain:2", "exit_layer": 2}, hf=hf)
+    args = decode.parse("--modes plain eager compile lookup early-exit --plans chain:2 tree:4,2,2,1".split())
+    ways = decode.ways_of(target, args.modes, args.plans)
+    found = decode.measure(target, ways, decode.cells_of(target, [size], [0.0]), 6, 1, Limit())
+    (cell,) = found["cells"]
+    modes = cell["modes"]
+    assert list(modes) == [
+        "plain", "chain:2", "tree:4,2,2,1", "transformers eager", "transformers static+compile",
+        "transformers prompt lookup", "transformers early exit 3",
     ]  # fmt: skip
-    assert "accelerators" in by_name["transformers static+compile"]["failed"]
+    assert "accelerators" in modes["transformers static+compile"]["failed"]
     assert hf.config.num_hidden_layers == 4
-    rows = size * -(-len(prompts) // size)
-    for name, result in by_name.items():
-        if name.startswith("selfspec") or name == "transformers eager":
-            assert result["same_tokens_as_plain"] == result["same_tokens_as_transformers"] == f"{rows}/{rows}", name
-    assisted = by_name["transformers prompt lookup"]
+    sequences = size * -(-len(prompts) // size)
+    for name in ("chain:2", "tree:4,2,2,1", "transformers eager"):
+        assert modes[name]["same_tokens"] == [sequences, sequences], name
+    assisted = modes["transformers prompt lookup"]
     assert ("failed" in assisted) == (size > 1)
     assert size == 1 or "batch" in assisted["failed"] and "\n" not in assisted["failed"]
+
+
+# The command
+
+
+def test_a_shape_is_measured_and_reported_as_synthetic(tiny_shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "--shape tiny --dtype float32 --limit 2 --prompt-tokens 5 --max-new-tokens 6 --batch 1 2 --temperature 0 0.7 "
+        "--plans tree:4,2 --repeat 1 --device cpu"
+    )
+    with mock.patch.object(synthetic, "own_text_agreement", lambda *_: synthetic.Agreement(0.5, 0.6)):
+        assert decode.main(command.split()) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert "SYNTHETIC" in out and "50.0% top-1" in out and "Ceiling of plain decoding" in out
+    assert result["setup"]["synthetic"]["top1"] == 0.5 and result["setup"]["memory_gb"] is None
+    assert result["setup"]["synthetic"]["draft_rows"] == TINY["vocab_size"] // 4
+    assert [(cell["batch"], cell["temperature"]) for cell in result["cells"]] == [(1, 0), (2, 0), (1, 0.7), (2, 0.7)]
+    for cell in result["cells"]:
+        assert list(cell["modes"]) == ["plain", "speculation", "tree:4,2"]
+        ceiling = cell["batch"] * result["setup"]["ceiling_tokens_per_s"]
+        for of in cell["modes"].values():
+            assert of["of_ceiling"] == pytest.approx(of["tokens_per_s"]["median"] / ceiling, abs=1e-3)
+
+
+def test_a_memory_limit_without_a_gpu_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "open_target", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit, match=r"--memory-gb: .*24 GB .* CUDA device, and this runs on cpu"):
+        decode.main("--memory-gb 24 --shape llama-8b --device cpu".split())
+
+
+# The machine
+
+
+def test_the_setup_names_commit_versions_and_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.from_model(tiny_model("llama", dtype=torch.float32))
+    monkeypatch.setattr(machine, "cpu_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(machine, "memory_limit", lambda _: 24 * 10**9 - 1)
+    setup = machine.describe(engine, "tiny")
+    assert setup["memory_gb"] == 24.0 and setup["bandwidth_gb_s"] == 1.0
+    assert setup["ceiling_tokens_per_s"] == pytest.approx(1e9 / machine.bytes_per_step(engine), rel=1e-3)
+    assert setup["versions"]["torch"] == torch.__version__ and setup["commit"]
+    assert machine.version("a package that is not there") == "not installed"
+
+
+def test_an_embedding_that_is_not_the_head_is_not_read_by_a_step() -> None:
+    for family, is_tied in (("llama", False), ("qwen2", True)):
+        engine = Engine.from_model(tiny_model(family, dtype=torch.float32))
+        unread = engine.model.nbytes - machine.bytes_per_step(engine)
+        assert unread == (0 if is_tied else 101 * 32 * 4)
+
+
+@pytest.mark.parametrize(("free", "count"), [(0, 2**15), (10**9, 2**26), (4 * 10**9, 2**28), (10**11, 2**30)])
+def test_a_long_read_takes_at_most_half_of_the_free_memory(free: int, count: int) -> None:
+    assert machine.read_count(free) == count
+    assert count == 2**15 or 4 * count <= free / 2
+
+
+# Exactness
+
+
+def test_the_exactness_check_passes_an_engine_that_is_exact() -> None:
+    engine = Engine.from_model(endless(tiny_model("llama")))
+    write = exactness.writer(engine, 5, exit_layer=2)
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    found = exactness.check_plans(write, prompts, 1, Limit(), plans=["none", "tree:2,1"], batches=[1, 16])
+    told = exactness.summary(found)
+    assert (told["compared"], told["differing"], told["first"]) == (2 * 3 * 16 * 5, 0, "")
+
+
+def test_the_exactness_check_finds_an_injected_difference() -> None:
+    def write(prompts: Any, seeds: Any, temperature: float, plan: str) -> list[list[int]]:
+        texts = [[seed, 1, 2, 3] for seed in seeds]
+        if plan == "chain:2" and len(prompts) == 4 and temperature and 5 in seeds:
+            texts[list(seeds).index(5)][2] = 9
+        return texts
+
+    found = exactness.check_plans(write, [[1, 2, 3]], 1, Limit(), plans=["none", "chain:2"], batches=[1, 4, 16])
+    differing = {name: tally for name, tally in found.items() if tally.differing}
+    (name, tally), *others = differing.items()
+    assert not others and name == "chain:2, batch 4, temperature 0.7"
+    assert (tally.differing, tally.first, tally.compared) == (1, "sequence 5, token 2", 15 * 4 + 3)
+    assert exactness.summary(found)["first"] == f"{name}: {tally.first}"
+
+
+def test_the_exactness_check_ends_when_enough_was_compared_or_time_is_up() -> None:
+    seen = set()
+
+    def write(prompts: Any, seeds: Any, temperature: float, plan: str) -> list[list[int]]:
+        seen.update(tuple(prompt) for prompt in prompts)
+        return [[1] * 10 for _ in prompts]
+
+    options: Any = {"plans": ["chain:1"], "batches": [1, 16], "temperatures": [0.0]}
+    found = exactness.check_plans(write, [[1, 2, 3]], 2500, Limit(), **options)
+    assert exactness.compared(found) == 8 * 320
+    assert len(seen) > 100  # every round has prompts of its own
+    assert exactness.check_plans(write, [[1, 2, 3]], 2500, Limit(0.0), **options) == {}
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1)]
+)
+def test_the_first_difference_may_be_the_end_of_the_shorter_sequence(
+    expected: list[int], found: list[int], place: int | None
+) -> None:
+    assert exactness.first_difference(expected, found) == place
+
+
+def test_differences_are_a_failure_of_the_command(tiny_shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "--shape tiny --dtype float32 --device cpu --limit 2 --prompt-tokens 5 --max-new-tokens 4 --tokens 1 "
+        "--checks plans"
+    )
+    with (
+        mock.patch.object(synthetic, "own_text_agreement", lambda *_: synthetic.Agreement(0.5, 0.6)),
+        mock.patch.object(exactness, "writer", lambda *_: lambda p, seeds, t, plan: [[plan != "none"] for _ in seeds]),
+    ):
+        assert exactness.main(command.split()) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["plans"]["differing"] == 16 * 24
+
+
+# Synthetic weights
 
 
 def test_more_damping_makes_the_exit_agree_more(tiny_shape: str) -> None:
@@ -162,7 +287,7 @@ def test_more_damping_makes_the_exit_agree_more(tiny_shape: str) -> None:
     assert all(one.top1 <= one.top4 for one in found)
 
 
-def test_damping_and_hard_tokens_are_found_for_the_agreement_asked_for(tiny_shape: str) -> None:
+def test_damping_and_hard_tokens_are_found_for_the_wanted_agreement(tiny_shape: str) -> None:
     model = synthetic.synthetic(tiny_shape, "cpu", torch.float32)
     engine, tunable = Engine(model), synthetic.Tunable(model, 2)
 
@@ -172,7 +297,7 @@ def test_damping_and_hard_tokens_are_found_for_the_agreement_asked_for(tiny_shap
     wanted = synthetic.Agreement(0.6, 0.8)
     found = synthetic.tune(tunable, wanted, measure, rounds=3, steps=5)
     assert abs(found.top1 - wanted.top1) < 0.08 and abs(found.top4 - wanted.top4) < 0.08
-    again = measure()  # the weights are left as they were when that was found, up to rounding
+    again = measure()  # the weights stay as they were when that was found, up to rounding
     assert abs(again.top1 - found.top1) < 0.05 and abs(again.top4 - found.top4) < 0.05
 
 
@@ -185,46 +310,7 @@ def test_hard_tokens_come_and_go_without_rounding(tiny_shape: str) -> None:
     assert torch.equal(model.embedding, before * synthetic.LONG)
 
 
-def test_the_exactness_check_passes_an_engine_that_is_exact() -> None:
-    engine = Engine.from_model(endless(tiny_model("llama")))
-    write = exactness.writer(engine, 5, exit_layer=2)
-    found = exactness.check(write, [[3, 4, 5], [6, 7], [8, 9, 10, 11]], 1, plans=["none", "tree:2,1"], batches=[1, 16])
-    assert exactness.summary(found) == {"compared": 2 * 3 * 16 * 5, "differences": 0}
-
-
-def test_the_exactness_check_finds_an_injected_difference() -> None:
-    def write(prompts: Any, seeds: Any, temperature: float, plan: str) -> list[list[int]]:
-        texts = [[seed, 1, 2, 3] for seed in seeds]
-        if plan == "chain:2" and len(prompts) == 4 and temperature and 5 in seeds:
-            texts[list(seeds).index(5)][2] = 9
-        return texts
-
-    found = exactness.check(write, [[1, 2, 3]], 1, plans=["none", "chain:2"], batches=[1, 4])
-    parted = [one for one in found if one.differences]
-    assert [(one.plan, one.batch, one.temperature, one.differences) for one in parted] == [("chain:2", 4, 0.7, 1)]
-    assert parted[0].first == "text 5, token 2" and parted[0].compared == 15 * 4 + 3
-
-
-def test_the_exactness_check_goes_on_until_enough_was_compared() -> None:
-    seen = set()
-
-    def write(prompts: Any, seeds: Any, temperature: float, plan: str) -> list[list[int]]:
-        seen.update(tuple(prompt) for prompt in prompts)
-        return [[1] * 10 for _ in prompts]
-
-    found = exactness.check(write, [[1, 2, 3]], 2500, plans=["chain:1"], batches=[1], temperatures=[0.0])
-    assert exactness.summary(found)["compared"] == 16 * 160
-    assert len(seen) > 200  # every round has prompts of its own
-
-
-@pytest.mark.parametrize(
-    ("expected", "found", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1)]
-)
-def test_texts_part_where_they_first_differ(expected: list[int], found: list[int], place: int | None) -> None:
-    assert exactness.parting(expected, found) == place
-
-
-def test_a_model_kept_to_some_tokens_writes_no_others(tiny_shape: str) -> None:
+def test_a_model_restricted_to_some_tokens_writes_no_others(tiny_shape: str) -> None:
     model = synthetic.synthetic(tiny_shape, "cpu", torch.float32)
     prompts = synthetic.random_prompts(model, 4, 6)
     assert Engine(model).generate(prompts, max_new_tokens=24)[:, 6:].max() >= 10
@@ -249,7 +335,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.numbers: Counter[torch.dtype] = Counter()
-        self._held: list[torch.Tensor] = []  # so that no storage takes the place of another
+        self._held: list[torch.Tensor] = []  # so that no storage is freed and reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -259,7 +345,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_a_synthetic_model_is_drawn_where_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_weights_are_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.SHAPES, "tiny", {**TINY, "model_type": "qwen2"})
     with Allocations() as allocations:
         model = synthetic.synthetic("tiny", "cpu", torch.bfloat16, exit_layer=2, damping=0.5)
@@ -267,70 +353,3 @@ def test_a_synthetic_model_is_drawn_where_it_stays(monkeypatch: pytest.MonkeyPat
     assert allocations.numbers.total() < 100  # the config's few
     bias = model.layers[0].qkv_bias
     assert bias is not None and 0.2 < bias.float().std() < 0.4 and (model.layers[0].attention_norm == 1).all()
-
-
-def test_a_bound_on_memory_without_a_gpu_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "open_shape", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(SystemExit, match=r"--memory-gb: a limit of 24 GB .* CUDA device, and this runs on cpu"):
-        decode.main("--memory-gb 24 --shape llama-8b --device cpu".split())
-
-
-def test_a_bound_on_memory_stands_in_the_setup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    engine = Engine.from_model(tiny_model("llama", dtype=torch.float32))
-    subject = decode.Subject("tiny", engine, [[3]], Memory(CPU), exit_layer=2)
-    monkeypatch.setattr(decode, "read_bandwidth", lambda: 1e9)
-    args = decode.parse(["--memory-gb", "24"])
-    for allowed, told in ((24 * 10**9 - 1, ", bound to 24 GB of GPU memory"), (None, "")):
-        monkeypatch.setattr(decode, "memory_limit", lambda _, allowed=allowed: allowed)
-        setup = asdict(decode.describe(args, subject))
-        assert setup["memory_gb"] == (allowed and 24.0)
-        report.describe(Console(), setup)
-        assert capsys.readouterr().out.endswith(f"exits untrained{told}\n")
-
-
-@pytest.mark.parametrize(("room", "count"), [(0, 2**15), (10**9, 2**26), (4 * 10**9, 2**28), (10**11, 2**30)])
-def test_a_long_read_takes_at_most_half_of_the_room(room: int, count: int) -> None:
-    assert kernels.read_count(room) == count
-    assert count == 2**15 or 4 * count <= room / 2
-
-
-def test_a_shape_is_measured_and_said_to_be_synthetic(
-    tiny_shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = (
-        "--shape tiny --dtype float32 --limit 2 --prompt-tokens 5 --max-new-tokens 6 --batch 1 2 --temperature 0 0.7"
-    )
-    plot = tmp_path / "plot.svg"
-    with mock.patch.object(synthetic, "own_text_agreement", lambda *_: synthetic.Agreement(0.5, 0.6)):
-        assert decode.main([*command.split(), "--device", "cpu", "--plot", str(plot)]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(out.splitlines()[-1])["runs"][0]
-    assert "SYNTHETIC" in out and "50.0% top-1" in out
-    assert result["setup"]["synthetic"]["top1"] == 0.5
-    assert result["setup"]["memory_gb"] is None
-    assert result["setup"]["synthetic"]["draft_rows"] == TINY["vocab_size"] // 4
-    assert [(cell["batch"], cell["temperature"]) for cell in result["cells"]] == [(1, 0), (1, 0.7), (2, 0), (2, 0.7)]
-    for cell in result["cells"]:
-        assert [row["mode"] for row in cell["results"]] == [
-            "selfspec plain",
-            "selfspec chain:2",
-            "selfspec tree:4,2,2,1",
-        ]
-
-
-def test_differences_are_a_failure_of_the_command(tiny_shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = "--shape tiny --dtype float32 --device cpu --limit 2 --prompt-tokens 5 --max-new-tokens 4 --exactness 1"
-    with (
-        mock.patch.object(synthetic, "own_text_agreement", lambda *_: synthetic.Agreement(0.5, 0.6)),
-        mock.patch.object(exactness, "writer", lambda *_: lambda p, seeds, t, plan: [[plan != "none"] for _ in seeds]),
-    ):
-        assert decode.main(command.split()) == 1
-    told = capsys.readouterr().out
-    assert json.loads(told.splitlines()[-1])["runs"][0]["exactness"]["differences"] == 16 * 24
-    assert "16 tokens compared so far, 16 texts differ" in told, "if it were cut off, that much would be known"
-
-
-def test_without_matplotlib_there_is_a_message_in_place_of_the_plot(tmp_path: Path) -> None:
-    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-        assert "matplotlib" in report.plot(tmp_path / "plot.svg", [])
-    assert not list(tmp_path.iterdir())

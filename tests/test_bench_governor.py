@@ -456,8 +456,8 @@ def test_other_tokens_than_plain_ones_fail_the_command_where_they_must_be_equal(
 ) -> None:
     with (
         mock.patch.object(Mode, "same_as", lambda *_: "0/1"),
-        mock.patch("bench.decode.describe", lambda *_: governor.decode.Setup(*[kernels] * 12)),
-        mock.patch("bench.report.describe"),
+        mock.patch("bench.machine.describe", lambda *_: {"kernels": kernels, "model": "tiny", "device": "cpu"}),
+        mock.patch("bench.tables.setup", lambda _: []),
     ):
         command = "--limit 1 --max-new-tokens 2 --batch 1 --sets random"
         assert not run(capsys, tmp_path, command, code=int(kernels))[1]["summary"]["all_tokens_same"]

@@ -1,16 +1,16 @@
-"""Benchmarks that send many requests: their stamps, options and commands, on tiny models."""
+"""Benchmarks that send many requests, on tiny models: token times, options, serving and exactness."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from bench import exactness, options, serving, synthetic
-from bench.requests import Stamped, Target, built_in_options, run_together
+from bench.requests import Target, TimedRequest, built_in_options, run_together
+from bench.timing import Limit
 from selfspec import Engine
 from tests.scripted import endless, random_prompt
 from tests.tiny import VOCABULARY, tiny_model
@@ -28,41 +28,41 @@ def engine() -> Engine:
 
 
 def target(**speculation: Any) -> Target:
-    return Target("tiny", engine(), PROMPTS, speculation or {"plan": "tree:2,1", "exit_layer": 2})
+    return Target("tiny", engine(), {"any": PROMPTS}, speculation or {"plan": "tree:2,1", "exit_layer": 2})
 
 
-def stamped(*arrivals: tuple[float, int]) -> Stamped:
-    request = Stamped(engine(), PROMPTS[0], 0, 8, {"do_sample": False})
-    request.submitted_at, request.stamps.arrivals = 1.0, list(arrivals)
+def timed(*arrivals: tuple[float, int]) -> TimedRequest:
+    request = TimedRequest(engine(), PROMPTS[0], 0, 8, {"do_sample": False})
+    request.submitted_at, request.times.arrivals = 1.0, list(arrivals)
     return request
 
 
 # Requests
 
 
-def test_times_are_told_from_when_tokens_came() -> None:
-    request = stamped((3.0, 1), (4.0, 3), (7.0, 5))
+def test_times_follow_from_the_arrivals_of_tokens() -> None:
+    request = timed((3.0, 1), (4.0, 3), (7.0, 5))
     assert request.first_token_s == 2.0 and request.per_token_s == 1.0 and request.ended_at == 7.0
-    assert stamped((3.0, 2)).per_token_s is None
+    assert timed((3.0, 2)).per_token_s is None
     assert request.gaps(4.5, 5.0) == [3.0] and request.gaps(3.5, 9.0) == [1.0, 3.0] and request.gaps(7.0, 9.0) == []
 
 
-def test_requests_together_get_the_tokens_of_each_alone_and_every_arrival_is_stamped() -> None:
+def test_requests_together_get_the_tokens_of_each_alone_and_every_arrival_is_recorded() -> None:
     drafting = target().speculation
-    alone = [Stamped(engine(), prompt, 0, 8, {"do_sample": False}) for prompt in PROMPTS]
+    alone = [TimedRequest(engine(), prompt, 0, 8, {"do_sample": False}) for prompt in PROMPTS]
     for request in alone:
         assert run_together([request]) > 0
-    together = [Stamped(engine(), prompt, 0, 8, {"do_sample": False, **drafting}) for prompt in PROMPTS]
+    together = [TimedRequest(engine(), prompt, 0, 8, {"do_sample": False, **drafting}) for prompt in PROMPTS]
     run_together(together)
     assert [of.tokens for of in together] == [of.tokens for of in alone]
     for of in together:
         (sequence,) = of.request.sequences
-        assert len(of.stamps.arrivals) == sequence.steps and of.stamps.arrivals[-1][1] == 8 == len(of.tokens)
+        assert len(of.times.arrivals) == sequence.steps and of.times.arrivals[-1][1] == 8 == len(of.tokens)
 
 
-def test_the_built_in_options_leave_nothing_to_the_host() -> None:
+def test_the_built_in_options_need_no_python_callable() -> None:
     made = built_in_options(PROMPTS, [7], VOCABULARY)
-    requests = {name: Stamped(engine(), PROMPTS[0], 0, 8, of).request for name, of in made.items()}
+    requests = {name: TimedRequest(engine(), PROMPTS[0], 0, 8, of).request for name, of in made.items()}
     assert not any(request.processors or request.criteria for request in requests.values())
     params = [request.sequences[0].params for request in requests.values()]
     assert len(set(params)) == len(params) and not params[0].changes_logits
@@ -84,15 +84,16 @@ def test_every_part_of_serving_is_measured_in_both_modes(
     sizes = "--max-new-tokens 4 --requests 5 --decoding 2 --long-prompt 600 --running 2 --running-tokens 300 --repeat 1"
     assert serving.main([*command, *sizes.split()]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    counts = {part: [row["mode"] for row in found[part]].count("speculation") for part in serving.PARTS}
+    counts = {part: [of["mode"] for of in found[part]].count("speculation") for part in serving.PARTS}
     assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3}
     assert all(2 * count == len(found[part]) for part, count in counts.items())
     plain, ninety = found["throughput"][0], found["latency"][-1]
     assert ninety["requests_per_s"] == pytest.approx(0.9 * plain["tokens_per_s"] / 4, rel=0.01)
-    assert all(row["first_token_ms_p50"] <= row["first_token_ms_p99"] for row in found["latency"])
-    for row in found["joining"]:
-        assert row["chunks"] == 2 and row["prompt_tokens"] == 600
-        assert row["longest_gap_ms"] > 0 and row["step_ms"] > 0 and row["chunk_ms"] > 0
+    assert all(of["first_token_ms_p50"] <= of["first_token_ms_p99"] for of in found["latency"])
+    for of in found["joining"]:
+        assert of["chunks"] == 2 and of["prompt_tokens"] == 600
+        assert of["longest_gap_ms"] > 0 and of["step_ms"] > 0 and of["chunk_ms"] > 0
+        assert of["bound_ms"] == pytest.approx(of["chunk_ms"] + 2 * of["step_ms"], abs=0.01)
 
 
 def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
@@ -100,22 +101,33 @@ def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
 ) -> None:
     assert options.main([*command, "--max-new-tokens", "5", "--options", "penalty", "nothing"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    names = [row["option"] for row in found["results"]]
+    names = [of["option"] for of in found["results"]]
     assert names[0] == "greedy" and names[-1] == "processor that does nothing" and len(names) == 5
     assert found["results"][0]["plain_against_greedy"] == 1.0 and found["all_tokens_same"]
-    assert all(row["same_tokens"] == row["texts"] == 2 for row in found["results"])
+    assert all(of["same_tokens"] == of["sequences"] == 2 * 3 for of in found["results"])
 
 
-def test_options_that_change_with_speculation_are_told() -> None:
+def test_options_whose_tokens_change_with_speculation_are_counted() -> None:
     chosen = {"greedy": options.options_of(target())["greedy"]}
-    (row,) = options.measure(target(repetition_penalty=5.0), chosen, new_tokens=6, repeat=2)
-    assert row["same_tokens"] < row["texts"] == 6
+    found = options.measure(target(repetition_penalty=5.0), chosen, new_tokens=6, repeat=2, limit=Limit())
+    (result,) = found["results"]
+    assert result["same_tokens"] < result["sequences"] == 6
+
+
+def test_a_spent_budget_leaves_one_run_of_every_option() -> None:
+    found = options.measure(target(), options.options_of(target()), new_tokens=3, repeat=2, limit=Limit(0.0))
+    assert len(found["results"]) == 15 and {of["sequences"] for of in found["results"]} == {1}
+
+
+def test_a_spent_budget_leaves_out_the_parts_of_serving_that_come_last() -> None:
+    load = serving.Load(new_tokens=2, requests=2, decoding=2, repeat=1)
+    assert serving.measure(target(), load, ["throughput"], Limit(0.0)) == {}
+    assert list(serving.measure(target(), load, ["throughput"], Limit())) == ["throughput"]
 
 
 def test_random_arrivals_have_the_tokens_of_each_request_alone() -> None:
-    with mock.patch.object(exactness, "ARRIVALS", 20):
-        found = exactness.check_arrivals(target(), wanted=1, new_tokens=8)
-        told = exactness.summary(list(found.values()))
-        assert told["differences"] == 0 and told["compared"] >= 20 * 2 and len(found) > 5
-        wrong = exactness.check_arrivals(target(repetition_penalty=5.0), wanted=1, new_tokens=8)
-    assert any(tally.differences and tally.first for tally in wrong.values())
+    found = exactness.check_arrivals(target(), 1, new_tokens=8, limit=Limit(), count=20)
+    told = exactness.summary(found)
+    assert told["differing"] == 0 and told["compared"] >= 20 * 2 and len(found) > 5
+    wrong = exactness.check_arrivals(target(repetition_penalty=5.0), 1, new_tokens=8, limit=Limit(), count=20)
+    assert any(tally.differing and tally.first for tally in wrong.values())
