@@ -1,11 +1,20 @@
-"""Attention of tree nodes over the paged key-value cache, summing every node's keys in the order of their positions.
+"""Attention of tree nodes over the paged KV cache, with bits that depend on positions alone.
 
-Once a node is committed its key moves to another slot. What a node computes may not depend on that, to the bit: here it
-is a function of its position and of the keys in position order alone, whatever the tree, the batch and the pages. The
-keys below a split point that depends on the position only are committed for every node of any tree; they are summed in
-fixed ranges, for many nodes at once, and the results merged in fixed bundles. The up to 127 keys from there on are
-found through each node's path, and what it alone sees is summed for it alone. Knows tensors only; writing the rows'
-keys and values to the cache is another kernel's job.
+Computes softmax attention of q [R, Hq * D] (rows of M nodes of B sequences, node-major) over one layer of the cache,
+[pages, 64, Hkv, D]. A node sees the committed keys of its sequence and those of its ancestors and itself, which
+`qkv_rope_gemm` has written before.
+
+A node's key lies at slot length + node and moves when it is committed. The result must not depend on that: it is a
+function of the query's position and of the keys in position order, the same for every tree, batch and page layout.
+Each query's keys are therefore divided by its position alone:
+
+- prefix: the keys below split_point(position), which are committed for every node of any tree. They are summed in fixed
+  *ranges* of positions, each by one program for many nodes at once; the partial results are merged in *bundles* of two
+  or four ranges, then bundle by bundle.
+- tail: the up to 127 keys from the split point on, found through the node's path and summed for each node by itself.
+
+Finally tail and prefix are merged. `tree_attention_kernel` has the kernel, `tree_attention_common` the division of
+positions and the running softmax.
 """
 
 from __future__ import annotations
@@ -16,27 +25,30 @@ from math import gcd
 import torch
 
 from selfspec.kernels.constants import MAX_NODES, PAGE_SIZE
-from selfspec.kernels.tree_attention_kernel import bundle_of, range_of, split_point, tree_attention_kernel
+from selfspec.kernels.tree_attention_common import bundle_of, range_of, split_point
+from selfspec.kernels.tree_attention_kernel import tree_attention_kernel
 from selfspec.kernels.triton_compat import shared_bytes, use_pdl
 
-LOG2_E = 1.4426950408889634
-_ROOMY = 200 * 1024  # bytes of shared memory that leave room for two programs of what every GPU has, 99 KB
-_MANY_ROWS = 128  # of all texts to a key head: more keep SMs so busy that it is better to share one
-_MANY_NODES = 1024  # of all texts and key heads: more keep SMs busy even if some share a program
+LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
+# Tuned on an H200: two programs within the 99 KB of shared memory that every GPU has share an SM with this much.
+_ROOMY_BYTES = 200 * 1024
+_MANY_ROWS = 128  # rows of all sequences per key-value head; more keep SMs so busy that two programs should share one
+_MANY_NODES = 1024  # nodes of all sequences times key-value heads; more keep SMs busy even if nodes share a program
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def reference(
+def tree_attention_reference(
     q: torch.Tensor,  # [R, Hq * D], node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache
     values: torch.Tensor,  # [pages, 64, Hkv, D]
     page_table: torch.Tensor,  # [B, P]
     lengths: torch.Tensor,  # [B] committed positions
-    paths: torch.Tensor,  # [M, W]: entry i is the node at depth i on the way to the row's node, i up to its depth
+    paths: torch.Tensor,  # [M, W]: entry i is the node at depth i on the path to node m, i up to its depth
     depths: torch.Tensor,  # [M]
-    window: int | None,  # keys further back than this are not seen
+    window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
 ) -> torch.Tensor:  # [R, Hq * D]
-    """Softmax attention of each row over the keys it sees, gathered in the order of their positions."""
+    """Softmax attention of each row over the keys it sees, gathered in position order."""
     batch, (_, _, kv_heads, dim) = lengths.shape[0], keys.shape
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
@@ -55,47 +67,48 @@ def reference(
 
 
 def ranges_for(context: int) -> int:
-    """Ranges that a launch must be planned for, so that queries may stand at any position below `context`."""
+    """The number of ranges that a launch must be planned for, if queries are at positions below `context`."""
     end = split_point(context - 1)
     return range_of(end - 1) + 1 if end > 0 else 0
 
 
 def workspace_size(batch: int, rows: int, query_heads: int, dim: int, ranges: int) -> int:
-    """How many float32 numbers of workspace a launch needs for its partial results."""
+    """Float32 numbers that a launch needs for partial results; rows: nodes per sequence."""
     return batch * ranges * rows * query_heads * (dim + 2)
 
 
 def counters_size(batch: int, rows: int, kv_heads: int) -> int:
-    """How many int32 counters a launch needs, at most; 0 before the first launch, and again after each."""
-    return 1 + batch * rows * kv_heads  # the first one counts the tickets
+    """Int32 counters that a launch needs at most; they are 0 before the first launch, and again after each."""
+    return 1 + batch * rows * kv_heads  # the first one counts tickets
 
 
 def tree_attention(
     q: torch.Tensor,  # [R, Hq * D], R = M * B, node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache; the rows' own keys are in it
     values: torch.Tensor,  # [pages, 64, Hkv, D]
-    page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use do not matter
-    lengths: torch.Tensor,  # [B] int32
-    paths: torch.Tensor,  # [M, W] int32; entries past the row's depth do not matter
+    page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use are not read
+    lengths: torch.Tensor,  # [B] int32: committed positions
+    paths: torch.Tensor,  # [M, W] int32; entries past a node's depth are not read
     depths: torch.Tensor,  # [M] int32
     out: torch.Tensor,  # [R, Hq * D]
     workspace: torch.Tensor,  # float32, `workspace_size` numbers
     counters: torch.Tensor,  # int32, `counters_size` zeros
     *,
-    ranges: int,  # `ranges_for` the longest context this launch may meet; rows beyond it get NaN
-    window: int | None,
+    ranges: int,  # `ranges_for` the longest context of this launch; rows beyond it get NaN
+    window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
-    row_tile: int | None = None,  # how many rows of the prefix share a program; changes the speed, never the result
-    apart: bool | None = None,  # prefix and nodes in launches of their own, a program for each bundle; the same
-    pack: int | None = None,  # how many nodes share a program; the same
-    tickets: bool | None = None,  # whether programs are numbered in the order of their starting; the same
+    # Change the speed, never the result; None: chosen by shape and device.
+    row_tile: int | None = None,  # rows of a prefix program: 16 or 64
+    separate: bool | None = None,  # prefix and nodes in two launches; prefix programs take whole bundles
+    pack: int | None = None,  # nodes of a node program
+    tickets: bool | None = None,  # number programs in the order in which they start
 ) -> torch.Tensor:
     """Writes the attention of every row to `out`, and returns it.
 
-    Few rows take one launch, in which nodes sum their tails while others sum the prefix. Many rows of long keys are
-    faster apart: programs of the prefix can look further ahead, and nodes need not stand and wait; some of these share
-    a program then, and read the keys that all of them see only once. For short keys one launch more costs more than
-    that; in other cases a program that holds a bundle beside the range in progress would spill registers.
+    Few rows take one launch, in which nodes sum their tails while other programs sum the prefix. Many rows of long keys
+    are faster in two: prefix programs can pipeline deeper, node programs do not spin, and nodes that share a program
+    read common keys once. For short keys the second launch costs more than it gains; in the remaining cases a program
+    that holds a bundle beside the range in progress would spill registers.
     """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
@@ -103,54 +116,61 @@ def tree_attention(
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
-    if apart is None:
-        apart = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
-    apart = apart and ranges > 0
-    many, together = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
-    pack = pack or _pack(together, apart, many, batch * rows * kv_heads)
-    if together % pack:
-        raise ValueError(f"pack must divide {together}, not be {pack}")
-    # Within a window no tile of nodes sees more ranges than this, wherever it stands.
-    met = ranges if window is None else min(ranges, window // 128 + 2)
-    if apart:
-        met = bundle_of(ranges - 1) + 1 if window is None else min(bundle_of(ranges - 1) + 1, window // 512 + 2)
-    prefix_programs = met * batch * kv_heads * -(-rows // (row_tile // 16 * together))
+    if separate is None:
+        separate = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
+    separate = separate and ranges > 0
+    many_rows, most_packed = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
+    pack = pack or _pack(most_packed, separate, many_rows, batch * rows * kv_heads)
+    if most_packed % pack:
+        raise ValueError(f"pack must divide {most_packed}, not be {pack}")
+    tiles = -(-rows // (row_tile // 16 * most_packed))
+    prefix_programs = _partials_per_unit(ranges, window, separate) * batch * kv_heads * tiles
     node_programs = batch * -(-rows // pack) * kv_heads
     if tickets is None:
         tickets = _need_tickets(q, node_programs)
-    records = batch * ranges * rows * kv_heads * group
-    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many, roomy=shared_bytes(q) > _ROOMY)
-    for prefix, nodes in [(True, False), (False, True)] if apart else [(True, True)]:
+    partials = batch * ranges * rows * kv_heads * group
+    sums, stats = workspace[: partials * dim], workspace[partials * dim :]
+    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, roomy=shared_bytes(q) > _ROOMY_BYTES)
+    for prefix, nodes in [(True, False), (False, True)] if separate else [(True, True)]:
         tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
-            lengths, paths, paths.stride(0), depths, batch, rows, workspace[: records * dim], workspace[records * dim
-            :], counters, ranges, prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0,
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes,
-            TICKETS=tickets and not apart, PDL=pdl,
+            lengths, paths, paths.stride(0), depths, batch, rows, sums, stats, counters, ranges,
+            prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
+            DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes, TICKETS=tickets and not separate,
+            PDL=pdl,
             **(_tiles(dim, keys.element_size()) | stages(prefix, nodes)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
 
 
+def _partials_per_unit(ranges: int, window: int | None, separate: bool) -> int:
+    """Partial results that a tile of nodes has at most: one per range, or with separate launches one per bundle. Ranges
+    have at least 128 positions and bundles 512, so a window meets only some of them."""
+    if separate:
+        bundles = bundle_of(ranges - 1) + 1
+        return bundles if window is None else min(bundles, window // 512 + 2)
+    return ranges if window is None else min(ranges, window // 128 + 2)
+
+
 def _need_tickets(q: torch.Tensor, node_programs: int) -> bool:
-    """Whether programs that wait could fill the GPU before those they wait for have started: fewer programs of nodes
-    than multiprocessors leave one where the prefix goes on. A ticket costs a round trip to memory."""
+    """Whether waiting node programs could fill the GPU before all prefix programs have started. Fewer node programs
+    than SMs leave one SM to the prefix; tickets, which cost a round trip to memory each, are not needed then."""
     if not q.is_cuda:
         return True
     return node_programs >= torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
-def _pack(together: int, apart: bool, many: bool, nodes: int) -> int:
-    """How many nodes share a program: a part of those that fill a tile of queries."""
-    if apart:
-        return gcd(4 if many else 2, together)
-    return next(count for count in (5, 4, 3, 2, 1) if together % count == 0) if nodes > _MANY_NODES else 1
+def _pack(most: int, separate: bool, many_rows: bool, nodes: int) -> int:
+    """Nodes of a node program: a divisor of `most`, the nodes that fill a tile of queries."""
+    if separate:
+        return gcd(4 if many_rows else 2, most)
+    return next(count for count in (5, 4, 3, 2, 1) if most % count == 0) if nodes > _MANY_NODES else 1
 
 
 def _tiles(dim: int, element_size: int) -> dict[str, int]:
-    """The size of the key tiles, which is part of the result, so it follows from head size and dtype alone, and the
-    usual number of warps, which is not."""
+    """Padded head size, key tile and warps. The key tile is part of the result, so it depends on head size and dtype
+    alone."""
     wide = _is_wide(dim, element_size)
     return {"DIM_PAD": _padded(dim), "KEY_TILE": 32 if wide else 64, "num_warps": 8 if wide else 4}
 
@@ -158,18 +178,20 @@ def _tiles(dim: int, element_size: int) -> dict[str, int]:
 def _stages(
     dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, many: bool, roomy: bool
 ) -> dict[str, int]:
-    """How loads are pipelined, and in how many columns weights are summed, which changes no result: within 99 KB of
-    shared memory, unless the GPU is `roomy`. There tiles of 64 rows apart from their nodes can look further ahead: with
-    `many` of them two programs just share an SM if sums of weights take 8 columns and stay in registers, and elsewhere
-    each is to have one for itself."""
+    """Pipeline stages, and columns in which weights are summed; neither changes the result.
+
+    Stages fit 99 KB of shared memory, or more if the GPU is `roomy`: there, prefix programs of 64 rows in a launch of
+    their own load one key tile further ahead. With `many` rows two of them share an SM, which needs 8 columns, so that
+    sums of weights stay in registers; otherwise each has an SM for itself.
+    """
     wide, narrow = _is_wide(dim, element_size), _padded(dim) * element_size <= 128
-    if nodes and not prefix:  # small, so that they find room beside the prefix
-        return {"TAIL_STAGES": 3 if narrow else 2, "TOTALS": 8, "num_stages": 2}
-    apart = prefix and not nodes
-    further = (row_tile == 16) + (roomy and apart)
+    if nodes and not prefix:  # small, to fit beside prefix programs
+        return {"TAIL_STAGES": 3 if narrow else 2, "SUM_COLUMNS": 8, "num_stages": 2}
+    separate = prefix and not nodes
+    further = (row_tile == 16) + (roomy and separate)
     return {
         "TAIL_STAGES": 2 if wide else 3,
-        "TOTALS": 16 if apart and not many else 8,
+        "SUM_COLUMNS": 16 if separate and not many else 8,
         "num_stages": 2 + narrow + further,
     }
 
@@ -179,7 +201,7 @@ def _padded(dim: int) -> int:
 
 
 def _is_wide(dim: int, element_size: int) -> bool:
-    """Whether keys are so long that only half as many fit."""
+    """Whether a key takes more than 256 bytes, or 32-bit elements: key tiles then have 32 keys instead of 64."""
     return _padded(dim) * element_size > 256 or element_size > 2
 
 
@@ -233,6 +255,3 @@ def _check(
 def _check_workspace(tensor: torch.Tensor, size: int, dtype: torch.dtype, name: str) -> None:
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype != dtype or tensor.numel() < size:
         raise ValueError(f"{name} must hold {size} contiguous {dtype}, not {list(tensor.shape)} {tensor.dtype}")
-
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -51,9 +51,9 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
             expected = launch.run(window, row_tile=16)
             packs = {1, 16 // (text.q.shape[1] // text.k[0].numel())}  # nodes alone, and as many as fill a tile
             cuts = [
-                {"row_tile": tile, "apart": apart, "pack": pack}
+                {"row_tile": tile, "separate": separate, "pack": pack}
                 for tile in (16, 64)
-                for apart in (False, True)
+                for separate in (False, True)
                 for pack in packs
             ]
             for options in [*cuts, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels import tree_attention as op
-from selfspec.kernels.tree_attention_kernel import range_of, range_start, split_point
+from selfspec.kernels.tree_attention_common import range_of, range_start, split_point
 from tests.tree_attention_cases import Launch, Text, Tree, lay, on_path
 
 pytest.importorskip("triton")
@@ -124,8 +124,8 @@ def test_row_tiles_packs_and_launches_do_not_change_bits(length: int, window: in
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, length, Tree.random(9, 7))
     expected = launch.run(window, row_tile=16, pack=1)
-    tiles, apart = {"row_tile": 64}, {"apart": True}
-    for options in (tiles, {"ranges": 9}, apart, {"pack": 5}, apart | tiles, apart | tiles | {"pack": 5}):
+    tiles, separate = {"row_tile": 64}, {"separate": True}
+    for options in (tiles, {"ranges": 9}, separate, {"pack": 5}, separate | tiles, separate | tiles | {"pack": 5}):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
@@ -133,9 +133,9 @@ def test_row_tiles_packs_and_launches_do_not_change_bits(length: int, window: in
 def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None) -> None:
     """Of which there are three."""
     launch = drafted(Text.random(1300, 3, 1, 16, HALF), 1150, Tree.random(9, 7))
-    expected = launch.run(window, row_tile=16, apart=False)
+    expected = launch.run(window, row_tile=16, separate=False)
     for pack in (1, 5):
-        assert torch.equal(launch.run(window, row_tile=64, apart=True, pack=pack), expected)
+        assert torch.equal(launch.run(window, row_tile=64, separate=True, pack=pack), expected)
 
 
 @pytest.mark.parametrize(("length", "window"), [(12600, None), (12600, 3200), (10400, None), (2700, 700)])
@@ -146,8 +146,8 @@ def test_ranges_are_merged_in_the_same_order_apart_and_together(
     interprets products, must not leave them to a library that sums by where its operands lie, as it does on AVX-512."""
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a.astype(dtype), b.astype(dtype)))
     launch = lay([Text.random(length, 3, 1, 16, torch.float32)], [length], Tree.random(3, 2), [[-1] * 3])
-    together = launch.run(window, row_tile=16, pack=1, apart=False)
-    assert torch.equal(launch.run(window, row_tile=16, pack=1, apart=True), together)
+    together = launch.run(window, row_tile=16, pack=1, separate=False)
+    assert torch.equal(launch.run(window, row_tile=16, pack=1, separate=True), together)
     assert_close(together, launch.expected(window))
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from selfspec.cache.kv_cache import compact
 from selfspec.kernels import philox as noise
+from selfspec.kernels.paged_attention import paged_attention
 from selfspec.kernels.philox import gumbel, philox, uniform, uniform_vocabulary
-from selfspec.kernels.tree_attention_reference import tree_attention
 
 ROOT = Path(__file__).parents[1]
 
@@ -236,14 +236,14 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @cases
 def test_attention_equals_a_loop_over_visible_slots(case: tuple[int, ...]) -> None:
     arguments = paged_case(*case)
-    torch.testing.assert_close(tree_attention(*arguments, 0.3), attend_by_loops(*arguments, 0.3))
+    torch.testing.assert_close(paged_attention(*arguments, 0.3), attend_by_loops(*arguments, 0.3))
 
 
 @cases
 def test_attention_without_a_mask_sees_every_slot(case: tuple[int, ...]) -> None:
     q, keys, values, page_table, _, slots = paged_case(*case)
     arguments = (q, keys, values, page_table, None, slots, 0.3)
-    torch.testing.assert_close(tree_attention(*arguments), attend_by_loops(*arguments))
+    torch.testing.assert_close(paged_attention(*arguments), attend_by_loops(*arguments))
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -251,7 +251,7 @@ def test_a_range_of_pages_is_the_table_of_those_pages(first: int) -> None:
     q, keys, values, _, mask, slots = paged_case(1, 5, 2, 2, 11, 4)
     keys, values = torch.randn_like(keys), torch.randn_like(values)
     table = torch.arange(first, first + 3)[None]
-    got = tree_attention(q, keys, values, slice(first, first + 3), mask, slots, 0.3)
+    got = paged_attention(q, keys, values, slice(first, first + 3), mask, slots, 0.3)
     torch.testing.assert_close(got, attend_by_loops(q, keys, values, table, mask, slots, 0.3))
 
 
@@ -259,22 +259,22 @@ def test_a_range_of_pages_is_the_table_of_those_pages(first: int) -> None:
 @given(st.tuples(*(st.integers(1, top) for top in (3, 5, 3, 3, 13, 5))), st.integers(0, 2**32))
 def test_attention_equals_a_loop_for_any_shape(case: tuple[int, ...], seed: int) -> None:
     arguments = paged_case(*case, seed=seed)
-    torch.testing.assert_close(tree_attention(*arguments, 0.7), attend_by_loops(*arguments, 0.7))
+    torch.testing.assert_close(paged_attention(*arguments, 0.7), attend_by_loops(*arguments, 0.7))
 
 
 def test_garbage_in_hidden_slots_changes_nothing() -> None:
     q, keys, values, page_table, mask, slots = paged_case(2, 3, 2, 2, 11, 4)
     mask[:, :, 5] = False
-    before = tree_attention(q, keys, values, page_table, mask, slots, 0.3)
+    before = paged_attention(q, keys, values, page_table, mask, slots, 0.3)
     for row in page_table:
         keys[row[5 // 4], 5 % 4] = GARBAGE
         values[row[5 // 4], 5 % 4] = -GARBAGE
-    assert torch.equal(tree_attention(q, keys, values, page_table, mask, slots, 0.3), before)
+    assert torch.equal(paged_attention(q, keys, values, page_table, mask, slots, 0.3), before)
 
 
 def test_attention_keeps_float32_and_its_precision() -> None:
     q, keys, values, page_table, mask, slots = paged_case(2, 5, 2, 2, 40, 16)
-    single = tree_attention(q.float(), keys.float(), values.float(), page_table, mask, slots, 0.3)
+    single = paged_attention(q.float(), keys.float(), values.float(), page_table, mask, slots, 0.3)
     assert single.dtype == torch.float32
     exact = attend_by_loops(q, keys, values, page_table, mask, slots, 0.3)
     torch.testing.assert_close(single.double(), exact, atol=1e-5, rtol=1e-5)

@@ -43,7 +43,7 @@ class Launch:
         """The reference in float64."""
         q, keys, values = (tensor.double() for tensor in (self.q, self.keys, self.values))
         table, scale = self.page_table, self.keys.shape[3] ** -0.5
-        return op.reference(q, keys, values, table, self.lengths, self.paths, self.depths, window, scale)
+        return op.tree_attention_reference(q, keys, values, table, self.lengths, self.paths, self.depths, window, scale)
 
 
 @dataclass

@@ -9,8 +9,8 @@ from bench.ops import Case
 from selfspec.kernels.tree_attention import (
     counters_size,
     ranges_for,
-    reference,
     tree_attention,
+    tree_attention_reference,
     workspace_size,
 )
 
@@ -48,7 +48,7 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
     def truth() -> tuple[torch.Tensor, torch.Tensor]:
         some = slice(0, 2)  # rows that are enough to tell the error
         doubled = (q[some].double(), keys.double(), values.double(), table, lengths, paths[some], depths[some])
-        return run()[some], reference(*doubled, None, scale)
+        return run()[some], tree_attention_reference(*doubled, None, scale)
 
     k, v = (cached.flatten(0, 1)[None, :context].transpose(1, 2).contiguous() for cached in (keys, values))
     rows_of_heads = q.view(1, rows, heads, dim).transpose(1, 2).contiguous()

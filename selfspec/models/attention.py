@@ -10,7 +10,7 @@ import torch
 
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
-from selfspec.kernels.tree_attention_reference import tree_attention
+from selfspec.kernels.paged_attention import paged_attention
 from selfspec.models.flash_attention import flash_attention, is_usable
 
 
@@ -29,4 +29,4 @@ def attend(
     keys, values = cache.keys[layer], cache.values[layer]
     if rows.is_causal and is_usable(q):
         return flash_attention(q, keys, values, rows.pages, rows.positions, rows.slots, window, scale)
-    return tree_attention(q, keys, values, rows.pages, rows.mask(window), rows.slots, scale)
+    return paged_attention(q, keys, values, rows.pages, rows.mask(window), rows.slots, scale)

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from selfspec.kernels.tree_attention_reference import gather_slots
+from selfspec.kernels.paged_attention import gather_slots
 
 MAX_HEAD_DIM = 256  # elements: the limit of flash-attn's kernels
 

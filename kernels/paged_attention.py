@@ -1,7 +1,8 @@
-"""Attention of the rows of one pass over a paged key-value cache: the plain PyTorch reference.
+"""Attention over the paged KV cache with an explicit mask, in plain PyTorch.
 
-Rows are queries at tree nodes (or prompt positions); which cached slots a row may see is given as a mask, so plain
-decoding, trees and prefill are the same operation. Knows tensors only, never the engine.
+The operation of the reference backend, on any device: q [B, M, Hq, D] over the first S slots of each sequence. The mask
+says which slots a query sees, so plain decoding, draft trees and prefill are the same operation. `tree_attention` is
+the CUDA backend's kernel; it derives visibility from the tree instead.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 
-def tree_attention(
+def paged_attention(
     q: torch.Tensor,  # [B, M, Hq, D]
     keys: torch.Tensor,  # [pages, page size, Hkv, D], one layer of the cache
     values: torch.Tensor,  # [pages, page size, Hkv, D]
-    page_table: torch.Tensor | slice,  # [B, P]: the pages of each sequence, in slot order; a range for just one
-    mask: torch.Tensor | None,  # [B, M, S] bool, true where row m may see slot s; None: every row sees all S slots
-    slots: int,  # S: slots of the page table that are looked at
+    page_table: torch.Tensor | slice,  # [B, P]: pages of each sequence in slot order; or a range of pages, for B = 1
+    mask: torch.Tensor | None,  # [B, M, S] bool, true where query m sees slot s; None: every query sees all S slots
+    slots: int,  # S
     scale: float,
 ) -> torch.Tensor:  # [B, M, Hq, D]
     """Softmax attention over the first `slots` slots of every sequence's pages."""
@@ -24,7 +25,7 @@ def tree_attention(
     kv_heads = keys.shape[2]
     group = query_heads // kv_heads
     k, v = (gather_slots(pages, page_table, slots).transpose(1, 2) for pages in (keys, values))  # [B, Hkv, S, D]
-    # The query heads that share a key-value head become further rows of it: no repeated keys.
+    # The query heads that share a key-value head become further rows of it, so that keys are not repeated.
     q = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 1, 3, 4).reshape(batch, kv_heads, rows * group, dim)
     if mask is not None:
         mask = mask.repeat_interleave(group, dim=1).unsqueeze(1)  # [B, 1, M * group, S]
