@@ -98,7 +98,7 @@ class RecitingStep(DeviceStep):
 
     def choose(self) -> None:
         super().choose()
-        recite(self.chosen.view(-1), self.places.next_positions, self.slots.seeds, self.script)
+        recite(self.chosen.view(-1), self.metadata.next_positions, self.slots.seeds, self.script)
 
 
 class Stage:

@@ -25,7 +25,7 @@ from bench.governor import profile_of, sets_of, shown
 from bench.governor_sets import IN_DOMAIN, PromptSet, Source
 from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
-from selfspec.backends.cuda.exit_scoring import OFFERED, scored_places
+from selfspec.backends.cuda.exit_scoring import OFFERED, scored_positions
 from selfspec.batch import _FIRST_FILL, _SELDOM
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
@@ -196,7 +196,7 @@ def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, 
 
 def _score(governor: Governor, watches: Sequence[Watch], rows: Rows, waiting: int) -> None:
     """The oldest of the tokens that waited, as kernels score them: by the best draft alone."""
-    count = min(waiting, scored_places(len(watches)))
+    count = min(waiting, scored_positions(len(watches)))
     ranks = []
     for row in rows.active:
         start = rows.places[row] - waiting

@@ -78,7 +78,7 @@ class Engine:
         self.cache = Cache(model.config, model.device, model.dtype, pages)
         self.context = min(context, (pages - 1) * PAGE_SIZE - SPARE_POSITIONS)
         self._graphs = self._build_graphs(kernels)
-        mark = partial(marks_of, model, self.cache) if self._graphs is None else self._graphs.marks
+        mark = partial(marks_of, model, self.cache) if self._graphs is None else self._graphs.prompt_embeddings
         timed = partial(time_rows, model, self.cache) if self._graphs is None else None
         self.drafters = Drafters(model, self.profile, mark, self.has_kernels, timed)
         self._metrics = Metrics()
@@ -340,13 +340,13 @@ class Engine:
         """Returns what steps run with as kernels and CUDA graphs: on a GPU that can run them, unless switched off."""
         if not (kernels or (kernels is None and self.model.device.type == "cuda")):
             return None
-        from selfspec.backends.cuda.decoder import WANTED, is_supported
+        from selfspec.backends.cuda.decoder import REQUIREMENTS, is_supported
         from selfspec.backends.cuda.graphs import Graphs
 
         if is_supported(self.model):
             return Graphs(self.model, self.cache, self.context, self.max_batch)
         if kernels:
-            raise ValueError(WANTED)
+            raise ValueError(REQUIREMENTS)
         return None
 
     def _check_shared_weights(self) -> None:

@@ -8,9 +8,9 @@ import torch
 
 from bench.synthetic import config_of
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
-from selfspec.backends.cuda.exit import Drafter, DraftHead, known_buffer
+from selfspec.backends.cuda.exit import DraftHead, SlotExit, feature_buffer
 from selfspec.backends.cuda.exit_scoring import ExitFill
-from selfspec.backends.cuda.slots import Features, SlotTable
+from selfspec.backends.cuda.slots import SlotTable, StepOptions
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.final_norm import UnfilledStates
@@ -19,7 +19,7 @@ from selfspec.speculation.exit import Exit, ExitBlock
 from selfspec.speculation.plan import NONE, Plan
 
 META = torch.device("meta")
-SLOTS, REACH = 2, 2048  # sequences, and the tokens that their texts may have
+SLOTS, MAX_CONTEXT = 2, 2048  # sequences, and committed positions that attention is planned for
 
 
 def _model() -> Decoder:
@@ -44,19 +44,19 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     cache = Cache(model.config, META, model.dtype, num_pages=64)
     table = SlotTable(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
     slots = table.first(SLOTS)
-    waiting = UnfilledStates.empty(slots.unfilled, model.config.hidden_size, model.dtype)
-    known = known_buffer(model, SLOTS + 64 * SLOTS)
-    drafter = Drafter(_exit(model), DraftHead.empty(16384, META), known, SLOTS, waiting)
-    fused = FusedDecoder(model, cache, Scratch(META), slots, REACH)
-    few = Features(samples=True, cuts=True, few=True)
-    everything = Features(samples=True, cuts=True, few=False, processes=True)
+    unfilled = UnfilledStates.empty(slots.unfilled, model.config.hidden_size, model.dtype)
+    features = feature_buffer(model, SLOTS + 64 * SLOTS)
+    exit = SlotExit(_exit(model), DraftHead.empty(16384, META), features, SLOTS, unfilled)
+    decoder = FusedDecoder(model, cache, Scratch(META), slots, MAX_CONTEXT)
+    few = StepOptions(samples=True, truncates=True, small_top_k=True)
+    everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
     tree = Plan.parse("tree:4,2")
-    yield "a tree", DeviceStep(fused, slots, tree, drafter, few).launch
-    yield "a plain step whose states wait", DeviceStep(fused, slots, NONE, drafter, few).launch
-    yield "a tree of everything that a request may ask for", DeviceStep(fused, slots, tree, drafter, everything).launch
-    yield "a greedy step without an exit", DeviceStep(fused, slots, NONE, None, Features()).launch
-    fill = ExitFill(model, cache, Scratch(META), slots, REACH, drafter, few, scores=True)
-    yield "what the exit's cache lacks", fill.launch
-    parts = DeviceStep(fused, slots, tree, drafter, everything)
+    yield "a tree", DeviceStep(decoder, slots, tree, exit, few).launch
+    yield "a plain step that keeps unfilled states", DeviceStep(decoder, slots, NONE, exit, few).launch
+    yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
+    yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
+    fill = ExitFill(model, cache, Scratch(META), slots, MAX_CONTEXT, exit, few, scores=True)
+    yield "a pass that fills and scores the exit", fill.launch
+    parts = DeviceStep(decoder, slots, tree, exit, everything)
     yield "passes for callables", parts.launch_passes
     yield "the choice after callables", parts.choose_processed

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.backends.cuda.backend import CudaBackend, DeviceStepInFlight
+from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache
 from selfspec.sampling import SamplingParams
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 from tests.interpreted import (
@@ -146,7 +146,8 @@ def test_sequences_that_join_leave_and_swap_get_their_own_tokens(seed: int, over
     drive.batch.drain()
     backend = drive.batch.backend
     assert drive.cache.free_pages == drive.cache.num_pages - 1  # idle slots keep a page to write to
-    assert not backend._slot_of and len(backend._free_slots) == SLOTS
+    placement = backend._placement
+    assert not placement.slot_of and len(placement._free) == SLOTS
 
 
 # Callables
@@ -244,8 +245,8 @@ def test_drafts_of_all_depths_and_choices_are_those_of_pytorch(family: str) -> N
         batch.plan = plan
         if isinstance(backend, CudaBackend):
             batch.step()
-            made, _ = backend._graph(DeviceStepInFlight(sequences, StepRecord.of(plan, plan, None)), exit)
-            drafts.append(made.places.tokens.view(len(plan) + 1, -1)[:, : len(every)].T.tolist())
+            made, _ = backend._captured_step(sequences, plan, exit)
+            drafts.append(made.metadata.tokens.view(len(plan) + 1, -1)[:, : len(every)].T.tolist())
         else:
             drafts.append(backend.draft(sequences, plan, exit).tokens.tolist())
             batch.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from selfspec.backends.cuda import decoder as decoder_module
-from selfspec.backends.cuda.decoder import FusedDecoder, Scratch, Stream
+from selfspec.backends.cuda.decoder import FusedDecoder, Residual, Scratch
 from selfspec.kernels.norm import scaled_reference, squares_reference
 from selfspec.models.decoder import Layer
 from selfspec.speculation.exit import Exit
@@ -51,16 +51,16 @@ def exit_of(kind: str, family: str) -> Exit:
 )
 def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: str) -> None:
     graphs, exit = new_graphs(family), exit_of(kind, family)
-    offset, read, store = graphs.model.config.norm_offset, set(), FusedDecoder.store
+    offset, read, store = graphs.model.config.norm_offset, set(), FusedDecoder.write_kv
 
-    def checked(self: FusedDecoder, layer: Layer, spec: Any, cache_layer: int, source: Stream, *rest: Any) -> None:
+    def checked(self: FusedDecoder, layer: Layer, spec: Any, cache_layer: int, source: Residual, *rest: Any) -> None:
         read.add(cache_layer)
         torch.testing.assert_close(source.squares, squares_reference(source.states))
         assert torch.equal(source.scaled, scaled_reference(source.states, layer.attention_norm, offset))
         store(self, layer, spec, cache_layer, source, *rest)
 
     batch, sequence = ScriptedBatch(cuda_backend(graphs), exit), sequence_of(prompt_of(4, 1), 2, exit=exit)
-    with mock.patch.object(FusedDecoder, "store", checked):
+    with mock.patch.object(FusedDecoder, "write_kv", checked):
         batch.admit([sequence])
         batch.run([Plan.parse(plan)])
     drafts_with_block = plan != "none" and kind != "raw"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from selfspec.backends.cuda import graphs as graphs_module
-from selfspec.backends.cuda.graphs import Graphs, Table, bucket, head_capacity
-from selfspec.backends.cuda.slots import Features
+from selfspec.backends.cuda.exit import draft_head_capacity
+from selfspec.backends.cuda.graphs import Graphs, bucket
+from selfspec.backends.cuda.slots import SlotBuffers, StepOptions
 from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
@@ -35,32 +36,32 @@ CHAIN, TREE = Plan.parse("chain:1"), Plan.parse("tree:2,1")
 def test_steps_that_were_used_longest_ago_are_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
     graphs, exit = new_graphs(), trained_exit()
-    table = graphs.take_table()
+    buffers = graphs.take_buffers()
 
     def step(plan: Plan) -> object:
-        return graphs.step(table, 1, plan, exit, Features(), CONTEXT)[0]
+        return graphs.step(buffers, 1, plan, exit, StepOptions(), CONTEXT)[0]
 
     plain, chain = step(NONE), step(CHAIN)
     assert step(NONE) is plain
     tree = step(TREE)
-    assert len(graphs._captured) == 2
+    assert len(graphs.captured.entries) == 2
     assert step(NONE) is plain and step(TREE) is tree
     assert step(CHAIN) is not chain
-    assert len(graphs._captured) == 2
+    assert len(graphs.captured.entries) == 2
 
 
 def test_steps_are_kept_apart_by_everything_that_changes_their_kernels() -> None:
     graphs, exit = new_graphs(), trained_exit()
-    first, second = graphs.take_table(), graphs.take_table()
+    first, second = graphs.take_buffers(), graphs.take_buffers()
     other = replace(exit, block=replace(exit.block, affine_bias=exit.block.affine_bias + 1))
     same = replace(exit, head_rows=exit.head_rows[:-3])
-    reference = (first, 2, CHAIN, exit, Features(), CONTEXT)
+    reference = (first, 2, CHAIN, exit, StepOptions(), CONTEXT)
     made = graphs.step(*reference)[0]
-    assert graphs.step(first, 2, CHAIN, same, Features(), 5)[0] is made, "the head's rows are in a buffer"
-    for place, value in enumerate((second, 1, TREE, other, Features(samples=True))):
+    assert graphs.step(first, 2, CHAIN, same, StepOptions(), 5)[0] is made, "the head's rows are in a buffer"
+    for place, value in enumerate((second, 1, TREE, other, StepOptions(samples=True))):
         different = [*reference[:place], value, *reference[place + 1 :]]
         assert graphs.step(*different)[0] is not made
-    assert graphs.parts(*reference)[0] is not made
+    assert graphs.step_parts(*reference)[0] is not made
 
 
 def test_a_table_that_is_given_back_is_idle_and_used_again() -> None:
@@ -69,21 +70,21 @@ def test_a_table_that_is_given_back_is_idle_and_used_again() -> None:
         batch = ScriptedBatch(cuda_backend(graphs), exit)
         batch.admit([sequence_of(prompt_of(5, 1), 4, exit=exit)])
         batch.step()
-        table = batch.backend._table
-        assert table.slots.first(1).active.item() and graphs.take_table() is not table
+        buffers = batch.backend._buffers
+        assert buffers.slots.first(1).active.item() and graphs.take_buffers() is not buffers
         batch.backend.close()
-    view = table.slots.first(graphs.capacity)
+    view = buffers.slots.first(graphs.capacity)
     assert not view.active.any() and not view.lengths.any() and not view.unfilled.any()
     assert (view.page_table == graphs.idle_page).all()
-    assert graphs.take_table() is table
+    assert graphs.take_buffers() is buffers
 
 
-def everything(graphs: Graphs, table: Table) -> list[torch.Tensor]:
+def everything(graphs: Graphs, buffers: SlotBuffers) -> list[torch.Tensor]:
     """All that a running batch relies on between two steps; pages of sequences, but not the idle one."""
-    own = [tensor for tensor in table.tensors if tensor is not table.known]
+    own = [tensor for tensor in buffers.tensors if tensor is not buffers.features]
     cached = [tensor[:, [page for page in range(tensor.shape[1]) if page != graphs.idle_page]] for tensor in
               (graphs.cache.keys, graphs.cache.values)]  # fmt: skip
-    return [tensor.clone() for tensor in (*own, table.known[: table.slots.capacity], *cached)]
+    return [tensor.clone() for tensor in (*own, buffers.features[: buffers.slots.capacity], *cached)]
 
 
 @torch.inference_mode()
@@ -96,16 +97,16 @@ def test_a_step_of_idle_slots_changes_nothing_that_is_not_saved(plan: Plan) -> N
     batch.admit([sequence_of(prompt_of(5, i), 20, params, exit=exit) for i in range(2)])
     batch.step()
     batch.step()
-    table = batch.backend._table
-    step, launch = graphs.step(table, 2, plan, exit, Features(samples=True, processes=True), CONTEXT)
-    before = everything(graphs, table)
-    saved = table.save()
-    assert not table.slots.first(4).active.any()
+    buffers = batch.backend._buffers
+    step, launch = graphs.step(buffers, 2, plan, exit, StepOptions(samples=True, processes=True), CONTEXT)
+    before = everything(graphs, buffers)
+    saved = buffers.save_and_idle()
+    assert not buffers.slots.first(4).active.any()
     launch()
     assert not step.report[:, 0].any()
     for tensor, copy in saved:
         tensor.copy_(copy)
-    after = everything(graphs, table)
+    after = everything(graphs, buffers)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert any(one.any() for one in before[-2:])
 
@@ -117,9 +118,9 @@ def test_a_requests_own_tokens_do_not_make_steps_be_captured_anew() -> None:
     class Large:
         config = large
 
-    def capacity(rows: int, guests: int) -> int:
-        exit = replace(Exit(model, 1), head_rows=torch.arange(rows), guests=guests)
-        return head_capacity(exit, Large())  # type: ignore[arg-type]
+    def capacity(rows: int, prompt_tokens: int) -> int:
+        exit = replace(Exit(model, 1), head_rows=torch.arange(rows), prompt_rows=prompt_tokens)
+        return draft_head_capacity(exit, Large())  # type: ignore[arg-type]
 
     assert [capacity(4000 + own, own) for own in (0, 1, 1024)] == [8192] * 3
     assert [capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
@@ -135,11 +136,11 @@ def test_warming_up_leaves_nothing_to_capture_for_the_steps_that_were_expected()
     warm_up = WarmUp(graphs, CONTEXT, most_scored=4)
     for plan in (NONE, CHAIN):
         warm_up.prepare(ExpectedStep(2, plan, exit, SamplingParams()))
-    held = set(graphs._captured)
+    held = set(graphs.captured.entries)
     assert {key[0] for key in held} == {"step", "fill", "prompt score"}
     batch = ScriptedBatch(cuda_backend(graphs, overlaps=True), exit)
     batch.admit([sequence_of(prompt_of(1, i), 4, exit=exit) for i in range(2)])
     batch.step()
     batch.plan = CHAIN
     batch.step()
-    assert set(graphs._captured) == held
+    assert set(graphs.captured.entries) == held

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 
 from selfspec import Engine
 from selfspec.backends import torch_backend as torch_backend_module
-from selfspec.backends.cuda import backend as backend_module
-from selfspec.backends.cuda import prompt_scoring, short_prefill
+from selfspec.backends.cuda import exit as exit_module
+from selfspec.backends.cuda import prompts as prompts_module
+from selfspec.backends.cuda import short_prefill
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import (
     LONGEST,
-    MOST_STRETCHES,
+    MAX_SEGMENTS,
     SHORT,
-    Marking,
-    Prompts,
+    PromptEmbedding,
+    ShortPrefill,
+    groups_per_pass,
     pass_size,
-    passes,
-    stretches,
+    segments,
 )
 from selfspec.cache.kv_cache import Cache, CacheFull, KVPages, flat_slot
 from selfspec.profiles.router import marks_of
@@ -43,24 +44,24 @@ from tests.tiny import tiny_model
 
 pytestmark = ONLY_INTERPRETED
 
-COUNT, STRETCH, END = 4, 4, 6  # small ones: interpreted kernels are slow
-TEXTS = [prompt_of(9, 1), prompt_of(3, 2)]  # three stretches, and one
+COUNT, SEGMENT, END = 4, 4, 6  # small ones: interpreted kernels are slow
+TEXTS = [prompt_of(9, 1), prompt_of(3, 2)]  # three segments, and one
 
 
 @given(st.lists(st.integers(1, LONGEST), max_size=40))
 def test_texts_are_passed_in_their_order_and_no_pass_is_too_large(lengths: list[int]) -> None:
-    groups = list(passes(lengths))
+    groups = list(groups_per_pass(lengths))
     assert [index for group in groups for index in group] == list(range(len(lengths)))
     for group in groups:
         inside = [lengths[index] for index in group]
-        count, stretch, longest = pass_size(inside)
-        assert sum(map(stretches, inside)) <= count <= MOST_STRETCHES
-        assert max(inside) <= stretch or stretch == 64
+        count, segment, longest = pass_size(inside)
+        assert sum(map(segments, inside)) <= count <= MAX_SEGMENTS
+        assert max(inside) <= segment or segment == 64
         assert max(inside) <= longest
     fuller = [
-        sum(stretches(lengths[i]) for i in (*one, other[0])) for one, other in zip(groups, groups[1:], strict=False)
+        sum(segments(lengths[i]) for i in (*one, other[0])) for one, other in zip(groups, groups[1:], strict=False)
     ]
-    assert all(taken > MOST_STRETCHES for taken in fuller)  # none ends before it has to
+    assert all(taken > MAX_SEGMENTS for taken in fuller)  # none ends before it has to
 
 
 def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
@@ -75,7 +76,7 @@ def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
 
 
 def small(graphs: Graphs) -> tuple:
-    return graphs.model, graphs.cache, graphs.scratch, COUNT, STRETCH, SHORT, graphs.idle_page
+    return graphs.model, graphs.cache, graphs.scratch, COUNT, SEGMENT, SHORT, graphs.idle_page
 
 
 def left_in_cache(cache: Cache, kv: KVPages, count: int) -> list[torch.Tensor]:
@@ -106,14 +107,14 @@ def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_short_prompts_in_one_pass_leave_what_pytorch_leaves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (short_prefill, prompt_scoring):
+    for module in (short_prefill, exit_module):
         monkeypatch.setattr(module, "PROMPT_END", END)
     graphs, exit = new_graphs(family), trained_exit(family)
-    made = Prompts(*small(graphs), exit=exit)
+    made = ShortPrefill(*small(graphs), exit=exit)
     held = run(graphs, made, TEXTS)
     for number, (text, kv) in enumerate(zip(TEXTS, held, strict=True)):
-        ends = made.judged[number, : min(len(text), END)]
-        found = [*left_in_cache(graphs.cache, kv, len(text)), made.known[number], ends]
+        ends = made.prompt_end[number, : min(len(text), END)]
+        found = [*left_in_cache(graphs.cache, kv, len(text)), made.features[number], ends]
         assert_alike(found, of_pytorch(exit, text, family))
 
 
@@ -121,7 +122,7 @@ def test_a_prompt_leaves_the_same_bits_in_any_company_and_with_or_without_an_exi
     graphs, exit = new_graphs(), trained_exit()
     layers, found = graphs.model.config.num_layers, []
     for of_exit, texts in ((exit, TEXTS), (exit, TEXTS[::-1]), (None, TEXTS[:1])):
-        held = run(graphs, Prompts(*small(graphs), exit=of_exit), texts)
+        held = run(graphs, ShortPrefill(*small(graphs), exit=of_exit), texts)
         found.append(left_in_cache(graphs.cache, held[texts.index(TEXTS[0])], len(TEXTS[0])))
     for other in found[1:]:
         assert all(torch.equal(a[:layers], b[:layers]) for a, b in zip(found[0], other, strict=True))
@@ -130,7 +131,7 @@ def test_a_prompt_leaves_the_same_bits_in_any_company_and_with_or_without_an_exi
 
 def test_sums_of_marks_are_those_of_routing() -> None:
     graphs = new_graphs()
-    made = Marking(*small(graphs), layer=LAYER)
+    made = PromptEmbedding(*small(graphs), layer=LAYER)
     run(graphs, made, TEXTS)
     sums = torch.stack([of_text.sum(0) for of_text in made.sums.split([3, 1])])
     found = sums / torch.tensor([[len(text)] for text in TEXTS])
@@ -140,9 +141,9 @@ def test_sums_of_marks_are_those_of_routing() -> None:
 def test_marks_leave_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = new_graphs()
     monkeypatch.setattr(graphs, "short_prompt", LONGEST)
-    monkeypatch.setattr(short_prefill, "STRETCH", 8)
+    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
-    found = graphs.marks(texts, LAYER)
+    found = graphs.prompt_embeddings(texts, LAYER)
     torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
     assert graphs.cache.free_pages == free
 
@@ -154,7 +155,7 @@ def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
     overlaps: bool, drafting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of 16; padded to 32 rows where they would be captured."""
-    for module in (torch_backend_module, backend_module):
+    for module in (torch_backend_module, prompts_module):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     graphs, exit = new_graphs(), trained_exit() if drafting else None
     for length in (1, 16, 33, 70):
@@ -166,20 +167,20 @@ def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
         assert passes == -(-length // 16)
         found = left_in_cache(graphs.cache, sequence.kv, length)
         if drafting:
-            assert (sequence in backend._prompt_ends) == overlaps and sequence.previous_feature is not None
+            assert (sequence in backend._prompts.prompt_ends) == overlaps and sequence.previous_feature is not None
             assert_alike([*found, sequence.previous_feature], of_pytorch(exit, text, "llama")[:3])
         else:
             assert_alike([tensor[:-1] for tensor in found], of_pytorch(None, text, "llama"))
         backend.release(sequence)
-        assert not backend._prompt_ends and not backend._torch._prompt_ends
+        assert not backend._prompts.prompt_ends and not backend._prompts._torch._prompt_ends
         graphs.cache.close(sequence.kv)
 
 
 @torch.inference_mode()
 def test_prompts_of_all_kinds_begin_texts_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token, some that share a pass, and one too long for that."""
-    monkeypatch.setattr(short_prefill, "STRETCH", 8)
-    monkeypatch.setattr(short_prefill, "SHORTEST", 8)
+    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
+    monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
     graphs, exit = new_graphs(), trained_exit()
     graphs.short_prompt = 12
     batch = ScriptedBatch(cuda_backend(graphs), exit)

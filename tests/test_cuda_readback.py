@@ -35,7 +35,7 @@ def test_free_ones_are_used_again_for_results_alike() -> None:
     readbacks = Readbacks()
     first = readbacks.take(torch.zeros(2, 3))
     first.send(torch.ones(2, 3))
-    readbacks.give_back(first, None)
+    readbacks.give_back(first)
     assert readbacks.take(torch.zeros(3, 2)) is not first
     assert readbacks.take(torch.zeros(2, 3, dtype=torch.int32)) is not first
     again = readbacks.take(torch.zeros(2, 3))

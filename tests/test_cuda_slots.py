@@ -14,10 +14,10 @@ from selfspec.backends.cuda.slots import (
     IDLE,
     MAX_STOPS,
     PLAIN,
-    Features,
     ProcessingState,
     SlotState,
     SlotTable,
+    StepOptions,
 )
 from selfspec.sampling import SamplingParams
 
@@ -190,8 +190,9 @@ def test_features_are_enough_for_all_sequences_and_one_of_four() -> None:
     greedy, sampled = SamplingParams(top_k=5), SamplingParams(do_sample=True)
     few, many = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
     biased = SamplingParams(logit_bias={1: 1.0})
-    short, everything = Features(samples=True, cuts=True), Features(samples=True, cuts=True, few=False, processes=True)
-    assert Features.of([greedy]) == Features()
-    assert Features.of([greedy, biased]) == Features(processes=True)
-    assert Features.of([greedy, sampled]) == Features.of([sampled, few]) == short
-    assert Features.of([few, many]) == Features.of([sampled, biased]) == everything
+    short = StepOptions(samples=True, truncates=True)
+    everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
+    assert StepOptions.of([greedy]) == StepOptions()
+    assert StepOptions.of([greedy, biased]) == StepOptions(processes=True)
+    assert StepOptions.of([greedy, sampled]) == StepOptions.of([sampled, few]) == short
+    assert StepOptions.of([few, many]) == StepOptions.of([sampled, biased]) == everything

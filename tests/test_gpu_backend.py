@@ -129,12 +129,14 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[to
     for sequence, text in zip(sequences, texts, strict=True):
         cache.reserve(sequence, len(text))
     with torch.inference_mode():
-        prompts, replay = graphs_of(engine).prompts(exit, list(map(len, texts)))
-        prompts.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
+        prefill, replay = graphs_of(engine).short_prefill(exit, list(map(len, texts)))
+        prefill.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
         found = [
-            _in_cache(engine, sequence, len(text), known, judged)
-            for sequence, text, known, judged in zip(sequences, texts, prompts.known, prompts.judged, strict=False)
+            _in_cache(engine, sequence, len(text), feature, end)
+            for sequence, text, feature, end in zip(
+                sequences, texts, prefill.features, prefill.prompt_end, strict=False
+            )
         ]
     for sequence in sequences:
         cache.close(sequence)
@@ -147,36 +149,36 @@ def _left_by_pytorch(engine: Engine, exit: Exit, text: list[int]) -> list[torch.
     with torch.inference_mode():
         prefill, replay = graphs_of(engine).prefill(exit, len(text), len(text))
         prefill.load(text, 0, sequence.pages)
-        prefill.remember(None)
+        prefill.load_previous(None)
         replay()
-        found = _in_cache(engine, sequence, len(text), prefill.known[0, 0], prefill.judged)
+        found = _in_cache(engine, sequence, len(text), prefill.feature[0, 0], prefill.prompt_end)
     engine.cache.close(sequence)
     return found
 
 
 def _in_cache(
-    engine: Engine, sequence: KVPages, count: int, known: torch.Tensor, judged: torch.Tensor
+    engine: Engine, sequence: KVPages, count: int, feature: torch.Tensor, end: torch.Tensor
 ) -> list[torch.Tensor]:
     slots = [flat_slot(sequence, slot) for slot in range(count)]
     cached = [t.flatten(1, 2)[:, slots].clone() for t in (engine.cache.keys, engine.cache.values)]
-    return [*cached, known.clone(), judged[:count].clone()]
+    return [*cached, feature.clone(), end[:count].clone()]
 
 
 def test_warming_up_leaves_nothing_of_usual_requests_to_capture(tmp_path: Path) -> None:
     engine = governed(endless("llama"), tmp_path)
     engine.warmup(3)
-    held = set(graphs_of(engine)._captured)
+    held = set(graphs_of(engine).captured.entries)
     for count, longest in ((3, 100), (1, 250), (1, 400)):
         ids, mask = prompts(count, longest)
         engine.generate(ids % 90 + 3, mask, max_new_tokens=8, pad_token_id=0, **GREEDY)
-        assert set(graphs_of(engine)._captured) == held
+        assert set(graphs_of(engine).captured.entries) == held
 
 
 def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 31, 64, 130, 256, 300, 20, 90)]
-    found, expected = graphs_of(engine).marks(texts, 3), marks_of(small, engine.cache, texts, 3)
+    found, expected = graphs_of(engine).prompt_embeddings(texts, 3), marks_of(small, engine.cache, texts, 3)
     assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.999
 
 

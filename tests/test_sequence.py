@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from selfspec import Plan, Rules
 from selfspec.backends.base import Step
-from selfspec.backends.cuda.backend import _append
+from selfspec.backends.cuda.backend import append_tokens
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.drafters import Drafters
@@ -119,7 +119,7 @@ class OverlappingBackend(HostBackend):
         for sequence in step.sequences:
             index = self.all.index(sequence)
             tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
-            step.lasts.append(_append(sequence, tokens, scripted.plan, last))
+            step.lasts.append(append_tokens(sequence, tokens, scripted.plan, last))
         step.is_typical = step.sequences == launched
 
 

@@ -14,6 +14,6 @@ def test_a_warm_up_after_a_request_captures_for_the_slots_of_the_next_one() -> N
     prompt, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 2, "do_sample": False}
     engine.generate(prompt, **settings)  # type: ignore[arg-type]
     assert engine.warmup(2) == 2 and engine._graphs is not None
-    captured = len(engine._graphs._captured)
+    captured = len(engine._graphs.captured.entries)
     engine.generate(prompt.repeat(2, 1), **settings)  # type: ignore[arg-type]
-    assert len(engine._graphs._captured) == captured, "the request captured steps of its own"
+    assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"

@@ -1,5 +1,4 @@
-"""Compiles kernels side by side before they are launched: on a machine that never ran them that takes most of the time
-to the first token."""
+"""Compiles kernels in parallel before they are launched; Triton keeps the results on disk, so once per machine."""
 
 from __future__ import annotations
 
@@ -14,41 +13,41 @@ from rich.progress import Progress
 
 from selfspec.kernels.triton_compat import compiles_only
 
-MAX_THREADS = 16  # compiler passes release Python's lock, but what is between them does not: more do not help
-PATIENCE_S = 1.0  # seconds of compiling before the user is told of it
+MAX_THREADS = 16  # compiler passes release Python's lock, the code between them does not: more threads do not help
+PATIENCE_S = 1.0  # seconds of compiling before a progress bar appears
 
 
 class Compiler:
-    """Compiles what launches need. Results are kept on disk by Triton, so this takes long once per machine."""
+    """Compiles the kernels of launches without running them."""
 
     def __init__(self) -> None:
-        self.collects = False  # launches are compiled together when the outermost block ends
+        self.collects = False  # within `together`: launches compile, and run nothing
 
     def compile(self, launch: Callable[[], None]) -> None:
-        """Compiles the kernels of a launch, side by side, without running them."""
+        """Compiles the kernels of one launch in parallel; within `together` only starts to."""
         with self.together():
             launch()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launches within it only compile; returns when all kernels are there."""
+        """Launches within this block only compile, in parallel; waits for all of them at the end of the outermost."""
         if self.collects:
             yield
             return
         from triton import AsyncCompileMode
 
         self.collects = True
-        pool = _CountingPool(min(MAX_THREADS, os.cpu_count() or 1))
+        pool = _RecordingPool(min(MAX_THREADS, os.cpu_count() or 1))
         try:
             with compiles_only(), pool, AsyncCompileMode(pool):
                 yield
-                _tell(pool.futures)
+                _wait_with_progress(pool.futures)
         finally:
             self.collects = False
 
 
-class _CountingPool(ThreadPoolExecutor):
-    """Threads that keep what was submitted."""
+class _RecordingPool(ThreadPoolExecutor):
+    """A thread pool that keeps the futures of everything submitted to it."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
@@ -59,8 +58,8 @@ class _CountingPool(ThreadPoolExecutor):
         return self.futures[-1]
 
 
-def _tell(futures: list[Future]) -> None:
-    """Waits for compilations, with a progress bar on standard error if they take more than a second."""
+def _wait_with_progress(futures: list[Future]) -> None:
+    """Waits for compilations; shows a progress bar on standard error once they take more than PATIENCE_S."""
     if not wait(futures, timeout=PATIENCE_S).not_done:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:

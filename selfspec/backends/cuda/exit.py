@@ -1,5 +1,9 @@
-"""An exit's own passes, as kernels: what is known at the rows of a pass, its block's keys and values, what its head
-reads, and what it drafts. Which rows these are is decided elsewhere."""
+"""An exit's passes as kernels: the features that it reads, its block's keys and values, and its ranked draft tokens.
+
+The feature of a position is FEATURE_STATES states of the full model there, normed: the one the LM head reads, and the
+one after the exit's `feature_layer`. The exit reads it at the next position. `step.py`, `exit_scoring.py`,
+`prompt_scoring.py` and `short_prefill.py` decide which rows these passes run over.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Stream
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual
 from selfspec.kernels.embed_rope import embed_rope
 from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.kernels.gemm import linear
@@ -18,14 +22,18 @@ from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_per_
 from selfspec.kernels.topk import Ranking, Scores
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
+from selfspec.speculation.exit_scoring import PROMPT_END
+
+DRAFT_HEAD_STEP = 4096  # head rows: steps are captured for multiples of it, so that domains share graphs
+PROMPT_TOKENS = 1024  # head rows that a draft head has at least for the prompts' own tokens
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The rows of the head that drafts look at, in a buffer with room for a request's own tokens."""
+    """The LM head rows that an exit drafts from, as token ids in a buffer with a fixed address."""
 
     tokens: torch.Tensor  # [capacity] int32
-    count: torch.Tensor  # [1] int32: how many of them are there
+    count: torch.Tensor  # [1] int32: how many of them are in use
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> DraftHead:
@@ -35,174 +43,199 @@ class DraftHead:
         return cls(ints[1:], ints[:1])
 
     def fill(self, tokens: torch.Tensor) -> None:
-        """The first of these tokens, as many as there is room for."""
+        """Takes these tokens, or the first `capacity` of them."""
         count = min(len(tokens), len(self.tokens))
         self.tokens[:count].copy_(tokens[:count])
         self.count.fill_(count)
 
 
+def draft_head_capacity(exit: Exit, model: Decoder) -> int:
+    """Head rows that steps with this exit are captured for: its domain's and PROMPT_TOKENS more, rounded up."""
+    assert exit.head_rows is not None
+    of_domain = len(exit.head_rows) - exit.prompt_rows
+    return min(-(-(of_domain + PROMPT_TOKENS) // DRAFT_HEAD_STEP) * DRAFT_HEAD_STEP, model.config.vocab_size)
+
+
 @dataclass(frozen=True)
-class Drafter:
-    """An exit as passes over slots use it."""
+class SlotExit:
+    """An exit and its buffers for the first B slots of a batch."""
 
     exit: Exit
-    head: DraftHead | None  # None: all rows
-    known: torch.Tensor | None  # [rows, 2 * hidden]: each slot's state for the next position, then every node's
-    first_node: int  # the row of the first slot's root in it
-    waiting: UnfilledStates  # states of tokens that the exit's cache lacks
+    head: DraftHead | None  # None: the whole LM head
+    features: torch.Tensor | None  # [rows, 2 * hidden]: row b of slot b's newest position; then of each node
+    first_node_row: int  # row of the first slot's root in `features`; nodes follow, node-major
+    unfilled: UnfilledStates  # states of plainly decoded tokens that the exit block has no keys and values for
 
 
 @dataclass(frozen=True)
-class Reads:
-    """What an exit's head reads at some rows: normed, or scaled for its norm, with the squares that it needs."""
+class HeadInput:
+    """Input of an exit's LM head at R rows: normed; or, after a block, scaled, with the squares to norm it by."""
 
     values: torch.Tensor  # [R, hidden]
-    squares: torch.Tensor  # [R, T]; of an exit without a block nothing is in them
+    squares: torch.Tensor  # [R, T] float32; unused without a block
 
     @classmethod
-    def empty(cls, rows: int, model: Decoder) -> Reads:
+    def empty(cls, rows: int, model: Decoder) -> HeadInput:
         hidden, device = model.config.hidden_size, model.device
         values = torch.zeros(rows, hidden, dtype=model.dtype, device=device)
         return cls(values, torch.zeros(rows, squares_per_row(hidden), device=device))
 
-    def rows(self, start: int, stop: int) -> Reads:
-        return Reads(self.values[start:stop], self.squares[start:stop])
+    def rows(self, start: int, stop: int) -> HeadInput:
+        return HeadInput(self.values[start:stop], self.squares[start:stop])
 
 
 @dataclass(frozen=True)
-class Past:
-    """What was known one position before each of some rows: row r is row gather[r] of `known`, or row r. Reads of the
-    exit itself come with their squares."""
+class PreviousFeatures:
+    """The features one position before each of R rows: row r's is row `rows[r]` of `features`, or row r if None."""
 
-    known: torch.Tensor  # [..., up to 2 * hidden]
-    gather: torch.Tensor | None  # [R] int64
-    squares: torch.Tensor | None = None
+    features: torch.Tensor  # [..., 2 * hidden]; after drafted tokens [..., hidden], a head input of the exit
+    rows: torch.Tensor | None  # [R] int64
+    squares: torch.Tensor | None = None  # [..., T] of a head input that is scaled, not normed
 
 
 class FusedExit:
-    """An exit over the rows that a decoder's passes are made for."""
+    """An exit over the rows of a decoder's passes."""
 
-    def __init__(self, fused: FusedDecoder, exit: Exit) -> None:
-        self.fused, self.exit = fused, exit
+    def __init__(self, decoder: FusedDecoder, exit: Exit) -> None:
+        self.decoder, self.exit = decoder, exit
 
-    def know(
+    def verify(
         self,
-        stream: Stream,
-        late: Stream,
+        states: Residual,
+        middle: Residual,
         nodes: Nodes,
-        known: torch.Tensor,
-        later: Stream | None = None,
-        waiting: UnfilledStates | None = None,
+        features: torch.Tensor,
+        last: Residual | None = None,
+        unfilled: UnfilledStates | None = None,
     ) -> None:
-        """The states after layer N through the rest of the model, in `late` and from the middle on in `later`: what is
-        then known at every row goes to `known` [R, 2 * hidden], first what the model's head reads. Rows may be left
-        waiting. Without `later` it takes a launch more and less memory."""
-        fused, hidden, layers = self.fused, stream.states.shape[1], self.fused.model.config.num_layers
-        middle = fused.run(range(self.exit.layer, self.exit.feature_layer), stream, late, nodes)
-        rest = range(self.exit.feature_layer, layers)
-        if later is None:
-            fused.normalise(middle.states, None, known[:, hidden:])
-            fused.know(fused.run(rest, middle, late, nodes), known[:, :hidden])
-        else:
-            last, states = fused.run(rest, middle, later, nodes), None if waiting is None else stream.states
-            fused.know(last, known, middle, hidden=states, unfilled=waiting)
+        """Runs the states after layer N through the rest of the model and writes the features [R, 2 * hidden].
 
-    def stand(self, nodes: Nodes, pending: torch.Tensor, counts: torch.Tensor) -> None:
-        """Where rows stand whose states are known; of each text the first few, `counts` of them, store something."""
-        fused, model = self.fused, self.fused.model
-        nobodys = self.own(len(nodes.places.tokens))
+        `middle` and `last` are buffers for the states up to the feature layer and after it. Without `last`, `middle`
+        serves for both, which saves memory and costs one launch. With `unfilled` also keeps the rows' states there.
+        """
+        decoder, hidden, layers = self.decoder, states.states.shape[1], self.decoder.model.config.num_layers
+        at_middle = decoder.run(range(self.exit.layer, self.exit.feature_layer), states, middle, nodes)
+        rest = range(self.exit.feature_layer, layers)
+        if last is None:
+            decoder.rms_norm(at_middle.states, None, features[:, hidden:])
+            decoder.final_norm(decoder.run(rest, at_middle, middle, nodes), features[:, :hidden])
+        else:
+            at_last = decoder.run(rest, at_middle, last, nodes)
+            kept = None if unfilled is None else states.states
+            decoder.final_norm(at_last, features, at_middle, hidden=kept, unfilled=unfilled)
+
+    def fill_metadata(self, nodes: Nodes, pending: torch.Tensor, counts: torch.Tensor) -> None:
+        """Fills the metadata of rows whose states are there already. Of each sequence only the first `counts` [B] rows
+        get a cache slot; the others write no keys and values. The embeddings of `pending` go to scratch."""
+        decoder, model = self.decoder, self.decoder.model
+        unused = self.block_residual(len(nodes.metadata.tokens))
         embed_rope(
-            nodes.places, nobodys.states, fused.next_norm(model.layers[0].attention_norm, nobodys), model.embedding,
-            model._embedding_scale, fused.texts.lengths, fused.texts.page_table, nodes.depths, fused.inv_freq,
-            fused.rope_scaling, 0, pending=pending, counts=counts,
+            nodes.metadata, unused.states, decoder.next_norm(model.layers[0].attention_norm, unused), model.embedding,
+            model._embedding_scale, decoder.contexts.lengths, decoder.contexts.page_table, nodes.depths,
+            decoder.inv_freq, decoder.rope_scaling, 0, pending=pending, counts=counts,
         )  # fmt: skip
 
-    def fill(self, states: torch.Tensor, past: Past, nodes: Nodes) -> None:
-        """The block's keys and values of all rows, from the states after layer N and what was known before each."""
+    def fill(self, states: torch.Tensor, previous: PreviousFeatures, nodes: Nodes) -> None:
+        """Writes the block's keys and values of all rows, from the states after layer N [R, hidden]."""
         block = self.exit.block
         assert block is not None
-        entered = self._recall(block, states, past)
-        spec, cache_layer = self.fused.model.config.layers[self.exit.layer], self.fused.cache.exit_layer_index
-        self.fused.store(block.layer, spec, cache_layer, entered, nodes, None)
+        source = self._block_input(block, states, previous)
+        spec, cache_layer = self.decoder.model.config.layers[self.exit.layer], self.decoder.cache.exit_layer_index
+        self.decoder.write_kv(block.layer, spec, cache_layer, source, nodes, None)
 
-    def read(self, states: torch.Tensor, past: Past | None, nodes: Nodes, reads: Reads) -> torch.Tensor:
-        """What the exit's head reads at the rows, to `reads`; the block's keys and values are filled. Returns the
-        states that the exit leaves, before its norm, until others are left."""
+    def read(
+        self, states: torch.Tensor, previous: PreviousFeatures | None, nodes: Nodes, head_input: HeadInput
+    ) -> torch.Tensor:
+        """Runs the exit over the states after layer N [R, hidden]; writes `head_input` and the block's keys and values.
+        Returns the exit's states before its norm, in scratch that the next call overwrites."""
         exit, block = self.exit, self.exit.block
         assert exit.norm is not None
         if block is None:
-            self.fused.normalise(states, exit.norm, reads.values)
+            self.decoder.rms_norm(states, exit.norm, head_input.values)
             return states
-        assert past is not None
-        own, left = self.own(len(states)), self._scratch("left", len(states))
-        entered = self._recall(block, states, past)
-        spec, cache_layer = self.fused.model.config.layers[exit.layer], self.fused.cache.exit_layer_index
-        self.fused.layer(block.layer, spec, cache_layer, entered, own, nodes, None)
-        next_norm = NextNorm(exit.norm, self.fused.model.config.norm_offset, reads.squares, reads.values)
+        assert previous is not None
+        residual, out = self.block_residual(len(states)), self._scratch("exit out", len(states))
+        source = self._block_input(block, states, previous)
+        spec, cache_layer = self.decoder.model.config.layers[exit.layer], self.decoder.cache.exit_layer_index
+        self.decoder.run_layer(block.layer, spec, cache_layer, source, residual, nodes, None)
+        next_norm = NextNorm(exit.norm, self.decoder.model.config.norm_offset, head_input.squares, head_input.values)
         linear(
-            own.states, block.affine_weight, left, bias=block.affine_bias, residual=own.states, next_norm=next_norm
+            residual.states, block.affine_weight, out, bias=block.affine_bias, residual=residual.states,
+            next_norm=next_norm,
         )  # fmt: skip
-        return left
+        return out
 
     def rank(
-        self, head: DraftHead | None, reads: Reads, width: int, noise: Noise | None, processing: Processing | None
+        self,
+        head: DraftHead | None,
+        head_input: HeadInput,
+        width: int,
+        noise: Noise | None,
+        processing: Processing | None,
     ) -> Ranking:
-        """The best draft tokens after rows of which the head reads these; kept until others are ranked."""
-        model, scratch = self.fused.model, self.fused.scratch
+        """Scores the draft tokens after each row, of which the best `width` can be ranked; in scratch that the next
+        call overwrites."""
+        model, scratch = self.decoder.model, self.decoder.scratch
         tokens = None if head is None else head.tokens
         columns = model.config.vocab_size if tokens is None else len(tokens)
-        scores = scratch.take_like(Scores.empty(len(reads.values), columns, width, "meta"))
+        scores = scratch.take_like(Scores.empty(len(head_input.values), columns, width, "meta"))
         lm_head_scores(
-            reads.values, model.head, scores, token_ids=tokens, gather=tokens is not None,
-            count=None if head is None else head.count, norm=self._norm(reads.squares),
+            head_input.values, model.head, scores, token_ids=tokens, gather=tokens is not None,
+            count=None if head is None else head.count, norm=self._norm(head_input.squares),
             softcap=model.config.logit_softcap, noise=noise, processing=processing,
         )  # fmt: skip
         return Ranking(scores, width, tokens)
 
-    def _recall(self, block: ExitBlock, states: torch.Tensor, past: Past) -> Stream:
-        """The block's input: the states after layer N, and what was known one position earlier."""
-        own, norm = self.own(len(states)), block.layer.attention_norm
+    def _block_input(self, block: ExitBlock, states: torch.Tensor, previous: PreviousFeatures) -> Residual:
+        """The block's input: the states after layer N plus the projected features of the previous positions."""
+        residual, norm = self.block_residual(len(states)), block.layer.attention_norm
         if block.recall is None:
-            own.states.copy_(states)
-            own.squares.copy_(squares_reference(states))
-            own.scaled.copy_(scaled_reference(states, norm, self.fused.model.config.norm_offset))
-            return own
-        columns = block.recall[:, : past.known.shape[1]]
-        next_norm = self.fused.next_norm(norm, own)
+            residual.states.copy_(states)
+            residual.squares.copy_(squares_reference(states))
+            residual.scaled.copy_(scaled_reference(states, norm, self.decoder.model.config.norm_offset))
+            return residual
+        columns = block.recall[:, : previous.features.shape[1]]
+        next_norm = self.decoder.next_norm(norm, residual)
         linear(
-            past.known, columns, own.states, norm=self._norm(past.squares), residual=states, next_norm=next_norm,
-            gather=past.gather,
+            previous.features, columns, residual.states, norm=self._norm(previous.squares), residual=states,
+            next_norm=next_norm, gather=previous.rows,
         )  # fmt: skip
-        return own
+        return residual
 
     def _norm(self, squares: torch.Tensor | None) -> Norm | None:
-        """What is left to do of the exit's norm where its head's input is scaled: nothing without a block."""
+        """The norm of a head input that is scaled; None where it is normed already: without squares or a block."""
         if squares is None or self.exit.block is None:
             return None
-        return Norm(self.fused.model.config.norm_eps, squares)
+        return Norm(self.decoder.model.config.norm_eps, squares)
 
-    def reads(self, rows: int) -> Reads:
-        """Room for what the head reads, kept until others read."""
-        return Reads(self._scratch("reads", rows), self._squares("reads", rows))
+    def head_input(self, rows: int) -> HeadInput:
+        """A head input in scratch, which the next one overwrites."""
+        return HeadInput(self._scratch("head input", rows), self._squares("head input", rows))
 
-    def own(self, rows: int) -> Stream:
-        """The exit block's stream. Between its passes it may serve others: nothing in it is kept."""
-        return self.stream("own", rows)
+    def block_residual(self, rows: int) -> Residual:
+        """The residual stream of the exit block, in scratch: between the block's passes others may use it."""
+        return self.scratch_residual("exit block", rows)
 
-    def stream(self, name: str, rows: int) -> Stream:
-        """One of which nothing is kept after the next few kernels."""
+    def scratch_residual(self, name: str, rows: int) -> Residual:
         states, scaled = (self._scratch(f"{name} {part}", rows) for part in ("states", "scaled"))
-        return Stream(states, self._squares(name, rows), scaled)
+        return Residual(states, self._squares(name, rows), scaled)
 
     def _squares(self, name: str, rows: int) -> torch.Tensor:
-        width = squares_per_row(self.fused.model.config.hidden_size)
-        return self.fused.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
+        width = squares_per_row(self.decoder.model.config.hidden_size)
+        return self.decoder.scratch.take(f"{name} squares", rows, width, dtype=torch.float32)
 
     def _scratch(self, name: str, rows: int) -> torch.Tensor:
-        model = self.fused.model
-        return self.fused.scratch.take(name, rows, model.config.hidden_size, dtype=model.dtype)
+        model = self.decoder.model
+        return self.decoder.scratch.take(name, rows, model.config.hidden_size, dtype=model.dtype)
 
 
-def known_buffer(model: Decoder, rows: int) -> torch.Tensor:
-    """Room for what is known at so many rows."""
+def feature_buffer(model: Decoder, rows: int) -> torch.Tensor:
+    """Zeros for the features of `rows` positions, [rows, 2 * hidden]."""
     return torch.zeros(rows, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype, device=model.device)
+
+
+def prompt_end_buffer(model: Decoder, prompts: int) -> torch.Tensor:
+    """Zeros for the states of prompts' last positions [PROMPT_END, prompts, 4 * hidden], by which the exit is scored:
+    the state after layer N, the feature of the previous position, and the model's normed final state."""
+    width = (2 + FEATURE_STATES) * model.config.hidden_size
+    return torch.zeros(PROMPT_END, prompts, width, dtype=model.dtype, device=model.device)

@@ -1,36 +1,40 @@
 """Fills the exit block's KV for plainly decoded tokens, many at a time, and scores the exit's drafts at some of them.
 
-Plain steps keep the states that the exit would read. One pass over all slots fills the exit's cache from them and, if
-asked to, drafts one token at the oldest of these positions.
+Plain steps keep the states that the exit needs and count them as unfilled. One pass over all slots fills the exit's KV
+from them and, if asked to, drafts one token after the oldest of these positions. The governor decides by the scores.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from selfspec.backends.base import ExitScores
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Tree
-from selfspec.backends.cuda.exit import Drafter, FusedExit, Past
-from selfspec.backends.cuda.slots import Features, Slots
-from selfspec.backends.cuda.step import Drawing
+from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, SlotExit
+from selfspec.backends.cuda.readback import Readback, Readbacks
+from selfspec.backends.cuda.slots import Slots, StepOptions
+from selfspec.backends.cuda.step import SlotSampling
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.kernels.topk import topk_tokens
 from selfspec.models.decoder import Decoder
+from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE
 
-OFFERED = 1  # draft tokens that are scored for each position: more would take the scores of the whole head
-_FEWEST, _ENOUGH = 4, 64  # positions of a sequence, and rows of all sequences, that are scored at once
+OFFERED = 1  # draft tokens that are scored at each position: more would need the scores of the whole head
+_MIN_POSITIONS = 4  # of each sequence that are scored at once
+_ENOUGH_ROWS = 64  # of all sequences together: with more sequences, fewer positions of each are scored
 
 
-def scored_places(slots: int) -> int:
-    """Positions of each sequence that are scored, the oldest ones: of many sequences a few each tell enough."""
-    return min(unfilled_capacity(slots), max(_FEWEST, _ENOUGH // slots))
+def scored_positions(slots: int) -> int:
+    """Positions of each sequence that are scored at once, the oldest unfilled ones."""
+    return min(unfilled_capacity(slots), max(_MIN_POSITIONS, _ENOUGH_ROWS // slots))
 
 
 class ExitFill:
-    """A pass over the unfilled positions of all slots: a chain for each that begins where the exit's cache ends."""
+    """The pass over the unfilled positions of B slots: of each a chain that begins where the exit's KV ends."""
 
     def __init__(
         self,
@@ -38,39 +42,104 @@ class ExitFill:
         cache: Cache,
         scratch: Scratch,
         slots: Slots,
-        reach: int,
-        drafter: Drafter,
-        features: Features,
+        max_context: int,
+        slot_exit: SlotExit,
+        options: StepOptions,
         scores: bool,
     ) -> None:
-        self.model, self.slots, self.drafter = model, slots, drafter
+        self.slots, self.slot_exit = slots, slot_exit
         self.count, self.page_table = slots.count, slots.page_table
-        self.lengths = torch.zeros_like(slots.lengths)  # positions that the exit's cache has
-        self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        self.nodes = Nodes.chain(model, drafter.waiting.capacity, slots.count)
-        # Processing would need each position's own counts: drafts are scored without it.
-        self.drawing = Drawing(slots, replace(features, processes=False), Tree(NONE, slots.count, model.device))
-        scored = scored_places(slots.count) if scores else 0
+        self.lengths = torch.zeros_like(slots.lengths)  # positions whose exit KV is filled
+        self.decoder = FusedDecoder(model, cache, scratch, self, max_context)
+        self.nodes = Nodes.chain(model, slot_exit.unfilled.capacity, slots.count)
+        # Drafts are scored without processing: it would need the token counts of each position.
+        self.sampling = SlotSampling(slots, replace(options, processes=False), Tree(NONE, slots.count, model.device))
+        scored = scored_positions(slots.count) if scores else 0
         self.scored = self.nodes.first(scored)
-        # The best draft token after each place that is scored.
+        # The best draft token after each position that is scored, position-major.
         self.report = torch.zeros(scored * slots.count, OFFERED, dtype=torch.int32, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.lengths, self.report, *vars(self.nodes.places).values()]
+        return [self.lengths, self.report, *vars(self.nodes.metadata).values()]
 
     def launch(self) -> None:
-        drafter, waiting = self.drafter, self.drafter.waiting
-        exit, past = FusedExit(self.fused, drafter.exit), Past(waiting.previous, None)
-        torch.sub(self.slots.lengths, waiting.counts, out=self.lengths)
-        self.lengths.clamp_(min=0)  # idle slots count too, and have no length
-        exit.stand(self.nodes, self.slots.pending, waiting.counts)
+        slot_exit, unfilled = self.slot_exit, self.slot_exit.unfilled
+        exit = FusedExit(self.decoder, slot_exit.exit)
+        torch.sub(self.slots.lengths, unfilled.counts, out=self.lengths)
+        self.lengths.clamp_(min=0)  # plain steps count idle slots as unfilled too, which have length 0
+        exit.fill_metadata(self.nodes, self.slots.pending, unfilled.counts)
         rows = len(self.report)
-        if rows < len(waiting.hidden) and drafter.exit.block is not None:
-            exit.fill(waiting.hidden, past, self.nodes)
-        if rows:  # whose keys and values are filled, or filled again
-            reads = exit.reads(rows)
-            exit.read(waiting.hidden[:rows], Past(waiting.previous[:rows], None), self.scored, reads)
-            ranking = exit.rank(drafter.head, reads, OFFERED, self.drawing.noise(self.scored.places), None)
+        if rows < len(unfilled.hidden) and slot_exit.exit.block is not None:
+            exit.fill(unfilled.hidden, PreviousFeatures(unfilled.previous, None), self.nodes)
+        if rows:  # also fills the exit's KV of the positions that it scores
+            head_input, previous = exit.head_input(rows), PreviousFeatures(unfilled.previous[:rows], None)
+            exit.read(unfilled.hidden[:rows], previous, self.scored, head_input)
+            noise = self.sampling.noise(self.scored.metadata)
+            ranking = exit.rank(slot_exit.head, head_input, OFFERED, noise, None)
             topk_tokens(ranking.scores, self.report, token_ids=ranking.token_ids)
-        waiting.counts.zero_()
+        unfilled.counts.zero_()
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A pass that scores, and the positions that it scores."""
+
+    sequences: list[Sequence]
+    slots: list[int]  # of the sequences
+    counts: list[int]  # unfilled positions of each sequence
+    ends: list[int]  # tokens that each sequence has at the end of them
+    size: int  # slots of the pass
+    readback: Readback
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the drafts have arrived, and the decoded tokens that they are compared with."""
+        sequences = zip(self.sequences, self.ends, strict=True)
+        return self.readback.is_done and all(of.is_finished or len(of.tokens) >= end for of, end in sequences)
+
+    def scores(self, drafts: list[list[int]]) -> ExitScores:
+        """Ranks of the decoded tokens of sequences that go on: 0 where the draft was the decoded token, else 1."""
+        sequences, ranks = [], []
+        for sequence, slot, count, end in zip(self.sequences, self.slots, self.counts, self.ends, strict=True):
+            positions = min(count, scored_positions(self.size))
+            tokens = sequence.tokens[end - count : end - count + positions]
+            drafted = drafts[slot :: self.size][:positions]
+            if positions and not sequence.is_finished:
+                sequences.append(sequence)
+                ranks.append([int(token != draft) for token, (draft,) in zip(tokens, drafted, strict=True)])
+        return ExitScores(sequences, ranks, OFFERED)
+
+
+class ExitScoresInFlight:
+    """Scores that passes were launched for and that have not been read."""
+
+    def __init__(self, readbacks: Readbacks) -> None:
+        self._readbacks = readbacks
+        self._in_flight: list[_InFlight] = []
+
+    def send(
+        self,
+        fill: ExitFill,
+        sequences: list[Sequence],
+        slots: list[int],
+        counts: list[int],
+        in_flight: list[Sequence],
+    ) -> None:
+        """Copies the report of a pass to the host, without waiting. `counts` are the sequences' unfilled positions;
+        `in_flight` the sequences of a plain step that was launched before the pass and has not been read."""
+        readback = self._readbacks.take(fill.report)
+        readback.send(fill.report)
+        ends = [len(sequence.tokens) + (sequence in in_flight) for sequence in sequences]
+        self._in_flight.append(_InFlight(sequences, slots, counts, ends, fill.count, readback))
+
+    def read(self) -> list[ExitScores]:
+        """Scores that have arrived since the last call, in the order of their passes."""
+        arrived = []
+        while self._in_flight and self._in_flight[0].is_comparable:
+            scored = self._in_flight.pop(0)
+            scores = scored.scores(scored.readback.read())
+            self._readbacks.give_back(scored.readback)
+            if scores.sequences:
+                arrived.append(scores)
+        return arrived

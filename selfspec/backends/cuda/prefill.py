@@ -1,8 +1,8 @@
-"""Prompts on the device: a chunk of a prompt through all layers, captured as a CUDA graph for a few sizes.
+"""Prefills one chunk of a longer prompt with PyTorch operations, captured as a CUDA graph for a few sizes.
 
-The same PyTorch operations as everywhere; a graph only takes the host out of the way. A chunk is padded to the next
-size, so what is computed for a prompt depends on its length alone, never on other prompts or on whether it will be
-drafted for. Padding writes to a page that belongs to nobody.
+Runs the operations of the reference backend; the graph only removes the host's time between them. A chunk is padded to
+the next size, so a prompt's KV depends on its length alone, not on other prompts or on whether it will be drafted for.
+Padding writes to the idle page. `short_prefill.py` handles short prompts.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 import torch
 
-from selfspec.backends.cuda.prompt_scoring import ends_buffer
+from selfspec.backends.cuda.exit import prompt_end_buffer
 from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SMALLEST = max(32, PROMPT_END)  # rows that a chunk is padded to at least
+SMALLEST = max(32, PROMPT_END)  # rows: chunks are padded to at least this many
 
 
 def padded(count: int, least: int) -> int:
-    """The next power of two."""
+    """The next power of two, at least `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
@@ -46,8 +46,8 @@ class Causal:
 
 
 class Prefill:
-    """Up to `rows` tokens of a prompt, seeing up to `slots` slots with themselves, through all layers, and the exit's
-    share of it."""
+    """The pass over a chunk of up to `rows` prompt tokens, with up to `slots` cache slots from the prompt's first
+    position to the chunk's last. With an exit also fills its KV, and keeps features and states for the next chunk."""
 
     def __init__(
         self,
@@ -58,49 +58,48 @@ class Prefill:
         slots: int,
         idle_page: int,
     ) -> None:
-        self.model, self.cache, self.slots, self._idle = model, cache, slots, idle_page
+        self.model, self.cache, self.slots, self._idle_page = model, cache, slots, idle_page
         self.exit = exit
-        # Tokens, where they start and how many they are, and pages: one tensor, told at once.
-        self.told = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
-        self.tokens, self.table = self.told[None, :rows], self.told[None, rows + 2 :]
-        self.span = self.told[rows : rows + 2]
+        # Tokens; start and number of tokens; pages: one tensor, copied to the device at once.
+        self.inputs = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
+        self.tokens, self.page_table = self.inputs[None, :rows], self.inputs[None, rows + 2 :]
+        self.span = self.inputs[rows : rows + 2]
         self.load([0], 0, [])
-        # What was known before the chunk, and is known after it, for the exit to recall.
-        self.known = torch.zeros(1, 1, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.judged = ends_buffer(model, 1)[:, 0]  # what is known of the text's last positions, before and after it
+        width = FEATURE_STATES * model.config.hidden_size
+        self.feature = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)  # before, then after the chunk
+        self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # of the prompt before the chunk, then with the chunk
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds."""
-        return [self.told, self.known, self.judged]
+        """Tensors that belong to this pass alone."""
+        return [self.inputs, self.feature, self.prompt_end]
 
     def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        """Tells which chunk comes next."""
-        told = torch.zeros(len(self.told), dtype=torch.int64)
-        rows, held = self.tokens.shape[1], pages[: self.table.shape[1]]
-        told[: len(tokens)] = torch.tensor(tokens)
-        told[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
-        told[rows + 2 + len(held) :] = self._idle
-        self.told.copy_(to_device(told, self.told.device), non_blocking=True)
+        """Copies the chunk's tokens, start and pages to the device."""
+        inputs = torch.zeros(len(self.inputs), dtype=torch.int64)
+        rows, held = self.tokens.shape[1], pages[: self.page_table.shape[1]]
+        inputs[: len(tokens)] = torch.tensor(tokens)
+        inputs[rows : rows + 2 + len(held)] = torch.tensor([start, len(tokens), *held])
+        inputs[rows + 2 + len(held) :] = self._idle_page
+        self.inputs.copy_(to_device(inputs, self.inputs.device), non_blocking=True)
 
-    def remember(self, known: torch.Tensor | None, judged: torch.Tensor | None = None) -> None:
-        """What was known before the chunk; nothing where a text begins."""
-        self.known.zero_() if known is None else self.known[0, 0].copy_(known)
-        if judged is not None:
-            self.judged.copy_(judged)
+    def load_previous(self, feature: torch.Tensor | None, prompt_end: torch.Tensor | None = None) -> None:
+        """Copies the feature of the position before the chunk and the prompt end up to it; None at the first chunk."""
+        self.feature.zero_() if feature is None else self.feature[0, 0].copy_(feature)
+        if prompt_end is not None:
+            self.prompt_end.copy_(prompt_end)
 
-    def places(self, row: torch.Tensor | None = None) -> Causal:
-        """Where these rows stand, or all of them."""
-        row = torch.arange(self.tokens.shape[1], device=self.told.device) if row is None else row
+    def _layout(self) -> Causal:
+        row = torch.arange(self.tokens.shape[1], device=self.inputs.device)
         positions = self.span[0] + row
-        page = self.table[0, (positions // PAGE_SIZE).clamp(max=self.table.shape[1] - 1)]
-        real = row < self.span[1]
-        flat = torch.where(real, page * PAGE_SIZE, self._idle * PAGE_SIZE) + positions % PAGE_SIZE
-        return Causal(positions[None], flat, self.table, self.slots)
+        page = self.page_table[0, (positions // PAGE_SIZE).clamp(max=self.page_table.shape[1] - 1)]
+        is_token = row < self.span[1]
+        flat = torch.where(is_token, page * PAGE_SIZE, self._idle_page * PAGE_SIZE) + positions % PAGE_SIZE
+        return Causal(positions[None], flat, self.page_table, self.slots)
 
     def launch(self) -> None:
         model, exit, layers = self.model, self.exit, self.model.config.num_layers
-        at = self.places()
+        at = self._layout()
         hidden = model.embed(self.tokens)
         if exit is None:
             model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
@@ -108,13 +107,16 @@ class Prefill:
         hidden = model.run(hidden, 0, exit.layer, at, self.cache)  # type: ignore[arg-type]
         middle = model.run(hidden, exit.layer, exit.feature_layer, at, self.cache)  # type: ignore[arg-type]
         last = model.run(middle, exit.feature_layer, layers, at, self.cache)  # type: ignore[arg-type]
-        known = position_features(model, middle, last)
-        previous = torch.cat((self.known, known[:, :-1]), dim=1)
+        features = position_features(model, middle, last)
+        previous = torch.cat((self.feature, features[:, :-1]), dim=1)
         exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
-        self.known.copy_(known.index_select(1, self.span[1:] - 1))
-        parts = hidden[0], previous[0], known[0, :, : model.config.hidden_size]
-        places, begin = torch.arange(PROMPT_END, device=self.told.device), self.span[1] - PROMPT_END
-        rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + places  # below 0: of the chunk before
-        before = self.judged.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))
-        some = torch.cat([states.index_select(0, rows.clamp(min=0)) for states in parts], dim=1)
-        self.judged.copy_(torch.where(rows[:, None] < 0, before, some))
+        self.feature.copy_(features.index_select(1, self.span[1:] - 1))
+        self._keep_prompt_end(hidden[0], previous[0], features[0, :, : model.config.hidden_size])
+
+    def _keep_prompt_end(self, *states: torch.Tensor) -> None:
+        """Keeps the states [rows, ...] of the prompt's last PROMPT_END positions, those before the chunk included."""
+        index, begin = torch.arange(PROMPT_END, device=self.inputs.device), self.span[1] - PROMPT_END
+        rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + index  # below 0: of the chunk before
+        before = self.prompt_end.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))
+        of_chunk = torch.cat([of.index_select(0, rows.clamp(min=0)) for of in states], dim=1)
+        self.prompt_end.copy_(torch.where(rows[:, None] < 0, before, of_chunk))

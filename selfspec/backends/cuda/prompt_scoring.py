@@ -1,6 +1,7 @@
-"""Scores prompts: the share of their last 32 positions at which exit and model agree, in one pass over all slots.
+"""Scores the exit on prompts: the share of a prompt's last 32 positions at which its best token is the model's.
 
-Prefill passes keep the states of these positions. What follows from the shares is decided by the governor.
+Prefill passes keep the states of these positions; one pass over all slots compares exit and model there. The governor
+decides by the shares.
 """
 
 from __future__ import annotations
@@ -8,62 +9,96 @@ from __future__ import annotations
 import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch
-from selfspec.backends.cuda.exit import FusedExit, Past
+from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures
+from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import Slots
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.topk import Scores, topk_tokens
 from selfspec.models.decoder import Decoder
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import FEATURE_STATES, Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
 
-def ends_buffer(model: Decoder, texts: int) -> torch.Tensor:
-    """Room for what is known of the last positions of so many texts, [PROMPT_END, texts, ...]: of each the state after
-    layer N, what was known one position before, and what the model's head reads."""
-    width = (2 + FEATURE_STATES) * model.config.hidden_size
-    return torch.zeros(PROMPT_END, texts, width, dtype=model.dtype, device=model.device)
-
-
 class PromptScore:
-    """A pass over the ends of the prompts at all slots. Nothing is stored: the exit's cache has these positions."""
+    """The pass over the prompt ends of B slots. Writes no KV: prefill has filled these positions."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, scratch: Scratch, slots: Slots, reach: int, exit: Exit, ends: torch.Tensor
+        self,
+        model: Decoder,
+        cache: Cache,
+        scratch: Scratch,
+        slots: Slots,
+        max_context: int,
+        exit: Exit,
+        prompt_end: torch.Tensor,
     ) -> None:
-        self.model, self.slots, self.exit, self.ends = model, slots, exit, ends
+        self.slots, self.exit, self.prompt_end = slots, exit, prompt_end  # see `exit.prompt_end_buffer`
         self.count, self.page_table = slots.count, slots.page_table
-        self.counts, self._stored = torch.zeros_like(slots.lengths), torch.zeros_like(slots.lengths)
-        self.lengths = torch.zeros_like(slots.lengths)  # of the texts before what is judged
-        self.agreement = torch.zeros(slots.count, device=model.device)  # the share of them, by slot
-        self.fused = FusedDecoder(model, cache, scratch, self, reach)
-        self.nodes = Nodes.chain(model, len(ends), slots.count)
+        self.counts = torch.zeros_like(slots.lengths)  # positions that are scored
+        self._written = torch.zeros_like(slots.lengths)  # rows of each slot whose KV is written: none
+        self.lengths = torch.zeros_like(slots.lengths)  # positions before those that are scored
+        self.agreement = torch.zeros(slots.count, device=model.device)  # share of positions, by slot
+        self.decoder = FusedDecoder(model, cache, scratch, self, max_context)
+        self.nodes = Nodes.chain(model, len(prompt_end), slots.count)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds."""
-        return [self.counts, self._stored, self.lengths, self.agreement, *vars(self.nodes.places).values()]
+        """Tensors that belong to this pass alone."""
+        return [self.counts, self._written, self.lengths, self.agreement, *vars(self.nodes.metadata).values()]
 
     def launch(self) -> None:
-        hidden, fused = self.model.config.hidden_size, self.fused
-        torch.clamp(self.slots.lengths, max=len(self.ends), out=self.counts)  # 0 for idle slots
+        decoder, hidden = self.decoder, self.decoder.model.config.hidden_size
+        torch.clamp(self.slots.lengths, max=len(self.prompt_end), out=self.counts)  # 0 for idle slots
         torch.sub(self.slots.lengths, self.counts, out=self.lengths)
-        states, previous, own = self.ends.flatten(0, 1).split((hidden, FEATURE_STATES * hidden, hidden), dim=1)
-        exit, rows = FusedExit(fused, self.exit), len(states)
-        exit.stand(self.nodes, self.slots.pending, self._stored)
-        reads = fused.scratch.take("judged reads", 2 * rows, hidden, dtype=self.model.dtype)
-        left = exit.read(states, Past(previous, None), self.nodes, exit.reads(rows))
-        fused.normalise(left, self.exit.norm, reads[:rows])
-        reads[rows:].copy_(own)
-        guesses, truth = self._best(reads).view(2, -1, self.count)
-        agreed = (guesses == truth) & (self.nodes.depths[:, None] < self.counts)
+        sizes = (hidden, FEATURE_STATES * hidden, hidden)
+        states, previous, final_states = self.prompt_end.flatten(0, 1).split(sizes, dim=1)
+        exit, rows = FusedExit(decoder, self.exit), len(states)
+        exit.fill_metadata(self.nodes, self.slots.pending, self._written)
+        head_inputs = decoder.scratch.take("prompt end inputs", 2 * rows, hidden, dtype=decoder.model.dtype)
+        exit_states = exit.read(states, PreviousFeatures(previous, None), self.nodes, exit.head_input(rows))
+        decoder.rms_norm(exit_states, self.exit.norm, head_inputs[:rows])
+        head_inputs[rows:].copy_(final_states)
+        drafted, chosen = self._best_tokens(head_inputs).view(2, -1, self.count)
+        agreed = (drafted == chosen) & (self.nodes.depths[:, None] < self.counts)
         torch.div(agreed.sum(0), self.counts.clamp(min=1), out=self.agreement)
 
-    def _best(self, reads: torch.Tensor) -> torch.Tensor:
-        """Over the whole head, since what is captured cannot know a request's own."""
-        vocabulary, scratch = self.model.config.vocab_size, self.fused.scratch
-        scores = scratch.take_like(Scores.empty(len(reads), vocabulary, 1, "meta"))
-        chosen = scratch.take("judged", len(reads), 1, dtype=torch.int32)
-        lm_head_scores(reads, self.model.head, scores, softcap=self.model.config.logit_softcap)
-        topk_tokens(scores, chosen)
-        return chosen
+    def _best_tokens(self, head_inputs: torch.Tensor) -> torch.Tensor:
+        """The best token of the whole head at each row [rows, 1]: the draft head's rows change while the pass stays
+        captured."""
+        model, scratch = self.decoder.model, self.decoder.scratch
+        scores = scratch.take_like(Scores.empty(len(head_inputs), model.config.vocab_size, 1, "meta"))
+        best = scratch.take("prompt end tokens", len(head_inputs), 1, dtype=torch.int32)
+        lm_head_scores(head_inputs, model.head, scores, softcap=model.config.logit_softcap)
+        topk_tokens(scores, best)
+        return best
+
+
+class PromptScoresInFlight:
+    """The scores of one pass over prompt ends, until they are read."""
+
+    def __init__(self, readbacks: Readbacks) -> None:
+        self._readbacks = readbacks
+        self._in_flight: tuple[list[Sequence], list[int], Readback] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._in_flight is None
+
+    def send(self, score: PromptScore, sequences: list[Sequence], slots: list[int]) -> None:
+        """Copies the shares of these sequences' slots to the host, without waiting."""
+        readback = self._readbacks.take(score.agreement)
+        readback.send(score.agreement)
+        self._in_flight = sequences, slots, readback
+
+    def read(self, wait: bool) -> dict[Sequence, tuple[float, int]]:
+        """Share of positions at which exit and model agree, and number of positions, by sequence. Nothing while none
+        are in flight or, unless `wait`, have not arrived."""
+        if self._in_flight is None or not (wait or self._in_flight[2].is_done):
+            return {}
+        (sequences, slots, readback), self._in_flight = self._in_flight, None
+        shares = readback.read()
+        self._readbacks.give_back(readback)
+        scored = zip(sequences, slots, strict=True)
+        return {of: (shares[slot], min(len(of.prompt) - 1, PROMPT_END)) for of, slot in scored}

@@ -1,15 +1,20 @@
-"""Small results on their way from the device to the host, with timers on the device around what made them."""
+"""Results on their way from the device to the host, and the times of the steps that made them."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from selfspec.backends.base import Step
+from selfspec.governor.governor import MEASURING
+from selfspec.sequence import Sequence
+
 
 class Readback:
-    """A pinned copy of one result, and the events that tell when it arrived and how long its work took."""
+    """A copy of one result in pinned memory, and device events for its arrival and the time of its work."""
 
     def __init__(self, like: torch.Tensor) -> None:
         on_gpu = like.device.type == "cuda"
@@ -17,17 +22,17 @@ class Readback:
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
         self._own_start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
         self._began = self._own_start
-        self._clock = [0.0, 0.0]
+        self._clock = [0.0, 0.0]  # seconds at start and end on the host, used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
-        """The work begins now; with `after`, when that one's has ended, since the device is still busy with it."""
+        """Starts the clock: now, or with `after` when that result arrives, since the device is busy until then."""
         self._clock[0] = time.perf_counter()
         self._began = self._own_start if after is None else after._event
         if self._own_start is not None and after is None:
             self._own_start.record()
 
     def send(self, result: torch.Tensor) -> None:
-        """Copies the result once the work launched before is done."""
+        """Copies the result to the host after the work launched before; does not wait."""
         self._copy.copy_(result, non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -35,40 +40,97 @@ class Readback:
 
     @property
     def is_done(self) -> bool:
-        """Whether the result has arrived, so that reading it does not wait."""
+        """Whether the result has arrived, so that `read` does not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[Any]:
-        """Waits for the result."""
+        """Waits for the result and returns it as nested lists."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
 
     @property
     def seconds(self) -> float:
-        """How long the work took on the device, once read."""
+        """Seconds on the device from start to arrival; call after `read`."""
         if self._began is None or self._event is None:
             return self._clock[1] - self._clock[0]
         return self._began.elapsed_time(self._event) / 1e3
 
     def seconds_since(self, before: Readback) -> float:
-        """From another result's arrival to this one's, where both were read."""
+        """Seconds from another result's arrival to this one's; call after both were read."""
         if before._event is None or self._event is None:
             return self._clock[1] - before._clock[1]
         return before._event.elapsed_time(self._event) / 1e3
 
 
 class Readbacks:
-    """Free ones, kept for use again: pinned memory is slow to get."""
+    """A pool of readbacks, because allocating pinned memory is slow."""
 
     def __init__(self) -> None:
         self._free: dict[tuple, list[Readback]] = {}
 
     def take(self, like: torch.Tensor) -> Readback:
+        """A readback for results of this shape and dtype."""
         free = self._free.get((like.shape, like.dtype))
         return free.pop() if free else Readback(like)
 
-    def give_back(self, *readbacks: Readback | None) -> None:
-        for readback in readbacks:
-            if readback is not None:
-                self._free.setdefault(readback.like, []).append(readback)
+    def give_back(self, readback: Readback) -> None:
+        self._free.setdefault(readback.like, []).append(readback)
+
+
+@dataclass(eq=False)
+class StepInFlight(Step):
+    """A step that was launched and whose report has not been read."""
+
+    slots: list[int] = field(default_factory=list)  # of its sequences
+    readback: Readback | None = None
+    before: Readback | None = None  # of the step that was in flight when this one was launched
+    callback_s: float = 0.0  # seconds of it in callables
+    walked: dict[Sequence, int] = field(default_factory=dict)  # last node of each sequence that callables chose for
+
+
+class StepTimes:
+    """Measures steps, and decides which of their times are typical of their plans."""
+
+    def __init__(self, readbacks: Readbacks) -> None:
+        self._readbacks = readbacks
+        self._newest: Readback | None = None  # of the step launched last, unless other work was launched after it
+        self._slots_written = False  # since the newest step
+        self._last_read: Readback | None = None
+
+    def other_work(self) -> None:
+        """Work that belongs to no step is launched: the next step's time does not begin at the newest step's end."""
+        self._newest = None
+
+    def slots_written(self) -> None:
+        """Slots or prompts are written: the next step's time is not typical of its plan."""
+        self._newest, self._slots_written = None, True
+
+    def start(self, step: StepInFlight, readback: Readback, before: Step | None, overlaps: bool) -> None:
+        """Starts the clock of a step that is launched right after; `before` was launched and not read yet."""
+        previous = before.readback if isinstance(before, StepInFlight) else None
+        step.is_late = previous is not None and previous.is_done and overlaps
+        follows = previous is not None and previous is self._newest and not step.is_late
+        step.is_typical = self._is_typical(step, previous, overlaps)
+        readback.start(previous if follows else None)
+        step.readback, step.before, self._newest = readback, previous, readback
+
+    def _is_typical(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
+        """Whether a step's time is the cost of its plan: it was launched behind another step and no slot was written in
+        between. Filling the exit's KV in between is part of the cost of drafting, but not of a plain step. The plain
+        steps that only measure count always: a governor that has just started has no other."""
+        written, self._slots_written = self._slots_written, False
+        if not overlaps or step.record.reason == MEASURING:
+            return True
+        return previous is not None and not written and (len(step.record.plan) > 0 or previous is self._newest)
+
+    def stop(self, step: StepInFlight) -> None:
+        """Fills in the times of a step that was read."""
+        readback = step.readback
+        assert readback is not None
+        step.seconds = step.wall_seconds = max(0.0, readback.seconds - step.callback_s)
+        if step.before is not None and step.before is self._last_read:
+            step.wall_seconds = readback.seconds_since(step.before)
+        if self._last_read is not None:
+            self._readbacks.give_back(self._last_read)
+        self._last_read = readback

@@ -1,8 +1,9 @@
-"""Short prompts on the device: many of them in one pass of the kernels that decode, captured as a CUDA graph.
+"""Prefills short prompts, several in one pass of the kernels that decode, captured as a CUDA graph.
 
-A text is cut into stretches of up to 64 positions, and each stretch is to the kernels a chain of nodes with everything
-before it as its past: in every layer all stretches have stored their keys before any of them attends. A row gets the
-same bits in any company, so texts share a pass whatever they are. `prefill.py` handles longer prompts.
+A prompt is cut into segments of up to 64 positions. To the kernels a segment is a chain of nodes whose committed
+context is the prompt before it: in every layer all segments write their keys and values before any of them attends. A
+row gets the same bits in any pass, so a prompt's KV does not depend on the prompts beside it. `prefill.py` handles
+longer prompts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Stream
-from selfspec.backends.cuda.exit import FusedExit, Past, known_buffer
-from selfspec.backends.cuda.prompt_scoring import ends_buffer
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Scratch
+from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, feature_buffer, prompt_end_buffer
 from selfspec.backends.cuda.slots import to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.kernels.embed_rope import embed_rope
@@ -25,155 +25,177 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SHORT, LONGEST = 256, 1024  # tokens of the texts that passes are made for
-SMALL_MODEL = 2048  # its width: texts of larger ones are worth large products of PyTorch if they are not short
-STRETCH = PAGE_SIZE
-SHORTEST = 16  # positions of a stretch, where no text is longer
-MOST_STRETCHES = 16  # in a pass
+SHORT, LONGEST = 256, 1024  # tokens: passes are captured for prompts up to one or the other
+SMALL_MODEL = 2048  # hidden size; from there on PyTorch's matrix products are faster for prompts over SHORT
+SEGMENT = PAGE_SIZE  # positions
+SHORTEST_SEGMENT = 16  # positions of a segment in passes whose prompts are no longer
+MAX_SEGMENTS = 16  # in a pass
 
-Text = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages that they go to
+Prompt = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages for their keys and values
 
 
-def longest_together(model: Decoder) -> int:
-    """Tokens of texts that share passes."""
+def longest_short_prompt(model: Decoder) -> int:
+    """Tokens of the longest prompt that shares passes with others."""
     return LONGEST if model.config.hidden_size <= SMALL_MODEL else SHORT
 
 
-def stretches(tokens: int) -> int:
-    """How many a text of so many tokens is cut into."""
-    return -(-tokens // STRETCH)
+def segments(tokens: int) -> int:
+    """How many segments a prompt of so many tokens is cut into."""
+    return -(-tokens // SEGMENT)
 
 
-def passes(lengths: Sequence[int]) -> Iterator[range]:
-    """Texts of these lengths, in groups that fit into a pass."""
+def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
+    """Groups prompts of these lengths, in order, so that each group fits into a pass."""
     start = taken = 0
     for index, length in enumerate(lengths):
-        if taken + stretches(length) > MOST_STRETCHES:
+        if taken + segments(length) > MAX_SEGMENTS:
             yield range(start, index)
             start, taken = index, 0
-        taken += stretches(length)
+        taken += segments(length)
     if start < len(lengths):
         yield range(start, len(lengths))
 
 
 def pass_size(lengths: Sequence[int]) -> tuple[int, int, int]:
-    """How many stretches, of how many positions, of texts of how many, a pass of such texts is captured for: few sizes,
-    powers of two."""
-    count, longest = sum(map(stretches, lengths)), max(lengths)
-    stretch = SHORTEST if longest <= SHORTEST else STRETCH
-    return 1 << (count - 1).bit_length(), stretch, SHORT if longest <= SHORT else LONGEST
+    """The size that a pass over prompts of these lengths is captured for, one of few: number of segments (a power of
+    two), positions per segment, tokens of the longest prompt."""
+    count, longest = sum(map(segments, lengths)), max(lengths)
+    segment = SHORTEST_SEGMENT if longest <= SHORTEST_SEGMENT else SEGMENT
+    return 1 << (count - 1).bit_length(), segment, SHORT if longest <= SHORT else LONGEST
 
 
-def passes_up_to(texts: int, longest: int) -> Iterator[list[int]]:
-    """Lengths of texts for each size of the passes that as many texts of one or two whole stretches take, or a longer
-    one alone."""
-    most = min(max(2 * texts, stretches(SHORT)), MOST_STRETCHES)
+def lengths_to_capture(prompts: int, longest: int) -> Iterator[list[int]]:
+    """For each size of pass that up to `prompts` prompts of up to two segments, or one prompt of up to `longest` tokens
+    alone, may need: prompt lengths that need it."""
+    most = min(max(2 * prompts, segments(SHORT)), MAX_SEGMENTS)
     for power in range((most - 1).bit_length() + 1):
-        yield [STRETCH] * (1 << power)
+        yield [SEGMENT] * (1 << power)
     while longest > SHORT:
         yield [longest]
         longest //= 2
 
 
-class Pass:
-    """Some layers over up to `count` stretches of texts of up to `longest` tokens."""
+class PromptPass:
+    """A pass over up to `count` segments of prompts of up to `longest` tokens; its rows are node-major."""
 
     def __init__(
-        self, model: Decoder, cache: Cache, scratch: Scratch, count: int, stretch: int, longest: int, idle_page: int
+        self, model: Decoder, cache: Cache, scratch: Scratch, count: int, segment: int, longest: int, idle_page: int
     ) -> None:
-        self.model, self.cache, self.scratch, self.count, self.stretch = model, cache, scratch, count, stretch
-        self.rows, device = count * stretch, model.device
-        sizes = {
-            "tokens": (count, stretch),
-            "lengths": (count,),  # where each stretch begins
-            "filled": (count,),  # how many positions of it there are
-            "pages": (count, longest // PAGE_SIZE),
-            "roots": (count,),  # the row that comes before the stretch, among what is known: first `count` of nothing
-            "lasts": (count,),  # of each text, the row of its last token
-            "ends": (count, PROMPT_END),  # of each text, the rows of its last tokens, -1 where there are no more
-        }
-        # One tensor, told at once; all parts at multiples of 16 bytes, so that one compiled kernel serves every size.
-        self._where, total = {}, 0
-        for name, shape in sizes.items():
-            size = int(np.prod(shape))
-            self._where[name] = slice(total, total + size), shape
-            total += (size + 3) // 4 * 4
-        self._nothing = np.zeros(total, dtype=np.int64)  # what is told where there is no text
-        nothing = self._parts(self._nothing)
-        nothing["pages"][:], nothing["roots"][:], nothing["ends"][:] = idle_page, np.arange(count), -1
-        self.told = torch.zeros(total, dtype=torch.int64, device=device)
-        self._ints = torch.zeros(total, dtype=torch.int32, device=device)
-        short = self._parts(self._ints)
-        self.tokens, self.lengths, self.page_table = short["tokens"], short["lengths"], short["pages"]
-        long = self._parts(self.told)
-        self.filled, self.roots, self.lasts, self.ends = (long[n] for n in ("filled", "roots", "lasts", "ends"))
-        self.load([])
-        self.nodes = Nodes.chain(model, stretch, count)
-        self.places, self._steps = self.nodes.places, self.nodes.depths
-        self._first = torch.zeros_like(self._steps)
-        self.fused = FusedDecoder(model, cache, scratch, self, longest)
-
-    def _parts(self, whole: torch.Tensor | np.ndarray) -> dict:
-        """Views of the parts of what is told."""
-        return {name: whole[where].reshape(shape) for name, (where, shape) in self._where.items()}
+        self.model, self.scratch, self.count, self.segment = model, scratch, count, segment
+        self.rows = count * segment
+        self.inputs = PassInputs(count, segment, longest, idle_page, model.device)
+        self.nodes = Nodes.chain(model, segment, count)
+        self.decoder = FusedDecoder(model, cache, scratch, self.inputs, longest)
+        self._parents = torch.zeros_like(self.nodes.depths)  # node i's token is token i of its segment
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds."""
-        return [self.told, self._ints, *vars(self.places).values()]
+        """Tensors that belong to this pass alone."""
+        return [*self.inputs.tensors, *vars(self.nodes.metadata).values()]
 
-    def load(self, texts: Sequence[Text]) -> None:
-        """Tells which texts come next."""
-        told = self._nothing.copy()
-        parts = self._parts(told)
-        at = 0
-        for number, (tokens, pages) in enumerate(texts):
-            first, length = at, len(tokens)
-            for start in range(0, length, self.stretch):
-                some = tokens[start : start + self.stretch]
-                parts["tokens"][at, : len(some)] = some
-                parts["lengths"][at], parts["filled"][at] = start, len(some)
-                held = pages[: parts["pages"].shape[1]]
-                parts["pages"][at, : len(held)] = held
-                if start:
-                    parts["roots"][at] = self.count + self.row(at - 1, self.stretch - 1)
-                at += 1
-            places = np.arange(max(0, length - PROMPT_END), length)
-            ends = self.row(first + places // self.stretch, places % self.stretch)
-            parts["ends"][number, : len(places)] = ends
-            parts["lasts"][number] = self.row(at - 1, (length - 1) % self.stretch)
-        self.told.copy_(to_device(torch.from_numpy(told), self.told.device), non_blocking=True)
+    def load(self, prompts: Sequence[Prompt]) -> None:
+        """Copies the tokens and pages of the next prompts to the device."""
+        self.inputs.load(prompts)
 
-    def row(self, stretch: Any, place: Any) -> Any:
-        """Of a stretch's position: rows are node-major. For numbers and arrays."""
-        return place * self.count + stretch
-
-    def _enter(self) -> Stream:
-        """The tokens' states, before the first layer."""
-        self._ints.copy_(self.told)
-        stream, model, fused = self._stream("entered"), self.model, self.fused
-        first_norm = fused.next_norm(model.layers[0].attention_norm, stream)
+    def _embed(self) -> Residual:
+        """Embeds the tokens and fills the metadata of their rows."""
+        self.inputs.convert()
+        residual, model, decoder = self._residual("embedded"), self.model, self.decoder
+        first_norm = decoder.next_norm(model.layers[0].attention_norm, residual)
         embed_rope(
-            self.places, stream.states, first_norm, model.embedding, model._embedding_scale, self.lengths,
-            self.page_table, self.nodes.depths, fused.inv_freq, fused.rope_scaling, 0,
-            ranked=self.tokens, parents=self._first, ranks=self._steps,
+            self.nodes.metadata, residual.states, first_norm, model.embedding, model._embedding_scale,
+            self.inputs.lengths, self.inputs.page_table, self.nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0,
+            ranked=self.inputs.tokens, parents=self._parents, ranks=self.nodes.depths,
         )  # fmt: skip
-        return stream
+        return residual
 
-    def _stream(self, name: str) -> Stream:
+    def _residual(self, name: str) -> Residual:
         hidden = self.model.config.hidden_size
         squares = self.scratch.take(f"prompts {name} squares", self.rows, squares_per_row(hidden), dtype=torch.float32)
-        return Stream(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
+        return Residual(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
 
     def _take(self, name: str, width: int, rows: int = 0) -> torch.Tensor:
         return self.scratch.take(f"prompts {name}", rows or self.rows, width, dtype=self.model.dtype)
 
 
-class Marking(Pass):
-    """What `routing.mark` does, up to the means."""
+class PassInputs:
+    """The inputs of a pass over prompt segments, copied to the device as one tensor.
 
-    def __init__(self, *place: Any, layer: int) -> None:
-        super().__init__(*place)
+    Segments without a prompt write to the idle page. All parts begin at multiples of 16 bytes, so that one compiled
+    kernel serves every size.
+    """
+
+    def __init__(self, count: int, segment: int, longest: int, idle_page: int, device: torch.device) -> None:
+        self.count, self.segment = count, segment
+        shapes = {
+            "tokens": (count, segment),
+            "lengths": (count,),  # positions of the prompt before each segment
+            "filled": (count,),  # positions of each segment that hold a token
+            "pages": (count, longest // PAGE_SIZE),
+            "previous": (count,),  # row of the position before each segment; the first `count` rows are of no position
+            "last": (count,),  # row of each prompt's last token
+            "end": (count, PROMPT_END),  # rows of each prompt's last tokens, -1 where it has fewer
+        }
+        self._parts: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        total = 0
+        for name, shape in shapes.items():
+            size = int(np.prod(shape))
+            self._parts[name] = slice(total, total + size), shape
+            total += (size + 3) // 4 * 4
+        self._without_prompts = np.zeros(total, dtype=np.int64)
+        idle = self._views(self._without_prompts)
+        idle["pages"][:], idle["previous"][:], idle["end"][:] = idle_page, np.arange(count), -1
+        self._int64 = torch.zeros(total, dtype=torch.int64, device=device)
+        self._int32 = torch.zeros(total, dtype=torch.int32, device=device)
+        for_kernels, for_torch = self._views(self._int32), self._views(self._int64)
+        self.tokens, self.lengths, self.page_table = (for_kernels[name] for name in ("tokens", "lengths", "pages"))
+        self.filled, self.previous, self.last, self.end = (
+            for_torch[name] for name in ("filled", "previous", "last", "end")
+        )
+        self.load([])
+
+    def _views(self, whole: torch.Tensor | np.ndarray) -> dict:
+        return {name: whole[part].reshape(shape) for name, (part, shape) in self._parts.items()}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._int64, self._int32]
+
+    def load(self, prompts: Sequence[Prompt]) -> None:
+        inputs = self._without_prompts.copy()
+        parts = self._views(inputs)
+        at = 0
+        for number, (tokens, pages) in enumerate(prompts):
+            first, length = at, len(tokens)
+            for start in range(0, length, self.segment):
+                some = tokens[start : start + self.segment]
+                parts["tokens"][at, : len(some)] = some
+                parts["lengths"][at], parts["filled"][at] = start, len(some)
+                held = pages[: parts["pages"].shape[1]]
+                parts["pages"][at, : len(held)] = held
+                if start:
+                    parts["previous"][at] = self.count + self._row(at - 1, self.segment - 1)
+                at += 1
+            positions = np.arange(max(0, length - PROMPT_END), length)
+            end = self._row(first + positions // self.segment, positions % self.segment)
+            parts["end"][number, : len(positions)] = end
+            parts["last"][number] = self._row(at - 1, (length - 1) % self.segment)
+        self._int64.copy_(to_device(torch.from_numpy(inputs), self._int64.device), non_blocking=True)
+
+    def _row(self, segment: Any, position: Any) -> Any:
+        """The row of a segment's position; of integers or arrays."""
+        return position * self.count + segment
+
+    def convert(self) -> None:
+        """Part of the captured pass: converts the inputs of kernels to int32."""
+        self._int32.copy_(self._int64)
+
+
+class PromptEmbedding(PromptPass):
+    """Sums the states of each segment after `layer` layers: the router's prompt embeddings before division."""
+
+    def __init__(self, *size: Any, layer: int) -> None:
+        super().__init__(*size)
         self.layer = layer
         self.sums = torch.zeros(self.count, self.model.config.hidden_size, device=self.model.device)
 
@@ -182,48 +204,51 @@ class Marking(Pass):
         return [*super().tensors, self.sums]
 
     def launch(self) -> None:
-        stream = self._enter()
-        hidden = self.fused.run(range(self.layer), stream, stream, self.nodes).states.float()
-        states = F.rms_norm(hidden, hidden.shape[-1:]).unflatten(0, (self.stretch, self.count))
-        real = torch.arange(self.stretch, device=hidden.device)[:, None] < self.filled
-        self.sums.copy_(torch.where(real[..., None], states, 0).sum(0))
+        residual = self._embed()
+        hidden = self.decoder.run(range(self.layer), residual, residual, self.nodes).states.float()
+        states = F.rms_norm(hidden, hidden.shape[-1:]).unflatten(0, (self.segment, self.count))
+        is_token = torch.arange(self.segment, device=hidden.device)[:, None] < self.inputs.filled
+        self.sums.copy_(torch.where(is_token[..., None], states, 0).sum(0))
 
 
-class Prompts(Pass):
-    """Prompts through all layers, and the exit's share of it; of each, what is then known at its end, and all that is
-    needed to judge it by its last positions."""
+class ShortPrefill(PromptPass):
+    """Runs prompts through all layers. With an exit also fills its KV, and keeps each prompt's last feature and the
+    states of its last positions."""
 
-    def __init__(self, *place: Any, exit: Exit | None) -> None:
-        super().__init__(*place)
+    def __init__(self, *size: Any, exit: Exit | None) -> None:
+        super().__init__(*size)
         model, self.exit = self.model, exit
-        self.known = known_buffer(model, self.count)
-        size = ends_buffer(model, 1).shape[-1]
-        self.judged = self._take("judged", size, self.ends.numel()).view(*self.ends.shape, size)
-        # Of every position but a stretch's first, the one before it.
-        self._known_rows = torch.arange(self.rows, device=model.device)
+        self.features = feature_buffer(model, self.count)  # of each prompt's last position
+        end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
+        self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
+        # Row of the feature before each row: row r is that of the position after row r - count, but for each segment's
+        # first position.
+        self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self.known, self._known_rows]
+        return [*super().tensors, self.features, self._previous_rows]
 
     def launch(self) -> None:
-        fused, exit, layers = self.fused, self.exit, self.model.config.num_layers
-        self._known_rows[: self.count].copy_(self.roots)  # before any kernel that may look it up without waiting
-        stream = self._enter()
-        if exit is None:  # nobody will recall anything, or judge
-            stream = fused.run(range(layers - 1), stream, stream, self.nodes)
+        decoder, exit, layers = self.decoder, self.exit, self.model.config.num_layers
+        # Before any kernel that may start early and read it without waiting.
+        self._previous_rows[: self.count].copy_(self.inputs.previous)
+        residual = self._embed()
+        if exit is None:  # only keys and values are needed
+            residual = decoder.run(range(layers - 1), residual, residual, self.nodes)
             last, spec = self.model.layers[-1], self.model.config.layers[-1]
-            fused.store(last, spec, layers - 1, stream, self.nodes, None)  # all that is left of them
+            decoder.write_kv(last, spec, layers - 1, residual, self.nodes, None)
             return
-        stream = fused.run(range(exit.layer), stream, stream, self.nodes)
-        known = self._take("known", self.known.shape[1], self.count + self.rows)
-        known[: self.count].zero_()
-        own = FusedExit(fused, exit)
-        own.know(stream, own.own(self.rows), self.nodes, known[self.count :])
+        residual = decoder.run(range(exit.layer), residual, residual, self.nodes)
+        features = self._take("features", self.features.shape[1], self.count + self.rows)
+        features[: self.count].zero_()  # before the first position
+        fused_exit = FusedExit(decoder, exit)
+        fused_exit.verify(residual, fused_exit.block_residual(self.rows), self.nodes, features[self.count :])
         if exit.block is not None:
-            own.fill(stream.states, Past(known, self._known_rows), self.nodes)
-        self.known.copy_(known[self.count :].index_select(0, self.lasts))
-        rows, hidden = self.ends.flatten().clamp(min=0), self.model.config.hidden_size
-        before = known.index_select(0, self._known_rows.index_select(0, rows))
-        reads = known[self.count :, :hidden].index_select(0, rows)
-        torch.cat((stream.states.index_select(0, rows), before, reads), dim=1, out=self.judged.flatten(0, 1))
+            fused_exit.fill(residual.states, PreviousFeatures(features, self._previous_rows), self.nodes)
+        self.features.copy_(features[self.count :].index_select(0, self.inputs.last))
+        rows, hidden = self.inputs.end.flatten().clamp(min=0), self.model.config.hidden_size
+        previous = features.index_select(0, self._previous_rows.index_select(0, rows))
+        final_states = features[self.count :, :hidden].index_select(0, rows)
+        parts = residual.states.index_select(0, rows), previous, final_states
+        torch.cat(parts, dim=1, out=self.prompt_end.flatten(0, 1))

@@ -1,7 +1,8 @@
-"""The device's side of a batch: one slot for each sequence, with its length, pages, newest token and parameters.
+"""The device side of a batch: one slot per sequence, with its length, pages, newest token and sampling parameters.
 
-Captured steps read and write the first 1, 2, 4, ... slots of a table, so that few sizes are captured. The host writes a
-slot when a sequence joins or leaves; every write is ordered on the stream after the steps launched before it.
+Captured steps read and write the first 1, 2, 4, ... slots, so that few sizes are captured. The host writes a slot when
+a sequence joins or leaves; writes run on the stream after the steps launched before them. `placement.py` decides which
+sequence takes which slot.
 """
 
 from __future__ import annotations
@@ -12,36 +13,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from selfspec.backends.cuda.exit import DraftHead, SlotExit, draft_head_capacity, feature_buffer, prompt_end_buffer
+from selfspec.kernels.final_norm import UnfilledStates
+from selfspec.models.decoder import Decoder
 from selfspec.sampling import MAX_STOPS, SamplingParams
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import MAX_STEP_ROWS
 
-IDLE, PLAIN, DRAFTING = 0, 1, 2  # values of `active`: no sequence, one that accepts no draft, one that does
+IDLE, PLAIN, DRAFTING = 0, 1, 2  # values of `active`: no sequence; one that accepts no drafts; one that accepts them
 
-_MOST = 2**31 - 1  # that a slot's integers hold
+_MAX_INT32 = 2**31 - 1
 
-_INTS = ("lengths", "pending", "sample_indices", "active", "bases", "unfilled", "top_k", "min_length")
+_INTS = ("lengths", "pending", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
-_OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+_IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The first `count` slots of a table."""
+    """Views of the first `count` slots of a table: one tensor per field."""
 
     count: int
     table: SlotTable
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
-    lengths: torch.Tensor  # [B] int32, as are all others but the floats: committed positions
-    pending: torch.Tensor  # the newest token, whose KV is not written yet
+    lengths: torch.Tensor  # [B] int32, as all fields down to `min_length`: committed positions
+    pending: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
     sample_indices: torch.Tensor
     active: torch.Tensor  # IDLE, PLAIN or DRAFTING
-    bases: torch.Tensor  # lengths before the newest step
-    unfilled: torch.Tensor  # newest positions that the exit's cache lacks
+    lengths_before: torch.Tensor  # committed positions before the newest step
+    unfilled: torch.Tensor  # number of newest positions that the exit block has no keys and values for
     top_k: torch.Tensor  # below 1: off
     min_length: torch.Tensor  # stop tokens are banned at positions below it
-    temperature: torch.Tensor  # float32; 0: greedy
+    temperature: torch.Tensor  # [B] float32, as all fields after it; 0: greedy
     top_p: torch.Tensor
     min_p: torch.Tensor
     repetition: torch.Tensor
@@ -50,22 +56,22 @@ class Slots:
 
 
 class SlotTable:
-    """All slots of a batch."""
+    """All slots of a batch, as the host writes them."""
 
     def __init__(self, capacity: int, pages: int, vocabulary: int, device: torch.device, idle_page: int) -> None:
         self.capacity, self.vocabulary, self.device, self.idle_page = capacity, vocabulary, device, idle_page
-        width = -(-capacity // 4) * 4  # every field begins at a multiple of 16 bytes: one compiled kernel for all sizes
+        width = -(-capacity // 4) * 4  # fields begin at multiples of 16 bytes: one compiled kernel for all capacities
         self._words = torch.zeros(len(_FIELDS), width, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(width, dtype=torch.int64, device=device)
         self.page_table = torch.full((capacity, pages), idle_page, dtype=torch.int32, device=device)
         self.stops = torch.full((capacity, MAX_STOPS), -1, dtype=torch.int32, device=device)
-        self._bias: torch.Tensor | None = None  # [capacity, V] float32, once a sequence needs it
-        self._counts: torch.Tensor | None = None  # [capacity, V] int32
-        self._biased: set[int] = set()  # slots whose bias is not all 0
+        self._bias: torch.Tensor | None = None  # [capacity, V] float32, allocated on first use
+        self._counts: torch.Tensor | None = None  # [capacity, V] int32, allocated on first use
+        self._biased: set[int] = set()  # slots whose bias may differ from 0
         self._views: dict[int, Slots] = {}
 
     def first(self, count: int) -> Slots:
-        """A view of the first `count` slots."""
+        """The first `count` slots; the same object for every call."""
         if count not in self._views:
             fields = {}
             for index, name in enumerate(_FIELDS):
@@ -77,24 +83,25 @@ class SlotTable:
 
     @property
     def counts(self) -> torch.Tensor:
-        """[capacity, V]: bit 0 if the token occurs in the prompt, the rest how often it was generated."""
+        """[capacity, V]: bit 0 is set if the token occurs in the prompt; the other bits count how often it was
+        generated."""
         if self._counts is None:
             self._counts = torch.zeros(self.capacity, self.vocabulary, dtype=torch.int32, device=self.device)
         return self._counts
 
     @property
     def bias(self) -> torch.Tensor:
-        """[capacity, V]: added to the logits; -inf bans a token."""
+        """[capacity, V]: added to the logits; -inf bans the token."""
         if self._bias is None:
             self._bias = torch.zeros(self.capacity, self.vocabulary, dtype=torch.float32, device=self.device)
         return self._bias
 
     def write(self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]) -> None:
-        """Writes some slots at once: those of sequences that join, and with None those that are left idle."""
+        """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle."""
         count, fields = len(slots), len(_FIELDS)
-        packed = np.zeros((count, fields + MAX_STOPS), dtype=np.int32)  # one copy to the device for all of it
-        for place, state in enumerate(states):
-            self._fill(packed[place, :fields], packed[place, fields:], state)
+        packed = np.zeros((count, fields + MAX_STOPS), dtype=np.int32)  # one copy to the device
+        for index, state in enumerate(states):
+            self._pack(packed[index, :fields], packed[index, fields:], state)
         keys = self._to_device(torch.tensor([slots, seeds]))
         of_slots, at = self._to_device(torch.from_numpy(packed)), keys[0]
         self._words.index_copy_(1, at, of_slots[:, :fields].T)
@@ -103,20 +110,20 @@ class SlotTable:
         self._copy_pages(at, pages)
 
     @staticmethod
-    def _fill(words: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
+    def _pack(words: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
         stops[:] = -1
-        values = _OFF if state is None else vars(state)
+        values = _IDLE_VALUES if state is None else vars(state)
         words[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
         words[len(_INTS) :].view(np.float32)[:] = [values[name] for name in _FLOATS]
         if state is not None:
             stops[: len(state.stops)] = state.stops
 
     def write_pages(self, slots: Seq[int], pages: Seq[Seq[int]]) -> None:
-        """Sequences in these slots have taken pages."""
+        """Writes the page tables of sequences that have taken pages."""
         self._copy_pages(self._to_device(torch.tensor(slots)), pages)
 
     def _copy_pages(self, at: torch.Tensor, pages: Seq[Seq[int]]) -> None:
-        """Writes rows of the page table, as wide as the longest of them; what is behind is never read."""
+        """Writes rows of the page table, as wide as the longest of them; entries behind a row's pages are not read."""
         width = max(map(len, pages))
         rows = np.zeros((len(pages), width), dtype=np.int32)
         for row, of_slot in zip(rows, pages, strict=True):
@@ -124,14 +131,14 @@ class SlotTable:
         self.page_table[:, :width].index_copy_(0, at, self._to_device(torch.from_numpy(rows)))
 
     def write_processing(self, slot: int, state: ProcessingState) -> None:
-        """Bias and token counts of a slot whose sequence processes logits."""
+        """Writes the bias and token counts of a slot whose sequence processes logits."""
         bias, counts = self.bias[slot], self.counts[slot]
         self._biased.add(slot)
         bias.fill_(-torch.inf if state.allowed is not None else 0.0)
         for ids, value in ((state.allowed or (), 0.0), (state.banned, -torch.inf)):
-            known = [token for token in ids if token < self.vocabulary]  # as on the host, others mean nothing
-            if known:
-                bias[self._to_device(torch.tensor(known))] = value
+            valid = [token for token in ids if token < self.vocabulary]  # others are ignored, as on the host
+            if valid:
+                bias[self._to_device(torch.tensor(valid))] = value
         if state.bias:
             tokens, values = torch.tensor([token for token, _ in state.bias]), [value for _, value in state.bias]
             bias[self._to_device(tokens)] += self._to_device(torch.tensor(values, dtype=torch.float32))
@@ -141,21 +148,21 @@ class SlotTable:
         counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
 
     def clear_processing(self, slot: int) -> None:
-        """The next sequence of a slot processes no logits: its penalties are off, so its counts do not matter."""
+        """Zeroes the bias of a slot whose sequence processes no logits. Its penalties are off, so its counts stay."""
         if slot in self._biased:
             self._biased.remove(slot)
             self.bias[slot].zero_()
 
     def write_drafting(self, slots: Seq[int], drafts: Seq[bool]) -> None:
-        """Whether the sequences in these slots accept drafts."""
+        """Writes whether the sequences in these slots accept drafts."""
         values = torch.tensor([DRAFTING if of else PLAIN for of in drafts], dtype=torch.int32)
         row = self._words[_FIELDS.index("active")]
         row.index_copy_(0, self._to_device(torch.tensor(slots)), self._to_device(values))
 
     def move(self, sources: Seq[int], targets: Seq[int], *others: torch.Tensor) -> None:
-        """Copies slots to others, which are idle, with the same rows of `others`; the sources become idle."""
+        """Moves slots to idle ones, with the same rows of `others`; the sources become idle."""
         self._biased.update(target for source, target in zip(sources, targets, strict=True) if source in self._biased)
-        of, to = (self._to_device(torch.tensor(places)) for places in (sources, targets))
+        of, to = (self._to_device(torch.tensor(numbers)) for numbers in (sources, targets))
         rows = [self.seeds, self.stops, self.page_table, *others]
         rows += [tensor for tensor in (self._bias, self._counts) if tensor is not None]
         for tensor in rows:
@@ -168,11 +175,11 @@ class SlotTable:
 
     @property
     def changing(self) -> list[torch.Tensor]:
-        """What steps change, or `idle`."""
+        """Tensors that steps or `idle` change."""
         return [self._words, self.page_table]
 
     def idle(self) -> None:
-        """All slots idle: what runs writes to a page that belongs to no sequence."""
+        """Makes all slots idle: steps then write their KV to the idle page, which belongs to no sequence."""
         for name in ("active", "lengths", "unfilled"):
             self._words[_FIELDS.index(name)].zero_()
         self.page_table.fill_(self.idle_page)
@@ -187,13 +194,13 @@ class SlotTable:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the host does not wait for it."""
+    """Copies a host tensor to the device without waiting for the copy."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """What a slot holds of a sequence that joins; fields as in `Slots`."""
+    """The values of a slot for a sequence that joins; fields as in `Slots`."""
 
     lengths: int
     pending: int
@@ -214,28 +221,28 @@ class SlotState:
         cls, params: SamplingParams, length: int, pending: int, sample_index: int, prompt: int, drafts: bool,
         processed: bool,
     ) -> SlotState:  # fmt: skip
-        """`prompt` counts the prompt's tokens; not `processed`: the host processes the logits."""
+        """`prompt` is the number of prompt tokens. `processed` is False if the host processes the sequence's logits."""
         shortest = max(params.min_length, prompt + params.min_new_tokens if params.min_new_tokens else 0)
         return cls(
             lengths=length,
             pending=pending,
             sample_indices=sample_index,
             active=DRAFTING if drafts else PLAIN,
-            top_k=min(params.top_k, _MOST) if params.do_sample else 0,
-            min_length=min(shortest, _MOST) if processed else 0,
+            top_k=min(params.top_k, _MAX_INT32) if params.do_sample else 0,
+            min_length=min(shortest, _MAX_INT32) if processed else 0,
             temperature=params.temperature if params.do_sample else 0.0,
             top_p=params.top_p if params.do_sample else 1.0,
             min_p=params.min_p if params.do_sample else 0.0,
             repetition=params.repetition_penalty if processed else 1.0,
             presence=params.presence_penalty if processed else 0.0,
             frequency=params.frequency_penalty if processed else 0.0,
-            stops=tuple(token for token in params.stop_token_ids if 0 <= token <= _MOST)[:MAX_STOPS],
+            stops=tuple(token for token in params.stop_token_ids if 0 <= token <= _MAX_INT32)[:MAX_STOPS],
         )
 
 
 @dataclass(frozen=True)
 class ProcessingState:
-    """What bias and counts of a slot are made from."""
+    """The inputs of a slot's bias and token counts."""
 
     bias: tuple[tuple[int, float], ...]
     banned: tuple[int, ...]
@@ -244,23 +251,76 @@ class ProcessingState:
 
 
 @dataclass(frozen=True)
-class Features:
-    """What some sequence of a batch asks of the choice: decides which kernels a captured step has, never a row's
-    bits."""
+class StepOptions:
+    """Optional parts of a captured step: what at least one sequence of the batch needs. Changes no row's bits."""
 
     samples: bool = False
-    cuts: bool = False  # some sequence has a top-k, top-p or min-p
-    few: bool = True  # every one that has one keeps at most 64 tokens by its top-k
-    processes: bool = False
+    truncates: bool = False  # top-k, top-p or min-p
+    small_top_k: bool = True  # every sequence that truncates has a top-k up to 64
+    processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
 
     @classmethod
-    def of(cls, every: Seq[SamplingParams]) -> Features:
-        """One of four, so that few steps are captured: greedy, greedy and processed, sampling with a top-k up to 64 or
-        without cuts, and everything."""
+    def of(cls, every: Seq[SamplingParams]) -> StepOptions:
+        """One of four, so that few steps are captured: greedy; greedy with processing; sampling without truncation or
+        with a top-k up to 64; sampling with any truncation and with processing."""
         sampling = [params for params in every if params.do_sample]
         processes = any(params.changes_logits for params in every)
-        cut = [params for params in sampling if params.top_k or params.top_p < 1 or params.min_p > 0]
-        few = all(1 <= params.top_k <= 64 for params in cut)
+        truncating = [params for params in sampling if params.top_k or params.top_p < 1 or params.min_p > 0]
+        small_top_k = all(1 <= params.top_k <= 64 for params in truncating)
         if not sampling:
             return cls(processes=processes)
-        return cls(samples=True, cuts=True, few=few and not processes, processes=processes or not few)
+        return cls(
+            samples=True,
+            truncates=True,
+            small_top_k=small_top_k and not processes,
+            processes=processes or not small_top_k,
+        )
+
+
+class SlotBuffers:
+    """A slot table and the exit's buffers for its slots. Captured graphs hold their addresses."""
+
+    def __init__(self, number: int, model: Decoder, capacity: int, pages: int, idle_page: int) -> None:
+        self.number, self.model = number, model  # graphs of different buffers are told apart by the number
+        self.slots = SlotTable(capacity, pages, model.config.vocab_size, model.device, idle_page)
+        self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # of each slot, then of each node of a step
+        self._unfilled: dict[int, UnfilledStates] = {}  # by number of slots, as `_prompt_ends`
+        self._prompt_ends: dict[int, torch.Tensor] = {}
+        self._heads: dict[int, DraftHead] = {}  # by capacity
+
+    def exit(self, exit: Exit, count: int) -> SlotExit:
+        """The exit with its buffers for the first `count` slots."""
+        head = None if exit.head_rows is None else self._head(draft_head_capacity(exit, self.model))
+        features = None if exit.block is None else self.features
+        return SlotExit(exit, head, features, self.slots.capacity, self._unfilled_states(count))
+
+    def _head(self, capacity: int) -> DraftHead:
+        if capacity not in self._heads:
+            self._heads[capacity] = DraftHead.empty(capacity, self.model.device)
+        return self._heads[capacity]
+
+    def _unfilled_states(self, count: int) -> UnfilledStates:
+        if count not in self._unfilled:
+            slots, config = self.slots.first(count), self.model.config
+            self._unfilled[count] = UnfilledStates.empty(slots.unfilled, config.hidden_size, self.model.dtype)
+        return self._unfilled[count]
+
+    def prompt_end(self, count: int) -> torch.Tensor:
+        """States of prompts' last positions for the first `count` slots, [PROMPT_END, count, 4 * hidden]."""
+        if count not in self._prompt_ends:
+            self._prompt_ends[count] = prompt_end_buffer(self.model, count)
+        return self._prompt_ends[count]
+
+    def save_and_idle(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Makes all slots idle. Returns the tensors that this and a step of idle slots change, each with a copy."""
+        unfilled = [tensor for of in self._unfilled.values() for tensor in (of.hidden, of.previous)]
+        changed = [*self.slots.changing, self.features[: self.slots.capacity], *unfilled]
+        saved = [(tensor, tensor.clone()) for tensor in changed]
+        self.slots.idle()
+        return saved
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        unfilled = [tensor for of in list(self._unfilled.values()) for tensor in (of.hidden, of.previous)]
+        heads = [head.tokens for head in list(self._heads.values())]
+        return [*self.slots.tensors, self.features, *unfilled, *list(self._prompt_ends.values()), *heads]

@@ -1,7 +1,7 @@
-"""A whole step on the device: draft, verify, choose, accept and commit for B slots, with nothing left to the host.
+"""One step of B slots as kernels: draft, verify, choose, accept, commit; the host takes part in none of them.
 
-The host writes which sequences are in which slots and reads the report. On CUDA a step is captured once as a graph and
-replayed; where a Python callable takes part in the choice, its passes, its choice and its commit are captured apart.
+The host writes sequences into slots before the step and reads its report after it. On CUDA `graphs.py` captures a step
+once and replays it. Where Python callables process logits, the parts before and after them are captured separately.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Stream, Tree, empty_places
-from selfspec.backends.cuda.exit import Drafter, FusedExit, Past, Reads
-from selfspec.backends.cuda.slots import Features, Slots
-from selfspec.kernels.accept import TOKENS, accept
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, empty_metadata
+from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
+from selfspec.backends.cuda.slots import Slots, StepOptions
+from selfspec.kernels.accept import COUNT, TOKENS, accept
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
@@ -28,200 +28,246 @@ from selfspec.sampling import TARGET
 from selfspec.speculation.plan import Plan
 
 
-class Drawing:
-    """How the tokens of all slots are drawn: the features decide which kernels run, the slots hold the numbers."""
+class SlotSampling:
+    """The slots' sampling parameters as kernels take them. `options` decides which of them kernels get at all."""
 
-    def __init__(self, slots: Slots, features: Features, tree: Tree) -> None:
-        self.slots, self.features, self.tree = slots, features, tree
+    def __init__(self, slots: Slots, options: StepOptions, tree: Tree) -> None:
+        self.slots, self.options, self.tree = slots, options, tree
 
     @property
-    def cuts(self) -> Truncation | None:
-        if not self.features.cuts:
+    def truncation(self) -> Truncation | None:
+        if not self.options.truncates:
             return None
-        return Truncation(self.slots.top_k, self.slots.top_p, self.slots.min_p, small_top_k=self.features.few)
-
-    def noise(self, places: RowMetadata) -> Noise | None:
-        """That of the tokens after rows that stand at these places."""
         slots = self.slots
-        keys = slots.seeds, slots.sample_indices, places.next_positions, slots.temperature
-        return Noise(*keys, TARGET) if self.features.samples else None
+        return Truncation(slots.top_k, slots.top_p, slots.min_p, small_top_k=self.options.small_top_k)
 
-    def processing(self, places: RowMetadata, everything: RowMetadata, first_node: int) -> Processing | None:
-        """For rows of the nodes from `first_node` on; the tokens of their paths are in `everything`."""
-        if not self.features.processes:
+    def noise(self, rows: RowMetadata) -> Noise | None:
+        """The noise of the tokens that follow these rows."""
+        slots = self.slots
+        keys = slots.seeds, slots.sample_indices, rows.next_positions, slots.temperature
+        return Noise(*keys, TARGET) if self.options.samples else None
+
+    def processing(self, rows: RowMetadata, all_rows: RowMetadata, first_node: int) -> Processing | None:
+        """Processing of the logits at `rows`, which are the nodes from `first_node` on. `all_rows` has the tokens of
+        all nodes, which penalties count along a node's path."""
+        if not self.options.processes:
             return None
         slots, table, count = self.slots, self.slots.table, self.slots.count
         return Processing(
             slots.repetition, slots.presence, slots.frequency, table.bias[:count], table.counts[:count],
-            slots.min_length, slots.stops, places.next_positions, self.tree.paths, self.tree.depths, everything.tokens,
+            slots.min_length, slots.stops, rows.next_positions, self.tree.paths, self.tree.depths, all_rows.tokens,
             first_node,
         )  # fmt: skip
 
 
 class DeviceStep:
-    """One step of all slots with one plan. A plain step leaves the exit's KV of its tokens unfilled."""
+    """One step of B slots with one plan: R = B * (n + 1) rows for the root and n nodes, node-major.
+
+    A plain step does not run the exit: it keeps the states from which `exit_scoring.py` fills the exit's KV later.
+    """
 
     def __init__(
-        self, fused: FusedDecoder, slots: Slots, plan: Plan, drafter: Drafter | None, features: Features
+        self, decoder: FusedDecoder, slots: Slots, plan: Plan, exit: SlotExit | None, options: StepOptions
     ) -> None:
-        self.fused, self.slots, self.plan, self.drafter = fused, slots, plan, drafter
-        self.model, self.scratch = fused.model, fused.scratch
+        self.decoder, self.model, self.slots, self.plan, self.exit = decoder, decoder.model, slots, plan, exit
         device, batch = self.model.device, slots.count
-        self.split = drafter.exit.layer if drafter is not None else 0
-        self.tree = Tree(plan, batch, device)
-        self.drawing = Drawing(slots, features, self.tree)
-        self.rows = batch * (len(plan) + 1)
-        self.stream = Stream.empty(self.rows, self.model)  # states of all rows after the draft partition
-        self.late = self.stream if drafter is None else FusedExit(fused, drafter.exit).own(self.rows)
-        self.places = empty_places(self.model, self.rows)
-        self.everyone = self._nodes(range(len(plan) + 1))
-        self._levels = [_Level(self.tree, level) for level in plan.levels]
-        self.reads = Reads.empty(self.rows, self.model)
-        self.chosen = torch.zeros(self.rows, 1, dtype=torch.int32, device=device)
+        rows = batch * (len(plan) + 1)
+        tree = Tree(plan, batch, device)
+        self.sampling = SlotSampling(slots, options, tree)
+        self.draft_states = Residual.empty(rows, self.model)  # after the layers below the exit
+        # States after later layers; a step without an exit overwrites its draft states.
+        self._late = self.draft_states if exit is None else FusedExit(decoder, exit.exit).block_residual(rows)
+        self.metadata = empty_metadata(self.model, rows)
+        self.head_input = HeadInput.empty(rows, self.model)  # of the exit; without an exit block also of the model
+        self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
-        first = 0 if drafter is None else drafter.first_node
-        self._previous_rows = self.tree.parent_rows(range(len(plan) + 1), first)
+        self._levels = [_Level(tree, level) for level in plan.levels]
+        first_node_row = 0 if exit is None else exit.first_node_row
+        self._previous_rows = tree.parent_rows(range(len(plan) + 1), first_node_row)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What only this step holds."""
+        """Tensors that belong to this step alone."""
         own = [self.chosen, self.paths, self.report]
-        return own + [tensor for part in (self.reads, self.stream, self.places) for tensor in vars(part).values()]
+        return own + [
+            tensor for part in (self.head_input, self.draft_states, self.metadata) for tensor in vars(part).values()
+        ]
+
+    @property
+    def rows(self) -> int:
+        return len(self.chosen)
 
     def launch(self) -> None:
         self.draft()
         self.verify()
         self.choose()
+        self.accept()
         self.commit()
 
     def launch_passes(self) -> None:
-        """Everything before the choice; the logits of all rows are in `logits`."""
+        """Draft and verify, then all logits, for callables to process: the first part of a step with callables, before
+        `choose_processed` and `accept_and_commit`."""
         self.draft()
         self.verify()
-        lm_head_logits(self.read, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
+        lm_head_logits(self.final_states, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
+
+    def accept_and_commit(self) -> None:
+        self.accept()
+        self.commit()
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        """The model's logits at every row [R, V], float32, for callables to process; kept until the next passes. Taken
-        once: captured launches know its address."""
-        return self.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
+        """The model's logits at every row [R, V], float32; overwritten by the next `launch_passes` of any step. Taken
+        from scratch once, because captured launches hold the address."""
+        return self.decoder.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
+
+    # Draft
 
     def draft(self) -> None:
-        """Depth by depth: the nodes of a level through the draft partition, then the exit ranks their children."""
+        """Depth by depth: runs the nodes of a level through the layers below the exit, then ranks their children."""
         ranked: torch.Tensor | Ranking | None = None
         for level in self._levels:
-            start, stop = level.rows
-            stream, nodes = self.stream.rows(start, stop), self._nodes(level.nodes)
-            self._enter(level, stream, nodes, ranked)
-            self.fused.run(range(self.split), stream, stream, nodes)
-            if self.drafter is not None and level.width:
-                ranked = self._leave(self.drafter, level, stream, nodes)
+            states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
+            self._embed(level, states, nodes, ranked)
+            self.decoder.run(range(self._exit_layer), states, states, nodes)
+            if self.exit is not None and level.width:
+                ranked = self._draft_children(self.exit, level, states, nodes)
 
-    def _enter(self, level: _Level, stream: Stream, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
-        fused, slots = self.fused, self.slots
-        first_norm = fused.next_norm(self.model.layers[0].attention_norm, stream)
+    def _embed(self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
+        """Embeds a level's tokens: the slots' newest ones for the root, ranked draft tokens for other levels."""
+        decoder, slots = self.decoder, self.slots
+        first_norm = decoder.next_norm(self.model.layers[0].attention_norm, states)
         source: dict[str, Any] = {"pending": slots.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         embed_rope(
-            nodes.places, stream.states, first_norm, self.model.embedding, self.model._embedding_scale,
-            slots.lengths, slots.page_table, nodes.depths, fused.inv_freq, fused.rope_scaling, level.nodes.start,
+            nodes.metadata, states.states, first_norm, self.model.embedding, self.model._embedding_scale,
+            slots.lengths, slots.page_table, nodes.depths, decoder.inv_freq, decoder.rope_scaling, level.nodes.start,
             **source,
         )  # fmt: skip
 
-    def _leave(self, drafter: Drafter, level: _Level, stream: Stream, nodes: Nodes) -> torch.Tensor | Ranking:
-        """Takes the exit at one level: the best draft tokens of its rows, [R, width]; a few are left to be found where
-        they are needed."""
+    def _draft_children(
+        self, slot_exit: SlotExit, level: _Level, states: Residual, nodes: Nodes
+    ) -> torch.Tensor | Ranking:
+        """Runs the exit at one level. Returns the best draft tokens after its rows [rows, width]; up to MAX_SCAN_WIDTH
+        as a ranking, in which the next level's embedding finds them."""
         start, stop = level.rows
-        past = Past(self.reads.values, level.parent_rows, self.reads.squares)  # what the exit read at the parents
-        if level.parent_rows is None and drafter.known is not None:
-            past = Past(drafter.known[: self.slots.count], None)
-        exit, reads = FusedExit(self.fused, drafter.exit), self.reads.rows(start, stop)
-        exit.read(stream.states, past, nodes, reads)
-        drawing = self.drawing
-        processing = drawing.processing(nodes.places, self.places, level.nodes.start)
-        ranking = exit.rank(drafter.head, reads, level.width, drawing.noise(nodes.places), processing)
+        previous = PreviousFeatures(self.head_input.values, level.parent_rows, self.head_input.squares)
+        if level.parent_rows is None and slot_exit.features is not None:
+            previous = PreviousFeatures(slot_exit.features[: self.slots.count], None)
+        exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
+        exit.read(states.states, previous, nodes, head_input)
+        sampling = self.sampling
+        processing = sampling.processing(nodes.metadata, self.metadata, level.nodes.start)
+        ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(nodes.metadata), processing)
         if level.width <= MAX_SCAN_WIDTH:
             return ranking
-        ranked = self.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
+        ranked = self.decoder.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
         topk_tokens(ranking.scores, ranked, token_ids=ranking.token_ids)
         return ranked
 
+    # Verify
+
+    @property
+    def _exit_layer(self) -> int:
+        """N: layers below it draft, layers from it on verify."""
+        return 0 if self.exit is None else self.exit.exit.layer
+
     def verify(self) -> None:
-        """The saved states of all rows through the rest of the model; what its head reads is then in `read`. The exit's
-        keys and values of a tree's rows are written anew, from what is now known before each of them; those of a plain
-        step wait."""
-        drafter = self.drafter
-        waiting = None if drafter is None or len(self.plan) else drafter.waiting
-        if drafter is None or drafter.known is None:
-            layers = range(self.split, self.model.config.num_layers)
-            last = self.fused.run(layers, self.stream, self.late, self.everyone)
-            hidden = None if waiting is None else self.stream.states
-            self.fused.know(last, self.reads.values, hidden=hidden, unfilled=waiting)
+        """Runs the saved states of all rows through layers N..L; the LM head's input is then in `final_states`. In a
+        step that drafted, also writes the exit block's keys and values again, now from exact features."""
+        slot_exit, all_nodes = self.exit, self._nodes(range(len(self.plan) + 1))
+        unfilled = None if slot_exit is None or len(self.plan) else slot_exit.unfilled
+        if slot_exit is None or slot_exit.features is None:
+            layers = range(self._exit_layer, self.model.config.num_layers)
+            last = self.decoder.run(layers, self.draft_states, self._late, all_nodes)
+            kept = None if unfilled is None else self.draft_states.states
+            self.decoder.final_norm(last, self._verified, hidden=kept, unfilled=unfilled)
             return
-        exit = FusedExit(self.fused, drafter.exit)
-        later = exit.stream("later", self.rows)
-        exit.know(self.stream, self.late, self.everyone, self.known, later, waiting)
+        exit = FusedExit(self.decoder, slot_exit.exit)
+        last = exit.scratch_residual("last", self.rows)
+        exit.verify(self.draft_states, self._late, all_nodes, self._verified, last, unfilled)
         if len(self.plan):
-            exit.fill(self.stream.states, Past(drafter.known, self._previous_rows), self.everyone)
+            previous = PreviousFeatures(slot_exit.features, self._previous_rows)
+            exit.fill(self.draft_states.states, previous, all_nodes)
 
     @property
-    def known(self) -> torch.Tensor:
-        """What the head reads at every row and what the exit reads at the next position, once verified: [R, ...]. That
-        of a lone root replaces its slot's; which node of a tree does shows when a path is accepted."""
-        if self.drafter is None or self.drafter.known is None:
-            return self.reads.values
-        return self.drafter.known[self.drafter.first_node if len(self.plan) else 0 :][: self.rows]
+    def _verified(self) -> torch.Tensor:
+        """The output of `verify`: the features of all rows [R, 2 * hidden], without an exit block only their normed
+        final states [R, hidden]. A plain step replaces the slots' own features; of a tree's, `commit` copies one."""
+        if self.exit is None or self.exit.features is None:
+            return self.head_input.values
+        return self.exit.features[self.exit.first_node_row if len(self.plan) else 0 :][: self.rows]
 
     @property
-    def read(self) -> torch.Tensor:
-        """What the model's head reads at every row [R, hidden], once verified."""
-        return self.known[:, : self.model.config.hidden_size]
+    def final_states(self) -> torch.Tensor:
+        """The model's normed final states of all rows [R, hidden], once verified: the input of its LM head."""
+        return self._verified[:, : self.model.config.hidden_size]
+
+    # Choose and accept
 
     def choose(self) -> None:
-        """The target's own next token at every row, -1 where its logits are not finite."""
+        """Chooses the target's next token after every row; -1 where its logits are not finite."""
         softcap = self.model.config.logit_softcap
-        self._choose(lambda scores, **how: lm_head_scores(self.read, self.model.head, scores, softcap=softcap, **how))
+        self._choose(
+            lambda scores, **how: lm_head_scores(self.final_states, self.model.head, scores, softcap=softcap, **how)
+        )
 
     def choose_processed(self) -> None:
-        """The same from `logits`, which the host has processed for some rows."""
+        """The same from `logits`, after callables have processed those of some rows."""
         self._choose(lambda scores, **how: score_logits(self.logits, scores, **how))
 
     def _choose(self, score_all: Callable[..., None]) -> None:
-        vocabulary, drawing = self.model.config.vocab_size, self.drawing
-        noise, cuts = drawing.noise(self.places), drawing.cuts
-        how = {"noise": noise, "truncation": cuts, "processing": drawing.processing(self.places, self.places, 0)}
-        if cuts is None or noise is None:
-            scores = self.scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
+        vocabulary, sampling, scratch = self.model.config.vocab_size, self.sampling, self.decoder.scratch
+        noise, truncation = sampling.noise(self.metadata), sampling.truncation
+        processing = sampling.processing(self.metadata, self.metadata, 0)
+        how = {"noise": noise, "truncation": truncation, "processing": processing}
+        if truncation is None or noise is None:
+            scores = scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
             score_all(scores, **how)
             topk_tokens(scores, self.chosen, finite=True)
             return
-        work = self.scratch.take_like(SampleWorkspace.empty(self.rows, vocabulary, "meta", cuts.small_top_k))
+        work = scratch.take_like(SampleWorkspace.empty(self.rows, vocabulary, "meta", truncation.small_top_k))
         score_all(work.scores, **how)
-        sample_scored(vocabulary, self.chosen.view(-1), work, noise=noise, truncation=cuts)
+        sample_scored(vocabulary, self.chosen.view(-1), work, noise=noise, truncation=truncation)
+
+    def accept(self) -> None:
+        """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
+        tokens and token counts."""
+        slots = self.slots
+        counts = slots.table.counts[: slots.count] if self.sampling.options.processes else None
+        accept(
+            self.chosen.view(-1), self.metadata.tokens, self.sampling.tree.children, slots.active, slots.lengths,
+            slots.lengths_before, slots.pending, self.paths, self.report, counts=counts, stops=slots.stops,
+        )  # fmt: skip
+
+    # Commit
 
     def commit(self) -> None:
-        """Walks down the trees; lengths, pending tokens, and the accepted paths' keys and values move."""
-        slots, cache = self.slots, self.fused.cache
-        counts = slots.table.counts[: slots.count] if self.drawing.features.processes else None
-        accept(
-            self.chosen.view(-1), self.places.tokens, self.tree.children, slots.active, slots.lengths, slots.bases,
-            slots.pending, self.paths, self.report, counts=counts, stops=slots.stops,
-        )  # fmt: skip
-        if len(self.plan):
-            known, first = (None, 0) if self.drafter is None else (self.drafter.known, self.drafter.first_node)
-            compact_kv(
-                cache.keys, cache.values, slots.page_table, slots.bases, self.report[:, 0], self.paths, known, first
-            )
+        """Makes the KV of the accepted paths contiguous, and copies the feature of each last node to its slot's row."""
+        if not len(self.plan):
+            return
+        slots, cache = self.slots, self.decoder.cache
+        features, first = (None, 0) if self.exit is None else (self.exit.features, self.exit.first_node_row)
+        compact_kv(
+            cache.keys,
+            cache.values,
+            slots.page_table,
+            slots.lengths_before,
+            self.report[:, COUNT],
+            self.paths,
+            features,
+            first,
+        )
 
     def _nodes(self, nodes: range) -> Nodes:
-        at = slice(nodes.start, nodes.stop)
-        return Nodes(self.places.rows(*self.tree.rows(nodes)), self.tree.paths[at], self.tree.depths[at])
+        at, tree = slice(nodes.start, nodes.stop), self.sampling.tree
+        return Nodes(self.metadata.rows(*tree.rows(nodes)), tree.paths[at], tree.depths[at])
 
 
 class _Level:
-    """One depth of a tree on the device."""
+    """The nodes of one depth, and for nodes below the root their parents and ranks."""
 
     def __init__(self, tree: Tree, nodes: range) -> None:
         self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)

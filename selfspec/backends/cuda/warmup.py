@@ -1,4 +1,4 @@
-"""Compiles and captures what requests will replay, before the first of them arrives."""
+"""Compiles and captures steps and prefill passes before the first request needs them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from selfspec.backends.cuda.graphs import Graphs, bucket
-from selfspec.backends.cuda.short_prefill import passes_up_to
-from selfspec.backends.cuda.slots import Features
+from selfspec.backends.cuda.short_prefill import lengths_to_capture
+from selfspec.backends.cuda.slots import StepOptions
 from selfspec.profiles.router import MARKED
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
@@ -25,42 +25,45 @@ class ExpectedStep(NamedTuple):
 
 
 class WarmUp:
-    """Captures steps and prefill passes on a table of their own batch."""
+    """Captures steps on slot buffers that it takes and gives back, and prefill passes."""
 
     def __init__(self, graphs: Graphs, longest: int, most_scored: int) -> None:
-        self.graphs, self.longest = graphs, longest
-        self.most_scored = most_scored  # prompts of batches up to this size are scored
+        self.graphs = graphs
+        self.longest = longest  # tokens that sequences are expected to reach
+        self.most_scored = most_scored  # the exit is scored on prompts in batches up to this many sequences
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """What is prepared within it is only compiled, all of it side by side."""
-        if not self.graphs.short_prompt:  # interpreted kernels are not compiled
+        """Within this block `prepare` and `prepare_prompts` only compile; all kernels are compiled in parallel when it
+        ends. Does nothing for interpreted kernels."""
+        if not self.graphs.short_prompt:
             yield
             return
-        with self.graphs.compiler.together():
+        with self.graphs.captured.compiler.together():
             yield
 
     def prepare(self, step: ExpectedStep) -> None:
-        """One step and, with a plain one, the passes that fill and score the exit's KV and that score prompts."""
-        graphs, exit, features = self.graphs, step.exit, Features.of([step.params])
-        size, table = bucket(step.sequences), graphs.take_table()
+        """Captures a step and, if it is plain, the passes that fill and score the exit's KV and that score prompts."""
+        graphs, exit, options = self.graphs, step.exit, StepOptions.of([step.params])
+        size, buffers = bucket(step.sequences), graphs.take_buffers()
         try:
-            graphs.step(table, size, step.plan, exit, features, self.longest)
+            graphs.step(buffers, size, step.plan, exit, options, self.longest)
             if exit is None or len(step.plan):
                 return
             for scores in (False, True):
-                graphs.exit_fill(table, size, exit, features, self.longest, scores)
+                graphs.exit_fill(buffers, size, exit, options, self.longest, scores)
             if size // 2 < self.most_scored:
-                graphs.prompt_score(table, size, exit, self.longest)
+                graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
-            graphs.give_back(table)
+            graphs.give_back(buffers)
 
-    def prepare_prompts(self, exit: Exit | None, batch: int, mark_layer: int | None) -> None:
-        """Passes over up to `batch` short prompts, or a longer one alone; with `mark_layer` also those that route."""
+    def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
+        """Captures passes over up to `batch` short prompts, and over one longer prompt; with `router_layer` also those
+        that embed prompts for the router."""
         graphs = self.graphs
         if not graphs.short_prompt:
             return
-        for lengths in passes_up_to(batch, min(graphs.short_prompt, 1 << (graphs.context - 1).bit_length())):
-            graphs.prompts(exit, lengths)
-            if mark_layer is not None and max(lengths) <= MARKED:
-                graphs.marking(lengths, mark_layer)
+        for lengths in lengths_to_capture(batch, min(graphs.short_prompt, 1 << (graphs.context - 1).bit_length())):
+            graphs.short_prefill(exit, lengths)
+            if router_layer is not None and max(lengths) <= MARKED:
+                graphs.prompt_embedding(lengths, router_layer)

@@ -1,0 +1,180 @@
+"""Which sequence is in which slot, and which pages it writes to: the host's bookkeeping of a batch's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+
+import torch
+
+from selfspec.backends.base import Step
+from selfspec.backends.cuda.graphs import Graphs, bucket
+from selfspec.backends.cuda.readback import StepTimes
+from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, to_device
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
+from selfspec.sequence import Sequence
+from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import MAX_NODES, Plan
+
+AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
+
+
+class PagesAhead:
+    """Takes pages before steps need them, and keeps which page tables on the device are out of date."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._owned: set[Sequence] = set()  # sequences that share no page they write to
+        self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
+
+    def reserve(self, sequences: Seq[Sequence], plan: Plan, before: Step | None) -> None:
+        """Takes pages for the next step, whatever the step in flight commits, and AHEAD positions more if they are
+        free. Raises CacheFull if pages for the step are not."""
+        needed = plan.depth + len(plan) + 2 + (0 if before is None else before.record.plan.depth + 1)
+        short = [
+            of for of in sequences if of.kv.length + needed > len(of.kv.pages) * PAGE_SIZE or of not in self._owned
+        ]
+        for sequence in short:
+            self._cache.reserve(sequence.kv, sequence.kv.length + needed)
+            self._owned.add(sequence)
+            self.changed.add(sequence)
+        for sequence in short:
+            ahead = min(sequence.kv.length + needed + AHEAD, sequence.max_length + MAX_NODES)
+            with suppress(CacheFull):
+                self._cache.reserve(sequence.kv, max(ahead, sequence.kv.length + needed))
+
+    def release(self, sequence: Sequence) -> None:
+        self._owned.discard(sequence)
+        self.changed.discard(sequence)
+
+
+class SlotPlacement:
+    """Which sequence of a batch is in which slot, as last written to the device."""
+
+    def __init__(self, graphs: Graphs, buffers: SlotBuffers, times: StepTimes) -> None:
+        self._idle_page, self._buffers, self._times = graphs.idle_page, buffers, times
+        self.pages = PagesAhead(graphs.cache)
+        self.slot_of: dict[Sequence, int] = {}
+        self.size = 0  # slots of the newest step: a power of two
+        self.options = StepOptions()  # of the newest step
+        self.head_exit: Exit | None = None  # whose head rows are in the buffers
+        self._free = list(reversed(range(graphs.capacity)))
+        self._left: list[int] = []  # slots whose sequences have left since the newest step
+        self._placed: list[Sequence] = []  # sequences of the newest step
+        self._drafting: dict[Sequence, bool] = {}  # as written to the slots
+
+    def slots(self, sequences: Seq[Sequence]) -> list[int]:
+        return [self.slot_of[sequence] for sequence in sequences]
+
+    def is_current(self, sequences: Seq[Sequence], exit: Exit | None) -> bool:
+        """Whether the device needs no write before a step of these sequences."""
+        return sequences == self._placed and exit is self.head_exit and not self.pages.changed
+
+    def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
+        """Gives every sequence one of the first slots and writes whatever changed since the newest step."""
+        self._placed = list(sequences)
+        joined = [sequence for sequence in sequences if sequence not in self.slot_of]
+        idle = dict.fromkeys(self._left)
+        self._left = []
+        for sequence in joined:
+            self.slot_of[sequence] = slot = self._free.pop()
+            idle.pop(slot, None)
+        self._write(joined, list(idle))
+        self.size = bucket(len(sequences))
+        self._compact()
+        if joined:  # not when sequences leave: the batch goes on with its graph
+            self.options = StepOptions.of([of.params for of in sequences])
+            if exit is not None:
+                self._write_features(joined)
+        if exit is not self.head_exit or joined:
+            self._fill_head(exit)
+        self._write_drafting(sequences, joined)
+        self._write_changed_pages()
+
+    def idle_left_slots(self) -> None:
+        """Makes the slots of sequences that have left idle: their pages may belong to other sequences by now."""
+        self._write([], self._left)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the slot of a sequence that has left the batch."""
+        slot = self.slot_of.pop(sequence, None)
+        if slot is not None:
+            self._left.append(slot)
+            self._free = sorted([*self._free, slot], reverse=True)
+        self._drafting.pop(sequence, None)
+        self.pages.release(sequence)
+
+    def _write(self, joined: list[Sequence], idle: list[int]) -> None:
+        """Writes the slots of sequences that join, and idle slots."""
+        if not joined and not idle:
+            return
+        self._times.slots_written()
+        table, slots = self._buffers.slots, [*self.slots(joined), *idle]
+        states = [*map(_slot_state, joined), *(None for _ in idle)]
+        pages = [*(of.kv.pages for of in joined), *([self._idle_page] for _ in idle)]
+        table.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
+        for sequence in joined:
+            self.pages.changed.discard(sequence)
+            if sequence.params.changes_logits and not sequence.request.processors:
+                table.write_processing(self.slot_of[sequence], _processing_state(sequence))
+            else:
+                table.clear_processing(self.slot_of[sequence])
+
+    def _compact(self) -> None:
+        """Moves sequences from slots past the first `size` to free ones among them."""
+        beyond = [sequence for sequence, slot in self.slot_of.items() if slot >= self.size]
+        if not beyond:
+            return
+        self._times.slots_written()
+        free = sorted((slot for slot in self._free if slot < self.size), reverse=True)
+        sources, targets = self.slots(beyond), [free.pop() for _ in beyond]
+        self._buffers.slots.move(sources, targets, self._buffers.features)
+        for sequence, target in zip(beyond, targets, strict=True):
+            self.slot_of[sequence] = target
+        self._free = sorted({*self._free, *sources} - {*targets}, reverse=True)
+
+    def _write_features(self, joined: list[Sequence]) -> None:
+        """Writes the features that the exit reads in the first step of sequences that join; zeros if there is none."""
+        features, slots = self._buffers.features, self.slots(joined)
+        rows = [
+            features.new_zeros(features.shape[1]) if of.previous_feature is None else of.previous_feature
+            for of in joined
+        ]
+        features.index_copy_(0, to_device(torch.tensor(slots), features.device), torch.stack(rows))
+
+    def _fill_head(self, exit: Exit | None) -> None:
+        """Writes the rows of the LM head that the exit drafts from."""
+        self.head_exit = exit
+        if exit is not None and exit.head_rows is not None:
+            head = self._buffers.exit(exit, self.size).head
+            assert head is not None
+            head.fill(exit.head_rows)
+
+    def _write_drafting(self, sequences: Seq[Sequence], joined: list[Sequence]) -> None:
+        """Writes for which sequences drafts are accepted, where that has changed; joining has written it."""
+        changed = [of for of in sequences if self._drafting.get(of) != of.drafts]
+        self._drafting.update({of: of.drafts for of in changed})
+        changed = [of for of in changed if of not in joined]
+        if changed:
+            self._buffers.slots.write_drafting(self.slots(changed), [of.drafts for of in changed])
+
+    def _write_changed_pages(self) -> None:
+        changed = {self.slot_of[of]: of.kv.pages for of in self.pages.changed if of in self.slot_of}
+        slots = sorted(changed)
+        if slots:
+            self._buffers.slots.write_pages(slots, [changed[slot] for slot in slots])
+        self.pages.changed.clear()
+
+
+def _slot_state(sequence: Sequence) -> SlotState:
+    processed = not sequence.request.processors
+    return SlotState.of(
+        sequence.params, sequence.kv.length, sequence.tokens[-1], sequence.sample_index, len(sequence.prompt),
+        sequence.drafts, processed,
+    )  # fmt: skip
+
+
+def _processing_state(sequence: Sequence) -> ProcessingState:
+    params, prompt = sequence.params, len(sequence.prompt)
+    text = sequence.tokens[:prompt], sequence.tokens[prompt:]
+    return ProcessingState(params.logit_bias, params.banned_token_ids, params.allowed_token_ids, text)

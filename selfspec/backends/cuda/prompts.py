@@ -1,0 +1,87 @@
+"""Prefill on the host's side: which prompts share a pass, and which pass runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, segments
+from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
+from selfspec.sequence import Sequence
+from selfspec.speculation.exit import Exit
+
+LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, a chunk keeps the device busy for longer than its launch takes
+
+
+class PromptPrefill:
+    """Prefills short prompts together and longer ones alone, chunk by chunk.
+
+    The length of a prompt alone decides which pass runs it, so its KV depends on nothing else.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.cache = graphs, graphs.cache
+        self.prompt_ends: dict[Sequence, torch.Tensor] = {}  # states of last positions, until the prompt is scored
+        self._torch = TorchBackend(graphs.model, graphs.cache)
+
+    def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:
+        """Runs one pass over as many of the sequences, in order, as share it. Returns those whose prompts are in the
+        cache then, but for their last token. `captures`: chunks of longer prompts run as CUDA graphs."""
+        first, longest = sequences[0], self.graphs.short_prompt + 1
+        if len(first.prompt) == 1:
+            return [first]
+        if len(first.prompt) > longest:
+            return self._prefill_chunk(first, exit, captures)
+        group, taken = [], 0
+        for sequence in sequences:
+            size = segments(len(sequence.prompt) - 1)
+            if not 1 < len(sequence.prompt) <= longest or taken + size > MAX_SEGMENTS:
+                break
+            group.append(sequence)
+            taken += size
+        self._prefill_together(group, exit)
+        return group
+
+    def _prefill_together(self, sequences: list[Sequence], exit: Exit | None) -> None:
+        contexts, kvs = [sequence.prompt[:-1] for sequence in sequences], [sequence.kv for sequence in sequences]
+        lengths = list(map(len, contexts))
+        for kv, length in zip(kvs, lengths, strict=True):
+            self.cache.reserve(kv, length)
+        prefill, replay = self.graphs.short_prefill(exit, lengths)
+        prefill.load([(context, kv.pages) for context, kv in zip(contexts, kvs, strict=True)])
+        replay()
+        if exit is not None:
+            features = prefill.features[: len(sequences)].clone()
+            ends = prefill.prompt_end[: len(sequences)].clone()
+            for sequence, feature, end in zip(sequences, features, ends, strict=True):
+                sequence.previous_feature = sequence.prompt_feature = feature
+                self.prompt_ends[sequence] = end
+        for kv, length in zip(kvs, lengths, strict=True):
+            self.cache.extend(kv, length)
+
+    def _prefill_chunk(self, sequence: Sequence, exit: Exit | None, captures: bool) -> list[Sequence]:
+        """Runs a chunk of one prompt as PyTorch operations, captured up to LONGEST_CAPTURED_PROMPT positions."""
+        kv, context = sequence.kv, sequence.prompt[:-1]
+        chunk = context[kv.length : kv.length + PREFILL_CHUNK]
+        end = kv.length + len(chunk)
+        if end > LONGEST_CAPTURED_PROMPT or not captures:
+            ready = self._torch.prefill([sequence], exit)
+            self.release(sequence)  # prompts this long are not scored
+            return ready
+        self.cache.reserve(kv, end)
+        prefill, replay = self.graphs.prefill(exit, len(chunk), end)
+        prefill.load(chunk, kv.length, kv.pages)
+        if exit is not None:
+            prefill.load_previous(sequence.previous_feature, self.prompt_ends.get(sequence) if kv.length else None)
+        replay()
+        if exit is not None:
+            sequence.previous_feature = sequence.prompt_feature = prefill.feature[0, 0].clone()
+            self.prompt_ends[sequence] = prefill.prompt_end.clone()
+        self.cache.extend(kv, len(chunk))
+        return [sequence] if kv.length == len(context) else []
+
+    def release(self, sequence: Sequence) -> None:
+        self.prompt_ends.pop(sequence, None)
+        self._torch.release(sequence)
