@@ -1,4 +1,4 @@
-"""Scores of exits while nothing is drafted: the ranks and agreements that drafting itself would have shown."""
+"""Exit scoring during plain decoding: ranks and agreements equal those of the drafts that were not made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.test_exit import (
     assert_same_sequences,
     decoding,
     drafted,
-    families,
     random_tokens,
     trained_once,
 )
@@ -43,18 +42,18 @@ def ranks(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS
     """The ranks of all tokens that were decoded plainly."""
     assert running.exit is not None
     sequences = running.sequences
-    waiting = [sequence.unfilled for sequence in sequences]
-    assert {len(of) for of in waiting} == {steps}
-    caught = exit_scoring.Caught.of([sequence.kv for sequence in sequences], waiting)
-    read = caught.read(running.exit, running.cache, 0, steps)
-    assert {len(of) for of in waiting} == {0}
+    unfilled = [sequence.unfilled for sequence in sequences]
+    assert {len(of) for of in unfilled} == {steps}
+    batch = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], unfilled)
+    read = batch.read(running.exit, running.cache, 0, steps)
+    assert {len(of) for of in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
     positions = [at for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
     key = running.backend._noise_key([of for of in sequences for _ in range(steps)], positions)
     return exit_scoring.ranks(running.exit, read, tokens, [params] * len(sequences), key).tolist()
 
 
-@families
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_ranks_are_those_in_the_exits_logits_as_a_model_of_its_own(family: str) -> None:
     trained = trained_once(family)
     running = plainly_decoded(trained.exit)
@@ -62,7 +61,7 @@ def test_ranks_are_those_in_the_exits_logits_as_a_model_of_its_own(family: str) 
         order = trained.hf_exit_logits(sequence.tokens[:-1])[-STEPS:].argsort(descending=True)
         expected = [order[at].tolist().index(token) for at, token in enumerate(sequence.tokens[-STEPS:])]
         assert got == [min(rank, exit_scoring.OFFERED) for rank in expected]
-        assert len(set(got)) > 1, "some are right and some are not"
+        assert len(set(got)) > 1, "some drafts must be right and some wrong"
 
 
 def test_ranks_of_sampled_tokens_are_those_of_drafts_with_the_same_noise() -> None:
@@ -84,16 +83,16 @@ def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(STEPS - 4, STEPS), (2, 5)])
-def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) -> None:
+def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, stop: int) -> None:
     exit = trained_once("llama").exit
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = []
     for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
-        kvs, waiting = [of.kv for of in running.sequences], [of.unfilled for of in running.sequences]
-        caught = exit_scoring.Caught.of(kvs, waiting)
+        kvs, unfilled = [of.kv for of in running.sequences], [of.unfilled for of in running.sequences]
+        batch = exit_scoring.UnfilledBatch.of(kvs, unfilled)
         if running is some:
-            caught.fill(exit, running.cache)
-        reads.append(caught.read(exit, running.cache, *places))
+            batch.fill(exit, running.cache)
+        reads.append(batch.read(exit, running.cache, *places))
     assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
     assert_same_sequences(some, all_of_it)
 
@@ -104,7 +103,7 @@ def test_some_of_what_waits_is_read_and_all_of_it_filled(start: int, stop: int) 
 def governed(
     exit: Exit, prompts: list[list[int]], params: SamplingParams = GREEDY, samples: int = 1, cost: float = 1.1
 ) -> Decoding:
-    """With a governor that takes every drafting step to last `cost` plain steps; drafting pays up to about 1.4."""
+    """With a governor to which a drafting step costs `cost` plain steps; drafting pays up to a cost of about 1.4."""
     ladder = Ladder(Acceptance([[0.5, 0.1]]), {16: lambda depth, nodes: cost}, exit.layer, 4)
     options: dict[str, Any] = {"params": params, "samples": samples, "seed": SEED, "new_tokens": 400}
     options |= {"candidates": ladder, "agreement": (0.5, 0.1)}
@@ -112,7 +111,7 @@ def governed(
 
 
 def follow(running: Decoding, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes the batch follow the plan in the list it returns, with the reason after it; the governor learns nothing."""
+    """Makes the batch take plan and reason from the returned list; the governor does not observe its steps."""
     chosen: list[Any] = [NONE, "goodput"]
     monkeypatch.setattr(running.batch, "_choose_plan", lambda before: tuple(chosen))
     monkeypatch.setattr(running.batch.governor, "observe", lambda *args: None)
@@ -121,7 +120,7 @@ def follow(running: Decoding, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The shares that watches learn from prompts."""
+    """The agreements of prompts that `learn_prompt` is called with."""
     seen: list[float] = []
 
     def remember(self: Watch, agreement: float, places: int, *usual: Any) -> None:
@@ -133,8 +132,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("chunk", [512, 7])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 512), ("gemma3_text", 7)])
 def test_a_prompt_is_scored_by_its_last_positions(
     family: str, chunk: int, agreements: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,23 +143,23 @@ def test_a_prompt_is_scored_by_its_last_positions(
     expected = []
     for prompt in prompts:
         text = prompt[:-1]
-        guesses = trained.hf_exit_logits(text).argmax(-1)
+        drafts = trained.hf_exit_logits(text).argmax(-1)
         with torch.no_grad():
             own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
-        expected.append((guesses == own)[-exit_scoring.FEW :].double().mean().item())
+        expected.append((drafts == own)[-exit_scoring.FEW :].double().mean().item())
     assert agreements == pytest.approx(expected)
     assert 0 < min(agreements) < 1
 
 
 @pytest.mark.parametrize(("prompt", "cost", "scored"), [(70, 1.1, 1), (70, 3.0, 0), (1, 1.1, 0)])
-def test_no_prompt_is_scored_where_it_is_too_short_or_nothing_would_be_drafted(
+def test_a_prompt_is_not_scored_if_it_is_too_short_or_drafting_cannot_pay(
     prompt: int, cost: float, scored: int, agreements: list[float]
 ) -> None:
     governed(trained_once("llama").exit, [random_tokens(prompt)], cost=cost).prefill()
     assert len(agreements) == scored
 
 
-def test_samples_take_over_what_their_prompt_told() -> None:
+def test_sequences_of_one_prompt_start_with_its_score() -> None:
     running = governed(trained_once("llama").exit, [random_tokens(40)], WARM, samples=3).prefill()
     first, *others = (sequence.watch for sequence in running.sequences)
     assert first.belief.weights != Watch().belief.weights
@@ -170,11 +168,11 @@ def test_samples_take_over_what_their_prompt_told() -> None:
     assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
 
 
-@pytest.mark.parametrize(("count", "steps", "waiting"), [(1, [32, 96, 163], 7), (2, [16, 48, 112, 147], 23)])
-def test_while_nothing_is_drafted_scores_come_every_few_tokens(
-    count: int, steps: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "steps", "unfilled"), [(1, [32, 96, 163], 7), (2, [16, 48, 112, 147], 23)])
+def test_plain_decoding_is_scored_after_growing_numbers_of_steps(
+    count: int, steps: list[int], unfilled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Soon, then more seldom, and after a step that drafts soon again; of two sequences sooner."""
+    """The number of steps doubles up to a limit, restarts after a step that drafts, and is half for 2 sequences."""
     prompts = [random_tokens(20 + 10 * index) for index in range(count)]
     running = governed(trained_once("llama").exit, prompts, cost=3.0).prefill()
     chosen, scored = follow(running, monkeypatch), []
@@ -187,28 +185,28 @@ def test_while_nothing_is_drafted_scores_come_every_few_tokens(
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
     assert scored == [(step, [exit_scoring.FEW] * count) for step in steps]
-    assert all(len(sequence.unfilled) == waiting for sequence in running.sequences)
+    assert all(len(sequence.unfilled) == unfilled for sequence in running.sequences)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_score_tells_the_ranks_of_the_newest_tokens(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_has_the_ranks_of_the_newest_tokens(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     exit, prompts = trained_once("llama").exit, [random_tokens(20), random_tokens(9, seed=1)]
     scored: list[list[list[int]]] = []
-    running, beside = (governed(exit, prompts, params).prefill() for _ in range(2))
-    for each in (running, beside):
+    running, other = (governed(exit, prompts, params).prefill() for _ in range(2))
+    for each in (running, other):
         follow(each, monkeypatch)
         each.step(16)
     monkeypatch.setattr(running.batch.governor, "scored", lambda watches, ranks, offered: scored.append(ranks))
     running.step()
     (newest,) = scored
-    expected = ranks(beside, params, steps=16)
+    expected = ranks(other, params, steps=16)
     assert newest == [of_sequence[-exit_scoring.FEW :] for of_sequence in expected]
     assert len({rank for of_sequence in newest for rank in of_sequence}) > 1
 
 
-@pytest.mark.parametrize(("reason", "expected", "waiting"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 65)])
-def test_nothing_is_scored_where_a_rule_forbids_drafting(
-    reason: str, expected: int, waiting: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("reason", "expected", "unfilled"), [("goodput", 1, 33), ("ood", 1, 33), ("batch", 0, 65)])
+def test_plain_decoding_is_not_scored_if_a_rule_forbids_drafting(
+    reason: str, expected: int, unfilled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = governed(trained_once("llama").exit, [random_tokens(20)], cost=3.0).prefill()
     follow(running, monkeypatch)[1] = reason
@@ -217,10 +215,10 @@ def test_nothing_is_scored_where_a_rule_forbids_drafting(
     monkeypatch.setattr(running.batch.governor, "scored", lambda watches, ranks, offered: scored.append(len(ranks)))
     running.step(65)
     assert len(scored) == expected
-    assert len(running.sequences[0].unfilled) == waiting
+    assert len(running.sequences[0].unfilled) == unfilled
 
 
-def test_a_sequence_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_sequence_has_no_unfilled_states(monkeypatch: pytest.MonkeyPatch) -> None:
     running = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(20)])
     running.sequences[0].max_length = 23
     running.prefill()
@@ -231,8 +229,8 @@ def test_a_sequence_that_has_ended_keeps_nothing_waiting(monkeypatch: pytest.Mon
     assert not any(len(sequence.unfilled) for sequence in running.sequences)
 
 
-def test_steps_are_booked_by_how_long_texts_were_when_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they were chosen: one that brings a text to its next page has not paid for that page yet."""
+def test_a_steps_cost_is_observed_at_the_context_with_which_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose tokens reach the next page has not attended to that page."""
     running = governed(trained_once("llama").exit, [random_tokens(20), random_tokens(30)]).prefill()
     follow(running, monkeypatch)[:] = [Plan.parse("chain:2"), None]
     assert isinstance(running.batch.governor, Governor)

@@ -272,17 +272,17 @@ class TorchBackend:
 
     def _fill_exit(self, sequences: list[Sequence], exit: Exit, scored: int) -> None:
         """Fills all that waits, and scores the newest `scored` positions."""
-        waiting = [sequence.unfilled for sequence in sequences]
-        caught = exit_scoring.Caught.of([sequence.kv for sequence in sequences], waiting)
-        if scored < caught.count:
-            caught.fill(exit, self.cache)
+        states = [sequence.unfilled for sequence in sequences]
+        unfilled = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], states)
+        if scored < unfilled.count:
+            unfilled.fill(exit, self.cache)
         if not scored:
             return
         tokens = torch.tensor([sequence.tokens[-scored:] for sequence in sequences], device=self.model.device)
         firsts = self._noise_key(sequences, [len(sequence.tokens) - scored for sequence in sequences], repeat=scored)
         steps = torch.arange(scored, device=self.model.device).repeat(len(sequences))
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
-        read = caught.read(exit, self.cache, caught.count - scored, caught.count)
+        read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
         ranks = exit_scoring.ranks(exit, read, tokens, params, key).tolist()
         self._scores.append(ExitScores(sequences, ranks, exit_scoring.OFFERED))

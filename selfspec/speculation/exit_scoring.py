@@ -59,7 +59,7 @@ class UnfilledStates:
 
 
 @dataclass(frozen=True)
-class Caught:
+class UnfilledBatch:
     """The states of the newest T positions of B sequences, to be run through the exit."""
 
     sequences: Seq[KVPages]
@@ -67,11 +67,11 @@ class Caught:
     previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
 
     @classmethod
-    def of(cls, sequences: Seq[KVPages], waiting: Seq[UnfilledStates]) -> Caught:
+    def of(cls, sequences: Seq[KVPages], unfilled: Seq[UnfilledStates]) -> UnfilledBatch:
         """Takes all unfilled states of the sequences, which must have the same number of them, and clears them."""
-        states = zip(*(of_sequence.states for of_sequence in waiting), strict=True)
+        states = zip(*(of_sequence.states for of_sequence in unfilled), strict=True)
         hidden, previous = (torch.stack(of_sequences) for of_sequences in states)
-        for of_sequence in waiting:
+        for of_sequence in unfilled:
             of_sequence.clear()
         return cls(sequences, hidden, previous)
 
