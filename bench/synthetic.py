@@ -1,11 +1,12 @@
-"""Models of a named shape with random weights: they measure speed where real weights are not at hand.
+"""Models of a named shape with random weights, to measure speed where real weights are not available.
 
-Layers from the exit on can be damped, so that the exit agrees with the whole model at a chosen rate, as a trained one
-would. Tokens are nonsense; times, bytes and exactness are not.
+Their text is meaningless; times, bytes and exactness are not. The output of the layers from the exit on is scaled
+(damped), so that the exit agrees with the whole model at a chosen rate, as a trained one would.
 
-Damping alone gives slips among the best few tokens: with 70% agreement on the best one, the best four hold it in 96%.
-Real exits are now and then wholly wrong. So, where the head is a tensor of its own, a share of the tokens has short
-embeddings: beside those even damped layers weigh much, and what the exit says of them is worthless.
+Damping alone gives an exit that is nearly right when it is wrong: with 70% agreement on the best token, the best four
+contain it in 96% of the cases, more than with real exits. Where the LM head is a tensor of its own, a share of the
+tokens therefore has short embeddings ("hard tokens"): after one of them the damped layers decide the next token, and
+the exit's ranking is random.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def config_of(shape: str) -> ModelConfig:
     if shape not in SHAPES:
-        raise ValueError(f"shape {shape!r} is not known: there are {', '.join(SHAPES)}")
+        raise ValueError(f"shape {shape!r} does not exist: choose one of {', '.join(SHAPES)}")
     return ModelConfig.from_hf(AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape]}))
 
 
@@ -58,8 +59,8 @@ def config_of(shape: str) -> ModelConfig:
 def synthetic(
     shape: str, device: str, dtype: torch.dtype, exit_layer: int | None = None, damping: float = 1.0, seed: int = 0
 ) -> Decoder:
-    """A model of this shape; what its layers from `exit_layer` on add is multiplied by `damping`. Every weight is drawn
-    where and as it stays, so that no more memory is taken than the model has."""
+    """A model of this shape; the output of its layers from `exit_layer` on is multiplied by `damping`. Every weight is
+    drawn on its device and in its dtype, so that no more memory is taken than the model has."""
     config = config_of(shape)
     generator = torch.Generator(device=device).manual_seed(seed)
     tensors = {}
@@ -76,7 +77,7 @@ def synthetic(
 
 
 def _std(name: str, columns: tuple[int, ...]) -> float:
-    """States of about unit size after the first layers, logits spread as widely as those of a model sure of itself."""
+    """Standard deviation of a weight: hidden states of about unit size, logits spread like a trained model's."""
     if name == "embedding":
         return 1.0
     if not columns:
@@ -84,33 +85,33 @@ def _std(name: str, columns: tuple[int, ...]) -> float:
     return (8.0 if name == "head" else 1.0) * columns[0] ** -0.5
 
 
-RARE = 1 / 64  # the head's rows of tokens that are never written, beside others
+RARE = 1 / 64  # factor on the LM head's rows of tokens that shall never be chosen
 
 
 @torch.no_grad()
 def keep_to(model: Decoder, used: int) -> torch.Tensor | None:
-    """Lets the model write its first `used` tokens only, as real ones keep to a part of their vocabulary, and returns
-    them: what a trimmed head looks at. Where the head is the embedding nothing changes."""
+    """Restricts the model to its first `used` tokens, as real text uses a part of the vocabulary, and returns their ids
+    for a trimmed LM head. Returns None and changes nothing where the head is the embedding."""
     if model.head is model.embedding or used >= model.config.vocab_size:
         return None
     model.head[used:] *= RARE
     return torch.arange(used, device=model.device)
 
 
-LONG, SHORT = 16.0, 0.25  # embeddings of usual and of hard tokens: powers of two, so that scaling rounds nothing
-MOST_RANKED = 4
+LONG, SHORT = 16.0, 0.25  # factors on embeddings of other and of hard tokens: powers of two, which round nothing
+MOST_RANKED = 4  # tokens of the exit that are compared with the model's choice
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often the exit's best token, and its best four, hold the model's choice."""
+    """Share of positions at which the exit's best token, or one of its best four, is the model's choice."""
 
     top1: float
     top4: float
 
 
 class Tunable:
-    """A synthetic model whose exit can be made to agree more or less. Weights change in place."""
+    """A synthetic model whose exit can be made to agree more or less; changes weights in place."""
 
     def __init__(self, model: Decoder, exit_layer: int) -> None:
         self.model, self.exit_layer = model, exit_layer
@@ -122,18 +123,18 @@ class Tunable:
             model.embedding.mul_(LONG)
 
     def damp(self, damping: float) -> None:
-        """What the layers from the exit on add is multiplied by `damping`."""
+        """Multiplies the original output of the layers from the exit on by `damping`."""
         for layer in self.model.layers[self.exit_layer :]:
             layer.out.mul_(damping / self.damping)
             layer.down.mul_(damping / self.damping)
         self.damping = damping
 
     def harden(self, share: float) -> None:
-        """This share of the tokens, always taken in the same order, is hard."""
+        """Makes this share of the tokens hard, always in the same order."""
         count = self.model.config.vocab_size
-        old, new = round(self.hard_share * count), round(share * count)
-        scale = SHORT / LONG if new > old else LONG / SHORT
-        self.model.embedding[self._order[min(old, new) : max(old, new)]] *= scale
+        now, wanted = round(self.hard_share * count), round(share * count)
+        scale = SHORT / LONG if wanted > now else LONG / SHORT
+        self.model.embedding[self._order[min(now, wanted) : max(now, wanted)]] *= scale
         self.hard_share = share
 
 
@@ -157,7 +158,7 @@ def tune(
                 best = error, tunable.damping, tunable.hard_share, found
         share = min(0.9, max(0.0, share + found.top4 - wanted.top4))
         middle = (low + high) / 2
-        low, high = middle - 1, middle + 1  # the other share moves the damping a little
+        low, high = middle - 1, middle + 1  # another share of hard tokens needs a slightly different damping
     assert best is not None
     tunable.damp(best[1])
     if tunable.has_hard_tokens:
@@ -167,7 +168,7 @@ def tune(
 
 @torch.no_grad()
 def agreement(model: Decoder, exit_layer: int, texts: torch.Tensor, prompt: int) -> Agreement:
-    """Of the raw exit with texts [B, T] that the model chose itself, but for their first `prompt` tokens."""
+    """Agreement of the untrained exit with the model's own texts [B, T], after their first `prompt` tokens."""
     exit, hits = Exit(model, exit_layer), torch.zeros(MOST_RANKED)
     count = texts.shape[1] - 1
     cache = Cache(model.config, model.device, model.dtype, pages_for(count))
@@ -192,7 +193,7 @@ def random_prompts(model: Decoder, count: int, length: int, seed: int = 0) -> to
 def own_text_agreement(
     engine: Engine, exit_layer: int, texts: int = 16, prompt: int = 16, new: int = 128, seed: int = 1
 ) -> Agreement:
-    """Of the raw exit with greedy text that the model writes now."""
+    """Agreement of the untrained exit with greedy text that the model writes with its present weights."""
     prompts = random_prompts(engine.model, texts, prompt, seed).to(engine.model.device)
     written = engine.generate(prompts, max_new_tokens=new, do_sample=False, speculative_decoding=False)
     assert isinstance(written, torch.Tensor)
@@ -200,12 +201,12 @@ def own_text_agreement(
 
 
 def tune_exit(engine: Engine, exit_layer: int, wanted: Agreement, used: int | None = None) -> dict[str, Any]:
-    """Gives the engine a raw exit that agrees with the model as often as wanted, and lets both keep to the first `used`
-    tokens, by default a quarter of all. Returns what was found."""
+    """Gives the engine an untrained exit that agrees with the model as often as wanted, and restricts both to the first
+    `used` tokens, by default a quarter of all. Returns the tuned values."""
     model = engine.model
     rows = keep_to(model, used or model.config.vocab_size // 4)
     engine.drafters.exits[exit_layer] = exit = Exit(model, exit_layer).offering(rows, [])
     tunable = Tunable(model, exit_layer)
     found = tune(tunable, wanted, lambda: own_text_agreement(engine, exit_layer))
-    told = {"exit_layer": exit_layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
-    return told | {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4, "draft_rows": exit.vocabulary}
+    tuned = {"exit_layer": exit_layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}
+    return tuned | {"wanted_top1": wanted.top1, "wanted_top4": wanted.top4, "draft_tokens": exit.vocabulary}

@@ -59,7 +59,7 @@ def setup(found: Result) -> list[str]:
             f"SYNTHETIC weights, the text is meaningless: layers after {made['exit_layer']} scaled by "
             f"{made['damping']:.4g}, {made['hard_share']:.1%} hard tokens; the exit agrees with the greedy text in "
             f"{made['top1']:.1%} top-1 (wanted {made['wanted_top1']:.0%}), {made['top4']:.1%} top-4 (wanted "
-            f"{made['wanted_top4']:.0%}), with {made['draft_rows']:,} tokens in its head."
+            f"{made['wanted_top4']:.0%}), with {made['draft_tokens']:,} tokens in its head."
         )
     return lines
 

@@ -168,7 +168,7 @@ def test_a_shape_is_measured_and_reported_as_synthetic(tiny_shape: str, capsys: 
     result = json.loads(out.splitlines()[-1])
     assert "SYNTHETIC" in out and "50.0% top-1" in out and "Ceiling of plain decoding" in out
     assert result["setup"]["synthetic"]["top1"] == 0.5 and result["setup"]["memory_gb"] is None
-    assert result["setup"]["synthetic"]["draft_rows"] == TINY["vocab_size"] // 4
+    assert result["setup"]["synthetic"]["draft_tokens"] == TINY["vocab_size"] // 4
     assert [(cell["batch"], cell["temperature"]) for cell in result["cells"]] == [(1, 0), (2, 0), (1, 0.7), (2, 0.7)]
     for cell in result["cells"]:
         assert list(cell["modes"]) == ["plain", "speculation", "tree:4,2"]
