@@ -1,7 +1,7 @@
-"""Bad input is refused with a ValueError that names the problem and the fix, before any work starts.
+"""Bad input is refused with a ValueError that names the fault and the remedy, before any work starts.
 
-Every row of these tables goes through `refuses`: the message must hold the row's words, no layer may have run and no
-page may have been taken, and afterwards the engine must still give transformers' answer.
+`refuses` checks every case of these tables: the message contains the case's words, no layer has run, no page was taken,
+and afterwards the engine still generates transformers' tokens. Values of one setting are tested with its own module.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def speaking(model) -> Engine:
 
 @contextmanager
 def no_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails if a layer is run or a page is asked for within."""
+    """Fails if a layer runs or pages are reserved within."""
     work: list[str] = []
 
-    def watch(owner: type, name: str) -> None:
+    def record(owner: type, name: str) -> None:
         original = getattr(owner, name)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             work.append(f"{owner.__name__}.{name}")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, watched)
+        monkeypatch.setattr(owner, name, recorded)
 
-    watch(Decoder, "run")
-    watch(Decoder, "embed")
-    watch(Cache, "reserve")
+    record(Decoder, "run")
+    record(Decoder, "embed")
+    record(Cache, "reserve")
     yield
     monkeypatch.undo()
     assert not work, f"work was done before the refusal: {work}"
@@ -97,8 +97,8 @@ def refuses(monkeypatch, answer) -> Refuses:
     return check
 
 
-def test_the_watch_notices_work(monkeypatch, engine):
-    """A guard that never fires would make every test here weaker than it looks."""
+def test_no_work_fails_for_a_request_that_runs(monkeypatch, engine):
+    """Otherwise `refuses` could not fail."""
     with pytest.raises(AssertionError, match="work was done"), no_work(monkeypatch):
         engine.generate(PROMPT, max_new_tokens=1)
 
@@ -111,28 +111,23 @@ def ids(*rows: list[int]) -> torch.Tensor:
 PROMPTS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "no-tokens": (torch.empty(1, 0, dtype=torch.long), ("prompt 0 is empty", "at least one token"), {}),
     "no-rows": (torch.empty(0, 3, dtype=torch.long), ("no rows", "at least one prompt"), {}),
-    "row-fully-masked": (
+    "prompt-fully-masked": (
         BATCH,
         ("prompt 1 is empty", "at least one token"),
         {"attention_mask": ids([1, 1, 1, 1], [0, 0, 0, 0])},
     ),
-    "row-of-padding-only": (ids([5, 9], [0, 0]), ("prompt 1 is empty", "at least one token"), {"pad_token_id": 0}),
+    "prompt-of-padding-only": (ids([5, 9], [0, 0]), ("prompt 1 is empty", "at least one token"), {"pad_token_id": 0}),
     "id-just-outside": (ids([1, VOCABULARY]), ("prompt 0", "101", "vocabulary", "0 to 100", "tokenizer"), {}),
-    "id-far-outside": (ids([1, 2**40]), ("prompt 0", str(2**40), "vocabulary", "0 to 100"), {}),
     "id-negative": (ids([1, 5], [-1, 7]), ("prompt 1", "-1", "vocabulary", "0 to 100"), {}),
     "ids-int32": (PROMPT.int(), ("input_ids", "LongTensor", "int32"), {}),
-    "ids-float": (PROMPT.float(), ("input_ids", "LongTensor", "float32"), {}),
     "ids-flat": (PROMPT[0], ("input_ids", "[batch, length]", "[4]"), {}),
-    "ids-three-dimensional": (PROMPT[None], ("input_ids", "[batch, length]", "[1, 1, 4]"), {}),
     "ids-list": (PROMPT.tolist(), ("input_ids", "LongTensor", "list"), {}),
     "ids-none": (None, ("input_ids", "LongTensor", "NoneType"), {}),
-    "ids-text": ("Hello", ("input_ids", "LongTensor", "str"), {}),
     "mask-too-short": (
         PROMPT,
         ("attention_mask [1, 3]", "input_ids [1, 4]", "shape"),
         {"attention_mask": ids([1, 1, 1])},
     ),
-    "mask-flat": (PROMPT, ("attention_mask [4]", "input_ids [1, 4]"), {"attention_mask": torch.ones(4)}),
     "mask-list": (PROMPT, ("attention_mask", "tensor"), {"attention_mask": [[1, 1, 1, 1]]}),
     "mask-padded-on-the-right": (
         BATCH,
@@ -154,17 +149,12 @@ PROMPTS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
         ("prompt 0", f"{CONTEXT} tokens", f"holds {CONTEXT}", "shorten"),
         {},
     ),
-    "prompt-over-the-context": (
-        torch.ones(2, CONTEXT + 7, dtype=torch.long),
-        ("prompt 0", f"{CONTEXT + 7} tokens", f"holds {CONTEXT}", "shorten"),
-        {"max_new_tokens": 1},
-    ),
 }
 
 
-@pytest.mark.parametrize("row", PROMPTS.values(), ids=PROMPTS.keys())
-def test_prompt_is_refused(row, engine, refuses):
-    input_ids, words, kwargs = row
+@pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
+def test_prompt_is_refused(case, engine, refuses):
+    input_ids, words, kwargs = case
     refuses(engine, lambda: engine.generate(input_ids, **kwargs), *words)
 
 
@@ -175,20 +165,17 @@ def test_one_token_fits_before_the_context(model, engine):
     assert out.stats[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("huge", "plan"), [(CONTEXT, "tree:3,2"), (10**6, "chain:4"), (2**80, "none")], ids=["context", "million", "2**80"]
-)
-def test_huge_max_new_tokens_stops_at_the_context(model, engine, huge, plan):
+def test_huge_max_new_tokens_stops_at_the_context(model, engine):
     out = engine.generate(
-        PROMPT, max_new_tokens=huge, plan=plan, speculative_decoding="force", return_dict_in_generate=True
+        PROMPT, max_new_tokens=2**80, plan="tree:3,2", speculative_decoding="force", return_dict_in_generate=True
     )
     expected = model.generate(PROMPT, max_new_tokens=CONTEXT - PROMPT.shape[1])
     assert out.sequences.tolist() == expected.tolist()
     assert out.stats[0].finish_reason == "length"
 
 
-def test_rows_stop_at_the_context_each_for_itself(engine):
-    """Padding is no part of a row's context: the shorter prompt gets more new tokens."""
+def test_padding_does_not_count_towards_the_context(engine):
+    """A sequence with a shorter prompt gets more new tokens."""
     padded, mask = ids([0, 0, 7, 8], [1, 5, 9, 33]), ids([0, 0, 1, 1], [1, 1, 1, 1])
     out = engine.generate(padded, mask, max_new_tokens=10**6, return_dict_in_generate=True)
     assert [stats.new_tokens for stats in out.stats] == [CONTEXT - 2, CONTEXT - 4]
@@ -200,74 +187,43 @@ NAMES_OF_FORMS = ("'none'", "'chain:4'", "'tree:4,2,2,1'", "nodes")
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "max_new_tokens-0": ({"max_new_tokens": 0}, ("max_new_tokens=0", "at least 1")),
-    "max_new_tokens-negative": ({"max_new_tokens": -3}, ("max_new_tokens=-3", "at least 1")),
     "max_new_tokens-float": ({"max_new_tokens": 5.0}, ("max_new_tokens=5.0", "integer")),
-    "max_new_tokens-text": ({"max_new_tokens": "5"}, ("max_new_tokens='5'", "integer")),
-    "max_new_tokens-bool": ({"max_new_tokens": True}, ("max_new_tokens=True", "integer")),
     "max_length-0": ({"max_length": 0}, ("max_length=0", "at least 1")),
-    "max_length-float": ({"max_length": 9.5}, ("max_length=9.5", "integer")),
     "max_length-is-the-prompt's": (
         {"max_length": 4},
         ("max_length=4", "4 tokens", "raise max_length", "max_new_tokens"),
     ),
-    "max_length-below-the-prompt's": ({"max_length": 2}, ("max_length=2", "4 tokens", "raise max_length")),
     "min_new_tokens-negative": ({"min_new_tokens": -1}, ("min_new_tokens=-1", "at least 0")),
-    "min_new_tokens-float": ({"min_new_tokens": 2.5}, ("min_new_tokens=2.5", "integer")),
     "exit-layer-0": ({"exit_layer": 0}, ("exit_layer=0", "4 layers", "1 to 3")),
-    "exit-layer-negative": ({"exit_layer": -1}, ("exit_layer=-1", "4 layers", "1 to 3")),
     "exit-layer-last": ({"exit_layer": LAYERS}, ("exit_layer=4", "4 layers", "1 to 3")),
-    "exit-layer-beyond": ({"exit_layer": 30}, ("exit_layer=30", "4 layers", "1 to 3")),
-    "exit-layer-float": ({"exit_layer": 2.0}, ("exit_layer=2.0", "1 to 3")),
-    "exit-layer-text": ({"exit_layer": "2"}, ("exit_layer='2'", "1 to 3")),
-    "exit-layer-bool": ({"exit_layer": True}, ("exit_layer=True", "1 to 3")),
     "exit-layer-bad-though-switched-off": (
         {"exit_layer": 30, "speculative_decoding": False},
         ("exit_layer=30", "4 layers", "1 to 3"),
     ),
     "plan-of-no-kind": ({"plan": "spline:3"}, ("'spline:3'", "malformed", *NAMES_OF_FORMS)),
-    "plan-without-number": ({"plan": "chain:"}, ("'chain:'", "malformed", *NAMES_OF_FORMS)),
-    "plan-with-a-word": ({"plan": "chain:four"}, ("'chain:four'", "malformed", *NAMES_OF_FORMS)),
-    "plan-negative": ({"plan": "chain:-1"}, ("'chain:-1'", "malformed", *NAMES_OF_FORMS)),
-    "plan-with-a-gap": ({"plan": "tree:4,,1"}, ("'tree:4,,1'", "malformed", *NAMES_OF_FORMS)),
-    "plan-empty-text": ({"plan": ""}, ("''", "malformed", *NAMES_OF_FORMS)),
     "plan-chain-of-0": ({"plan": "chain:0"}, ("at least one node", *NAMES_OF_FORMS)),
-    "plan-tree-of-0": ({"plan": "tree:2,0"}, ("at least one node", *NAMES_OF_FORMS)),
     "plan-not-pairs": ({"plan": [0, 1]}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
-    "plan-a-number": ({"plan": 4}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
-    "plan-child-before-parent": ({"plan": [(0, 0), (2, 0)]}, ("node 2", "parent 2", "before its child")),
-    "plan-negative-rank": ({"plan": [(0, -1)]}, ("node 1", "rank -1", "start at 0")),
-    "plan-twins": ({"plan": [(0, 0), (0, 0)]}, ("two children of the same rank",)),
-    "plan-not-depth-by-depth": ({"plan": [(0, 0), (1, 0), (0, 1)]}, ("depth by depth",)),
-    "plan-fraction-of-a-rank": ({"plan": [(0, 0), (0, 1.5)]}, ("pairs (parent, rank)", *NAMES_OF_FORMS)),
-    "nodes-64-in-a-chain": ({"plan": "chain:64"}, ("63",)),
-    "nodes-64-in-a-tree": ({"plan": "tree:8,7"}, ("63", "(8, 7)")),
     "nodes-64-listed": ({"plan": MANY_NODES}, ("64 nodes", "63")),
-    "nodes-uncountable": ({"plan": "chain:1000000000000000"}, ("63",)),
     "rank-beyond-the-vocabulary": ({"plan": [(0, 0), (0, VOCABULARY)]}, ("rank 101", "101 tokens")),
     "argument-num_beams": ({"num_beams": 4}, ("num_beams=4", "not supported", "top_p")),
     "argument-invented": ({"invented": 1}, ("'invented'", "max_new_tokens", "top_p")),
     "argument-invented-none": ({"invented": None}, ("'invented'", "max_new_tokens", "top_p")),
-    "argument-penalty_alpha": ({"penalty_alpha": 0.6}, ("penalty_alpha=0.6", "not supported")),
     "argument-assistant_model": ({"assistant_model": "x"}, ("assistant_model", "supports", "top_p")),
-    "argument-no_repeat_ngram_size": ({"no_repeat_ngram_size": 3}, ("no_repeat_ngram_size=3", "not supported")),
-    "argument-begin_suppress_tokens": ({"begin_suppress_tokens": [4]}, ("begin_suppress_tokens", "not supported")),
     "bad_words_ids-flat": ({"bad_words_ids": [4]}, ("bad_words_ids", "list of lists")),
     "sequence_bias-of-no-sequence": ({"sequence_bias": {4: 1.0}}, ("sequence_bias", "tuples")),
     "sequence_bias-outside": ({"sequence_bias": {(VOCABULARY,): 1.0}}, ("sequence_bias", "101", "0 to 100")),
     "suppress_tokens-text": ({"suppress_tokens": "4"}, ("suppress_tokens='4'", "token id")),
     "logit_bias-outside": ({"logit_bias": {VOCABULARY: 1.0}}, ("logit_bias", "101", "0 to 100")),
     "allowed_token_ids-outside": ({"allowed_token_ids": [4, 900]}, ("allowed_token_ids", "900", "0 to 100")),
-    "min_length-float": ({"min_length": 2.5}, ("min_length=2.5", "integer")),
     "logits_processor-alone": ({"logits_processor": lambda ids, scores: scores}, ("logits_processor", "list")),
     "stopping_criteria-alone": ({"stopping_criteria": lambda ids, scores: False}, ("stopping_criteria", "list")),
     "inputs-and-input_ids": ({"inputs": PROMPT}, ("inputs", "input_ids", "one of them")),
     **{
         f"{name}-returned": ({name: True, "return_dict_in_generate": True}, (f"{name}=True", "not supported"))
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        for name in ("output_scores", "output_attentions")
     },
     "config-num_beams": ({"generation_config": GenerationConfig(num_beams=4)}, ("num_beams=4", "not supported")),
     "config-invented": ({"generation_config": GenerationConfig(invented=3)}, ("invented=3", "not supported")),
-    "config-typical_p": ({"generation_config": GenerationConfig(typical_p=0.5)}, ("typical_p=0.5", "not supported")),
     "config-top_k": (
         {"generation_config": GenerationConfig(do_sample=True, top_k=-1)},
         ("top_k=-1", "at least 0"),
@@ -275,39 +231,20 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "config-dict": ({"generation_config": {"max_new_tokens": 3}}, ("generation_config", "GenerationConfig", "dict")),
     "mode-zero": ({"speculative_decoding": 0}, ("speculative_decoding=0", "False", "'force'")),
     "mode-word": ({"speculative_decoding": "on"}, ("speculative_decoding='on'", "False", "'force'")),
-    "mode-list": ({"speculative_decoding": []}, ("speculative_decoding=[]", "False", "'force'")),
     "acceptance-word": ({"acceptance": "always"}, ("acceptance='always'", "'coupled'", "'rejection'")),
-    "acceptance-none": ({"acceptance": None}, ("acceptance=None", "'coupled'", "'rejection'")),
     "rules-dict": ({"rules": {"max_batch": 4}}, ("rules", "Rules")),
     "seed-float": ({"seed": 1.5}, ("seed", "1.5", "integer")),
-    "seed-text": ({"seed": "a"}, ("seed", "'a'", "integers")),
-    "seed-bool": ({"seed": True}, ("seed", "True", "integers")),
     "seed-of-65-bits": ({"seed": 2**63}, ("seed", str(2**63), "64 bits")),
-    "seed-for-two-rows": ({"seed": [1, 2]}, ("seed", "2 entries", "1 prompts", "one per prompt")),
-    "seed-for-no-row": ({"seed": []}, ("seed", "0 entries", "one per prompt")),
+    "seed-for-two-prompts": ({"seed": [1, 2]}, ("seed", "2 entries", "1 prompts", "one per prompt")),
     "temperature-0": ({"do_sample": True, "temperature": 0.0}, ("temperature=0.0", "above 0", "do_sample=False")),
-    "temperature-negative": ({"do_sample": True, "temperature": -1.0}, ("temperature=-1.0", "above 0")),
-    "temperature-nan": ({"do_sample": True, "temperature": float("nan")}, ("temperature=nan", "above 0")),
-    "temperature-text": ({"do_sample": True, "temperature": "hot"}, ("temperature='hot'", "number")),
     "top_k-negative": ({"do_sample": True, "top_k": -1}, ("top_k=-1", "at least 0", "0 switches it off")),
-    "top_k-fraction": ({"do_sample": True, "top_k": 2.5}, ("top_k=2.5", "integer")),
-    "top_k-text": ({"do_sample": True, "top_k": "ten"}, ("top_k='ten'", "integer")),
-    "top_k-infinite": ({"do_sample": True, "top_k": float("inf")}, ("top_k=inf", "integer")),
     "top_p-0": ({"do_sample": True, "top_p": 0.0}, ("top_p=0.0", "above 0", "at most 1")),
-    "top_p-above-1": ({"do_sample": True, "top_p": 1.5}, ("top_p=1.5", "at most 1")),
-    "top_p-nan": ({"do_sample": True, "top_p": float("nan")}, ("top_p=nan", "at most 1")),
-    "top_p-text": ({"do_sample": True, "top_p": "most"}, ("top_p='most'", "at most 1")),
     "min_p-negative": ({"do_sample": True, "min_p": -0.1}, ("min_p=-0.1", "between 0 and 1")),
-    "min_p-above-1": ({"do_sample": True, "min_p": 1.1}, ("min_p=1.1", "between 0 and 1")),
     "repetition_penalty-0": ({"repetition_penalty": 0.0}, ("repetition_penalty=0.0", "above 0", "1 switches it off")),
-    "repetition_penalty-negative": ({"repetition_penalty": -2.0}, ("repetition_penalty=-2.0", "above 0")),
-    "repetition_penalty-text": ({"repetition_penalty": "x"}, ("repetition_penalty='x'", "number")),
     "eos-text": ({"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
     "pad-text": ({"pad_token_id": "<pad>"}, ("pad_token_id", "'<pad>'")),
-    "copies-0": ({"num_return_sequences": 0, "do_sample": True}, ("num_return_sequences=0", "at least 1")),
-    "copies-negative": ({"num_return_sequences": -2, "do_sample": True}, ("num_return_sequences=-2", "at least 1")),
-    "copies-fraction": ({"num_return_sequences": 1.5, "do_sample": True}, ("num_return_sequences=1.5", "integer")),
-    "copies-while-greedy": (
+    "sequences-0": ({"num_return_sequences": 0, "do_sample": True}, ("num_return_sequences=0", "at least 1")),
+    "sequences-while-greedy": (
         {"num_return_sequences": 2},
         ("num_return_sequences=2", "do_sample=True", "num_return_sequences=1"),
     ),
@@ -316,15 +253,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("row", ARGUMENTS.values(), ids=ARGUMENTS.keys())
-def test_argument_is_refused(row, engine, refuses):
-    kwargs, words = row
+@pytest.mark.parametrize("case", ARGUMENTS.values(), ids=ARGUMENTS.keys())
+def test_argument_is_refused(case, engine, refuses):
+    kwargs, words = case
     refuses(engine, lambda: engine.generate(PROMPT, **kwargs), *words)
 
 
-@pytest.mark.parametrize("nodes", [63, 62])
-def test_a_plan_of_63_nodes_is_accepted(engine, answer, nodes):
-    plan = [(0, rank) for rank in range(nodes)]
+def test_a_plan_of_63_nodes_is_accepted(engine, answer):
+    plan = [(0, rank) for rank in range(63)]
     out = engine.generate(PROMPT, max_new_tokens=4, plan=plan, return_dict_in_generate=True)
     assert out.sequences.tolist() == answer
     assert out.stats[0].plan == str(Plan.parse(plan))
@@ -339,7 +275,7 @@ def test_the_last_rank_of_the_vocabulary_is_accepted(engine, answer):
 @pytest.mark.parametrize(
     ("prompt", "kwargs"),
     [(BATCH, {}), (PROMPT, {"do_sample": True, "num_return_sequences": 2})],
-    ids=["two-rows", "two-copies"],
+    ids=["two-prompts", "two-sequences"],
 )
 def test_a_streamer_for_several_sequences_is_refused(speaking, refuses, prompt, kwargs):
     streamer = TextStreamer(speaking.tokenizer)
@@ -375,12 +311,12 @@ class TestText:
     def test_a_prompt_of_another_type_is_refused(self, speaking, refuses, prompt):
         refuses(speaking, lambda: speaking.complete(prompt), "prompt", "string", "messages")
 
-    def test_a_stream_follows_one_sequence(self, speaking, refuses):
+    def test_a_stream_of_several_sequences_is_refused(self, speaking, refuses):
         call = lambda: speaking.stream("a", do_sample=True, num_return_sequences=2)  # noqa: E731
         refuses(speaking, call, "stream()", "one prompt", "num_return_sequences=1")
 
     @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "streamer"])
-    def test_what_belongs_to_generate_is_named(self, speaking, refuses, name):
+    def test_an_argument_of_generate_alone_is_refused(self, speaking, refuses, name):
         refuses(speaking, lambda: speaking.complete("a", **{name: None}), name, "generate()", "stream()")
 
     def test_an_unknown_option_is_named(self, speaking, refuses):
@@ -391,8 +327,7 @@ class TestText:
 
 
 class TestEngineArguments:
-    @pytest.mark.parametrize("name", ["max_length", "max_batch"])
-    @pytest.mark.parametrize("value", [0, -1, 2.5, "8"], ids=str)
+    @pytest.mark.parametrize(("name", "value"), [("max_length", 0), ("max_batch", 2.5)])
     def test_a_limit_must_be_a_positive_integer(self, model, name, value):
         with pytest.raises(ValueError, match=f"{name}=.*at least 1"):
             Engine.from_model(model, **{name: value})
@@ -407,18 +342,13 @@ class TestEngineArguments:
             engine, lambda: engine.generate(torch.ones(1, 12, dtype=torch.long)), "12 tokens", "holds 12", "shorten"
         )
 
-    @pytest.mark.parametrize("value", [0, -1.0, "8", True, 1e-9], ids=str)
-    def test_a_cache_must_hold_a_short_text(self, model, value):
+    @pytest.mark.parametrize("value", [0, "8", True, 1e-9], ids=str)
+    def test_a_cache_must_hold_a_sequence_of_64_positions(self, model, value):
         with pytest.raises(ValueError, match="kv_cache_gb=.*(above 0|or more)"):
             Engine.from_model(model, kv_cache_gb=value)
 
 
-QUANTIZED = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-}
+QUANTIZED = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +359,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 class TestModelFolder:
-    """Refusals of `Engine.from_pretrained`: no weight may have been loaded."""
+    """Refusals of `Engine.from_pretrained` before a weight is loaded."""
 
     @pytest.fixture
     def folder(self, saved, tmp_path) -> Path:
@@ -455,7 +385,7 @@ class TestModelFolder:
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
-    def test_the_folder_loads_as_long_as_nothing_is_wrong(self, folder):
+    def test_the_unchanged_folder_loads(self, folder):
         engine = Engine.from_pretrained(folder, device="cpu", profile=None)
         expected = tiny_model("llama", torch.float32).generate(PROMPT, max_new_tokens=4)
         assert engine.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == expected.tolist()
@@ -469,10 +399,9 @@ class TestModelFolder:
         self.edit_config(folder, model_type="invented")
         refuses_to_load(folder, "'invented'", "not supported", "llama")
 
-    @pytest.mark.parametrize("method", QUANTIZED)
-    def test_quantized_checkpoint(self, folder, refuses_to_load, method):
-        self.edit_config(folder, quantization_config=QUANTIZED[method])
-        refuses_to_load(folder, "quantized", method, "unquantized checkpoint", "GGUF")
+    def test_quantized_checkpoint(self, folder, refuses_to_load):
+        self.edit_config(folder, quantization_config=QUANTIZED)
+        refuses_to_load(folder, "quantized", "gptq", "unquantized checkpoint", "GGUF")
 
     @pytest.mark.parametrize(
         ("file", "auto_map"),
@@ -485,7 +414,7 @@ class TestModelFolder:
         ids=["tokenizer", "tokenizer-as-a-list", "config", "config-of-a-version"],
     )
     def test_code_of_a_checkpoint_never_runs(self, folder, refuses_to_load, monkeypatch, tmp_path, file, auto_map):
-        """Not even where standard input answers yes to the question whether to run it."""
+        """Not even if standard input answers yes to transformers' question."""
         chat_tokenizer().save_pretrained(folder)
         ran = tmp_path / "ran"
         (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n\nclass Tokenizer:\n    pass\n")
@@ -500,9 +429,19 @@ class TestModelFolder:
         refuses_to_load(folder, str(path), "auto_map", "code", "delete", but_not="trust_remote_code")
         assert not ran.exists()
 
-    @pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"a":' * 100_000], ids=lambda text: text[:5])
     @pytest.mark.parametrize(
-        "file", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"]
+        ("file", "content"),
+        [
+            ("config.json", "{"),
+            ("config.json", "[]"),
+            ("config.json", '{"a":' * 100_000),
+            ("tokenizer_config.json", "{"),
+            ("tokenizer.json", "{"),
+            ("tokenizer.json", "[" * 100_000),
+            ("generation_config.json", "{"),
+            ("generation_config.json", "[" * 100_000),
+        ],
+        ids=lambda text: text[:22],
     )
     def test_a_damaged_file(self, folder, refuses_to_load, file, content):
         chat_tokenizer().save_pretrained(folder)
@@ -518,13 +457,9 @@ class TestModelFolder:
         (folder / "model.safetensors").unlink()
         refuses_to_load(folder, "no weights", "model.safetensors", "again")
 
-    @pytest.mark.parametrize("keep", [-1, 1000, 4, 0], ids=["last-byte", "data", "header", "everything"])
-    def test_truncated_safetensors(self, folder, refuses_to_load, keep):
-        """Cut within its last tensor, within its first, within its header, and to nothing."""
+    def test_truncated_safetensors(self, folder, refuses_to_load):
         file = folder / "model.safetensors"
-        content = file.read_bytes()
-        header = 8 + int.from_bytes(content[:8], "little")
-        file.write_bytes(content[: {-1: -1, 1000: header + 1000, 4: header // 2, 0: 0}[keep]])
+        file.write_bytes(file.read_bytes()[:-1])
         refuses_to_load(folder, "model.safetensors", "bytes", "again")
 
     def test_missing_shard(self, tmp_path, refuses_to_load):
@@ -559,11 +494,10 @@ class TestModelFolder:
     def test_bad_argument(self, folder, refuses_to_load, kwargs, words):
         refuses_to_load(folder, *words, **kwargs)
 
-    @pytest.mark.parametrize("method", QUANTIZED)
-    def test_a_live_quantized_model(self, method):
+    def test_a_live_quantized_model(self):
         model = tiny_model("llama", torch.float32)
-        model.config.quantization_config = QUANTIZED[method]
-        with pytest.raises(ValueError, match=f"(?s)quantized.*{method}.*unquantized"):
+        model.config.quantization_config = QUANTIZED
+        with pytest.raises(ValueError, match="(?s)quantized.*gptq.*unquantized"):
             Engine.from_model(model)
 
     def test_a_live_model_of_another_type(self):
@@ -581,15 +515,15 @@ class TestProfile:
         profile_of(engine.model, domains).save(tmp_path / "profile", exits, {"chat": random_rows(40)})
         return tmp_path / "profile"
 
-    def test_the_profile_is_good_as_long_as_nothing_is_wrong(self, model, folder, answer):
+    def test_the_unchanged_profile_loads(self, model, folder, answer):
         engine = Engine.from_model(model, profile=folder)
         out = engine.generate(PROMPT, max_new_tokens=4, return_dict_in_generate=True)
         assert out.sequences.tolist() == answer and out.stats[0].exit_layer == 2
 
     @pytest.mark.parametrize("other", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["values", "layers"])
     def test_made_for_other_weights(self, folder, refuses, engine, other):
-        stranger = tiny_model("llama", **other)
-        call = lambda: Engine.from_model(stranger, profile=folder)  # noqa: E731
+        other_model = tiny_model("llama", **other)
+        call = lambda: Engine.from_model(other_model, profile=folder)  # noqa: E731
         refuses(engine, call, str(folder), "other weights", "calibrate", "profile=None")
 
     def test_made_for_weights_that_differ_a_little(self, folder, refuses, engine, model):
@@ -601,13 +535,13 @@ class TestProfile:
         call = lambda: Engine.from_model(tuned, profile=folder)  # noqa: E731
         refuses(engine, call, "other weights", "calibrate")
 
-    @pytest.mark.parametrize("version", [1, 3, None, "2"], ids=["older", "newer", "missing", "text"])
+    @pytest.mark.parametrize("version", [1, None], ids=["other", "missing"])
     def test_of_another_schema(self, folder, refuses, engine, model, version):
         edit_profile(folder, schema_version=version)
         call = lambda: Engine.from_model(model, profile=folder)  # noqa: E731
         refuses(engine, call, "profile.json", f"schema version {version}", "reads 2", "calibrate")
 
-    @pytest.mark.parametrize("content", ["", "{", "not json", "[]", '"text"', "\x00\xff"], ids=repr)
+    @pytest.mark.parametrize("content", ["{", "[]", "\x00\xff"], ids=repr)
     def test_corrupt_profile_json(self, folder, refuses, engine, model, content):
         (folder / "profile.json").write_text(content, encoding="latin-1")
         refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", "calibrate")
@@ -638,10 +572,10 @@ class TestProfile:
 
     @pytest.mark.parametrize(
         "damage",
-        ["truncated", "garbage", "empty", "tensor-missing", "tensor-misshapen", "recall-misshapen", "rows-descending"],
+        ["truncated", "tensor-missing", "tensor-misshapen", "recall-misshapen", "rows-descending"],
     )
     def test_corrupt_exits(self, folder, refuses, engine, model, answer, damage):
-        """Whether they are read when the engine is built or when first needed is left open; without drafts, never."""
+        """Refused when the engine is built or when an exit is first needed; plain decoding needs none."""
         file = folder / "exits.safetensors"
         tensors, content = load_file(file), file.read_bytes()
         if damage == "tensor-missing":
@@ -654,7 +588,7 @@ class TestProfile:
         elif damage == "rows-descending":
             save_file({**tensors, "head_rows.chat": tensors["head_rows.chat"].flip(0).contiguous()}, file)
         else:
-            file.write_bytes({"truncated": content[:-10], "garbage": b"\xff" * 200, "empty": b""}[damage])
+            file.write_bytes(content[:-10])
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
         refuses(engine, call, "exits.safetensors", "python -m selfspec.calibrate")
         plain = Engine.from_model(model, profile=folder)

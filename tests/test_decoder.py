@@ -1,4 +1,4 @@
-"""The one decoder against transformers: every family and variant, however the tokens and layers are divided."""
+"""The decoder's logits equal transformers' for every family and config variant, however tokens and layers are split."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import (
     BitsAndBytesConfig,
-    FineGrainedFP8Config,
     Gemma3Config,
-    GPT2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
@@ -28,7 +26,7 @@ from selfspec.speculation.plan import Plan
 from tests.scripted import new_cache
 from tests.tiny import FAMILIES, VOCABULARY, tiny_config, tiny_model
 
-LENGTH = PAGE_SIZE + 9  # past a page, and past every tiny sliding window
+LENGTH = PAGE_SIZE + 9  # longer than a page and than every tiny sliding window
 TOLERANCE = 1e-4
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -44,15 +42,15 @@ def transformers_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tens
 
 
 class Run:
-    """Sequences of one decoder and one cache, moved on pass by pass as the engine does it."""
+    """Sequences of one decoder and one cache, run pass by pass as a backend does."""
 
-    def __init__(self, decoder: Decoder, rows: int = 1) -> None:
+    def __init__(self, decoder: Decoder, sequences: int = 1) -> None:
         self.decoder = decoder
         self.cache = new_cache(decoder)
-        self.sequences = [self.cache.open() for _ in range(rows)]
+        self.sequences = [self.cache.open() for _ in range(sequences)]
 
     def tree(self, hidden: torch.Tensor, layers: range, plan: Plan, nodes: range) -> torch.Tensor:
-        """A range of layers over some nodes of a plan, for every sequence: [B, M, hidden]. Nothing is committed."""
+        """Runs a range of layers over some nodes of a plan, for every sequence: [B, M, hidden]. Commits nothing."""
         for sequence in self.sequences:
             self.cache.reserve(sequence, sequence.length + nodes.stop)
         depths = torch.tensor(plan.depths[: nodes.stop])
@@ -60,10 +58,10 @@ class Run:
         rows = Rows(self.sequences, nodes, depths, ancestors, self.decoder.device)
         return self.decoder.run(hidden, layers.start, layers.stop, rows, self.cache)
 
-    def prompt(self, tokens: list[int], chunk: int = LENGTH, row: int = 0) -> torch.Tensor:
-        """Tokens of one sequence, chunk by chunk, committed: hidden states [T, hidden]."""
+    def prompt(self, tokens: list[int], chunk: int = LENGTH, index: int = 0) -> torch.Tensor:
+        """Runs and commits the tokens of one sequence, chunk by chunk: hidden states [T, hidden]."""
         starts = range(0, len(tokens), chunk)
-        return torch.cat([self._chunk(tokens[start : start + chunk], self.sequences[row]) for start in starts])
+        return torch.cat([self._chunk(tokens[start : start + chunk], self.sequences[index]) for start in starts])
 
     def _chunk(self, tokens: list[int], sequence: KVPages) -> torch.Tensor:
         count = len(tokens)
@@ -87,7 +85,7 @@ def max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().max().item()
 
 
-# Every family, however its tokens come
+# Every family, in any division of tokens and layers
 
 
 @cache
@@ -96,25 +94,23 @@ def reference(family: str) -> tuple[PreTrainedModel, list[int], torch.Tensor]:
     return model, tokens, transformers_logits(model, tokens)
 
 
-@pytest.mark.parametrize("chunk", [LENGTH, 7, 1], ids=["one_pass", "chunks", "token_by_token"])
 @families
-def test_logits_equal_transformers(family: str, chunk: int) -> None:
+def test_logits_of_one_pass_equal_transformers(family: str) -> None:
     model, tokens, expected = reference(family)
-    assert max_difference(prompt_logits(model, tokens, chunk), expected) < TOLERANCE
+    assert max_difference(prompt_logits(model, tokens, LENGTH), expected) < TOLERANCE
 
 
 @families
-def test_prefill_then_decoding_equals_transformers(family: str) -> None:
+def test_prefill_in_chunks_then_decoding_equals_transformers(family: str) -> None:
     model, tokens, expected = reference(family)
     run = Run(adopt(model))
-    hidden = [run.prompt(tokens[:40], chunk=16), run.prompt(tokens[40:], chunk=1)]
+    hidden = [run.prompt(tokens[:56], chunk=16), run.prompt(tokens[56:], chunk=1)]
     assert max_difference(run.decoder.logits(torch.cat(hidden)), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("layer", range(5))
-@families
-def test_split_at_a_layer_equals_transformers(family: str, layer: int) -> None:
-    """The layers below run ahead node by node, then the layers above take all nodes in one pass: as a cycle does."""
+@pytest.mark.parametrize(("family", "layer"), [*zip(FAMILIES, range(5), strict=True)])
+def test_a_pass_split_at_a_layer_equals_transformers(family: str, layer: int) -> None:
+    """The layers below run node by node, then the layers above run over all nodes in one pass, as a step does."""
     model, tokens, expected = reference(family)
     run = Run(adopt(model))
     run.prompt(tokens[:-6])
@@ -124,7 +120,7 @@ def test_split_at_a_layer_equals_transformers(family: str, layer: int) -> None:
     assert max_difference(run.decoder.logits(hidden[0]), expected[-6:]) < TOLERANCE
 
 
-@families
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_prompt_of_several_prefill_chunks_equals_transformers(family: str) -> None:
     model, tokens = tiny_model(family, max_position_embeddings=1200), random_tokens(2 * PREFILL_CHUNK + 5)
     seen: list[torch.Tensor] = []
@@ -139,56 +135,60 @@ def test_prompt_of_several_prefill_chunks_equals_transformers(family: str) -> No
     assert max_difference(seen[0], transformers_logits(model, tokens)[-1]) < TOLERANCE
 
 
-# Trees and batches, in float64: what differs is a fault, not rounding
+# Trees and batches, in float64: a difference is a fault, not rounding
 
 
-# Deeper than the windows, so that a node's own ancestors leave them, and bushy, so that slots are not positions.
+# Deeper than the windows, so that ancestors of a node lie outside of them, and with several children per node, so that
+# slots are not positions.
 TREE = Plan.parse("nodes:0.0,0.1,0.2,1.0,1.1,3.0,4.0,6.0,6.1,8.0,7.0,10.0,11.0,12.0,13.0,14.0,15.0,16.0")
-EVERYONE = range(len(TREE) + 1)
+ALL_NODES = range(len(TREE) + 1)
 
 
 @families
 def test_every_node_of_a_tree_equals_transformers_on_its_own_path(family: str) -> None:
-    model, prompt, nodes = tiny_model(family), random_tokens(20), random_tokens(len(EVERYONE), seed=1)
+    model, prompt, nodes = tiny_model(family), random_tokens(20), random_tokens(len(ALL_NODES), seed=1)
     run = Run(adopt(model))
     run.prompt(prompt)
-    logits = run.decoder.logits(run.tree(run.decoder.embed(torch.tensor([nodes])), range(4), TREE, EVERYONE)[0])
-    for node in EVERYONE:
+    logits = run.decoder.logits(run.tree(run.decoder.embed(torch.tensor([nodes])), range(4), TREE, ALL_NODES)[0])
+    for node in ALL_NODES:
         path = TREE.ancestors[node].nonzero().flatten().tolist()
         expected = transformers_logits(model, prompt + [nodes[n] for n in path])[-1]
         assert max_difference(logits[node], expected) < TOLERANCE, f"node {node}"
 
 
-@families
-def test_tree_level_by_level_equals_the_tree_at_once(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_tree_run_level_by_level_equals_the_tree_run_in_one_pass(family: str) -> None:
     decoder = adopt(tiny_model(family))
-    embedded = decoder.embed(torch.tensor([random_tokens(len(EVERYONE), seed=1)]))
+    embedded = decoder.embed(torch.tensor([random_tokens(len(ALL_NODES), seed=1)]))
     at_once, by_level = Run(decoder), Run(decoder)
     for run in (at_once, by_level):
         run.prompt(random_tokens(20))
     levels = [by_level.tree(embedded[:, level.start : level.stop], range(4), TREE, level) for level in TREE.levels]
-    assert max_difference(torch.cat(levels, dim=1), at_once.tree(embedded, range(4), TREE, EVERYONE)) < 1e-11
+    assert max_difference(torch.cat(levels, dim=1), at_once.tree(embedded, range(4), TREE, ALL_NODES)) < 1e-11
 
 
-@pytest.mark.parametrize("plan", ["none", "chain:3", str(TREE)], ids=["plain", "chain", "tree"])
-@families
-def test_rows_of_different_lengths_in_one_pass_equal_each_alone(family: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [("llama", "none"), ("qwen3", "chain:3"), ("gemma3_text", str(TREE))],
+    ids=["plain", "chain", "tree"],
+)
+def test_sequences_of_different_lengths_in_one_pass_equal_each_alone(family: str, plan: str) -> None:
     decoder, shape = adopt(tiny_model(family)), Plan.parse(plan)
     nodes = range(len(shape) + 1)
     prompts = [random_tokens(length, seed=length) for length in (1, 12, PAGE_SIZE - 2, PAGE_SIZE, PAGE_SIZE + 30)]
-    embedded = decoder.embed(torch.tensor([random_tokens(len(nodes), seed=100 + row) for row in range(len(prompts))]))
+    embedded = decoder.embed(torch.tensor([random_tokens(len(nodes), 100 + index) for index in range(len(prompts))]))
     together = Run(decoder, len(prompts))
-    for row, prompt in enumerate(prompts):
-        together.prompt(prompt, row=row)
+    for index, prompt in enumerate(prompts):
+        together.prompt(prompt, index=index)
     batch = together.tree(embedded, range(4), shape, nodes)
-    for row, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         alone = Run(decoder)
         alone.prompt(prompt)
-        expected = alone.tree(embedded[row : row + 1], range(4), shape, nodes)
-        assert max_difference(batch[row], expected[0]) < 1e-11, f"row {row}"
+        expected = alone.tree(embedded[index : index + 1], range(4), shape, nodes)
+        assert max_difference(batch[index], expected[0]) < 1e-11, f"sequence {index}"
 
 
-# What configs of a family may vary
+# Config variants
 
 
 def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -200,8 +200,7 @@ def windowed(layers_without: int) -> dict[str, Any]:
 
 
 LLAMA3 = scaled("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=128)
-YARN_TUNED = scaled(
+YARN = scaled(
     "yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3
 )
 TWO_ROPES = {
@@ -215,48 +214,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_rope_linear": ("llama", scaled("linear", factor=3.0)),
     "llama_rope_llama3": ("llama", LLAMA3),
     "llama_rope_yarn": ("llama", YARN),
-    "llama_rope_yarn_tuned": ("llama", YARN_TUNED),
-    "llama_rope_dynamic": ("llama", scaled("dynamic", factor=4.0)),
     "llama_rope_dynamic_to_the_end": ("llama", scaled("dynamic", factor=4.0) | {"max_position_embeddings": LENGTH}),
-    "mistral_rope_yarn": ("mistral", YARN),
-    "qwen2_rope_yarn": ("qwen2", YARN),
-    "qwen3_rope_yarn": ("qwen3", YARN),
     "gemma3_two_ropes": ("gemma3_text", TWO_ROPES),
     "gemma3_old_style_ropes": (
         "gemma3_text",
         {"rope_theta": 900.0, "rope_local_base_freq": 15.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
     "qwen2_untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "gemma3_untied": ("gemma3_text", {"tie_word_embeddings": False}),
     "gemma3_softcapped": ("gemma3_text", {"final_logit_softcapping": 3.0}),
-    **{f"{family}_softcapped": (family, {"final_logit_softcapping": 3.0}) for family in FAMILIES[:-1]},  # ignored
+    "llama_softcapped": ("llama", {"final_logit_softcapping": 3.0}),  # transformers ignores it
     "gemma3_other_query_scale": ("gemma3_text", {"query_pre_attn_scalar": 40}),
-    "gemma3_other_activation": ("gemma3_text", {"hidden_activation": "silu"}),
     "gemma3_attention_bias": ("gemma3_text", {"attention_bias": True}),
     "gemma3_pattern_of_layers": ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 2}),
-    "llama_attention_bias": ("llama", {"attention_bias": True}),
-    "llama_mlp_bias": ("llama", {"mlp_bias": True}),
     "llama_both_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3_attention_bias": ("qwen3", {"attention_bias": True}),
-    "qwen2_windows": ("qwen2", windowed(0)),
     "qwen2_windows_from_layer_2": ("qwen2", windowed(2)),
     "qwen2_window_unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 6, "max_window_layers": 0}),
-    "qwen3_windows_from_layer_1": ("qwen3", windowed(1)),
     "qwen3_mixed_layer_types": (
         "qwen3",
         windowed(0) | {"layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "mistral_without_window": ("mistral", {"sliding_window": None}),
     "mistral_window_of_one": ("mistral", {"sliding_window": 1}),
-    "mistral_wide_heads": ("mistral", {"head_dim": 24}),
-    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
     "llama_kv_head_for_each": ("llama", {"num_key_value_heads": None}),
     "llama_wide_heads": ("llama", {"head_dim": 24}),
     "llama_gelu": ("llama", {"hidden_act": "gelu"}),
-    "llama_gelu_tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama_large_epsilon": ("llama", {"rms_norm_eps": 0.5}),
     "llama_one_layer": ("llama", {"num_hidden_layers": 1}),
 }
@@ -274,18 +258,20 @@ def test_dynamic_rope_is_not_used_past_its_original_context() -> None:
     assert ModelConfig.from_hf(config).context == 80
 
 
-# 16-bit models: the steps whose rounding order is part of what the model is
+# 16-bit models: rounding is part of the model
+
+sixteen_bits = pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float16), ("gemma3_text", torch.bfloat16)], ids=["float16", "gemma3-bfloat16"]
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@families
+@sixteen_bits
 def test_embedding_is_transformers_bit_for_bit(family: str, dtype: torch.dtype) -> None:
     model, tokens = tiny_model(family, dtype), torch.tensor([random_tokens(40)])
     assert torch.equal(adopt(model).embed(tokens), model.get_input_embeddings()(tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@families
+@sixteen_bits
 def test_norm_rounds_no_more_than_transformers(family: str, dtype: torch.dtype) -> None:
     model, decoder = tiny_model(family), adopt(tiny_model(family, dtype))
     hidden = torch.randn(200, 32, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
@@ -296,12 +282,12 @@ def test_norm_rounds_no_more_than_transformers(family: str, dtype: torch.dtype) 
     assert error.max() < roundings * torch.finfo(dtype).eps / 2 * 1.01
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_logits_are_float32_whatever_the_weights_are(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_logits_are_float32_for_weights_of_any_dtype(dtype: torch.dtype) -> None:
     assert prompt_logits(tiny_model("llama", dtype), [5, 6, 7], 3).dtype == torch.float32
 
 
-# What is refused
+# Refused configs
 
 
 def quantized(config: Any) -> PreTrainedConfig:
@@ -312,8 +298,8 @@ def quantized(config: Any) -> PreTrainedConfig:
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2Config(), Qwen3MoeConfig(num_hidden_layers=1), Gemma3Config()],
-    ids=["gpt2", "qwen3_moe", "gemma3_with_images"],
+    [Qwen3MoeConfig(num_hidden_layers=1), Gemma3Config()],
+    ids=["qwen3_moe", "gemma3_with_images"],
 )
 def test_unsupported_model_type_is_refused_with_the_supported_ones(config: PreTrainedConfig) -> None:
     with pytest.raises(ValueError, match=f"'{config.model_type}'.*llama, mistral, qwen2, qwen3, gemma3_text"):
@@ -324,12 +310,10 @@ def test_unsupported_model_type_is_refused_with_the_supported_ones(config: PreTr
     ("config", "method"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
         (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes"),
-        (FineGrainedFP8Config(), "fp8"),
         ({"bits": 4}, "unknown method"),
     ],
-    ids=["gptq", "awq", "bitsandbytes", "fp8", "unnamed"],
+    ids=["dict", "object", "unnamed"],
 )
 def test_quantized_checkpoint_is_refused_by_its_method(config: Any, method: str) -> None:
     with pytest.raises(ValueError, match=f"quantized .*{method}.*unquantized"):

@@ -1,4 +1,4 @@
-"""Weights reach the decoder once, unchanged, from every source; and what cannot work is refused before loading."""
+"""Weights are loaded once and unchanged from every source; folders and models that cannot be decoded are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tensors_of(decoder: Decoder) -> dict[str, torch.Tensor]:
 
 
 def pieces_of(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The decoder's tensors cut back into Hugging Face's."""
+    """The decoder's tensors split into Hugging Face's."""
     named = tensors_of(decoder)
     groups = model_parts(decoder.config)
     assert named.keys() == groups.keys()
@@ -72,13 +72,13 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound llama folder to be spoilt."""
+    """A complete llama folder for a test to damage."""
     return save(tiny_model("llama", torch.float32), tmp_path / "model")
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Asserts that a folder is refused, both when found and when loaded, before a weight is allocated or read."""
+    """Asserts that `resolve` and `load_folder` refuse a folder before a weight is allocated or read."""
 
     def loading(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a weight was touched")
@@ -104,8 +104,17 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 class TestLoadFolder:
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(
+        ("family", "dtype"),
+        [
+            ("llama", torch.float64),
+            ("mistral", torch.float32),
+            ("qwen2", torch.bfloat16),
+            ("qwen3", torch.float16),
+            ("gemma3_text", torch.bfloat16),
+        ],
+        ids=FAMILIES,
+    )
     def test_every_family_and_dtype(self, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
         model = tiny_model(family, dtype)
         decoder = weights.load_folder(weights.resolve(save(model, tmp_path)), CPU, dtype)
@@ -113,8 +122,7 @@ class TestLoadFolder:
         for name, piece in pieces_of(decoder).items():
             assert piece.dtype == dtype and torch.equal(piece, state[name]), name
 
-    @pytest.mark.parametrize("tied", [True, False])
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("gemma3_text", False)])
     def test_each_weight_exists_once(self, family: str, tied: bool, tmp_path: Path) -> None:
         model = tiny_model(family, torch.float32, tie_word_embeddings=tied)
         decoder = weights.load_folder(save(model, tmp_path), CPU, torch.float32)
@@ -126,9 +134,8 @@ class TestLoadFolder:
         for tensor in tensors_of(decoder).values():
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
-    @pytest.mark.parametrize("options", [{"attention_bias": True}, {"attention_bias": True, "mlp_bias": True}], ids=str)
-    def test_biases(self, options: dict[str, Any], tmp_path: Path) -> None:
-        model = tiny_model("llama", torch.float32, **options)
+    def test_biases(self, tmp_path: Path) -> None:
+        model = tiny_model("llama", torch.float32, attention_bias=True, mlp_bias=True)
         state = model.state_dict()
         pieces = pieces_of(weights.load_folder(save(model, tmp_path), CPU))
         assert pieces.keys() == state.keys()
@@ -147,12 +154,12 @@ class TestLoadFolder:
         sizes: list[int] = []
         original = weights._chunks
 
-        def watched(source: Any, part: Part) -> Any:
+        def recorded(source: Any, part: Part) -> Any:
             for chunk, rows in original(source, part):
                 sizes.append(chunk.nbytes)
                 yield chunk, rows
 
-        monkeypatch.setattr(weights, "_chunks", watched)
+        monkeypatch.setattr(weights, "_chunks", recorded)
         pieces = pieces_of(weights.load_folder(folder, CPU))
         assert max(sizes) <= 1024
         assert all(torch.equal(piece, whole[name]) for name, piece in pieces.items())
@@ -215,7 +222,7 @@ class TestLoadFolder:
         assert weights.pick_dtype("auto", cuda, torch.float32) == torch.bfloat16
         assert weights.pick_dtype("float32", cuda, torch.float16) == torch.float32
 
-    @pytest.mark.parametrize("dtype", ["int8", "half a float", torch.int32, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("dtype", ["int8", "no dtype", torch.float8_e4m3fn], ids=str)
     def test_bad_dtype(self, dtype: Any, folder: Path) -> None:
         with pytest.raises(ValueError, match="is not supported; use 'auto'"):
             weights.load_folder(folder, CPU, dtype)
@@ -263,7 +270,7 @@ class TestRefusals:
         edit_config(folder, model_type=None)
         refused(folder, "model_type")
 
-    @pytest.mark.parametrize("kind", ["mixtral", "gemma3", "never-heard-of"])
+    @pytest.mark.parametrize("kind", ["mixtral", "unknown-to-transformers"])
     def test_unsupported_type(self, kind: str, folder: Path, refused: Callable[..., None]) -> None:
         edit_config(folder, model_type=kind)
         refused(folder, kind, "llama, mistral, qwen2, qwen3, gemma3_text")
@@ -276,9 +283,9 @@ class TestRefusals:
         edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0})
         refused(folder, "config.json", "longrope")
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
     def test_every_entry_mutated(self, family: str, tmp_path: Path) -> None:
-        """A number that cannot be is refused, of whatever kind; any other entry is refused or does no harm."""
+        """An impossible value of a needed entry is refused with a ValueError; of any other entry refused or ignored."""
         file = save(tiny_model(family, torch.float32), tmp_path) / "config.json"
         config = json.loads(file.read_text())
         for entry, (kind, value) in product(config, BAD_VALUES.items()):
@@ -294,14 +301,12 @@ class TestRefusals:
         edit_config(folder, num_hidden_layers=7)
         refused(folder, "missing", "model.layers.4.input_layernorm.weight")
 
-    @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
-    def test_quantized(self, method: str, folder: Path, refused: Callable[..., None]) -> None:
-        edit_config(folder, quantization_config={"quant_method": method})
-        refused(folder, "quantized", method)
+    @pytest.mark.parametrize("entry", ["quantization_config", "compression_config"])
+    def test_quantized(self, entry: str, folder: Path, refused: Callable[..., None]) -> None:
+        edit_config(folder, **{entry: {"quant_method": "gptq"}})
+        refused(folder, "quantized", "gptq")
 
-    @pytest.mark.parametrize(
-        "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "weights.pth"]
-    )
+    @pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "weights.pth"])
     def test_pickled(self, name: str, folder: Path, refused: Callable[..., None]) -> None:
         (folder / "model.safetensors").rename(folder / name)
         refused(folder, "pickled", name, "save_pretrained")
@@ -340,14 +345,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "content",
         [
-            b"",
             b"short",
             b"version https://git-lfs",
             (10**6).to_bytes(8, "little") + b"{}",
             b"\2" + b"\0" * 7 + b"{]",
             b"\2" + b"\0" * 7 + b"[]",
         ],
-        ids=["empty", "short", "lfs", "cut header", "bad json", "no object"],
+        ids=["short", "lfs", "cut header", "bad json", "no object"],
     )
     def test_corrupt(self, content: bytes, folder: Path, refused: Callable[..., None]) -> None:
         (folder / "model.safetensors").write_bytes(content)
@@ -389,7 +393,7 @@ class TestHub:
 
     @pytest.fixture
     def hub(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """A repository on the hub; what is downloaded of it lies in `cache` beside it."""
+        """A repository on the hub; its files are downloaded into the folder `cache` next to it."""
         repository = folder.rename(tmp_path / "repository")
         for name in ("consolidated.safetensors", "model.fp16.safetensors", "consolidated.00.pth", "model.gguf"):
             (repository / name).write_bytes(b"large")
@@ -440,9 +444,10 @@ class TestHub:
 
 
 class TestAdopt:
-    @pytest.mark.parametrize("tied", [True, False])
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_shares_storage_and_leaves_the_model_as_it_was(self, family: str, tied: bool) -> None:
+    @pytest.mark.parametrize(
+        ("family", "tied"), [("llama", False), ("qwen2", True), ("gemma3_text", True), ("gemma3_text", False)]
+    )
+    def test_shares_storage_and_does_not_change_the_model(self, family: str, tied: bool) -> None:
         model = tiny_model(family, torch.float32, tie_word_embeddings=tied)
         ids = torch.arange(20)[None]
         before, pointers = model(ids).logits, {n: p.data_ptr() for n, p in model.named_parameters()}
@@ -456,9 +461,8 @@ class TestAdopt:
         assert (decoder.head is decoder.embedding) == tied
         assert torch.equal(model(ids).logits, before)
 
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_twice(self, family: str) -> None:
-        model = tiny_model(family, torch.float32)
+    def test_twice(self) -> None:
+        model = tiny_model("gemma3_text", torch.float32)
         first, second = tensors_of(weights.adopt(model)), tensors_of(weights.adopt(model))
         assert all(first[name].data_ptr() == tensor.data_ptr() for name, tensor in second.items())
         assert all(
@@ -481,7 +485,7 @@ class TestAdopt:
         loaded = pieces_of(weights.load_folder(save(model, tmp_path), CPU))
         assert all(torch.equal(piece, loaded[name]) for name, piece in pieces_of(decoder).items())
 
-    def test_ties_are_seen_not_believed(self) -> None:
+    def test_a_head_untied_after_loading_is_not_tied(self) -> None:
         model = tiny_model("llama", torch.float32, tie_word_embeddings=True)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         decoder = weights.adopt(model)
@@ -551,7 +555,7 @@ class TestAdopt:
             model = tiny_model("llama", torch.float32)
         self.assert_refused(model, "inference_mode")
 
-    def test_a_live_model_that_cannot_be_fused_says_so_and_stays_usable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_live_model_that_cannot_be_fused_stays_usable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_model("llama", torch.float32)
         ids = torch.tensor([[5, 6, 7]])
         expected, empty, made = model(ids).logits, torch.empty, []
@@ -578,15 +582,15 @@ class TestPickDevice:
         assert weights.pick_device("cpu") == weights.pick_device(torch.device("cpu")) == CPU
         assert weights.pick_device("auto").type in ("cpu", "cuda", "mps")
 
-    @pytest.mark.parametrize("device", ["gpu please", "cuda:99", "meta", "xla", ""])
+    @pytest.mark.parametrize("device", ["no device", "cuda:99", "meta"])
     def test_bad(self, device: str) -> None:
         with pytest.raises(ValueError, match="device="):
             weights.pick_device(device)
 
 
 class TestFingerprint:
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_same_weights_in_any_dtype_from_anywhere(self, family: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+    def test_same_weights_in_any_dtype_from_any_source(self, family: str, tmp_path: Path) -> None:
         exact = weights.fingerprint(weights.adopt(tiny_model(family, torch.float64)))
         assert len(exact) == 60
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -603,7 +607,7 @@ class TestFingerprint:
         assert not weights.same_fingerprint(one, other)
         assert not weights.same_fingerprint(one, one[:-1])
 
-    @pytest.mark.parametrize("changed", ["q_proj", "down_proj", "embed_tokens", "lm_head"])
+    @pytest.mark.parametrize("changed", ["q_proj", "lm_head"])
     def test_a_light_fine_tune_of_some_tensors(self, changed: str) -> None:
         model = tiny_model("llama")
         before = weights.fingerprint(weights.adopt(model))
