@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import governor_report, machine, tables
+from bench.forced_text import ForcedTextEngine
 from bench.governor_calls import Call, Mode, around, compare, follow, returns
 from bench.governor_sets import BUILDERS, Missing, PromptSet, Source
 from bench.modes import Batch, Task, route, warm_up
-from bench.recital import Stage
 from selfspec import Engine
 from selfspec.governor.rules import Policy, Rules
 from selfspec.profiles.profile import DomainChoice, Profile
@@ -140,12 +140,12 @@ class Bench:
         """This one or, for texts to be recited on the device, one whose engine has learned them."""
         if prompts.recital is None or not self.engine.has_kernels:
             return self
-        self._stage.learn(prompts.prompts, prompts.recital)
+        self._stage.set_texts(prompts.prompts, prompts.recital)
         return replace(self, engine=self._stage.engine, recites=True)
 
     @cached_property
-    def _stage(self) -> Stage:
-        return Stage(self.engine, self.limit)
+    def _stage(self) -> ForcedTextEngine:
+        return ForcedTextEngine(self.engine, self.limit)
 
     def cell(self, prompts: PromptSet, size: int, count: int) -> dict[str, Any]:
         """One set in batches of one size: all modes take turns; who goes first changes with every batch."""

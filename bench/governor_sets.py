@@ -1,6 +1,6 @@
 """The sets of prompts that `bench.governor` decodes: text that calibration saw the like of, and text meant to hurt.
 
-Four of the sets recite given texts (see `bench.recital`). In three of them what is written surely changes its kind at a
+Four of the sets force given texts (`bench.forced_text`). In three of them what is written surely changes its kind at a
 known place; each of these has a twin that only asks for such a text and decodes freely. In the fourth it is noise, in
 which drafts surely lose. What is measured of a set is not known here.
 """
@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import chain, cycle, islice, product
 from pathlib import Path
 
+from bench.forced_text import ForcedTexts
 from bench.modes import Batch, Task, ours
-from bench.recital import Recital
 from selfspec import Engine
 from selfspec.calibrate.prompts import Prompt, shipped_domains
 from selfspec.text import encode
@@ -82,7 +82,7 @@ class PromptSet:
     prompts: list[list[int]]
     new_tokens: int
     temperature: float = 0.0
-    recital: Recital | None = None
+    recital: ForcedTexts | None = None
     turn: int | None = None  # new tokens after which a recited text becomes another one
     resumes: bool = False  # what it becomes then is familiar
 
@@ -176,7 +176,7 @@ def noise(source: Source, name: str) -> PromptSet:
     """The same prompts; their texts go on at random, too."""
     prompts = at_random(source, name).prompts
     texts = source.at_random(random.Random(f"{name} {source.seed}"), source.new_tokens)
-    return PromptSet(name, prompts, source.new_tokens, recital=Recital(prompts, texts))
+    return PromptSet(name, prompts, source.new_tokens, recital=ForcedTexts(prompts, texts))
 
 
 def hot(source: Source, name: str) -> PromptSet:
@@ -189,7 +189,7 @@ def switch(source: Source, name: str) -> PromptSet:
     """The model's own code, then half-way another language."""
     half = source.new_tokens // 2
     texts = [own[:half] + source.foreign(i, source.new_tokens - half) for i, own in enumerate(source.own_code)]
-    return PromptSet(name, source.code, source.new_tokens, recital=Recital(source.code, texts), turn=half)
+    return PromptSet(name, source.code, source.new_tokens, recital=ForcedTexts(source.code, texts), turn=half)
 
 
 def repeat(source: Source, name: str) -> PromptSet:
@@ -197,13 +197,13 @@ def repeat(source: Source, name: str) -> PromptSet:
     half, prompts = source.new_tokens // 2, source.prompts("chat")
     count = source.new_tokens - half
     texts = [source.phrase(i, half) + source.foreign(i, count) for i in range(len(prompts))]
-    return PromptSet(name, prompts, source.new_tokens, recital=Recital(prompts, texts), turn=half)
+    return PromptSet(name, prompts, source.new_tokens, recital=ForcedTexts(prompts, texts), turn=half)
 
 
 def come_back(source: Source, name: str) -> PromptSet:
     """Another language, then the model's own code; the prompts ask for code throughout."""
     texts = [source.foreign(i, AWAY) + own for i, own in enumerate(source.own_code)]
-    recital = Recital(source.code, texts)
+    recital = ForcedTexts(source.code, texts)
     return PromptSet(name, source.code, AWAY + source.new_tokens, recital=recital, turn=AWAY, resumes=True)
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from bench import governor, governor_report
+from bench.forced_text import ForcedTexts
 from bench.governor_calls import Call, Mode, around, compare, detection, drafts_at, follow, returns, tokens_until_back
 from bench.governor_sets import AWAY, HOT, IN_DOMAIN, Missing, PromptSet, Source
-from bench.recital import Recital
 from selfspec import Engine, Rules
 from selfspec.governor.governor import Change
 from selfspec.sequence import Request, StepRecord
@@ -61,7 +61,7 @@ def written(prompts: PromptSet, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("plan", ["none", "tree:2,1"])
 def test_a_recited_text_is_written_to_its_end_and_then_the_model_is_free(plan: str) -> None:
     prompts, texts = [[5, 6, 7], [5, 6], [8, 9, 10, 11]], [[20, 21, 22], [30, 31], [40]]
-    recited = PromptSet("recited", prompts, new_tokens=6, recital=Recital(prompts, texts))
+    recited = PromptSet("recited", prompts, new_tokens=6, recital=ForcedTexts(prompts, texts))
     options = {"plan": plan, "exit_layer": 2, "speculative_decoding": "force"}
     found = written(recited, **options)
     assert [text[: len(given)] for text, given in zip(found, texts, strict=True)] == texts
@@ -73,7 +73,7 @@ def test_a_recited_text_is_written_to_its_end_and_then_the_model_is_free(plan: s
 
 def test_a_mode_that_writes_other_texts_than_the_recited_ones_is_not_measured() -> None:
     prompts, texts = [[5, 6, 7], [8, 9]], [[20, 21, 22], [30, 31]]
-    recited = PromptSet("recited", prompts, new_tokens=2, recital=Recital(prompts, texts))
+    recited = PromptSet("recited", prompts, new_tokens=2, recital=ForcedTexts(prompts, texts))
     bench = governor.Bench(engine(), governor.profile_of(engine()))
     (batch,) = bench.batches(prompts, 2)
     plain, *_ = bench.modes(recited, 2, "code")

@@ -1,4 +1,4 @@
-"""Texts recited on the device: the kernel against its reference, and steps that write what the host would have forced.
+"""Forced texts on the device: the kernel against its reference, and steps that write the tokens a processor forces.
 
 Without a GPU the kernels run in Triton's interpreter; with one, steps are captured.
 """
@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import governor
+from bench.forced_text import FREE, ForcedTextEngine, ForcedTexts, force_tokens, force_tokens_reference
 from bench.governor_calls import Call
 from bench.governor_sets import PromptSet
 from bench.modes import warm_up
-from bench.recital import FREE, Recital, Stage, recite, recite_reference
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.step import DeviceStep
@@ -51,38 +51,38 @@ RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
 
 @settings(deadline=None, max_examples=40)
 @given(nodes=st.integers(1, 65), sequences=st.integers(1, 5), seed=st.integers(0, 2**20))
-def test_what_the_script_says_is_chosen(nodes: int, sequences: int, seed: int) -> None:
+def test_forced_tokens_are_chosen(nodes: int, sequences: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    script = torch.randint(FREE, 3, (6, 40), generator=generator, dtype=torch.int32).to(DEVICE)
+    forced = torch.randint(FREE, 3, (6, 40), generator=generator, dtype=torch.int32).to(DEVICE)
     seeds = torch.randint(0, 6, (sequences,), generator=generator).to(DEVICE)
     following = torch.randint(0, 40, (nodes * sequences,), generator=generator, dtype=torch.int32).to(DEVICE)
     chosen = torch.arange(100, 100 + nodes * sequences, dtype=torch.int32, device=DEVICE)
-    expected = recite_reference(chosen, following, seeds, script)
-    recite(chosen, following, seeds, script)
+    expected = force_tokens_reference(chosen, following, seeds, forced)
+    force_tokens(chosen, following, seeds, forced)
     assert torch.equal(chosen, expected)
 
 
-def test_who_is_not_in_the_script_chooses_freely() -> None:
-    store = torch.full((5, 4), 9, dtype=torch.int32, device=DEVICE)  # the script, and what lies around it
+def test_other_seeds_and_later_positions_keep_their_choice() -> None:
+    store = torch.full((5, 4), 9, dtype=torch.int32, device=DEVICE)  # forced tokens between others
     seeds = torch.tensor([0, 2, -1, 3], device=DEVICE)
     following = torch.tensor([3, 3, 3, 3, 4, 0, 0, 0], dtype=torch.int32, device=DEVICE)
     chosen = torch.arange(8, dtype=torch.int32, device=DEVICE)
-    recite(chosen, following, seeds, store[1:3])
+    force_tokens(chosen, following, seeds, store[1:3])
     assert chosen.tolist() == [9, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_choices_of_other_sequences_are_refused() -> None:
     ints = torch.zeros(6, dtype=torch.int32)
     with pytest.raises(ValueError, match="not those of 4 sequences"):
-        recite(ints, ints, torch.zeros(4, dtype=torch.int64), ints.view(2, 3))
+        force_tokens(ints, ints, torch.zeros(4, dtype=torch.int64), ints.view(2, 3))
     with pytest.raises(ValueError, match="contiguous"):
-        recite(ints, ints, torch.zeros(3, dtype=torch.int64), ints.view(2, 3).T)
+        force_tokens(ints, ints, torch.zeros(3, dtype=torch.int64), ints.view(2, 3).T)
 
 
 @pytest.mark.xdist_group("compiling")
 @pytest.mark.parametrize("arch", [86, 90])
 def test_the_kernel_compiles_and_fits(arch: int) -> None:
-    check(compile_op("recital", arch))
+    check(compile_op("forced_text", arch))
 
 
 # Steps
@@ -90,7 +90,7 @@ def test_the_kernel_compiles_and_fits(arch: int) -> None:
 
 @cache
 def engine(device: str, kernels: bool = True) -> Engine:
-    """A model whose exit is always right, so that all goes well until other texts are recited."""
+    """A model whose exit is always right, so that drafts are accepted until another text is forced."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hf = tiny_model("llama", dtype=dtype, num_hidden_layers=2, head_dim=16, max_position_embeddings=64)
     model = Engine.from_model(endless(silence(hf, LAYER)).to(device)).model
@@ -104,7 +104,7 @@ def bench_of(device: str, kernels: bool = True) -> governor.Bench:
 
 
 def on_host(device: str) -> governor.Bench:
-    """Where the host recites: in the interpreter without kernels, which would take long."""
+    """Where a processor forces the texts: without kernels on a CPU, since the interpreter is slow."""
     return bench_of(device, kernels=device == "cuda")
 
 
@@ -120,58 +120,58 @@ def call(bench: governor.Bench, name: str, prompts: PromptSet, size: int) -> Cal
 
 
 @cache
-def recited(device: str) -> PromptSet:
-    """One text ends, the others turn from what the model writes, at once or later, and leave the last tokens to it."""
+def forced_set(device: str) -> PromptSet:
+    """One text ends; the others differ from the model's own at once or later, and leave the last tokens to it."""
     free, bench = PromptSet("free", PROMPTS, NEW_TOKENS), on_host(device)
     own = call(bench, "plain", free, 3).tokens
     assert END not in own[0] and own[1][3] != FOREIGN[0] and own[2][0] != FOREIGN[0]
     texts = [[own[0][0], END], [*own[1][:3], FOREIGN[0]], FOREIGN]
-    return PromptSet("recited", PROMPTS, NEW_TOKENS, recital=Recital(PROMPTS, texts))
+    return PromptSet("forced", PROMPTS, NEW_TOKENS, recital=ForcedTexts(PROMPTS, texts))
 
 
-def recited_texts(device: str) -> list[list[int]]:
-    recital = recited(device).recital
+def forced_texts(device: str) -> list[list[int]]:
+    recital = forced_set(device).recital
     assert recital is not None
     return [recital.texts[tuple(prompt)] for prompt in PROMPTS]
 
 
 @cache
-def forced(device: str) -> list[list[int]]:
-    """What the host's processor makes of it."""
+def expected_tokens(device: str) -> list[list[int]]:
+    """The tokens under the logits processor."""
     with mock.patch.object(on_host(device).engine.generation_config, "eos_token_id", END):
-        return call(on_host(device), "plain", recited(device), 3).tokens
+        return call(on_host(device), "plain", forced_set(device), 3).tokens
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["plain", "chain:2"])
-def test_texts_are_written_to_their_ends_as_the_host_would_have(
+def test_captured_steps_write_the_tokens_that_the_processor_forces(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three sequences in four slots; when one has ended, the others move to the first two."""
-    expected, bench = forced(device), bench_of(device).for_set(recited(device))
-    monkeypatch.setattr(Recital, "__call__", None)  # the host is not asked
+    expected, bench = expected_tokens(device), bench_of(device).for_set(forced_set(device))
+    monkeypatch.setattr(ForcedTexts, "__call__", None)  # the processor is not called
     monkeypatch.setattr(bench.engine.generation_config, "eos_token_id", END)
     counts: list[int] = []
     step = Graphs.step
     monkeypatch.setattr(
         Graphs, "step", lambda self, table, count, *rest: counts.append(count) or step(self, table, count, *rest)
     )
-    found = call(bench, name, recited(device), 3)
-    texts = recited_texts(device)
+    found = call(bench, name, forced_set(device), 3)
+    texts = forced_texts(device)
     assert [tokens[: len(text)] for tokens, text in zip(found.tokens, texts, strict=True)] == texts
     assert [len(tokens) for tokens in found.tokens] == [2, NEW_TOKENS, NEW_TOKENS]
     assert found.tokens == expected
     assert list(dict.fromkeys(counts))[-3:] in ([4, 2], [4, 2, 1])
-    assert (found.cycles < found.count) == (name != "plain")  # what is recited may have been drafted
+    assert (found.cycles < found.count) == (name != "plain")  # forced tokens may have been drafted
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_governor_hears_how_recited_tokens_were_ranked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit would have drafted what the model writes, not what is recited."""
+def test_exit_scores_rank_the_forced_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit ranks the model's own tokens first, not forced ones."""
     ranks: list[int] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
     monkeypatch.setattr(Governor, "scored", lambda self, watches, found, offered: ranks.extend(*found))
-    prompts = PromptSet("recited", PROMPTS[2:], 10, recital=Recital(PROMPTS[2:], [FOREIGN]))
+    prompts = PromptSet("forced", PROMPTS[2:], 10, recital=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10
     assert len(ranks) > 3 and [rank == 0 for rank in ranks] == [False] * 3 + [True] * (len(ranks) - 3)
@@ -181,26 +181,26 @@ def test_the_governor_hears_how_recited_tokens_were_ranked(device: str, monkeypa
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_what_is_recited_where_there_are_kernels_is_left_to_the_second_engine(device: str) -> None:
+def test_the_second_engine_decodes_forced_texts_with_kernels_only(device: str) -> None:
     bench, without = bench_of(device), bench_of(device, kernels=False)
-    given, free = recited(device), PromptSet("free", PROMPTS, NEW_TOKENS)
+    given, free = forced_set(device), PromptSet("free", PROMPTS, NEW_TOKENS)
     assert bench.for_set(free) is bench and without.for_set(given) is without
-    reciting = bench.for_set(given)
-    assert reciting.engine is not bench.engine and reciting.engine is bench.for_set(given).engine
+    second = bench.for_set(given)
+    assert second.engine is not bench.engine and second.engine is bench.for_set(given).engine
     for name in ("model", "profile", "rules", "context", "max_batch", "generation_config"):
-        assert getattr(reciting.engine, name) == getattr(bench.engine, name), name
-    made = [of.engine._graphs and of.engine._graphs.new_step for of in (bench, reciting)]
+        assert getattr(second.engine, name) == getattr(bench.engine, name), name
+    made = [of.engine._graphs and of.engine._graphs.new_step for of in (bench, second)]
     assert made[0] is DeviceStep and made[1] is not DeviceStep
 
 
-def test_a_new_script_takes_the_place_of_the_one_before() -> None:
-    stage, prompts = Stage(engine(DEVICE), 3), [[5, 6], [7, 8, 9]]
-    address = stage.script.data_ptr()
-    stage.learn(prompts, Recital(prompts, [[10, 11], list(range(12, 92))]))
-    assert stage.script[0].tolist() == [FREE, FREE, 10, 11] + [FREE] * 60
-    assert stage.script[1].tolist() == [FREE] * 3 + list(range(12, 73))  # as much as the context has room for
-    stage.learn(prompts[:1], Recital(prompts, [[13], [14]]))
-    assert stage.script[0].tolist() == [FREE, FREE, 13] + [FREE] * 61
-    assert (stage.script[1:] == FREE).all() and stage.script.data_ptr() == address
-    with pytest.raises(ValueError, match="4 texts do not fit a script of 3"):
-        stage.learn(prompts * 2, Recital(prompts, [[13], [14]]))
+def test_texts_replace_those_set_before() -> None:
+    second, prompts = ForcedTextEngine(engine(DEVICE), 3), [[5, 6], [7, 8, 9]]
+    address = second.forced.data_ptr()
+    second.set_texts(prompts, ForcedTexts(prompts, [[10, 11], list(range(12, 92))]))
+    assert second.forced[0].tolist() == [FREE, FREE, 10, 11] + [FREE] * 60
+    assert second.forced[1].tolist() == [FREE] * 3 + list(range(12, 73))  # cut to the context
+    second.set_texts(prompts[:1], ForcedTexts(prompts, [[13], [14]]))
+    assert second.forced[0].tolist() == [FREE, FREE, 13] + [FREE] * 61
+    assert (second.forced[1:] == FREE).all() and second.forced.data_ptr() == address
+    with pytest.raises(ValueError, match="4 texts do not fit an engine made for 3"):
+        second.set_texts(prompts * 2, ForcedTexts(prompts, [[13], [14]]))
