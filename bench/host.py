@@ -45,7 +45,7 @@ class IdleBackend:
     """Accepts nodes at random and has the tokens of a step at once."""
 
     overlaps = True
-    most_unfilled = 16  # tokens, as of CUDA batches of 4 sequences and more
+    max_unfilled = 16  # tokens, as of CUDA batches of 4 sequences and more
 
     def slots_for(self, sequences: int) -> int:
         return sequences
@@ -72,8 +72,8 @@ class IdleBackend:
         return self._drawn.random() < self._accepted
 
     def read(self, step: Step) -> None:
-        unfinished = [(of, last) for of, last in zip(step.sequences, step.lasts, strict=True) if not of.is_finished]
-        step.sequences, step.lasts = [of for of, _ in unfinished], [last for _, last in unfinished]
+        unfinished = [(of, last) for of, last in zip(step.sequences, step.last_nodes, strict=True) if not of.is_finished]
+        step.sequences, step.last_nodes = [of for of, _ in unfinished], [last for _, last in unfinished]
         for sequence, last in unfinished:
             sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)
             if sequence.tokens_left <= 0:

@@ -83,7 +83,7 @@ class Batch:
             self.exit = self.drafters.shared_exit(self.base_exit, drafters, prompts)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()
-        self._unfilled = min(self._unfilled, self.backend.most_unfilled)
+        self._unfilled = min(self._unfilled, self.backend.max_unfilled)
         if self.governor is not None:
             self._patience = max(self._patience, self._first_score)
 
@@ -277,7 +277,7 @@ class Batch:
             and self._reason in _GOVERNED
             and self._rule() is None
         )
-        if scores or self._unfilled >= self.backend.most_unfilled:
+        if scores or self._unfilled >= self.backend.max_unfilled:
             self._fill_exit(scores, before)
             if scores:
                 self._unscored = 0
@@ -302,11 +302,11 @@ class Batch:
         """A step was read: extends the records, and tells governor, costs and metrics."""
         record, plan, depths = step.record, step.record.plan, step.record.plan.depths
         context, left = 0, []  # the longest text before the step, and the tokens that each may still get
-        ends: list[int | None] = list(step.lasts)  # None where nothing was drafted, or a text has ended
+        ends: list[int | None] = list(step.last_nodes)  # None where nothing was drafted, or a text has ended
         for place, sequence in enumerate(step.sequences):
-            last, rule = step.lasts[place], step.reasons.get(sequence)
+            last, rule = step.last_nodes[place], step.reasons.get(sequence)
             sequence.records.append(record if rule is None else StepRecord.of(NONE, NONE, rule))
-            sequence.lasts.append(last)
+            sequence.last_nodes.append(last)
             context = max(context, len(sequence.tokens) - depths[last] - 1)
             left.append(0 if sequence.is_finished else sequence.tokens_left)
             if sequence.is_finished or rule is not None:
@@ -332,7 +332,7 @@ class Batch:
         if record.chosen != self._plan:
             self.metrics.add_plan_change(record.reason)
             self._plan = record.chosen
-        emitted = [depths[last] + 1 for last in step.lasts]
+        emitted = [depths[last] + 1 for last in step.last_nodes]
         self.metrics.add_step(plan, step.seconds, emitted, costs.plain(size, context))
 
     def _charged(self, step: Step, context: int) -> float:

@@ -69,7 +69,7 @@ class Sequence:
     watch: Watch = field(default_factory=Watch)  # the governor's statistics of this text
     unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's cache lacks
     records: list[StepRecord] = field(default_factory=list)  # one for each step
-    lasts: list[int] = field(default_factory=list)  # the last node that each step accepted
+    last_nodes: list[int] = field(default_factory=list)  # the last node that each step accepted
     cut: int | None = None  # index of the step whose last token a node also carried; None otherwise
     # Made from the first steps of the record.
     _counts: Counter[tuple[StepRecord, int]] = field(default_factory=Counter, init=False)
@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def steps(self) -> int:
-        return len(self.lasts)
+        return len(self.last_nodes)
 
     def usual_tokens(self, plan: Plan) -> float:
         """Tokens that a step of this plan is expected to bring: the mean of this text's steps so far."""
@@ -178,7 +178,7 @@ class Sequence:
             accepted = record.plan.depths[last]
             outcomes[accepted, accepted + bool(record.plan.children[last])] += times
         if self._is_cut:  # a child of the last node was right
-            accepted = self.records[-1].plan.depths[self.lasts[-1]]
+            accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
             outcomes -= Counter({(accepted, accepted + 1): 1})
             outcomes[accepted + 1, accepted + 1] += 1
         return outcomes
@@ -197,7 +197,7 @@ class Sequence:
         """Of every new token: "drafted", "decoded" after that, or "plain". Kept, since streams read it every step."""
         steps = self.steps  # the loop may be adding a step meanwhile: its record comes before its last node
         new = slice(self._marked, steps)
-        for record, last in zip(self.records[new], self.lasts[new], strict=True):
+        for record, last in zip(self.records[new], self.last_nodes[new], strict=True):
             self._origins += ["drafted"] * record.plan.depths[last] + ["decoded" if len(record.plan) else "plain"]
         self._marked = steps
         if self._is_cut:
@@ -209,7 +209,7 @@ class Sequence:
         """Of plan, the first one included; and from a plain step that only measures to a reason."""
         changes: list[Change] = []
         before, tokens = None, 0
-        for step, (record, last) in enumerate(zip(self.records, self.lasts, strict=True)):
+        for step, (record, last) in enumerate(zip(self.records, self.last_nodes, strict=True)):
             if record is not before:
                 measured = bool(changes) and changes[-1].reason == MEASURING != record.reason
                 if not changes or measured or changes[-1].plan != str(record.chosen):
@@ -225,7 +225,7 @@ class Sequence:
         """Lines of the record, each with its number of steps."""
         start = self._counts.total()
         if start < self.steps:
-            self._counts.update(zip(self.records[start:], self.lasts[start:], strict=True))
+            self._counts.update(zip(self.records[start:], self.last_nodes[start:], strict=True))
         return self._counts
 
     def _by_depth(self, which: int) -> list[int]:

@@ -191,7 +191,7 @@ class FakeScheduler:
             sequence.watch.ood = sequence.watch.ood or flagged == index
             if new:
                 sequence.records.append(PLAIN_STEP)
-                sequence.lasts.append(0)
+                sequence.last_nodes.append(0)
         if not self.steps:
             self.waiting[0].request.progress.end(self.waiting[0].new_tokens)
 

@@ -60,7 +60,7 @@ class Script:
         last = drafted - 1 if cycle[-1][0] == "drafted" else drafted  # an end that was drafted too is no node's
         plan = NONE if cycle[0][0] == "plain" else TREE
         self.sequence.records.append(StepRecord.of(plan, plan, "goodput" if plan is NONE else None))
-        self.sequence.lasts.append(FIRST_OF_DEPTH[last])
+        self.sequence.last_nodes.append(FIRST_OF_DEPTH[last])
 
     def run(self) -> Sequence:
         for _ in self.follow(self.request):

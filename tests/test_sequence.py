@@ -114,12 +114,12 @@ class OverlappingBackend(HostBackend):
         return Step(list(sequences), record, [self.done - 1], 1e-3, 1e-3)
 
     def read(self, step: Step) -> None:
-        scripted, launched = self.script[step.lasts[0]], step.sequences
-        step.sequences, step.lasts = [of for of in launched if not of.is_finished], []
+        scripted, launched = self.script[step.last_nodes[0]], step.sequences
+        step.sequences, step.last_nodes = [of for of in launched if not of.is_finished], []
         for sequence in step.sequences:
             index = self.all.index(sequence)
             tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
-            step.lasts.append(append_tokens(sequence, tokens, scripted.plan, last))
+            step.last_nodes.append(append_tokens(sequence, tokens, scripted.plan, last))
         step.is_typical = step.sequences == launched
 
 
@@ -352,9 +352,9 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     """Of which there is a record already, and no last node yet."""
     sequence, record = Sequence([1], 0, 0, 9), StepRecord.of(NONE, NONE, "request")
     sequence.records += [record, record]
-    sequence.lasts.append(0)
+    sequence.last_nodes.append(0)
     assert sequence.origins == ["plain"]
-    sequence.lasts.append(0)
+    sequence.last_nodes.append(0)
     assert sequence.origins == ["plain", "plain"]
 
 
@@ -366,6 +366,6 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
 def test_a_step_usually_brings_what_those_before_brought_and_no_more_than_it_can(
     new: int, steps: int, usual: float
 ) -> None:
-    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, lasts=[0] * steps)
+    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, last_nodes=[0] * steps)
     sequence.tokens += [2] * new
     assert sequence.usual_tokens(Plan.parse("chain:2")) == usual

@@ -20,7 +20,7 @@ class Step:
 
     sequences: list[Sequence]
     record: StepRecord
-    lasts: list[int] = field(default_factory=list)  # the last accepted node of each sequence, once read
+    last_nodes: list[int] = field(default_factory=list)  # the last accepted node of each sequence, once read
     seconds: float = 0.0  # on the device, once read; time in callables is not part of it
     wall_seconds: float = 0.0  # from the end of the step before, where that one was launched right before
     is_typical: bool = True  # nothing but this plan's own work was part of it, so its time tells what the plan costs
@@ -46,7 +46,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def most_unfilled(self) -> int:
+    def max_unfilled(self) -> int:
         """Plainly decoded tokens per sequence that the exit's cache can be behind by."""
         ...
 

@@ -41,7 +41,7 @@ class TorchBackend:
     """Executes steps as PyTorch operations."""
 
     overlaps = False
-    most_unfilled = sys.maxsize  # the states that wait are kept in host lists that grow
+    max_unfilled = sys.maxsize  # the states that wait are kept in host lists that grow
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
         self.model, self.cache = model, cache

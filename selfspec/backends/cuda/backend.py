@@ -98,7 +98,7 @@ class CudaBackend:
             kept.append(sequence)
             lasts.append(last if walked is None else walked)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
-        step.sequences, step.lasts = kept, lasts
+        step.sequences, step.last_nodes = kept, lasts
         self._times.stop(step)
 
     # Slots
@@ -157,7 +157,7 @@ class CudaBackend:
     # The exit's KV while nothing is drafted
 
     @property
-    def most_unfilled(self) -> int:
+    def max_unfilled(self) -> int:
         return unfilled_capacity(max(self._placement.size, 1))
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
