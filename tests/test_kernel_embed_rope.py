@@ -1,4 +1,4 @@
-"""Entering the model: tokens, places and states of a level, in Triton's interpreter against the reference."""
+"""Embeddings and row metadata of one depth of a tree, in Triton's interpreter against the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
-def empty_places(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> RowMetadata:
+def empty_metadata(rows: int, ropes: int, half: int, dtype: torch.dtype = torch.float32) -> RowMetadata:
     ints = torch.full((rows,), -7, dtype=torch.int32)
     cos, sin = (poisoned(ropes, rows, half, dtype=dtype) for _ in range(2))
     return RowMetadata(ints, ints.clone(), ints.clone(), ints.long(), cos, sin)
@@ -26,11 +26,15 @@ def first_norm(rows: int, hidden: int, dtype: torch.dtype = torch.float32) -> Ne
     return NextNorm(weight, 1.0, poisoned(rows, squares_per_row(hidden)), poisoned(rows, hidden, dtype=dtype))
 
 
-@pytest.mark.parametrize("hidden", [16, 48, 80, 576])
-@pytest.mark.parametrize("ropes", [1, 2])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "ropes", "scaled", "dtype"),
+    [
+        (16, 1, False, torch.float32),
+        (48, 2, True, torch.float16),  # squares that fill no power of two
+        (2080, 1, True, torch.float32),  # squares over 32 columns
+    ],
+)
+def test_rows_are_filled_as_the_reference_says(hidden: int, ropes: int, scaled: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(hidden)
     sequences, half, first = 3, 12, 2
     nodes = torch.arange(first, first + 5)
@@ -45,33 +49,32 @@ def test_a_level_enters_as_the_reference_says(hidden: int, ropes: int, scaled: b
     inv_freq, factors = torch.rand(ropes, half, generator=generator), torch.tensor([1.0, 1.25][:ropes])
 
     rows = sequences * len(nodes)
-    level = empty_places(rows, ropes, half, dtype)
+    metadata = empty_metadata(rows, ropes, half, dtype)
     states, next_norm = poisoned(rows, hidden, dtype=dtype), first_norm(rows, hidden, dtype)
     embed_rope(
-        level, states, next_norm, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
+        metadata, states, next_norm, embedding, scale, lengths, page_table, depths, inv_freq, factors, first,
         ranked=ranked, parents=parents, ranks=ranks,
     )  # fmt: skip
 
     place, sequence = torch.arange(rows) // sequences, torch.arange(rows) % sequences
     tokens = ranked[parents[place] * sequences + sequence, ranks[place].long()]
-    expected, places = embed_rope_reference(
+    expected, truth = embed_rope_reference(
         tokens, embedding, scale, lengths, page_table, nodes, depths, inv_freq, factors
     )
-    assert torch.equal(level.tokens, tokens)
-    assert torch.equal(level.positions, places.positions)
-    assert torch.equal(level.next_positions, places.positions + 1)
-    assert torch.equal(level.slots, places.slots)
+    assert torch.equal(metadata.tokens, tokens)
+    assert torch.equal(metadata.positions, truth.positions)
+    assert torch.equal(metadata.next_positions, truth.positions + 1)
+    assert torch.equal(metadata.slots, truth.slots)
     assert torch.equal(states, expected)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
-    torch.testing.assert_close(level.cos, places.cos, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(level.sin, places.sin, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(metadata.cos, truth.cos, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(metadata.sin, truth.sin, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(next_norm.squares, squares_reference(expected))
     assert torch.equal(next_norm.scaled, scaled_reference(expected, next_norm.weight, next_norm.offset))
 
 
-@pytest.mark.parametrize("width", [1, 3, MAX_SCAN_WIDTH])
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_tokens_are_found_in_scores_as_they_would_be_ranked(width: int, trimmed: bool) -> None:
+@pytest.mark.parametrize(("width", "trimmed"), [(1, True), (3, True), (MAX_SCAN_WIDTH, False)])
+def test_tokens_found_in_scores_are_those_that_topk_extracts(width: int, trimmed: bool) -> None:
     generator = torch.Generator().manual_seed(width)
     columns, sequences, above = 150, 3, 2
     x, weight = (torch.randn(size, 16, generator=generator) for size in (above * sequences, columns))
@@ -84,51 +87,51 @@ def test_tokens_are_found_in_scores_as_they_would_be_ranked(width: int, trimmed:
     parents, ranks = places[:, 0].contiguous(), places[:, 1].contiguous()
     found = []
     for source in (ranked, Ranking(scores, width, rows)):
-        level = empty_places(len(places) * sequences, 1, 4)
+        metadata = empty_metadata(len(places) * sequences, 1, 4)
         embed_rope(
-            level, poisoned(len(places) * sequences, 16), first_norm(len(places) * sequences, 16), torch.zeros(400, 16),
+            metadata, poisoned(len(metadata.tokens), 16), first_norm(len(metadata.tokens), 16), torch.zeros(400, 16),
             None, torch.zeros(sequences, dtype=torch.int32), torch.arange(sequences, dtype=torch.int32)[:, None],
             torch.ones(len(places), dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 1,
             ranked=source, parents=parents, ranks=ranks,
         )  # fmt: skip
-        found.append(level.tokens)
+        found.append(metadata.tokens)
     assert torch.equal(*found)
     assert len(set(found[0].tolist())) > width
 
 
-def test_the_root_carries_the_pending_token() -> None:
-    level, states = empty_places(2, 1, 4), poisoned(2, 16)
+def test_the_root_has_the_pending_token() -> None:
+    metadata, states = empty_metadata(2, 1, 4), poisoned(2, 16)
     embedding = torch.arange(5 * 16.0).view(5, 16)
     lengths = torch.tensor([PAGE_SIZE - 1, PAGE_SIZE], dtype=torch.int32)
     table = torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     embed_rope(
-        level, states, first_norm(2, 16), embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
+        metadata, states, first_norm(2, 16), embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
         torch.ones(1, 4), torch.ones(1), 0, pending=torch.tensor([4, 2], dtype=torch.int32),
     )  # fmt: skip
-    assert level.tokens.tolist() == [4, 2]
+    assert metadata.tokens.tolist() == [4, 2]
     assert torch.equal(states, embedding[[4, 2]])
-    assert level.slots.tolist() == [3 * PAGE_SIZE + PAGE_SIZE - 1, PAGE_SIZE]
-    assert level.positions.tolist() == [PAGE_SIZE - 1, PAGE_SIZE]
+    assert metadata.slots.tolist() == [3 * PAGE_SIZE + PAGE_SIZE - 1, PAGE_SIZE]
+    assert metadata.positions.tolist() == [PAGE_SIZE - 1, PAGE_SIZE]
 
 
-def test_nodes_that_are_not_there_have_no_slot() -> None:
+def test_nodes_past_the_count_of_their_sequence_get_no_slot() -> None:
     rows = 3 * 2
-    level, table = empty_places(rows, 1, 4), torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
+    metadata, table = empty_metadata(rows, 1, 4), torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     lengths, counts = torch.tensor([PAGE_SIZE - 2, 7], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
     embed_rope(
-        level, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(5, 16), None, lengths, table,
+        metadata, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(5, 16), None, lengths, table,
         torch.arange(3, dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 0,
         pending=torch.zeros(2, dtype=torch.int32), counts=counts,
     )  # fmt: skip
     page = PAGE_SIZE * table
     there = [page[0, 0] + PAGE_SIZE - 2, page[1, 0] + 7, page[0, 0] + PAGE_SIZE - 1]
-    assert level.slots.tolist() == [*map(int, there), -1, int(page[0, 1]), -1]
+    assert metadata.slots.tolist() == [*map(int, there), -1, int(page[0, 1]), -1]
 
 
-def test_a_level_needs_exactly_one_source_of_tokens() -> None:
+def test_exactly_one_source_of_tokens_is_needed() -> None:
     zeros = torch.zeros(1, dtype=torch.int32)
     fixed = (
-        empty_places(1, 1, 4),
+        empty_metadata(1, 1, 4),
         poisoned(1, 16),
         first_norm(1, 16),
         torch.zeros(5, 16),

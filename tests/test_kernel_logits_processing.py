@@ -36,7 +36,7 @@ def scored(logits: torch.Tensor, processing: Processing | None) -> torch.Tensor:
     return scores.int_scores[:, : logits.shape[1]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(plans(), st.integers(1, 3), st.sampled_from([1, 5, 70]), st.integers(0, 2**32))
 def test_processed_scores_have_the_bits_of_the_reference(
     plan: Plan, sequences: int, vocabulary: int, seed: int
@@ -46,7 +46,7 @@ def test_processed_scores_have_the_bits_of_the_reference(
         processing = random_processing(plan, sequences, vocabulary)
         logits = torch.randn((len(plan) + 1) * sequences, vocabulary) * 3
         assert torch.equal(scored(logits, processing), int_scores_of(process_logits_reference(logits, processing)))
-        # Drafting scores one level of the tree at a time.
+        # Drafting scores one depth of the tree at a time.
         first = plan.levels[-1].start
         rows = slice(first * sequences, None)
         part = replace(processing, positions=processing.positions[rows], first_node=first)
@@ -75,7 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_parameter_does_what_it_says(name: str) -> None:
+def test_each_parameter_has_its_defined_effect(name: str) -> None:
     parameters, expected = CASES[name]
     processing = one()
     for parameter, value in parameters.items():
@@ -96,7 +96,7 @@ def test_bias_comes_before_penalties_and_bans() -> None:
     assert torch.equal(scored(torch.tensor([LOGITS]), processing), int_scores_of(got))
 
 
-def test_tokens_on_the_path_count_as_generated_and_those_beside_it_do_not() -> None:
+def test_tokens_on_the_path_count_as_generated_and_siblings_do_not() -> None:
     processing = one(plan="tree:2,1")  # nodes 1 and 2 are siblings, 3 and 4 their children
     processing.frequency.fill_(1)
     processing.tokens.copy_(torch.tensor([2, 4, 5, 4, 6]))  # the root's own is in the counts

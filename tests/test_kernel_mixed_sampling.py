@@ -27,8 +27,8 @@ def _on_the_device():
         yield
 
 
-@settings(max_examples=30, deadline=None)
-@given(plans(3), st.integers(2, 4), st.sampled_from([100, 300, 700]), st.integers(0, 2**32), st.data())
+@settings(max_examples=8, deadline=None)
+@given(plans(3), st.integers(2, 3), st.sampled_from([100, 300]), st.integers(0, 2**32), st.data())
 def test_a_sequence_draws_the_same_alone_and_in_any_batch(
     plan: Plan, sequences: int, vocabulary: int, seed: int, data: st.DataObject
 ) -> None:
@@ -38,16 +38,18 @@ def test_a_sequence_draws_the_same_alone_and_in_any_batch(
         weight = torch.randint(-2, 3, (vocabulary, 16)).half()
         batch = Batch.random(plan, sequences, vocabulary)
         tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
-        for part in [[sequence] for sequence in range(sequences)] + [order, order[1:]]:
+        for part in [[sequence] for sequence in range(sequences)] + [order]:
             rows = batch.rows_of(part)
             own_tokens, own_keys = drawn_with_own_features(batch.take(part), weight)
             assert torch.equal(own_keys, keys[rows])
             assert torch.equal(own_tokens, tokens[rows])
 
 
-@settings(max_examples=20, deadline=None)
-@given(plans(2), st.integers(1, 3), st.sampled_from([100, 700]), st.integers(0, 2**32))
-def test_mixed_rows_draw_what_the_reference_draws(plan: Plan, sequences: int, vocabulary: int, seed: int) -> None:
+@settings(max_examples=12, deadline=None)
+@given(plans(2), st.integers(1, 3), st.sampled_from([100, 300]), st.integers(0, 2**32))
+def test_sequences_with_different_parameters_draw_as_the_reference(
+    plan: Plan, sequences: int, vocabulary: int, seed: int
+) -> None:
     with torch.device(DEVICE):
         torch.manual_seed(seed)
         batch = Batch.random(plan, sequences, vocabulary)
@@ -72,7 +74,7 @@ def test_a_sequence_at_temperature_0_keeps_the_bits_of_its_logits() -> None:
     assert not (plain.int_scores[1::2, :200] == mixed.int_scores[1::2, :200]).any()
 
 
-def test_the_promise_of_few_changes_no_choice_that_it_covers() -> None:
+def test_one_launch_chooses_as_four_do_where_every_top_k_is_small() -> None:
     torch.manual_seed(0)
     logits, rows = torch.randn(12, 500) * 2, 12
     noise = Noise(torch.arange(rows) + 5, torch.zeros(rows).int(), torch.arange(rows).int(), torch.ones(rows))
@@ -88,7 +90,7 @@ def test_the_promise_of_few_changes_no_choice_that_it_covers() -> None:
     assert torch.equal(choices[0][:3], logits[:3].argmax(-1)) and (choices[0] >= 0).all()
 
 
-def test_head_logits_are_what_is_processed() -> None:
+def test_scores_from_the_head_equal_scores_from_its_logits() -> None:
     """The head's processed scores are those of the logits that it writes out."""
     torch.manual_seed(0)
     batch, weight = Batch.random(Plan.parse("chain:2"), 3, 300), torch.randn(300, 16).half()

@@ -1,4 +1,4 @@
-"""Choosing among cut logits on the device, against `selfspec.sampling`, which says what is to be chosen."""
+"""The target's choice with top-k, top-p and min-p, in Triton's interpreter against `selfspec.sampling`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def noise_for(rows: int, seed: int = 1) -> Noise:
     return Noise(seeds, torch.arange(rows) % 3, positions, torch.full((rows,), TEMPERATURE))
 
 
-def cuts_for(
+def truncation_for(
     sequences: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, small_top_k: bool | None = None
 ) -> Truncation:
     return Truncation(
@@ -77,8 +77,8 @@ def expected(logits: torch.Tensor, noise: Noise, **cuts: Any) -> torch.Tensor:
     return sampling.choose(warp_logits(logits, wanted), wanted, key)
 
 
-def clear_cut(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether rounding cannot move a cut: no token's mass above it, or its own value, is at the limit."""
+def is_clear(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether rounding cannot change which tokens are kept: no mass above a token, and no value, is at the limit."""
     values = (logits.double() / TEMPERATURE).sort(-1, descending=True).values
     if top_k:
         values = values[:, :top_k]
@@ -89,7 +89,6 @@ def clear_cut(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> b
 
 
 KINDS = {
-    "all_different": lambda rows, n: torch.randn(rows, n) * 3,
     "many_equal": lambda rows, n: torch.randint(0, 4, (rows, n)).float(),
     "peaked": lambda rows, n: torch.randn(rows, n) * 40,
     "flat": lambda rows, n: torch.randn(rows, n) * 0.01,
@@ -97,19 +96,19 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top_k", [0, 1, 50, 64, 65, 200, 290])
+@pytest.mark.parametrize("top_k", [0, 50, 65, 290], ids=["no_top_k", "first_sort", "second_sort", "search"])
 def test_the_choice_is_that_of_sampling(kind: str, top_k: int) -> None:
     torch.manual_seed(3)
     logits = KINDS[kind](1, 300)
     for number, (top_p, min_p) in enumerate([(1.0, 0.0), (0.31, 0.0), (0.951, 0.103), (1.0, 0.103)]):
-        if (top_k or top_p < 1 or min_p) and clear_cut(logits, top_k, top_p, min_p):
-            noise, cuts = noise_for(1, number), cuts_for(1, top_k, top_p, min_p)
-            got = chosen(logits, noise, cuts)
+        if (top_k or top_p < 1 or min_p) and is_clear(logits, top_k, top_p, min_p):
+            noise, truncation = noise_for(1, number), truncation_for(1, top_k, top_p, min_p)
+            got = chosen(logits, noise, truncation)
             assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
-            assert torch.equal(got, sample_reference(logits.double(), noise, cuts))
+            assert torch.equal(got, sample_reference(logits.double(), noise, truncation))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 300),
     st.sampled_from([0, 1, 2, 20, 64, 257]),
@@ -119,7 +118,7 @@ def test_the_choice_is_that_of_sampling(kind: str, top_k: int) -> None:
     st.booleans(),
     st.integers(0, 2**32),
 )
-def test_the_choice_is_that_of_sampling_for_any_cuts(
+def test_the_choice_is_that_of_sampling_for_any_parameters(
     columns: int, top_k: int, top_p: float, min_p: float, spread: float, ties: bool, seed: int
 ) -> None:
     assume(top_k or top_p < 1 or min_p)
@@ -128,63 +127,62 @@ def test_the_choice_is_that_of_sampling_for_any_cuts(
         logits = torch.randn(2, columns) * spread
         logits = logits.round() if ties else logits
         # Where all are equal at the limit of min-p, both sides have the same number.
-        assume(clear_cut(logits, top_k, top_p, 0.0 if min_p == 1 else min_p))
+        assume(is_clear(logits, top_k, top_p, 0.0 if min_p == 1 else min_p))
         noise = noise_for(2, seed)
-        got = chosen(logits, noise, cuts_for(2, top_k, top_p, min_p))
+        got = chosen(logits, noise, truncation_for(2, top_k, top_p, min_p))
         assert torch.equal(got, expected(logits, noise, top_k=top_k, top_p=top_p, min_p=min_p))
 
 
-def test_a_nucleus_larger_than_the_sorted_list_is_searched_for() -> None:
+def test_a_nucleus_larger_than_the_sorted_tokens_is_searched_for() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(3, 900) * 0.5
+    logits = torch.randn(3, 500) * 0.5
     logits[1] *= 20
-    work, out, noise = workspace(3, 900), torch.full((3,), -7), noise_for(3)
-    sample(logits, out, work, noise=noise, truncation=cuts_for(3, top_p=0.9))
+    work, out, noise = workspace(3, 500), torch.full((3,), -7), noise_for(3)
+    sample(logits, out, work, noise=noise, truncation=truncation_for(3, top_p=0.9))
     assert (work.undecided != 0).tolist() == [True, False, True]
     assert torch.equal(out, expected(logits, noise, top_p=0.9))
 
 
-@pytest.mark.parametrize("top_k", [4, 68, 260], ids=["first", "second", "thorough"])
-def test_of_equal_tokens_the_first_stay_and_each_of_them_can_be_drawn(top_k: int) -> None:
-    logits = torch.zeros(16, 700)
-    logits[:, 300:650] = 1.0
+@pytest.mark.parametrize("top_k", [4, 68, 260], ids=["first_sort", "second_sort", "search"])
+def test_of_equal_tokens_the_lower_ids_are_kept_and_each_of_them_can_be_drawn(top_k: int) -> None:
+    logits = torch.zeros(16, 400)
+    logits[:, 100:390] = 1.0
     noise = Noise(torch.arange(16) + 3, torch.zeros(16).long(), torch.zeros(16).int(), torch.ones(16))
-    drawn = set(chosen(logits, noise, cuts_for(16, top_k)).tolist())
-    assert drawn <= set(range(300, 300 + top_k))
+    drawn = set(chosen(logits, noise, truncation_for(16, top_k)).tolist())
+    assert drawn <= set(range(100, 100 + top_k))
     # With these seeds each of four is drawn.
-    assert max(drawn) > 300 + top_k // 2 and (top_k > 4 or len(drawn) == 4)
+    assert max(drawn) > 100 + top_k // 2 and (top_k > 4 or len(drawn) == 4)
 
 
 @pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
-@pytest.mark.parametrize(("top_p", "kept"), [(0.4975, {1}), (0.5025, {1, 0}), (0.8025, {0, 1, 3})])
-def test_top_p_cuts_where_it_says(cuts: dict[str, Any], top_p: float, kept: set[int]) -> None:
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4975, {1}), (0.5025, {1, 0})])
+def test_top_p_keeps_tokens_until_their_mass_reaches_it(cuts: dict[str, Any], top_p: float, kept: set[int]) -> None:
     shares = torch.tensor([0.3, 0.5, 0.0, 0.2])
     logits = (shares.log() * TEMPERATURE).repeat(10, 1)
-    assert set(chosen(logits, noise_for(10, 2), cuts_for(10, **cuts, top_p=top_p)).tolist()) == kept
+    assert set(chosen(logits, noise_for(10, 2), truncation_for(10, **cuts, top_p=top_p)).tolist()) == kept
 
 
 @pytest.mark.parametrize("top_k", [3, 65, 300, 0])
-def test_min_p_cuts_where_it_says(top_k: int) -> None:
+def test_min_p_keeps_tokens_with_its_share_of_the_best(top_k: int) -> None:
     inside, outside = (TEMPERATURE * math.log(share) for share in (0.503, 0.497))
     logits = torch.tensor([[0.0, inside, outside]]).repeat(16, 1)
-    got = chosen(logits, noise_for(16), cuts_for(16, top_k, min_p=0.5))
+    got = chosen(logits, noise_for(16), truncation_for(16, top_k, min_p=0.5))
     assert set(got.tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
-def test_the_best_token_stays_whatever_top_p_says(cuts: dict[str, Any]) -> None:
+def test_the_best_token_is_kept_at_any_top_p(cuts: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    assert chosen(logits, noise_for(1), cuts_for(1, **cuts, top_p=0.0)).tolist() == [1]
+    assert chosen(logits, noise_for(1), truncation_for(1, **cuts, top_p=0.0)).tolist() == [1]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_without_noise_the_first_of_the_largest_is_chosen(rows: int) -> None:
-    logits = torch.randint(0, 3, (rows, 333)).float()
+def test_without_noise_the_first_of_the_largest_is_chosen() -> None:
+    logits = torch.randint(0, 3, (3, 333)).float()
     assert torch.equal(chosen(logits, None, None), ranked(logits, 1)[:, 0])
 
 
-def test_without_cuts_the_noise_is_over_the_whole_vocabulary() -> None:
-    for seed in range(4):
+def test_without_truncation_noise_is_added_to_the_whole_vocabulary() -> None:
+    for seed in range(2):
         logits, noise = torch.randn(3, 333), noise_for(3, seed)
         assert torch.equal(chosen(logits, noise, None), expected(logits, noise))
 
@@ -199,7 +197,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_order_of_special_values(name: str) -> None:
+def test_special_values_are_ordered(name: str) -> None:
     values, order = SPECIAL[name]
     scores, out = Scores.empty(1, len(values), 5, DEVICE), torch.full((1, len(values)), -7)
     score_logits(torch.tensor([values]), scores)
@@ -211,38 +209,37 @@ def test_order_of_special_values(name: str) -> None:
 def test_banned_tokens_are_not_drawn(cut: dict[str, Any]) -> None:
     logits = torch.full((8, 100), -math.inf)
     logits[:, 70], logits[:, 30] = 1.0, 1.5
-    got = chosen(logits, noise_for(8), cuts_for(8, **cut))
+    got = chosen(logits, noise_for(8), truncation_for(8, **cut))
     assert set(got.tolist()) == {30, 70}
 
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "greedy": None,
-    "uncut": {},
-    "first": {"top_k": 5, "top_p": 0.9},
-    "second": {"top_k": 65, "min_p": 0.1},
-    "thorough": {"top_k": 300, "top_p": 0.9},
-    "nucleus": {"top_p": 0.9},
+    "not_truncated": {},
+    "first_sort": {"top_k": 5, "top_p": 0.9},
+    "second_sort": {"top_k": 65, "min_p": 0.1},
+    "search": {"top_k": 300, "top_p": 0.9},
+    "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.1},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf], ids=str)
-def test_a_row_without_a_finite_best_has_no_choice(way: str, special: float) -> None:
-    logits = torch.full((1, 600), special) if special < 0 else torch.zeros(1, 600)
-    logits[0, 570] = special
-    noise, cuts = noise_for(1), cuts_for(1, **(WAYS[way] or {}))
+def test_a_row_without_a_finite_best_score_has_no_choice(way: str) -> None:
+    logits = torch.zeros(3, 310)
+    logits[0, 290], logits[1, 290], logits[2] = math.nan, math.inf, -math.inf
+    noise, truncation = noise_for(3), truncation_for(3, **(WAYS[way] or {}))
     if WAYS[way] is None:
         noise.temperature.zero_()
-        assert chosen(logits, None, None).tolist() == [-1]
-    assert chosen(logits, noise, cuts).tolist() == [-1]
-    assert sample_reference(logits, noise, cuts).tolist() == [-1]
+        assert chosen(logits, None, None).tolist() == [-1] * 3
+    assert chosen(logits, noise, truncation).tolist() == [-1] * 3
+    assert sample_reference(logits, noise, truncation).tolist() == [-1] * 3
 
 
-def test_scores_of_the_head_are_those_of_its_logits() -> None:
+def test_scores_of_the_head_equal_scores_of_its_logits() -> None:
     torch.manual_seed(0)
     x, weight = torch.randint(-2, 3, (3, 48)).half(), torch.randint(-2, 3, (333, 48)).half()
-    logits, noise, cuts = torch.empty(3, 333), noise_for(3), cuts_for(3, 20)
+    logits, noise, cuts = torch.empty(3, 333), noise_for(3), truncation_for(3, 20)
     lm_head_logits(x, weight, logits)
     ours, theirs = workspace(3, 333, small_top_k=True), workspace(3, 333, small_top_k=True)
     lm_head_scores(x, weight, ours.scores, noise=noise, truncation=cuts)
@@ -258,20 +255,20 @@ def test_scores_of_the_head_are_those_of_its_logits() -> None:
 def test_wrong_arguments_are_named() -> None:
     logits, out, work, noise = torch.zeros(2, 100), torch.zeros(2).int(), workspace(2, 100), noise_for(2)
     with pytest.raises(ValueError, match="give the noise"):
-        sample(logits, out, work, truncation=cuts_for(2, 3))
+        sample(logits, out, work, truncation=truncation_for(2, 3))
     with pytest.raises(ValueError, match=r"top_k must have shape \[2\]"):
-        sample(logits, out, work, noise=noise, truncation=cuts_for(1, 3))
+        sample(logits, out, work, noise=noise, truncation=truncation_for(1, 3))
     with pytest.raises(ValueError, match="top_p must be torch.float32"):
-        sample(logits, out, work, noise=noise, truncation=replace(cuts_for(2), top_p=torch.ones(2).double()))
+        sample(logits, out, work, noise=noise, truncation=replace(truncation_for(2), top_p=torch.ones(2).double()))
     with pytest.raises(ValueError, match=r"temperature must have shape \[2\]"):
         sample(logits, out, work, noise=replace(noise, temperature=torch.ones(1)))
     with pytest.raises(ValueError, match="too small for the 256"):
-        sample(logits, out, workspace(2, 100, small_top_k=True), noise=noise, truncation=cuts_for(2, top_p=0.5))
+        sample(logits, out, workspace(2, 100, small_top_k=True), noise=noise, truncation=truncation_for(2, top_p=0.5))
     with pytest.raises(ValueError, match="float32"):
         sample(logits.half(), out, work)
     with pytest.raises(ValueError, match="keys"):
         sample(torch.zeros(3, 100), out, work)
     with pytest.raises(ValueError, match="2 tiles"):
-        sample_scored(200, out, work, noise=noise, truncation=cuts_for(2, 3))
+        sample_scored(200, out, work, noise=noise, truncation=truncation_for(2, 3))
     with pytest.raises(ValueError, match="one best column"):
         topk_tokens(work.scores, torch.zeros(2, 2).int(), finite=True)

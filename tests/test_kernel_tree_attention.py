@@ -1,4 +1,4 @@
-"""Path attention in Triton's interpreter: right numbers, and bits that depend on positions and keys alone."""
+"""Tree attention in Triton's interpreter: matches the reference, and its bits depend on positions and keys alone."""
 
 from __future__ import annotations
 
@@ -37,32 +37,24 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     ("heads", "kv_heads", "dim", "dtype"),
     [
         (4, 2, 64, HALF),
-        (3, 1, 96, HALF),
         (3, 1, 96, torch.float32),
         (16, 1, 16, torch.float32),
-        (2, 2, 128, HALF),
         (2, 1, 256, HALF),
     ],
 )
-def test_heads_of_all_kinds_match_the_reference(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_head_sizes_and_groups_match_the_reference(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     text = Text.random(200, heads, kv_heads, dim, dtype)
     launch = lay([text, text], [0, 190], Tree.random(4, 3), [[-1] * 4] * 2)
     assert_close(launch.run(), launch.expected())
 
 
 def test_every_length_matches_the_reference() -> None:
-    lengths = [0, 1, 62, 63, 64, 65, 66, 126, 127, 128, 130, 191, 2048, 2111, 2113]
+    lengths = [0, 1, 62, 63, 64, 66, 127, 128, 191, 2113]
     launch = Text.random(2120, 2, 1, 16, torch.float32).plainly(lengths)
     assert_close(launch.run(), launch.expected())
 
 
-def test_a_long_context_matches_the_reference() -> None:
-    text = Text.random(8400, 2, 1, 16, torch.float32)
-    launch = lay([text], [8300], Tree.random(3, 2), [[-1] * 3])
-    assert_close(launch.run(), launch.expected())
-
-
-@pytest.mark.parametrize("window", [1, 5, 64, 100, 513])
+@pytest.mark.parametrize("window", [1, 100, 513])
 def test_windows_match_the_reference(window: int) -> None:
     text = Text.random(700, 2, 1, 16, torch.float32)
     tree = Tree.random(5, 3)
@@ -70,8 +62,8 @@ def test_windows_match_the_reference(window: int) -> None:
     assert_close(launch.run(window), launch.expected(window))
 
 
-@pytest.mark.parametrize(("length", "window"), [(0, None), (122, None), (122, 70), (187, 200), (1150, None)])
-def test_a_key_on_a_path_counts_like_a_committed_one(length: int, window: int | None) -> None:
+@pytest.mark.parametrize(("length", "window"), [(0, None), (122, 70), (1150, None)])
+def test_a_drafted_key_gives_the_bits_of_a_committed_one(length: int, window: int | None) -> None:
     text = Text.random(1200, 3, 1, 16, HALF)
     tree = Tree.random(12, 6)
     path = tree.deepest_path()
@@ -81,11 +73,11 @@ def test_a_key_on_a_path_counts_like_a_committed_one(length: int, window: int | 
 
 
 @pytest.mark.parametrize(("length", "window"), [(100, None), (226, 100)])
-def test_the_deepest_chain_counts_like_committed_text(length: int, window: int | None) -> None:
+def test_the_deepest_chain_gives_the_bits_of_committed_text(length: int, window: int | None) -> None:
     text = Text.random(300, 1, 1, 16, HALF)
     chain = Tree(torch.arange(64).expand(64, 64), torch.arange(64))
     actual = drafted(text, length, chain).run(window)
-    some = [0, 1, 26, 27, 28, 62, 63]
+    some = [0, 27, 28, 63]
     assert torch.equal(actual[some], text.plainly([length + depth for depth in some]).run(window))
 
 
@@ -98,7 +90,7 @@ def test_the_deepest_chain_counts_like_committed_text(length: int, window: int |
     st.sampled_from([1, 2, 8]),
     st.integers(0, 99),
 )
-def test_any_tree_counts_like_committed_text(
+def test_any_tree_gives_the_bits_of_committed_text(
     length: int, nodes: int, deepest: int, window: int | None, pack: int, seed: int
 ) -> None:
     text = Text.random(500, 4, 2, 16, HALF, seed=seed)
@@ -108,7 +100,7 @@ def test_any_tree_counts_like_committed_text(
     assert torch.equal(actual, text.plainly([length + depth for depth in range(len(path))]).run(window))
 
 
-def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
+def test_a_sequence_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
     text, other = (Text.random(400, 3, 1, 16, HALF, seed=seed) for seed in (1, 2))
     tree = Tree.random(6, 4)
     tokens = on_path(tree, 195)
@@ -118,28 +110,26 @@ def test_a_row_keeps_its_bits_in_any_batch_and_on_any_pages() -> None:
         assert torch.equal(together.run(pack=pack).view(6, 3, -1)[tree.deepest_path(), 1], alone)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("length", [200, 250])  # the nodes have one split point, or several
+@pytest.mark.parametrize(("length", "window"), [(200, None), (250, 70)])  # the nodes have one split point, or several
 def test_row_tiles_packs_and_launches_do_not_change_bits(length: int, window: int | None) -> None:
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, length, Tree.random(9, 7))
     expected = launch.run(window, row_tile=16, pack=1)
-    tiles, separate = {"row_tile": 64}, {"separate": True}
-    for options in (tiles, {"ranges": 9}, separate, {"pack": 5}, separate | tiles, separate | tiles | {"pack": 5}):
+    tiles, separate, pack = {"row_tile": 64}, {"separate": True}, {"pack": 5}
+    for options in (tiles | {"ranges": 9}, pack, separate, separate | tiles | pack):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None) -> None:
-    """Of which there are three."""
+@pytest.mark.parametrize(("window", "pack"), [(None, 5), (700, 1)])
+def test_programs_that_take_whole_bundles_do_not_change_bits(window: int | None, pack: int) -> None:
+    """Over three bundles."""
     launch = drafted(Text.random(1300, 3, 1, 16, HALF), 1150, Tree.random(9, 7))
     expected = launch.run(window, row_tile=16, separate=False)
-    for pack in (1, 5):
-        assert torch.equal(launch.run(window, row_tile=64, separate=True, pack=pack), expected)
+    assert torch.equal(launch.run(window, row_tile=64, separate=True, pack=pack), expected)
 
 
-@pytest.mark.parametrize(("length", "window"), [(12600, None), (12600, 3200), (10400, None), (2700, 700)])
-def test_ranges_are_merged_in_the_same_order_apart_and_together(
+@pytest.mark.parametrize(("length", "window"), [(12600, None), (12600, 3200), (10400, 2500), (2700, 700)])
+def test_ranges_are_merged_in_the_same_order_in_one_launch_and_in_two(
     length: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, as rounding to half the bits hides most orders; so tiles must be alike, see HALF, and numpy, which
@@ -153,7 +143,7 @@ def test_ranges_are_merged_in_the_same_order_apart_and_together(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets the product
 @pytest.mark.parametrize("pack", [1, 5])
-def test_what_a_node_does_not_see_may_be_infinite(pack: int) -> None:
+def test_values_that_a_node_does_not_see_may_be_infinite(pack: int) -> None:
     chain = Tree(torch.arange(4).expand(4, 4), torch.arange(4))
     for length in (30, 200, 250):
         launch = drafted(Text.random(260, 3, 1, 16, HALF), length, chain)
@@ -164,8 +154,7 @@ def test_what_a_node_does_not_see_may_be_infinite(pack: int) -> None:
         assert torch.equal(actual[:3], expected[:3]) and not actual[3].isfinite().any(), length
 
 
-@pytest.mark.parametrize("tickets", [False, True])
-@pytest.mark.parametrize("pack", [1, 5])
+@pytest.mark.parametrize(("pack", "tickets"), [(1, False), (5, True)])
 def test_counters_serve_one_launch_after_the_other(pack: int, tickets: bool) -> None:
     launch = drafted(Text.random(400, 3, 1, 16, HALF), 250, Tree.random(7, 3))
     ranges = op.ranges_for(400)
@@ -183,7 +172,7 @@ def test_counters_serve_one_launch_after_the_other(pack: int, tickets: bool) -> 
     torch.testing.assert_close(first.double(), launch.expected(), atol=2e-3, rtol=2e-3)
 
 
-def test_rows_and_heads_may_lie_apart() -> None:
+def test_strided_rows_and_heads_are_supported() -> None:
     launch = drafted(Text.random(300, 4, 2, 16, HALF), 200, Tree.random(3, 2))
     expected = launch.run()
     wide_q, wide_out = torch.randn(3, 100).to(HALF), torch.full((3, 80), 7.0, dtype=HALF)
@@ -196,7 +185,7 @@ def test_rows_and_heads_may_lie_apart() -> None:
     assert (wide_out[:, :8] == 7).all() and (wide_out[:, 72:] == 7).all()
 
 
-def test_a_context_beyond_the_planned_ranges_is_no_number() -> None:
+def test_a_context_beyond_the_planned_ranges_gives_nan() -> None:
     launch = Text.random(400, 2, 1, 16, HALF).plainly([130, 390])
     out = launch.run(ranges=2)
     assert torch.equal(out[:1], launch.run()[:1])
