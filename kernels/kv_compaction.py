@@ -58,10 +58,10 @@ def _compact_kv_kernel(
     base = tl.load(lengths_before + sequence)
     if layer == layers:
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
-        column = tl.program_id(2) * STATE_P2 + tl.arange(0, STATE_P2)
-        copies = column < tl.where(count > 0, STATE, 0)
-        newest = tl.load(states + (first_node_row + sequences * last + sequence) * STATE + column, mask=copies)
-        tl.store(states + sequence * STATE + column, newest, mask=copies)
+        entry = tl.program_id(2) * STATE_P2 + tl.arange(0, STATE_P2)  # not `column`: its shape differs below
+        copies = entry < tl.where(count > 0, STATE, 0)
+        newest = tl.load(states + (first_node_row + sequences * last + sequence) * STATE + entry, mask=copies)
+        tl.store(states + sequence * STATE + entry, newest, mask=copies)
     else:
         place = tl.arange(0, DEPTHS_P2)
         node = tl.load(paths + sequence * path_stride + place, mask=place < depths, other=0)
