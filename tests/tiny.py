@@ -1,7 +1,7 @@
 """Tiny random Hugging Face models of every supported family, for tests.
 
-Weights are large enough that logits are well spread (a wrong mask, position or norm changes the arg max), norms and
-biases are not trivial, and sliding windows are shorter than the prompts tests use.
+Weights are so large that a wrong mask, position or norm changes the largest logit, norms and biases are random, and
+sliding windows are shorter than the prompts of the tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"]
-VOCABULARY = 101  # odd, so that nothing can rely on a round number
+VOCABULARY = 101  # prime, so that no code can rely on a multiple of a tile size
 
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -74,17 +74,17 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model in eval mode; the same arguments give the same weights, whatever else was drawn before."""
+    """A random model in eval mode; the same arguments give the same weights."""
     config = tiny_config(family, **overrides)
     model: Any = _CLASSES[family][1](config)
     model.to(torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    offset = 1.0 if family == "gemma3_text" else 0.0  # gemma stores its norm weights minus one
+    offset = 1.0 if family == "gemma3_text" else 0.0  # gemma stores its norm weights minus 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if name == "model.norm.weight":
-                # Signs at random: a tied head would otherwise find its own input the likeliest next token.
+                # Random signs: with a tied head the input token would otherwise get the largest logit.
                 parameter.copy_(noise.sign() + 0.2 * noise - offset)
             elif name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise - offset)

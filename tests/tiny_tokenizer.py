@@ -1,4 +1,4 @@
-"""Tokenizers of 101 tokens for the tiny models: one of characters, bytes and a few words, one of spaced words."""
+"""Tokenizers of 101 tokens for the tiny models: one of characters, bytes and words, one of words with spaces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import VOCABULARY
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
-BYTES = sorted(set("é€😀日".encode()))  # twelve, none shared
+BYTES = sorted(set("é€😀日".encode()))  # 12 bytes, none in two characters
 PUNCTUATION = list(" .,!?-:;\n")
 WORDS = ["the", "and", "ing", "stop", "STOPPED", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 TOKENS = [*SPECIAL, *ascii_letters, *digits, *(f"<0x{byte:02X}>" for byte in BYTES), *PUNCTUATION, *WORDS, "ten"]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Text is encoded character by character; words are only ever generated."""
+    """Encodes text character by character; word tokens occur only in generated text."""
     assert len(set(TOKENS)) == len(TOKENS) == VOCABULARY
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOKENS)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -28,7 +28,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
-    """101 words whose tokens begin with the space before them; the first word of a text is shown without it."""
+    """Word tokens that begin with the space before the word; decoding drops the space of a text's first word."""
     words = [*SPECIAL, *(f"▁w{index}" for index in range(len(SPECIAL), VOCABULARY))]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[1]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -39,9 +39,9 @@ def spaced_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ids_of(*pieces: str) -> list[int]:
-    """Token ids of words, characters and longer characters, each piece spelled with the fewest tokens."""
+    """Token ids of words, characters and characters of several bytes, each piece in the fewest tokens."""
     ids = []
     for piece in pieces:
-        known = [piece] if piece in TOKENS else [f"<0x{byte:02X}>" for byte in piece.encode()]
-        ids += [TOKENS.index(token) for token in known]
+        tokens = [piece] if piece in TOKENS else [f"<0x{byte:02X}>" for byte in piece.encode()]
+        ids += [TOKENS.index(token) for token in tokens]
     return ids
