@@ -1,8 +1,8 @@
-"""A sequence: one text in progress, its sampling parameters, its share of the cache, and a record of its steps.
+"""A sequence (one text in progress) and a request (the sequences of one call).
 
-A step appends one line to the record and nothing else, since the device may be waiting; statistics are made from it
-when they are read. Also a request: the sequences of one call and the callables it brought. Knows no scheduler and no
-backend.
+A sequence has its tokens, KV pages, sampling parameters and one record per step. A step only appends to these, because
+the device may be waiting for the host; statistics are computed from the records when they are read. This module does
+not import the scheduler or a backend.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from selfspec.drafters import Drafter
     from selfspec.governor.rules import Policy
 
-Criterion = Callable[[torch.Tensor, Any], Any]  # (prefix [1, t], scores) -> whether the text ends here
+Criterion = Callable[[torch.Tensor, Any], Any]  # (tokens [1, t], scores) -> whether the sequence ends here
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which makes counting fast
 class StepRecord:
-    """How a step was decided: the same for all sequences in it, and mostly for the next one."""
+    """How a step was decided. Steps decided alike share one object."""
 
     plan: Plan
     chosen: Plan  # the plan before it was truncated to the tokens that are left
-    reason: str | None  # why nothing is drafted
+    reason: str | None  # why nothing was drafted; None if something was
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -55,26 +55,26 @@ class Sequence:
     max_length: int  # prompt and new tokens together
     params: SamplingParams = field(default_factory=SamplingParams)
     request: Request = field(default_factory=lambda: Request([]), repr=False)
-    parent: Sequence | None = None  # whose prompt this one continues with another sample
+    parent: Sequence | None = None  # the first sample of the same prompt, whose prompt pages this one shares
     tokens: list[int] = field(default_factory=list)  # prompt and new tokens; KV of the last one is not written yet
     kv: KVPages = field(default_factory=KVPages)
-    swapped: SwappedPages | None = None  # its pages, while they are in host memory
+    swapped: SwappedPages | None = None  # its pages while they are in host memory
     is_prefilled: bool = False  # all of the prompt but its last token is in the cache
-    prompt_kv: KVPages | None = None  # the prompt's pages, for samples of it that have not been admitted yet
-    prompt_feature: torch.Tensor | None = None  # `previous_feature` at the prompt's end
-    previous_feature: torch.Tensor | None = None  # [2 * hidden], which the exit reads beside the last token's own state
-    drafts: bool = True  # the rules allow to draft for it in the next step
+    prompt_kv: KVPages | None = None  # the prompt's pages, for samples that have not been admitted yet
+    prompt_feature: torch.Tensor | None = None  # `previous_feature` at the end of the prompt, for other samples
+    previous_feature: torch.Tensor | None = None  # [2 * hidden]: feature of the newest position with KV
+    drafts: bool = True  # the rules allow drafting for it in the next step
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0
     watch: Watch = field(default_factory=Watch)  # the governor's statistics of this text
-    unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's cache lacks
-    records: list[StepRecord] = field(default_factory=list)  # one for each step
-    last_nodes: list[int] = field(default_factory=list)  # the last node that each step accepted
-    cut: int | None = None  # index of the step whose last token a node also carried; None otherwise
-    # Made from the first steps of the record.
+    unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's KV lacks
+    records: list[StepRecord] = field(default_factory=list)  # one per step
+    last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step
+    drafted_end: int | None = None  # index of the step whose drafted token ended the sequence
+    # Computed from the first steps, and extended when statistics are read.
     _counts: Counter[tuple[StepRecord, int]] = field(default_factory=Counter, init=False)
     _origins: list[str] = field(default_factory=list, init=False)
-    _marked: int = field(default=0, init=False)  # steps that the origins are of
+    _steps_in_origins: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -96,9 +96,8 @@ class Sequence:
         return self.finish_reason is not None
 
     def append(self, token: int, drafted: bool) -> None:
-        """Adds the target's token at the next position and finds out whether the text ends with it; `drafted` if a
-        node carried it. Token -1 says that the logits were not finite: the request fails. A request whose processor
-        has failed gets no more tokens."""
+        """Appends the target's token and sets `finish_reason` if the sequence ends with it. `drafted`: a node carried
+        it. Token -1 means that the logits were not finite: fails the request. Does nothing once the request failed."""
         if self.request.error is not None:
             return
         if token < 0:
@@ -115,17 +114,17 @@ class Sequence:
         elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
         if drafted and self.finish_reason is not None:
-            self.cut = self.steps
+            self.drafted_end = self.steps
 
     def _meets_a_criterion(self) -> bool:
         with self.request.callback():
             prefix = torch.tensor([self.tokens], device=self.request.device)
             met = [bool(torch.as_tensor(of(prefix, None)).any()) for of in self.request.criteria]
-            return any(met)  # after the list is made: every criterion sees every token
-        return True  # one of them raised
+            return any(met)  # of a list, so that every criterion is called for every token
+        return True  # a criterion raised
 
     def process(self, values: torch.Tensor) -> torch.Tensor:
-        """Logits [1, V] through the request's processors, float32 again whatever they return."""
+        """Runs the request's processors on logits [1, V]; returns float32."""
         with self.request.callback():
             prefix = torch.tensor([self.tokens], device=values.device)
             values = run_processors(self.request.processors, prefix, values)
@@ -140,7 +139,7 @@ class Sequence:
         return len(self.last_nodes)
 
     def usual_tokens(self, plan: Plan) -> float:
-        """Tokens that a step of this plan is expected to bring: the mean of this text's steps so far."""
+        """Expected tokens of a step with this plan: the mean of the steps so far, at most the plan's depth + 1."""
         return min(self.new_tokens / self.steps, plan.depth + 1) if self.steps else plan.depth + 1
 
     @property
@@ -158,7 +157,7 @@ class Sequence:
 
     @property
     def plans(self) -> Counter[Plan]:
-        """How many steps each plan had, in the order of first use."""
+        """Number of steps by plan, in the order of first use."""
         plans: Counter[Plan] = Counter()
         for (record, _), times in self._counted().items():
             plans[record.plan] += times
@@ -166,18 +165,19 @@ class Sequence:
 
     @property
     def disabled_reason(self) -> str | None:
-        """The first reason why a step drafted nothing."""
+        """The first reason why a step drafted nothing; plain steps that only measure do not count."""
         reasons = (record.reason for record, _ in self._counted())
         return next((reason for reason in reasons if reason not in (None, MEASURING)), None)
 
     @property
     def outcomes(self) -> Counter[tuple[int, int]]:
-        """Steps by depths accepted and asked for."""
+        """Number of steps by depths accepted and depths reached: one more if the last node had children, which were all
+        rejected."""
         outcomes: Counter[tuple[int, int]] = Counter()
         for (record, last), times in self._counted().items():
             accepted = record.plan.depths[last]
             outcomes[accepted, accepted + bool(record.plan.children[last])] += times
-        if self._is_cut:  # a child of the last node was right
+        if self._has_drafted_end:  # the step's last token was drafted too: a child of the last node carried it
             accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
             outcomes -= Counter({(accepted, accepted + 1): 1})
             outcomes[accepted + 1, accepted + 1] += 1
@@ -189,24 +189,25 @@ class Sequence:
 
     @property
     def reached_by_depth(self) -> list[int]:
-        """How often a node of each depth was asked for."""
+        """Steps that reached each depth: they accepted or rejected nodes there."""
         return self._by_depth(1)
 
     @property
     def origins(self) -> list[str]:
-        """Of every new token: "drafted", "decoded" after that, or "plain". Kept, since streams read it every step."""
-        steps = self.steps  # the loop may be adding a step meanwhile: its record comes before its last node
-        new = slice(self._marked, steps)
+        """For every new token "drafted", "decoded" (the target's own token of a step that drafted) or "plain". Computed
+        once per step, since streams read it after every step."""
+        steps = self.steps  # the loop may add a step meanwhile, first its record and then its last node
+        new = slice(self._steps_in_origins, steps)
         for record, last in zip(self.records[new], self.last_nodes[new], strict=True):
             self._origins += ["drafted"] * record.plan.depths[last] + ["decoded" if len(record.plan) else "plain"]
-        self._marked = steps
-        if self._is_cut:
+        self._steps_in_origins = steps
+        if self._has_drafted_end:
             self._origins[-1] = "drafted"
         return self._origins
 
     @property
     def changes(self) -> list[Change]:
-        """Of plan, the first one included; and from a plain step that only measures to a reason."""
+        """Changes of plan, the first plan included, and changes from measuring to another reason for plain steps."""
         changes: list[Change] = []
         before, tokens = None, 0
         for step, (record, last) in enumerate(zip(self.records, self.last_nodes, strict=True)):
@@ -218,37 +219,38 @@ class Sequence:
         return changes
 
     @property
-    def _is_cut(self) -> bool:
-        return self.cut is not None and self.cut < self.steps  # and not in a step that failed
+    def _has_drafted_end(self) -> bool:
+        """Whether a drafted token ended the sequence, in a step that was recorded: one that failed is not."""
+        return self.drafted_end is not None and self.drafted_end < self.steps
 
     def _counted(self) -> Counter[tuple[StepRecord, int]]:
-        """Lines of the record, each with its number of steps."""
+        """Number of steps by record and last node."""
         start = self._counts.total()
         if start < self.steps:
             self._counts.update(zip(self.records[start:], self.last_nodes[start:], strict=True))
         return self._counts
 
     def _by_depth(self, which: int) -> list[int]:
-        """Steps that accepted (0) or asked for (1) a node of each depth."""
+        """Number of steps that accepted (`which` 0) or reached (1) each depth."""
         outcomes = self.outcomes
-        deepest = max((asked for _, asked in outcomes), default=0)
+        deepest = max((reached for _, reached in outcomes), default=0)
         return [sum(times for of, times in outcomes.items() if of[which] > depth) for depth in range(deepest)]
 
 
 @dataclass(eq=False)
 class Request:
-    """What one call asked for: its sequences, its callables, and what they draft with."""
+    """One call: its sequences, its callables, and the drafter of its sequences."""
 
     sequences: list[Sequence]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     processors: tuple[Processor, ...] = ()
     criteria: tuple[Criterion, ...] = ()
     policy: Policy | None = None  # None: plain decoding
-    drafter: Drafter | None = None  # None: nothing will be drafted
+    drafter: Drafter | None = None  # domain, exit and plans; None: plain decoding
     find_drafter: Callable[[], Drafter | None] = lambda: None  # called by the loop before the request is admitted
-    is_prepared: bool = False  # domain and exit were found
-    rejection: bool = False  # the classical acceptance rule
-    callback_s: float = 0.0  # seconds in processors and criteria, which are not the steps'
+    is_prepared: bool = False  # `find_drafter` was called
+    rejection: bool = False  # `acceptance="rejection"`
+    callback_s: float = 0.0  # seconds in processors and criteria, which steps are not charged for
     error: BaseException | None = None
     is_cancelled: bool = False
     progress: Progress = field(default_factory=Progress)
@@ -262,7 +264,7 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def prepare(self) -> None:
-        """Finds domain and exit, once; runs passes over the prompts, so only the loop may call it."""
+        """Finds the drafter, once. Runs passes over the prompts, so only the loop's thread may call it."""
         if not self.is_prepared:
             self.drafter, self.is_prepared = self.find_drafter(), True
 
@@ -271,17 +273,18 @@ class Request:
             sequence.finish_reason = sequence.finish_reason or reason
 
     def fail(self, error: BaseException) -> None:
-        """The call that made the request raises this error."""
+        """Ends all sequences with "error"; the call that made the request raises the first error given."""
         self.error = self.error or error
         for sequence in self.sequences:
             sequence.finish_reason = "error"
 
     def callback(self) -> _Callback:
+        """A context manager for running the user's callables."""
         return _Callback(self)
 
 
 class _Callback:
-    """A block that runs the user's callables: its time is not the step's, and its errors fail the request alone."""
+    """Adds the time of its block to the request's callback time, and fails the request with any error raised in it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -1,7 +1,7 @@
-"""What executes steps: the interface that the two backends share.
+"""The interface of a backend: what a batch asks of it, and the outcome of a step.
 
-A backend runs passes and moves what follows from them (KV, lengths, tokens); which sequences decode together, with
-which plan, and when the exit is scored, is decided by its caller.
+A backend executes passes and moves their results (KV, lengths, tokens). The caller decides which sequences decode
+together, with which plan, and when the exit is scored.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from selfspec.speculation.exit import Exit
 
 @dataclass(eq=False)
 class Step:
-    """A step that was launched, and once it was read, its outcome."""
+    """A step that was launched; after `Backend.read` also its outcome."""
 
     sequences: list[Sequence]
     record: StepRecord
-    last_nodes: list[int] = field(default_factory=list)  # the last accepted node of each sequence, once read
-    seconds: float = 0.0  # on the device, once read; time in callables is not part of it
-    wall_seconds: float = 0.0  # from the end of the step before, where that one was launched right before
-    is_typical: bool = True  # nothing but this plan's own work was part of it, so its time tells what the plan costs
-    is_late: bool = False  # the device had ended the step before when this one was launched
+    last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
+    seconds: float = 0.0  # on the device, without time in callables, after reading
+    wall_seconds: float = 0.0  # since the end of the step before if it was launched right before, else `seconds`
+    is_typical: bool = True  # the time contains only this plan's own work, so it tells the plan's cost
+    is_late: bool = False  # the device had finished the step before when this one was launched
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
 
 
 @dataclass(eq=False)
 class ExitScores:
-    """Which rank the model's own tokens would have had among an exit's drafts, for plainly decoded tokens."""
+    """Ranks of plainly decoded tokens among the tokens that the exit would have drafted."""
 
     sequences: list[Sequence]
-    ranks: list[list[int]]
-    offered: int  # ranks below this are told apart; a rank of `offered` is a miss
+    ranks: list[list[int]]  # for each sequence, one rank for each scored position
+    offered: int  # draft tokens that were compared; a rank of `offered` is a miss
 
 
 class Backend(Protocol):
@@ -47,11 +47,11 @@ class Backend(Protocol):
 
     @property
     def max_unfilled(self) -> int:
-        """Plainly decoded tokens per sequence that the exit's cache can be behind by."""
+        """Plainly decoded tokens per sequence after which `fill_exit` must be called."""
         ...
 
     def slots_for(self, sequences: int) -> int:
-        """Slots that a step of so many sequences computes, idle ones included."""
+        """Slots that a step of `sequences` sequences computes, idle ones included."""
         ...
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
@@ -64,8 +64,8 @@ class Backend(Protocol):
         ...
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
-        """Scores that have arrived since the last call, or with `wait` all that are on their way: the share of
-        positions at which the exit's best token is the model's, and how many positions that are."""
+        """Returns scores that have arrived since the last call, with `wait` all that were launched: the share of
+        positions at which the exit's best token is the model's, and the number of positions."""
         ...
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
@@ -73,25 +73,26 @@ class Backend(Protocol):
         ...
 
     def read(self, step: Step) -> None:
-        """Waits for the step, appends its tokens to the sequences that go on, and fills in its outcome."""
+        """Waits for the step, appends its tokens to sequences that have not ended, and fills in its outcome."""
         ...
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
-        """Fills the exit block's KV for plainly decoded tokens and, if asked to, scores drafts at some of them."""
+        """Fills the exit block's KV for plainly decoded tokens; with `score` also scores drafts at some of them."""
         ...
 
     def exit_scores(self) -> list[ExitScores]:
-        """Scores that have arrived since the last call."""
+        """Returns scores that have arrived since the last call."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence has left the batch: its slot is free. Its pages are returned by the caller."""
+        """Frees the slot of a sequence that has left the batch. The caller returns its pages."""
         ...
 
     def suspend(self, sequence: Sequence) -> None:
-        """Saves what only the device knows of a sequence that leaves the batch for a while; no step is in flight."""
+        """Copies state that is only on the device to a sequence that will leave and join again; no step may be in
+        flight."""
         ...
 
     def close(self) -> None:
-        """The batch is gone: returns what its sequences shared."""
+        """Returns the device buffers of the batch, which has no sequences any more."""
         ...

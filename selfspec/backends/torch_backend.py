@@ -1,7 +1,7 @@
-"""The reference backend: prefill passes and steps as PyTorch operations, on any device.
+"""The reference backend: prefill and steps as PyTorch operations, on any device.
 
-Executes one step at a time: when `launch` returns, the step has run. Plain decoding is a step whose plan has no nodes;
-there is no second path.
+Executes one step at a time: when `launch` returns, the step has run. A plain step is a step whose plan has no nodes and
+runs the same code. Which sequences decode, and with which plan, is decided by the caller.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from selfspec.speculation.draft_tree import Draft, Shape
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.plan import Plan
 
-PREFILL_CHUNK = 512  # tokens: fixed, so that a prompt's KV never depends on what else is in memory
+PREFILL_CHUNK = 512  # tokens: fixed, so that a prompt's KV depends on the prompt alone
+MAX_SHAPES = 1024  # plans come from users: bounds the memory of shapes kept for them
 
 
 class TorchBackend:
     """Executes steps as PyTorch operations."""
 
     overlaps = False
-    max_unfilled = sys.maxsize  # the states that wait are kept in host lists that grow
+    max_unfilled = sys.maxsize  # unfilled states are kept in buffers that grow
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
         self.model, self.cache = model, cache
@@ -58,7 +59,7 @@ class TorchBackend:
     # Prefill
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
-        """One chunk of the first sequence's prompt. A prompt is alone in its pass, so that no other can change its
+        """Runs one chunk of the first sequence's prompt. A prompt is alone in its pass, so that no other changes its
         rounding."""
         sequence, length = sequences[0], sequences[0].kv.length
         context = sequence.prompt[:-1]
@@ -67,24 +68,24 @@ class TorchBackend:
         return [sequence] if sequence.kv.length == len(context) else []
 
     def _prefill_chunk(self, sequence: Sequence, tokens: list[int], exit: Exit | None) -> None:
-        """A chunk of a prompt through all layers, into the cache."""
+        """Runs a chunk of a prompt through all layers, with an exit also through its block, and extends the KV."""
         count = len(tokens)
         self.cache.reserve(sequence.kv, sequence.kv.length + count)
         at = Rows.causal([sequence.kv], count, self.model.device)
         hidden = self.model.embed(torch.tensor([tokens], device=self.model.device))
         hidden = self._run_draft_partition(hidden, at, exit)
-        known = self._run_verify_partition(hidden, at, exit)
-        if not bool(torch.isfinite(known).all()):
+        features = self._run_verify_partition(hidden, at, exit)
+        if not bool(torch.isfinite(features).all()):
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
         if exit is not None:
-            previous = torch.cat((self._previous_features([sequence]), known[:, :-1]), dim=1)
+            previous = torch.cat((self._previous_features([sequence]), features[:, :-1]), dim=1)
             exit.fill(hidden, previous, at, self.cache)
-            self._keep_prompt_end(sequence, hidden, previous, known)
-            sequence.previous_feature = sequence.prompt_feature = known[0, -1]
+            self._keep_prompt_end(sequence, hidden, previous, features)
+            sequence.previous_feature = sequence.prompt_feature = features[0, -1]
         self.cache.extend(sequence.kv, count)
 
     def _keep_prompt_end(self, sequence: Sequence, *states: torch.Tensor) -> None:
-        """Keeps the states of the prompt's last positions [1, T, ...], by which the prompt is scored."""
+        """Keeps the states [1, T, ...] of the prompt's last positions, by which the exit is scored."""
         before = self._prompt_ends.get(sequence) or [state[:, :0] for state in states]
         joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
         self._prompt_ends[sequence] = [state[:, -self._scored_positions :] for state in joined]
@@ -92,9 +93,9 @@ class TorchBackend:
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> None:
         for sequence in sequences:
             if (end := self._prompt_ends.pop(sequence, None)) is not None:
-                hidden, previous, known = end
-                reads = known[..., : self.model.config.hidden_size]
-                (share,) = exit_scoring.prompt_agreement(exit, self.cache, [sequence.kv], hidden, previous, reads)
+                hidden, previous, features = end
+                final = features[..., : self.model.config.hidden_size]
+                (share,) = exit_scoring.prompt_agreement(exit, self.cache, [sequence.kv], hidden, previous, final)
                 self._prompt_scores[sequence] = share, hidden.shape[1]
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
@@ -104,27 +105,28 @@ class TorchBackend:
     # The step
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
-        """Every sequence advances by at least one token."""
+        """Runs the step. Every sequence advances by at least one token."""
         started, callbacks = time.perf_counter(), callback_seconds(sequences)
         sequences, plan, kvs = list(sequences), record.plan, [sequence.kv for sequence in sequences]
         for kv in kvs:
             self.cache.reserve(kv, kv.length + len(plan) + 1)
         try:
             draft = self.draft(sequences, plan, exit)
-            known = self.verify(sequences, draft, exit)
-            paths = self.accept(sequences, draft, self._logits(known), exit)
+            features = self.verify(sequences, draft, exit)
+            paths = self.accept(sequences, draft, self._logits(features), exit)
         except BaseException:
             self.cache.abort(kvs)
             raise
-        self.commit(sequences, draft, known, paths, exit)
+        self.commit(sequences, draft, features, paths, exit)
         seconds = time.perf_counter() - started - (callback_seconds(sequences) - callbacks)
         return Step(sequences, record, [path[-1] for path in paths], seconds, seconds)
 
     def read(self, step: Step) -> None:
-        """Has nothing left to do: the step has run."""
+        """Does nothing: `launch` has run the step."""
 
     def draft(self, sequences: list[Sequence], plan: Plan, exit: Exit | None) -> Draft:
-        """Depth by depth: runs the nodes of a depth through the draft partition, exits, ranks each node's children."""
+        """Depth by depth: runs the nodes of a depth through the layers below the exit, then ranks each node's
+        children."""
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=self.model.device)  # [B, 1]
         draft = Draft(plan, tokens, hidden=tokens.new_empty(0))
         hidden: list[torch.Tensor] = []
@@ -142,7 +144,7 @@ class TorchBackend:
     def _rank_children(
         self, sequences: list[Sequence], draft: Draft, level: range, hidden: torch.Tensor, at: Rows, exit: Exit
     ) -> None:
-        """Exits at one level: ranks the children of its nodes."""
+        """Runs the exit at the nodes of one level and ranks their children."""
         depth, width = draft.plan.depths[level.start], draft.plan.width(level)
         parents = self._shape(draft.plan, level).parents
         previous = draft.reads[-1][:, parents] if draft.reads else self._previous_features(sequences)
@@ -168,7 +170,7 @@ class TorchBackend:
             draft.logits.append(exit.over_vocabulary(values).view(len(sequences), len(level), -1))
 
     def _texts(self, sequences: list[Sequence], draft: Draft, level: range) -> list[list[int]]:
-        """For every node of a level, the tokens of its sequence and of its path."""
+        """For every node of a level, the tokens of its sequence and of the nodes on its path."""
         drafted = draft.tokens.tolist()
         return [
             sequence.tokens + [drafted[index][node] for node in draft.plan.path(of)[1:]]
@@ -177,25 +179,25 @@ class TorchBackend:
         ]
 
     def verify(self, sequences: list[Sequence], draft: Draft, exit: Exit | None) -> torch.Tensor:
-        """Runs the saved states of root and nodes through layers N..L in one pass. Returns what the head reads at each
-        of them and, with an exit, what it reads at the next position: [B, n+1, hidden or 2 * hidden]."""
-        everything = range(len(draft.plan) + 1)
-        reuses = draft.rows is not None and draft.rows.nodes == everything
-        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft.plan, everything)
-        known = self._run_verify_partition(draft.hidden, at, exit)
+        """Runs the saved states of root and nodes through layers N..L in one pass. Returns their features
+        [B, n + 1, 2 * hidden], without an exit only the normed final states [B, n + 1, hidden]."""
+        all_nodes = range(len(draft.plan) + 1)
+        reuses = draft.rows is not None and draft.rows.nodes == all_nodes
+        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft.plan, all_nodes)
+        features = self._run_verify_partition(draft.hidden, at, exit)
         if exit is not None and len(draft.plan):
-            of_parents = known[:, self._shape(draft.plan, everything).parents]
+            of_parents = features[:, self._shape(draft.plan, all_nodes).parents]
             previous = torch.cat((self._previous_features(sequences), of_parents), dim=1)
             exit.fill(draft.hidden, previous, at, self.cache)
-        return known
+        return features
 
     def accept(
         self, sequences: list[Sequence], draft: Draft, logits: torch.Tensor, exit: Exit | None
     ) -> list[list[int]]:
-        """Walks down from the root: the target chooses each next token, and a child that carries it is the next node.
-        Tokens are appended, and ends of text noticed, one by one. Returns the accepted paths, root first."""
+        """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
+        Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first."""
         plan, drafted = draft.plan, draft.tokens.tolist()
-        best = _best_of_all(sequences, logits)
+        best = _greedy_tokens(sequences, logits)
         paths: list[list[int]] = [[0] for _ in sequences]
         walking = list(range(len(sequences)))
         while walking:
@@ -219,7 +221,7 @@ class TorchBackend:
     def _choose(
         self, sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
     ) -> list[int]:
-        """The target's own next token for each sequence, at its node."""
+        """The target's next token for each sequence, after its node; -1 where its logits are not finite."""
         values, params = logits[indices, nodes], [sequence.params for sequence in sequences]  # [R, V]
         texts, prompts = [sequence.tokens for sequence in sequences], [len(sequence.prompt) for sequence in sequences]
         values = process_logits(values, params, texts, prompts)
@@ -243,26 +245,27 @@ class TorchBackend:
         return torch.where(finite, chosen, -1).tolist()
 
     def commit(
-        self, sequences: list[Sequence], draft: Draft, known: torch.Tensor, paths: list[list[int]], exit: Exit | None
+        self, sequences: list[Sequence], draft: Draft, features: torch.Tensor, paths: list[list[int]], exit: Exit | None
     ) -> None:
-        """Makes the accepted paths part of the texts. The exit's KV of a plain step is filled later, many at a time."""
+        """Makes the KV of the accepted paths contiguous and keeps the feature of each last node; after a plain step
+        also the states from which `fill_exit` fills the exit's KV."""
         self.cache.commit([sequence.kv for sequence in sequences], paths)
         if exit is None:
             return
         if not len(draft.plan):
-            nothing = self._no_feature
             for sequence, hidden in zip(sequences, draft.hidden[:, 0].unbind(), strict=True):
-                before = sequence.previous_feature
-                sequence.unfilled.add(hidden, nothing if before is None else before)
+                previous = sequence.previous_feature
+                sequence.unfilled.add(hidden, self._no_feature if previous is None else previous)
         nodes = [path[-1] for path in paths]
-        newest = known[range(len(sequences)), nodes] if any(nodes) else known[:, 0].clone()  # its buffer may be shared
-        for sequence, state in zip(sequences, newest.unbind(), strict=True):
-            sequence.previous_feature = state
+        # Cloned: the features' buffer may be shared.
+        newest = features[range(len(sequences)), nodes] if any(nodes) else features[:, 0].clone()
+        for sequence, feature in zip(sequences, newest.unbind(), strict=True):
+            sequence.previous_feature = feature
 
-    # The exit's cache while nothing is drafted
+    # The exit's KV while nothing is drafted
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
-        """Sequences that wait with equally many tokens are filled in one pass."""
+        """Runs one pass for all sequences with the same number of unfilled tokens."""
         by_count: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             by_count.setdefault(len(sequence.unfilled), []).append(sequence)
@@ -271,7 +274,7 @@ class TorchBackend:
                 self._fill_exit(alike, exit, min(count, self._scored_positions) if score else 0)
 
     def _fill_exit(self, sequences: list[Sequence], exit: Exit, scored: int) -> None:
-        """Fills all that waits, and scores the newest `scored` positions."""
+        """Fills all unfilled positions and scores the newest `scored` of them."""
         states = [sequence.unfilled for sequence in sequences]
         unfilled = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], states)
         if scored < unfilled.count:
@@ -296,22 +299,21 @@ class TorchBackend:
         self._prompt_ends.pop(sequence, None)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Everything is known to the host already."""
+        """Does nothing: the sequence has all of its state."""
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Does nothing: a batch has no buffers of its own."""
 
     # Parts of passes
 
-    def _logits(self, known: torch.Tensor) -> torch.Tensor:
-        """The model's logits; what its head reads comes first in `known`."""
-        return self.model.project(known[..., : self.model.config.hidden_size], self.model.head)
+    def _logits(self, features: torch.Tensor) -> torch.Tensor:
+        """The model's logits; the normed final states are the first columns of the features."""
+        return self.model.project(features[..., : self.model.config.hidden_size], self.model.head)
 
     def _previous_features(self, sequences: list[Sequence]) -> torch.Tensor:
-        """What the exit reads beside each sequence's newest position, [B, 1, 2 * hidden]; zeros where a text begins."""
-        nothing = self._no_feature
-        states = [sequence.previous_feature for sequence in sequences]
-        return torch.stack([nothing if state is None else state for state in states])[:, None]
+        """Features before each sequence's newest token, [B, 1, 2 * hidden]; zeros before the first position."""
+        features = [sequence.previous_feature for sequence in sequences]
+        return torch.stack([self._no_feature if of is None else of for of in features])[:, None]
 
     @cached_property
     def _no_feature(self) -> torch.Tensor:
@@ -337,16 +339,16 @@ class TorchBackend:
         return Rows(kvs, nodes, shape.depths, shape.ancestors, self.model.device, shape.all)
 
     def _shape(self, plan: Plan, nodes: range) -> Shape:
-        """Some nodes of a plan as tensors on the device; made once for many steps."""
+        """Some nodes of a plan as tensors on the device, kept for later steps."""
         key = (plan, nodes.start, nodes.stop)
         if key not in self._shapes:
-            if len(self._shapes) >= 1024:  # plans are the user's to choose: memory stays bounded
+            if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
             self._shapes[key] = Shape.of(plan, nodes, self.model.device)
         return self._shapes[key]
 
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
-        """Tokens [B, M] of a level's nodes: each is its parent's ranked draft token of the node's rank."""
+        """Tokens [B, M] of a level's nodes: of each node's parent the draft token of the node's rank."""
         shape = self._shape(draft.plan, level)
         return draft.ranked[-1][:, shape.parents, shape.ranks]
 
@@ -361,9 +363,9 @@ def _split(exit: Exit | None) -> int:
     return 0 if exit is None else exit.layer
 
 
-def _best_of_all(sequences: list[Sequence], logits: torch.Tensor) -> list[list[int]] | None:
-    """The target's choice at every node where it is simply the best token, whatever came before; -1 where that logit is
-    not finite. None if some sequence samples, processes logits or brings a processor."""
+def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list[int]] | None:
+    """The best token after every node, -1 where its logit is not finite. None if a sequence samples, processes logits
+    or has callables: its choice is another one."""
     params = [sequence.params for sequence in sequences]
     if any(of.do_sample or of.changes_logits for of in params) or any(of.request.processors for of in sequences):
         return None
@@ -373,4 +375,5 @@ def _best_of_all(sequences: list[Sequence], logits: torch.Tensor) -> list[list[i
 
 
 def callback_seconds(sequences: Seq[Sequence]) -> float:
+    """Seconds that the requests of these sequences have spent in callables so far."""
     return sum(request.callback_s for request in {id(of.request): of.request for of in sequences}.values())
