@@ -1,9 +1,9 @@
-"""Final RMSNorm; also stores the state that the exit reads at the next position.
+"""Final RMSNorm; also writes the feature that the exit reads at the next position.
 
 Reads the last layer's states [R, hidden] and writes their norm to out[:, :hidden], which the LM head reads. With the
-states of a middle layer, writes their norm without weights to out[:, hidden:]: both halves together are the *previous
-state* that an exit with recall reads at the next position. In a plain step the same launch also saves the exit's input
-and the previous state to `UnfilledStates`, so that not drafting costs no further launch;
+states of a middle layer, writes their norm without weights to out[:, hidden:]: both halves together are the position's
+*feature*, which an exit with recall reads at the next position. In a plain step the same launch also saves the exit's
+input and the feature of the previous position to `UnfilledStates`, so that not drafting costs no further launch;
 `backends/cuda/exit_scoring.py` later fills the exit block's KV from them.
 
 One program per row; sums of squares are balanced trees over fixed blocks (`norm.rms_factor`), with the bits of
@@ -44,7 +44,7 @@ class UnfilledStates:
 
     counts: torch.Tensor  # [B] int32: saved positions
     hidden: torch.Tensor  # [capacity * B, hidden]: the states that the exit reads
-    previous: torch.Tensor  # [capacity * B, 2 * hidden]: the previous state at each of these positions
+    previous: torch.Tensor  # [capacity * B, 2 * hidden]: the feature of the position before each
 
     @classmethod
     def empty(cls, counts: torch.Tensor, hidden: int, dtype: torch.dtype) -> UnfilledStates:
@@ -86,7 +86,7 @@ def _final_norm_kernel(
     inside = columns < K
     scale = OFFSET + tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    # All loads come before the first store: `out` holds the previous state, which is saved and then overwritten.
+    # All loads come before the first store: `out` holds the previous position's feature, which is saved first.
     values = tl.load(last + row * last_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if middle is not None:
         middle_values = tl.load(middle + row * middle_stride + columns, mask=inside, other=0.0).to(tl.float32)

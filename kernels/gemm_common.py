@@ -35,7 +35,7 @@ LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a pro
 # some of them.
 _TINY_WEIGHT, _SMALL_WEIGHT = 1 << 21, 1 << 23
 _ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that a warp can hold in its registers
-_MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles would leave no room for BK columns
+_MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles would leave too little memory for BK columns
 
 
 def matmul_reference(
@@ -145,7 +145,7 @@ def choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
         return _choose_large_linear(n, k, rows)
     if kind == "qkv":
         return TileConfig(block_n=64, block_k=128, stages=5, warps=4, block_m=height)
-    # gate_up: all programs run at once and leave room for those of the next launch.
+    # gate_up: all programs run at once, beside the first ones of the next launch.
     block_n, stages = (128, 4) if height == 16 else (64, 3)
     return TileConfig(block_n, block_k=64, stages=stages, warps=4, block_m=height)
 
@@ -171,7 +171,7 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
     else:
         block_m, block_n = MAX_ROW_TILE, width
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
-    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # 5 leave room for the next launch
+    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # 5 let the next launch start beside it
     return TileConfig(
         block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, prefetch=_prefetched(k), release_early=True
     )

@@ -2,8 +2,8 @@
 
 Node i of a sequence lies at slot length + i; after acceptance, node paths[i] moves to slot length + i. Keys and values
 are [layers, pages, 64, Hkv, D]. A program reads everything that it moves before it writes, and no two programs touch
-the same columns, so sources and targets may overlap. The launch also copies the *previous state* of the newest accepted
-node, which the exit reads at the next position (see `final_norm`), to the sequence's own row.
+the same columns, so sources and targets may overlap. The launch also copies the feature of the newest accepted node,
+which the exit reads at the next position (see `final_norm`), to the sequence's own row.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def compact_kv_reference(
     ]
 )
 def _compact_kv_kernel(
-    keys, values, page_table, lengths_before, counts, paths, states,
+    keys, values, page_table, lengths_before, counts, paths, features,
     sequences, first_node_row, layers, layer_stride, slot_stride, page_table_stride, counts_stride, path_stride, depths,
     DEPTHS_P2: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    STATE: tl.constexpr, STATE_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    FEATURE: tl.constexpr, FEATURE_P2: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (layer, sequence, block of columns); programs of layer `layers` copy the previous state instead."""
+    """Program (layer, sequence, block of columns); programs of layer `layers` copy the feature instead."""
     release(PDL)
     wait(PDL)
     layer = tl.program_id(0)
@@ -58,10 +58,10 @@ def _compact_kv_kernel(
     base = tl.load(lengths_before + sequence)
     if layer == layers:
         last = tl.load(paths + sequence * path_stride + tl.maximum(count - 1, 0))
-        entry = tl.program_id(2) * STATE_P2 + tl.arange(0, STATE_P2)  # not `column`: its shape differs below
-        copies = entry < tl.where(count > 0, STATE, 0)
-        newest = tl.load(states + (first_node_row + sequences * last + sequence) * STATE + entry, mask=copies)
-        tl.store(states + sequence * STATE + entry, newest, mask=copies)
+        entry = tl.program_id(2) * FEATURE_P2 + tl.arange(0, FEATURE_P2)  # not `column`: its shape differs below
+        copies = entry < tl.where(count > 0, FEATURE, 0)
+        newest = tl.load(features + (first_node_row + sequences * last + sequence) * FEATURE + entry, mask=copies)
+        tl.store(features + sequence * FEATURE + entry, newest, mask=copies)
     else:
         place = tl.arange(0, DEPTHS_P2)
         node = tl.load(paths + sequence * path_stride + place, mask=place < depths, other=0)
@@ -89,28 +89,28 @@ def compact_kv(
     lengths_before: torch.Tensor,  # [B] int32: committed tokens before acceptance
     counts: torch.Tensor,  # [B] int32, any stride: nodes of the accepted path, root included
     paths: torch.Tensor,  # [B, depth + 1] int32
-    states: torch.Tensor | None = None,  # [rows, width] previous states; row b is sequence b's own
-    first_node_row: int = 0,  # row first_node_row + node * B + b of `states` is that of sequence b's node
+    features: torch.Tensor | None = None,  # [rows, width]; row b is sequence b's own
+    first_node_row: int = 0,  # row first_node_row + node * B + b of `features` is that of sequence b's node
 ) -> None:
-    """Moves the accepted paths' keys and values, and copies the newest accepted node's state to the sequence's row."""
+    """Moves the accepted paths' keys and values, and copies the newest accepted node's feature to its sequence."""
     layers, _, page_size, heads, dim = keys.shape
     sequences, depths = paths.shape
     if page_size != PAGE_SIZE or keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError(f"keys and values must have one shape and stride, in pages of {PAGE_SIZE} slots")
     if not keys[0].is_contiguous():
         raise ValueError("the pages of a layer must be contiguous")
-    if states is not None and not states.is_contiguous():
-        raise ValueError("the previous states must be contiguous")
+    if features is not None and not features.is_contiguous():
+        raise ValueError("features must be contiguous")
     columns = heads * dim
     block = min(triton.next_power_of_2(columns), 256 if depths <= 16 else 64)  # a program holds depths * block values
-    width = states.shape[1] if states is not None else 0
+    width = features.shape[1] if features is not None else 0
     pdl = use_pdl(keys)
-    grid = (layers + (states is not None), sequences, triton.cdiv(columns, block))
+    grid = (layers + (features is not None), sequences, triton.cdiv(columns, block))
     _compact_kv_kernel[grid](
-        keys, values, page_table, lengths_before, counts, paths, states if states is not None else keys,
+        keys, values, page_table, lengths_before, counts, paths, features if features is not None else keys,
         sequences, first_node_row, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0),
         paths.stride(0), depths,
         DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
-        STATE=width, STATE_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
+        FEATURE=width, FEATURE_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -7,7 +7,7 @@ pass (`embed_rope` with BEGINS) waits before it releases, so that this holds for
 
 Where to call `release`: early, if the next kernel has much to read before it waits, or if the programs of both kernels
 fit on the GPU side by side and the next one can prefetch its weights. Otherwise late: programs that start beside
-running ones crowd onto the SMs that have room left.
+running ones crowd onto the few SMs with free resources.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Counter-based noise: a pure function of (seed, sample index, position, token, stream), the same bits on every device
-(Gumbel values, being logarithms, up to their last).
+"""Counter-based noise: a pure function of (seed, sample index, position, token id, stream), in PyTorch.
 
-Philox 4x32 with 10 rounds (Salmon et al., 2011): the counter is (token // 4, position, sample index, stream), the key
-is the seed, and the four words of a block serve four neighbouring tokens. Nothing is drawn, so nothing is replayed.
+Uniform numbers have the same bits on every device; Gumbel values, which are logarithms, may differ in the last bit.
+Philox 4x32 with 10 rounds (Salmon et al., 2011): the counter is (token id // 4, position, sample index, stream), the
+key is the seed, and the four 32-bit words of a block serve four consecutive token ids. There is no generator state.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def _blocks(
 
 
 def _to_unit(words: torch.Tensor) -> torch.Tensor:
-    # All 32 bits: small numbers keep their relative precision, which large Gumbel values are made of.
+    # Uses all 32 bits, so that small numbers, which give the large Gumbel values, keep their relative precision.
     return ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(uniforms: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise from uniform numbers in (0, 1); small numbers give the large values."""
+    """Standard Gumbel noise of uniform numbers in (0, 1); small numbers give large values."""
     return -torch.log(-torch.log1p(-uniforms))

@@ -14,13 +14,13 @@ from selfspec.kernels.kv_compaction import PAGE_SIZE, compact_kv, compact_kv_ref
 @pytest.mark.parametrize(
     ("depths", "heads", "dim", "first_node_row"),
     [
-        (1, 1, 8, None),  # a plain step, no states
+        (1, 1, 8, None),  # a plain step, no features
         (3, 5, 24, 3),  # columns that fill no power of two
         (17, 3, 64, 8),  # deeper than 16: several blocks of columns
         (64, 1, 8, 3),  # the deepest path
     ],
 )
-def test_accepted_paths_move_in_all_layers_and_the_newest_state_moves_along(
+def test_accepted_paths_move_in_all_layers_and_the_newest_feature_moves_along(
     depths: int, heads: int, dim: int, first_node_row: int | None
 ) -> None:
     generator = torch.Generator().manual_seed(depths)
@@ -35,16 +35,16 @@ def test_accepted_paths_move_in_all_layers_and_the_newest_state_moves_along(
     expected = pages.clone()
     for tensor in expected:
         compact_kv_reference(tensor, table, lengths, counts, paths)
-    states = None if first_node_row is None else torch.randn(first_node_row + sequences * 64, 10, generator=generator)
-    moved = None if states is None else states.clone()
+    features = None if first_node_row is None else torch.randn(first_node_row + sequences * 64, 10, generator=generator)
+    moved = None if features is None else features.clone()
     compact_kv(pages[0], pages[1], table, lengths, counts, paths, moved, first_node_row or 0)
     assert torch.equal(pages, expected)
-    if states is not None and moved is not None and first_node_row is not None:
+    if features is not None and moved is not None and first_node_row is not None:
         for sequence in range(sequences):
             last = paths[sequence, counts[sequence] - 1]
             newest = first_node_row + last * sequences + sequence if counts[sequence] else sequence
-            assert torch.equal(moved[sequence], states[newest])
-        assert torch.equal(moved[sequences:], states[sequences:])
+            assert torch.equal(moved[sequence], features[newest])
+        assert torch.equal(moved[sequences:], features[sequences:])
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -54,7 +54,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         compact_kv(keys, keys[:, :1], *arguments)
     with pytest.raises(ValueError, match="pages of a layer"):
         compact_kv(keys.transpose(3, 4), keys.transpose(3, 4), *arguments)
-    with pytest.raises(ValueError, match="states must be contiguous"):
+    with pytest.raises(ValueError, match="features must be contiguous"):
         compact_kv(keys, keys, *arguments, torch.zeros(4, 3).T)
 
 
