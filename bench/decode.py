@@ -180,10 +180,9 @@ def measure(
     target: Target, ways: dict[str, Way], cells: Sequence[Cell], new_tokens: int, repeat: int, limit: Limit
 ) -> dict[str, Any]:
     """Runs all cells `repeat` times; with kernels, after a warm-up and one run that is not timed."""
-    batches = [batch for cell in cells for batch in cell.batches]
-    longest = max(batch.width for batch in batches) + new_tokens
-    temperatures = sorted({cell.temperature for cell in cells})
-    target.engine.warmup(max(len(batch.prompts) for batch in batches), None, temperatures, longest)
+    longest = max(batch.width for cell in cells for batch in cell.batches) + new_tokens
+    for size, temperature in limit.part(1 / 3).over(dict.fromkeys((cell.size, cell.temperature) for cell in cells)):
+        target.engine.warmup(size, None, (temperature,), longest)
     for turn in range(-int(target.engine.has_kernels), repeat):
         for cell in limit.over(cells):
             runs = cell.run(ways, new_tokens, turn)

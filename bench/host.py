@@ -72,7 +72,8 @@ class IdleBackend:
         return self._drawn.random() < self._accepted
 
     def read(self, step: Step) -> None:
-        unfinished = [(of, last) for of, last in zip(step.sequences, step.last_nodes, strict=True) if not of.is_finished]
+        pairs = zip(step.sequences, step.last_nodes, strict=True)
+        unfinished = [(sequence, last) for sequence, last in pairs if not sequence.is_finished]
         step.sequences, step.last_nodes = [of for of, _ in unfinished], [last for _, last in unfinished]
         for sequence, last in unfinished:
             sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)

@@ -98,11 +98,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> dict[str, list[Result]]:
     """Runs the parts in order until the budget is spent; with kernels each runs once before, which captures graphs."""
     found: dict[str, list[Result]] = {}
-    for part in limit.over(parts):
-        bench = Bench(target, load, found.get("throughput", []))
-        if target.engine.has_kernels:
-            PARTS[part](bench)
-        found[part] = PARTS[part](bench)
+    scheduler = target.engine.scheduler
+    max_decoding = scheduler.max_decoding
+    try:
+        for part in limit.over(parts):
+            bench = Bench(target, load, found.get("throughput", []))
+            if target.engine.has_kernels:
+                PARTS[part](bench)
+            found[part] = PARTS[part](bench)
+    finally:
+        scheduler.max_decoding = max_decoding
     return found
 
 
@@ -180,10 +185,12 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
     """The longest gap between tokens of running sequences, beside its bound: one prefill chunk and two steps."""
     load, engine = bench.load, bench.target.engine
     engine.scheduler.max_decoding = load.running + 1
-    tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), load.long_prompt))
+    length = min(load.long_prompt, engine.context - _JOINED)
+    tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), length))
     alone = TimedRequest(engine, tokens, 0, _JOINED, options)
     run_together([alone])
-    running = bench.requests(load.running, [options], load.running_tokens)
+    longest = engine.context - max(map(len, bench.target.prompts))
+    running = bench.requests(load.running, [options], min(load.running_tokens, longest))
     for request in running:
         request.submit()
     _wait_for_tokens(running, _STEADY)

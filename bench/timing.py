@@ -21,6 +21,10 @@ class Limit:
     def is_spent(self) -> bool:
         return time.perf_counter() >= self._end
 
+    def part(self, share: float) -> Limit:
+        """A budget of this share of the time that is left."""
+        return Limit(share * max(0.0, self._end - time.perf_counter()))
+
     def over(self, items: Iterable[T]) -> Iterator[T]:
         """Yields items until the budget is spent; an item that was begun is completed."""
         for item in items:

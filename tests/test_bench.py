@@ -59,7 +59,8 @@ def test_a_spent_budget_ends_the_items() -> None:
         for item in limit.over(range(9)):
             seen.append(item)
             now[0] += 1.5
-    assert seen == [0, 1] and limit.is_spent and not Limit().is_spent
+        assert seen == [0, 1] and limit.is_spent and not Limit().is_spent
+        assert limit.part(0.5).is_spent and not Limit(1.0).part(0.5).is_spent
 
 
 def test_turns_start_with_each_item_once() -> None:

@@ -112,6 +112,14 @@ def test_a_section_that_fails_is_reported_and_the_others_run(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["benchmark"] == "all"
 
 
+def test_a_difference_is_a_fault_with_kernels_only(measured: dict[str, Any]) -> None:
+    results = json.loads(json.dumps(measured))
+    results["sections"]["exactness"]["figures"]["plans"]["differing"] = 1
+    assert bench_all.faults(results) == []
+    results["setup"]["kernels"] = True
+    assert bench_all.faults(results) == ["plans"]
+
+
 def test_cells_beyond_the_time_budget_are_listed(folder: Path, tmp_path: Path) -> None:
     code, results, text = run(folder, tmp_path, "--sections", "decode", "--limit", "1e-9")
     assert code == 0 and "not reached within the time budget: 40 measurements" in text

@@ -123,6 +123,7 @@ def test_a_spent_budget_leaves_out_the_parts_of_serving_that_come_last() -> None
     load = serving.Load(new_tokens=2, requests=2, decoding=2, repeat=1)
     assert serving.measure(target(), load, ["throughput"], Limit(0.0)) == {}
     assert list(serving.measure(target(), load, ["throughput"], Limit())) == ["throughput"]
+    assert engine().scheduler.max_decoding == 4  # restored
 
 
 def test_random_arrivals_have_the_tokens_of_each_request_alone() -> None:
