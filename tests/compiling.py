@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that are not there: within `compiling`, a launch compiles its kernel instead of running it.
+"""Compiles kernels for GPUs that this machine does not have: within `compiling`, a launch compiles its kernel only.
 
-The tensors may lie on any device ("meta" costs no memory). It needs a process in which Triton does not interpret, so
-tests ask one that runs this file: `echo '["gemm", 90, ""]' | python -m tests.compiling` compiles what
+The tensors may be on any device ("meta" takes no memory). Triton must not interpret in the process that compiles, so
+tests use a subprocess that runs this file: `echo '["gemm", 90, ""]' | python -m tests.compiling` compiles what
 `tests/launches_gemm.py` launches and prints one line of JSON.
 """
 
@@ -26,12 +26,12 @@ import torch
 
 from selfspec.kernels.triton_compat import shared_bytes_of
 
-Launches = Iterable[tuple[str, Callable[[], object]]]  # a name that says op and shape, and a call of the launcher
+Launches = Iterable[tuple[str, Callable[[], object]]]  # a name with operation and shape, and a call of the launcher
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel and what it needs; `stack` counts the bytes a thread spills."""
+    """One compiled kernel: shared memory in bytes, registers per thread, and stack in bytes per thread (spills)."""
 
     launch: str
     kernel: str
@@ -43,7 +43,7 @@ class Compiled:
 
 
 class _Driver:
-    """Stands in for Triton's CUDA driver; the architecture is the device's number, so that caches are kept apart."""
+    """Stand-in for Triton's CUDA driver; the architecture is the device number, so that each has its own cache."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -62,7 +62,7 @@ class _Driver:
 
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Any]]:
-    """Launches within it compile for `arch` (80, 86, 90, 120) and add Triton's compiled kernel to the list given."""
+    """Launches within compile for `arch` (80, 90, 120) and append Triton's compiled kernel to the list it yields."""
     import triton
     from triton.runtime.driver import driver
 
@@ -90,14 +90,14 @@ def compiling(arch: int) -> Iterator[list[Any]]:
 
 
 def describe(launch: str, kernel: Any) -> Compiled:
-    """What a kernel of `compiling` needs."""
+    """The resources of a kernel that `compiling` compiled."""
     metadata = kernel.metadata
     registers, stack = _resources(kernel.asm["cubin"])
     return Compiled(launch, metadata.name, metadata.target.arch, metadata.num_warps, metadata.shared, registers, stack)
 
 
 def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
-    """Compiles every launch for `arch`; a kernel that several of them launch is described once."""
+    """Compiles every launch for `arch`; describes a kernel that several of them launch once."""
     described: set[str] = set()
     for name, launch in launches:
         with compiling(arch) as kernels:
@@ -111,7 +111,7 @@ def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
 
 
 def compile_op(op: str, arch: int, match: str = "") -> list[Compiled]:
-    """Asks the compiling process; `match`: a part of the launches' names."""
+    """Compiles the launches of `tests/launches_<op>.py` whose names contain `match`, in the subprocess."""
     process = _compiling_process()
     print(json.dumps([op, arch, match]), file=process.stdin, flush=True)
     answer = json.loads(process.stdout.readline() or "{}")
@@ -123,14 +123,14 @@ def compile_op(op: str, arch: int, match: str = "") -> list[Compiled]:
 
 @cache
 def _compiling_process() -> Any:
-    """One for all tests that this process runs, and as long as it lives."""
+    """One subprocess for all tests of this process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command, pipe = [sys.executable, "-m", "tests.compiling"], subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, and bytes of stack, which is where spilled registers go."""
+    """Registers per thread, and bytes of stack per thread, where spilled registers go."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -141,7 +141,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
-        raise RuntimeError(f"cuobjdump did not tell the resources of a kernel: {text}")
+        raise RuntimeError(f"cuobjdump printed no resources of the kernel: {text}")
     return int(found[1]), int(found[2])
 
 

@@ -1,4 +1,4 @@
-"""What `tests/test_kernel_compile.py` compiles of the linear kernels: the layers of two models, and other heads."""
+"""Launches of the fused matmuls at the layers of two models, and at other head sizes, to be compiled."""
 
 from __future__ import annotations
 

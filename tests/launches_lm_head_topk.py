@@ -1,4 +1,4 @@
-"""Launches of the head's kernels at the sizes they are meant for, to be compiled."""
+"""Launches of the LM head and of top-k at real sizes, to be compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def drawing(
     rows: int, sequences: int, vocabulary: int, small_top_k: bool = False
 ) -> tuple[Noise, Truncation, Processing]:
-    """Noise, cuts and processing of a tree with so many rows."""
+    """Noise, truncation and processing of a tree with `rows` rows."""
     ints, floats = partial(_empty, dtype=torch.int32), partial(_empty, dtype=torch.float32)
     noise = Noise(_empty(sequences, dtype=torch.int64), ints(sequences), ints(rows), floats(sequences))
     cuts = Truncation(ints(sequences), floats(sequences), floats(sequences), small_top_k)

@@ -1,4 +1,4 @@
-"""Launches of the kernels that choose among cut logits, and of acceptance, at real sizes, to be compiled."""
+"""Launches of sampling and acceptance at real sizes, to be compiled."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.launches_lm_head_topk import META, drawing
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for vocabulary, rows, sequences in ((49152, 16, 1), (49152, 16, 4), (128256, 16, 1)):
         noise, small_top_k, processing = drawing(rows, sequences, vocabulary, small_top_k=True)
-        _, cuts, _ = drawing(rows, sequences, vocabulary)
+        _, truncation, _ = drawing(rows, sequences, vocabulary)
         logits = torch.empty(rows, vocabulary, device=META)
         out = torch.empty(rows, dtype=torch.int32, device=META)
         small, large = (SampleWorkspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
         at = f"{vocabulary}, {sequences} sequences"
         yield f"greedy, {at}", partial(sample, logits, out, large)
-        yield f"few, {at}", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
+        yield f"small top-k, {at}", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
         yield (
-            f"any cuts, {at}",
-            partial(sample, logits, out, large, noise=noise, truncation=cuts, processing=processing),
+            f"any parameters, {at}",
+            partial(sample, logits, out, large, noise=noise, truncation=truncation, processing=processing),
         )
     yield "accept", partial(_accept, None, None)
     yield "accept and count", partial(_accept, _ints(4, 49152), _ints(4, 8))

@@ -1,4 +1,4 @@
-"""What `tests/test_kernel_compile.py` compiles of path attention."""
+"""Launches of tree attention at real sizes, to be compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_attention, workspace_size
 from tests.compiling import Launches
 
-# Query heads, key-value heads, head size, numbers of rows that take different kernels.
+# Query heads, key-value heads, head size, numbers of nodes that take different kernels.
 SHAPES = {
     "8b": (32, 8, 128, (1, 16, 64)),
     "smollm2": (9, 3, 64, (1, 64)),
@@ -24,7 +24,7 @@ def launches() -> Launches:
         for rows in row_counts:
             yield f"{shape} M={rows}", partial(launch, heads, kv_heads, dim, rows, window)
     yield "smollm2 in float32", partial(launch, 9, 3, 64, 1, None, torch.float32)
-    # From sm_90 on the first takes whole bundles of ranges; of both, nodes share programs.
+    # From sm_90 on the first takes two launches; in both, nodes share programs.
     for shape, heads, kv_heads, dim, batch in (("8b", 32, 8, 128, 4), ("smollm2", 9, 3, 64, 16)):
         yield f"many rows of {shape}", partial(launch, heads, kv_heads, dim, 64, None, batch=batch)
 

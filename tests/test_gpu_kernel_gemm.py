@@ -1,4 +1,4 @@
-"""The fused products on a CUDA device: accuracy at real sizes, and rows whose bits do not depend on their company."""
+"""The fused matmuls on a CUDA device: accuracy at real sizes, and rows whose bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def operations(model: str, dtype: torch.dtype) -> Iterator[tuple[str, Inputs, Op
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_accuracy_and_rows_in_any_company(model: str, dtype: torch.dtype) -> None:
+def test_results_are_accurate_and_rows_have_the_same_bits_among_any_others(model: str, dtype: torch.dtype) -> None:
     for name, inputs, op, truth_of in operations(model, dtype):
         whole = op(inputs, None)
         truth = truth_of(inputs)
@@ -177,7 +177,7 @@ def test_the_height_of_a_tile_changes_no_bit(model: str, warps: int) -> None:
                 assert torch.equal(results[0][key], other[key]), (name, key)
 
 
-def test_the_same_bits_from_a_graph() -> None:
+def test_a_graph_gives_the_same_bits() -> None:
     for name, inputs, op, _ in operations("smollm2", torch.bfloat16):
         some = {key: value[:7].clone() for key, value in inputs.items()}
         expected = op(some, None)

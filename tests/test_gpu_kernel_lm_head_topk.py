@@ -1,4 +1,4 @@
-"""The head's kernels and choosing on a CUDA device, at real sizes: the same bits for any rows, in graphs too."""
+"""LM head, top-k and sampling on a CUDA device at real sizes: the same bits for any rows, in graphs too."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def noise_for(rows: int, temperature: float = 0.8) -> Noise:
     g = torch.Generator().manual_seed(1)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=g).cuda()
     positions = torch.randint(0, 5000, (rows,), generator=g, dtype=torch.int32).cuda()
-    heat = torch.full((rows,), temperature, device="cuda")
-    return Noise(seeds, torch.arange(rows, device="cuda") % 3, positions, heat)
+    temperatures = torch.full((rows,), temperature, device="cuda")
+    return Noise(seeds, torch.arange(rows, device="cuda") % 3, positions, temperatures)
 
 
 def part(noise: Noise, rows: int) -> Noise:
@@ -83,7 +83,7 @@ def test_scores_have_the_same_bits_for_any_rows_and_tile(size: str, dtype: torch
 
 
 @sizes
-def test_greedy_choice_is_the_first_largest_of_the_logits(size: str) -> None:
+def test_the_greedy_choice_is_the_first_of_the_largest_logits(size: str) -> None:
     x, weight = case(size, torch.bfloat16, 64)
     logits = logits_of(x, weight)
     for width in (1, 20):
@@ -95,7 +95,7 @@ def test_greedy_choice_is_the_first_largest_of_the_logits(size: str) -> None:
 
 @sizes
 @pytest.mark.parametrize("width", [1, 7, 20, 64])
-def test_drawn_tokens_are_the_references(size: str, width: int) -> None:
+def test_drawn_tokens_match_the_reference(size: str, width: int) -> None:
     x, weight = case(size, torch.bfloat16, 48)
     noise = noise_for(48)
     tokens = torch.arange(weight.shape[0], device="cuda")
@@ -108,7 +108,7 @@ def test_drawn_tokens_are_the_references(size: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("gather", [False, True], ids=["copy", "gather"])
-def test_a_trimmed_head_draws_the_references_tokens(gather: bool) -> None:
+def test_a_trimmed_head_draws_the_tokens_of_the_reference(gather: bool) -> None:
     x, weight = case("smol", torch.bfloat16, 16)
     rows = torch.randperm(49152, device="cuda")[:16000]
     rows[15872:] = 10**9
@@ -126,7 +126,7 @@ def test_a_trimmed_head_draws_the_references_tokens(gather: bool) -> None:
     assert (out == expected).float().mean() > 0.995
 
 
-CUTS: dict[str, dict[str, Any]] = {
+TRUNCATIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 50},
     "top_k_and_top_p": {"top_k": 50, "top_p": 0.9},
     "top_k_200_min_p": {"top_k": 200, "min_p": 0.05},
@@ -136,7 +136,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def cuts_of(settings: dict[str, Any], rows: int) -> Truncation:
+def truncation_of(settings: dict[str, Any], rows: int) -> Truncation:
     top_k = torch.full((rows,), settings.get("top_k", 0), dtype=torch.int32, device="cuda")
     shares = (
         torch.full((rows,), settings.get(name, off), device="cuda") for name, off in (("top_p", 1.0), ("min_p", 0.0))
@@ -145,45 +145,55 @@ def cuts_of(settings: dict[str, Any], rows: int) -> Truncation:
 
 
 @pytest.mark.parametrize("vocabulary", [49152, 128256, 1001])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", TRUNCATIONS)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_the_choice_among_cut_logits_is_that_of_sampling(vocabulary: int, name: str, spread: float) -> None:
+def test_the_truncated_choice_is_that_of_sampling(vocabulary: int, name: str, spread: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, vocabulary, device="cuda") * spread
     noise, out = noise_for(64), torch.full((64,), -7, device="cuda")
-    sample(logits, out, SampleWorkspace.empty(64, vocabulary, "cuda"), noise=noise, truncation=cuts_of(CUTS[name], 64))
-    wanted = [SamplingParams(do_sample=True, temperature=0.8, **CUTS[name])] * len(logits)
+    sample(
+        logits,
+        out,
+        SampleWorkspace.empty(64, vocabulary, "cuda"),
+        noise=noise,
+        truncation=truncation_of(TRUNCATIONS[name], 64),
+    )
+    wanted = [SamplingParams(do_sample=True, temperature=0.8, **TRUNCATIONS[name])] * len(logits)
     key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
     expected = sampling.choose(warp_logits(logits, wanted), wanted, key)
     assert (out == expected).float().mean() > 0.98  # a mass at the very limit, or a last bit of the noise
     for rows in (1, 17):
         alone = torch.full((rows,), -7, device="cuda")
         work = SampleWorkspace.empty(rows, vocabulary, "cuda")
-        sample(logits[:rows], alone, work, noise=part(noise, rows), truncation=cuts_of(CUTS[name], rows))
+        sample(logits[:rows], alone, work, noise=part(noise, rows), truncation=truncation_of(TRUNCATIONS[name], rows))
         assert torch.equal(alone, out[:rows])
 
 
-def test_ties_among_cut_logits_go_to_the_lower_tokens() -> None:
+def test_ties_at_the_cutoff_go_to_the_lower_ids() -> None:
     logits = torch.randint(0, 3, (16, 49152), device="cuda").float()
     for name in ("top_k", "top_k_1000"):
         noise, out = noise_for(16), torch.full((16,), -7, device="cuda")
-        cuts = cuts_of({"top_k": CUTS[name]["top_k"]}, 16)
-        sample(logits, out, SampleWorkspace.empty(16, 49152, "cuda"), noise=noise, truncation=cuts)
-        wanted = [SamplingParams(do_sample=True, temperature=0.8, top_k=CUTS[name]["top_k"])] * len(logits)
+        truncation = truncation_of({"top_k": TRUNCATIONS[name]["top_k"]}, 16)
+        sample(logits, out, SampleWorkspace.empty(16, 49152, "cuda"), noise=noise, truncation=truncation)
+        wanted = [SamplingParams(do_sample=True, temperature=0.8, top_k=TRUNCATIONS[name]["top_k"])] * len(logits)
         key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
         assert torch.equal(out, sampling.choose(warp_logits(logits, wanted), wanted, key))
 
 
-def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
+def test_a_captured_graph_serves_other_rows_temperatures_and_truncations() -> None:
     x, weight = case("smol", torch.bfloat16, 16)
-    noise, cuts, work = noise_for(16), cuts_of(CUTS["top_k_and_top_p"], 16), SampleWorkspace.empty(16, 49152, "cuda")
+    noise, truncation, work = (
+        noise_for(16),
+        truncation_of(TRUNCATIONS["top_k_and_top_p"], 16),
+        SampleWorkspace.empty(16, 49152, "cuda"),
+    )
     one, best, out = Scores.empty(16, 49152, 1, "cuda"), torch.zeros(16, 1, device="cuda").long(), noise.seeds.clone()
 
     def step() -> None:
         lm_head_scores(x, weight, one, noise=noise)
         topk_tokens(one, best)
-        lm_head_scores(x, weight, work.scores, noise=noise, truncation=cuts)
-        sample_scored(49152, out, work, noise=noise, truncation=cuts)
+        lm_head_scores(x, weight, work.scores, noise=noise, truncation=truncation)
+        sample_scored(49152, out, work, noise=noise, truncation=truncation)
 
     step()
     torch.cuda.synchronize()
@@ -195,8 +205,8 @@ def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
         x.normal_()
         noise.positions.add_(1)
         noise.temperature.fill_(0.5 + number / 4)
-        cuts.top_k.fill_(1 + 12 * number)
-        cuts.top_p.fill_(0.95 - number / 10)
+        truncation.top_k.fill_(1 + 12 * number)
+        truncation.top_p.fill_(0.95 - number / 10)
         best.fill_(-7)
         out.fill_(-7)
         graph.replay()
@@ -205,7 +215,7 @@ def test_a_captured_graph_serves_new_rows_temperatures_and_cuts() -> None:
         assert torch.equal(best, replayed[0]) and torch.equal(out, replayed[1])
         logits = logits_of(x, weight)
         apart = torch.full((16,), -7, device="cuda")
-        sample(logits, apart, work, noise=noise, truncation=cuts)
+        sample(logits, apart, work, noise=noise, truncation=truncation)
         assert torch.equal(apart, out)
         sample(logits, apart, work, noise=noise)
         assert torch.equal(apart, best[:, 0])
@@ -219,7 +229,7 @@ def test_sequences_with_any_parameters_draw_the_same_alone_and_together(vocabula
         weight = torch.randn(vocabulary, 576).half() / 8
         for _ in range(5):
             batch = Batch.random(Plan.parse(plan), 8, vocabulary, 576)
-            tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
+            tokens, keys = drawn(batch, weight, batch.noise, batch.truncation, batch.processing)
             for part in [*([sequence] for sequence in range(8)), [5, 2, 7], [7, 6, 5, 4, 3, 2, 1, 0]]:
                 own_tokens, own_keys = drawn_with_own_features(batch.take(part), weight)
                 assert torch.equal(own_keys, keys[batch.rows_of(part)])

@@ -1,4 +1,4 @@
-"""Path attention on a CUDA device: the same bits on a path and committed, for any tile, batch, launch and replay."""
+"""Tree attention on a CUDA device: the same bits drafted and committed, for any tile, batch, launch and replay."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
             launch = lay([text], [length], Tree.random(nodes, 12), [[-1] * nodes])
             expected = launch.run(window, row_tile=16)
             packs = {1, 16 // (text.q.shape[1] // text.k[0].numel())}  # nodes alone, and as many as fill a tile
-            cuts = [
+            choices = [
                 {"row_tile": tile, "separate": separate, "pack": pack}
                 for tile in (16, 64)
                 for separate in (False, True)
                 for pack in packs
             ]
-            for options in [*cuts, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:
+            for options in [*choices, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
         assert all(torch.equal(launch.run(window), expected) for _ in range(100))
@@ -72,13 +72,13 @@ def test_rows_match_the_reference(shape: str) -> None:
 
 
 @shapes
-def test_a_row_keeps_its_bits_in_any_batch(shape: str) -> None:
+def test_a_sequence_keeps_its_bits_in_any_batch(shape: str) -> None:
     text, window = text_of(shape, 3000)
     other, _ = text_of(shape, 3000, seed=1)
     tree = Tree.random(64, 9)
-    path, tokens, strange = tree.deepest_path(), on_path(tree, 1500), [-1] * 64
+    path, tokens, random = tree.deepest_path(), on_path(tree, 1500), [-1] * 64
     alone = lay([text], [1500], tree, [tokens]).run(window)[path]
-    batch = lay([other, text, other, other], [2900, 1500, 3, 800], tree, [strange, tokens, strange, strange], seed=5)
+    batch = lay([other, text, other, other], [2900, 1500, 3, 800], tree, [random, tokens, random, random], seed=5)
     assert torch.equal(batch.run(window).view(64, 4, -1)[path, 1], alone)
 
 

@@ -1,4 +1,4 @@
-"""Texts laid into a paged cache, plainly committed or partly on paths of a tree, to test path attention with."""
+"""Cases for tests of tree attention: sequences in a paged cache, all committed or with their last tokens in a tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.kernels import tree_attention as op
 
 @dataclass
 class Launch:
-    """The arguments of one launch."""
+    """The tensors of one launch."""
 
     q: torch.Tensor
     keys: torch.Tensor
@@ -24,7 +24,7 @@ class Launch:
     def run(
         self, window: int | None = None, ranges: int | None = None, out: torch.Tensor | None = None, **options: int
     ) -> torch.Tensor:
-        """Launches into poisoned memory; the counters must come back as zeros."""
+        """Launches with NaN in workspace and output; the counters must be 0 afterwards."""
         batch, rows = self.lengths.shape[0], self.depths.shape[0]
         kv_heads, dim = self.keys.shape[2:]
         heads = self.q.shape[1] // dim
@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass
 class Text:
-    """Queries, keys and values of every position of one text."""
+    """Queries, keys and values of every position of one sequence."""
 
     q: torch.Tensor  # [T, Hq * D]
     k: torch.Tensor  # [T, Hkv, D]
@@ -66,21 +66,21 @@ class Text:
         return cls(2 * normal(length, heads * dim), normal(length, kv_heads, dim), normal(length, kv_heads, dim))
 
     def plainly(self, positions: list[int], seed: int = 0) -> Launch:
-        """Plain decoding at several positions, one sequence for each."""
+        """Plain decoding at several positions, one sequence per position."""
         root = Tree(torch.zeros(1, 1), torch.zeros(1))
         return lay([self] * len(positions), positions, root, [[position] for position in positions], seed)
 
 
 @dataclass
 class Tree:
-    """Paths and depths of its nodes."""
+    """Paths and depths of the nodes of a draft tree."""
 
     paths: torch.Tensor  # [M, W]
     depths: torch.Tensor  # [M]
 
     @classmethod
     def random(cls, nodes: int, deepest: int, seed: int = 0) -> Tree:
-        """Parents come before children; what lies past a node's depth in its path is nonsense."""
+        """Parents come before children; entries past a node's depth in its path are out of range."""
         generator = torch.Generator().manual_seed(seed)
         paths, depths = torch.full((nodes, deepest + 1), 10**6), torch.zeros(nodes, dtype=torch.int64)
         for node in range(nodes):
@@ -98,10 +98,8 @@ class Tree:
 
 
 def lay(texts: list[Text], lengths: list[int], tree: Tree, tokens: list[list[int]], seed: int = 0) -> Launch:
-    """Each text committed up to its length on random pages, node m with the key of position `tokens[b][m]` (-1: noise).
-
-    Every slot that no row may look at is NaN, and table entries of no use point nowhere.
-    """
+    """Each text committed up to its length on random pages; node m has the key of position `tokens[b][m]`, or with -1
+    random ones. Every slot that no query may read is NaN, and unused page table entries are out of range."""
     generator = torch.Generator().manual_seed(seed)
     k, device = texts[0].k, texts[0].k.device
     rows = len(tree.depths)
@@ -130,7 +128,7 @@ def lay(texts: list[Text], lengths: list[int], tree: Tree, tokens: list[list[int
 
 
 def on_path(tree: Tree, length: int) -> list[int]:
-    """The tokens of a tree whose deepest path goes on with the text: which position each node is, or -1."""
+    """The position of each node of a tree whose deepest path continues the text; -1 for other nodes."""
     tokens = [-1] * len(tree.depths)
     for depth, node in enumerate(tree.deepest_path()):
         tokens[node] = length + depth

@@ -13,7 +13,7 @@ class Case:
     """One operation at one shape."""
 
     name: str
-    run: Callable[[], object]  # launches once; no allocation, so that it can be captured in a graph
-    bytes: int  # the least that must move through device memory
-    reference: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None  # (ours, float64 truth)
-    library: Callable[[], object] | None = None  # the nearest thing PyTorch or cuBLAS does
+    run: Callable[[], object]  # launches once, without allocating, so that a graph can capture it
+    bytes: int  # the fewest bytes that must be read from and written to device memory
+    reference: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None  # (result, float64 reference)
+    library: Callable[[], object] | None = None  # the closest operation of PyTorch or cuBLAS

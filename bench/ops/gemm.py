@@ -1,4 +1,4 @@
-"""The fused products at the shapes of two models."""
+"""The fused matmuls and the norm at the shapes of two models; the library is cuBLAS without epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.kernels.qkv_rope_gemm import qkv_linear
 # hidden, intermediate, query heads, key heads, head size
 MODELS = {"SmolLM2-135M": (576, 1536, 9, 3, 64), "Llama-8B": (4096, 14336, 32, 8, 128)}
 ROWS = (1, 16, 64)
-COPIES_BYTES = 200 << 20  # weights are cycled through this much memory, so that L2 never holds them
+COPIES_BYTES = 200 << 20  # bytes of copies of a weight, used in turn, so that L2 (50 MB on an H200) never holds them
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -31,7 +31,7 @@ def cases(device: torch.device) -> list[Case]:
 
 
 class _Weights:
-    """Enough copies of a weight that reading them in turn always reads device memory."""
+    """Copies of a weight, used in turn, so that each launch reads device memory."""
 
     def __init__(self, n: int, k: int, device: torch.device) -> None:
         count = max(1, min(64, COPIES_BYTES // (2 * n * k)))

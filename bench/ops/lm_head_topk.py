@@ -1,4 +1,4 @@
-"""The LM head with the choice inside, finding the best columns, and choosing among cut logits."""
+"""The LM head with scoring, top-k tokens, and sampling with top-k and top-p, at the shapes of two models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.kernels.sample import SampleWorkspace, sample, sample_scored
 from selfspec.kernels.topk import Scores, topk_tokens
 
 MODELS = {"SmolLM2": (49152, 576), "8B": (128256, 4096)}
-TRIMMED, CHILDREN = 15872, 20
+TRIMMED, CHILDREN = 15872, 20  # tokens of the demo profile's trimmed head; ranked draft tokens per node
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -21,7 +21,7 @@ def cases(device: torch.device) -> list[Case]:
         weight = torch.randn(vocabulary, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
         for rows in (1, 16, 64):
             found += _head_cases(model, weight, rows)
-            found += _choose_cases(model, vocabulary, rows, device)
+            found += _sample_cases(model, vocabulary, rows, device)
         if model == "SmolLM2":
             for rows in (1, 16, 64):
                 found += _trimmed_cases(weight, rows)
@@ -29,19 +29,19 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _noise(rows: int, device: torch.device) -> Noise:
-    """Of one sequence that samples."""
+    """Noise of one sequence at temperature 1."""
     seeds, indices = torch.arange(1, device=device), torch.arange(1, device=device)
     return Noise(seeds, indices, torch.arange(rows, device=device, dtype=torch.int32), torch.ones(1, device=device))
 
 
-def _cuts(device: torch.device, top_k: int = 0, top_p: float = 1.0) -> Truncation:
+def _truncation(device: torch.device, top_k: int = 0, top_p: float = 1.0) -> Truncation:
     k = torch.tensor([top_k], dtype=torch.int32, device=device)
     p, off = torch.tensor([top_p], device=device), torch.zeros(1, device=device)
     return Truncation(k, p, off, small_top_k=1 <= top_k <= 64)
 
 
 def _processing(rows: int, vocabulary: int, device: torch.device) -> Processing:
-    """All penalties of one sequence, along a chain."""
+    """All penalties on for one sequence, along a chain of `rows` nodes."""
     ones, ints = torch.ones(1, device=device), torch.arange(rows, dtype=torch.int32, device=device)
     counts = torch.randint(0, 3, (1, vocabulary), dtype=torch.int32, device=device)
     return Processing(
@@ -54,7 +54,7 @@ def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
     vocabulary, hidden = weight.shape
     x = torch.randn(rows, hidden, device=weight.device, dtype=weight.dtype)
     one, noise = Scores.empty(rows, vocabulary, 1, weight.device), _noise(rows, weight.device)
-    many, cuts = Scores.empty(rows, vocabulary, CHILDREN, weight.device), _cuts(weight.device, 50)
+    many, truncation = Scores.empty(rows, vocabulary, CHILDREN, weight.device), _truncation(weight.device, 50)
     processing = _processing(rows, vocabulary, weight.device)
     logits = torch.empty(rows, vocabulary, device=weight.device)
     tokens = torch.empty(rows, 1, device=weight.device, dtype=torch.int64)
@@ -71,10 +71,10 @@ def _head_cases(model: str, weight: torch.Tensor, rows: int) -> list[Case]:
     return [
         Case(f"head greedy {at}", lambda: lm_head_scores(x, weight, one), size, compared, library),
         Case(f"head sampled {at}", lambda: lm_head_scores(x, weight, one, noise=noise), size, None, library),
-        Case(f"head cut {at}", lambda: lm_head_scores(x, weight, many, noise=noise, truncation=cuts), size),
+        Case(f"head truncated {at}", lambda: lm_head_scores(x, weight, many, noise=noise, truncation=truncation), size),
         Case(f"head processed {at}", lambda: lm_head_scores(x, weight, one, noise=noise, processing=processing), size),
         Case(f"head logits {at}", lambda: lm_head_logits(x, weight, logits), size + logits.nbytes),
-        Case(f"merge 1 {at}", lambda: topk_tokens(one, tokens), one.tile_keys.nbytes),
+        Case(f"top-k 1 {at}", lambda: topk_tokens(one, tokens), one.tile_keys.nbytes),
     ]
 
 
@@ -98,7 +98,7 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
         ),
         Case(f"head gathered {at}", lambda: lm_head_scores(x, weight, scores, token_ids=ids, gather=True), copy.nbytes),
         Case(
-            f"merge {CHILDREN} {at}",
+            f"top-k {CHILDREN} {at}",
             lambda: topk_tokens(scores, tokens, token_ids=ids),
             scores.tile_keys.nbytes,
             library=lambda: torch.topk(levels, CHILDREN),
@@ -106,26 +106,26 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
     ]
 
 
-def _choose_cases(model: str, vocabulary: int, rows: int, device: torch.device) -> list[Case]:
+def _sample_cases(model: str, vocabulary: int, rows: int, device: torch.device) -> list[Case]:
     logits, noise = torch.randn(rows, vocabulary, device=device) * 3, _noise(rows, device)
     work, out = SampleWorkspace.empty(rows, vocabulary, device), torch.empty(rows, device=device, dtype=torch.int64)
-    bounded, nucleus, large = (_cuts(device, top_k, 0.9) for top_k in (50, 0, 1000))
+    bounded, nucleus, large = (_truncation(device, top_k, 0.9) for top_k in (50, 0, 1000))
     at = f"{model} {rows} rows"
     sample(logits, out, work, noise=noise, truncation=bounded)
     size = logits.nbytes
     return [
         Case(
-            f"choose top-k 50 top-p {at}",
+            f"sample top-k 50 top-p {at}",
             lambda: sample(logits, out, work, noise=noise, truncation=bounded),
             size,
             library=lambda: torch.topk(logits, 50),
         ),
         Case(
-            f"choose scored top-k 50 {at}",
+            f"sample scored top-k 50 {at}",
             lambda: sample_scored(vocabulary, out, work, noise=noise, truncation=bounded),
             work.scores.tile_keys.nbytes,
         ),
-        Case(f"choose top-p {at}", lambda: sample(logits, out, work, noise=noise, truncation=nucleus), size),
-        Case(f"choose any top-k {at}", lambda: sample(logits, out, work, noise=noise, truncation=large), size),
-        Case(f"choose uncut {at}", lambda: sample(logits, out, work, noise=noise), size),
+        Case(f"sample top-p {at}", lambda: sample(logits, out, work, noise=noise, truncation=nucleus), size),
+        Case(f"sample any top-k {at}", lambda: sample(logits, out, work, noise=noise, truncation=large), size),
+        Case(f"sample untruncated {at}", lambda: sample(logits, out, work, noise=noise), size),
     ]

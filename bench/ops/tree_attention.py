@@ -1,4 +1,4 @@
-"""Attention of tree nodes over the paged cache, one layer of two models; the library is SDPA over contiguous keys."""
+"""Tree attention over the paged cache, one layer of two models; the library is SDPA over contiguous keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
         return tree_attention(q, *cache, paths, depths, *spaces, ranges=ranges, window=None, scale=scale)
 
     def truth() -> tuple[torch.Tensor, torch.Tensor]:
-        some = slice(0, 2)  # rows that are enough to tell the error
+        some = slice(0, 2)  # two rows suffice to measure the error
         doubled = (q[some].double(), keys.double(), values.double(), table, lengths, paths[some], depths[some])
         return run()[some], tree_attention_reference(*doubled, None, scale)
 
@@ -57,14 +57,14 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
         return F.scaled_dot_product_attention(rows_of_heads, k, v, scale=scale, enable_gqa=True)
 
     moved = 2 * context * kv_heads * dim * keys.element_size()
-    return Case(f"path attention {model} M={rows} context={context}", run, moved, truth, library)
+    return Case(f"tree attention {model} M={rows} context={context}", run, moved, truth, library)
 
 
 def wide_tree(nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Paths and depths of a tree in which every node has four children, level by level."""
-    ways = [[0]]
+    paths = [[0]]
     for node in range(1, nodes):
-        ways.append([*ways[(node - 1) // 4], node])
-    deepest = len(ways[-1])
-    paths = torch.tensor([way + [0] * (deepest - len(way)) for way in ways], dtype=torch.int32)
-    return paths, torch.tensor([len(way) - 1 for way in ways], dtype=torch.int32)
+        paths.append([*paths[(node - 1) // 4], node])
+    deepest = len(paths[-1])
+    padded = torch.tensor([path + [0] * (deepest - len(path)) for path in paths], dtype=torch.int32)
+    return padded, torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32)
