@@ -35,6 +35,7 @@ class Sizes:
     """How much is measured."""
 
     prompts: int = 16  # of each domain
+    option_prompts: int = 10  # for the options, of different domains
     new_tokens: int = 128  # of each sequence
     batches: tuple[int, ...] = (1, 4, 16)
     temperatures: tuple[float, ...] = (0.0, 0.7)
@@ -45,7 +46,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    prompts=1, new_tokens=6, batches=(1, 2), temperatures=(0.0,), repeat=1, compared=50, arrivals=6,
+    prompts=1, option_prompts=1, new_tokens=6, batches=(1, 2), temperatures=(0.0,), repeat=1, compared=50, arrivals=6,
     load=Load(new_tokens=6, requests=3, decoding=2, long_prompt=600, running=2, running_tokens=256, repeat=1),
 )  # fmt: skip
 
@@ -98,9 +99,9 @@ def decoding(run: Run) -> Result:
 
 
 def request_options(run: Run) -> Result:
-    """Every option on the first prompt of each domain."""
-    first = {name: prompts[:1] for name, prompts in run.target.domains.items()}
-    target = Target(run.target.name, run.target.engine, first, run.target.speculation)
+    """Every option on prompts of different domains."""
+    prompts = {"mixed": run.target.prompts[: run.sizes.option_prompts]}
+    target = Target(run.target.name, run.target.engine, prompts, run.target.speculation)
     offered = options.options_of(target)
     return options.measure(target, offered, run.sizes.new_tokens, run.sizes.repeat, Limit(run.seconds))
 
