@@ -14,7 +14,7 @@ from itertools import islice
 from threading import Lock
 from types import SimpleNamespace
 
-from selfspec.speculation.plan import NONE, Plan
+from selfspec.speculation.plan import Plan
 
 WINDOW = 8192  # most recent steps, of which percentiles are computed: bounds their memory
 MAX_PLANS = 256  # plans with totals of their own: requests may pass any number of plans, and memory is bounded
@@ -85,14 +85,6 @@ class Summary:
     @property
     def time_share_by_plan(self) -> dict[str, float]:
         return {plan: _share(seconds, self.seconds) for plan, seconds in self.seconds_by_plan.items()}
-
-    @property
-    def plain_time_share(self) -> float:
-        return _share(self.seconds_by_plan.get(str(NONE), 0.0), self.seconds)
-
-    @property
-    def plain_cycle_share(self) -> float:
-        return _share(self.cycles_by_plan.get(str(NONE), 0), self.cycles)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<23}{value}" for name, value in self._lines())

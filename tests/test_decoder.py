@@ -1,4 +1,4 @@
-"""The decoder's logits equal transformers' for every family and config variant, however tokens and layers are split."""
+"""The decoder's logits equal transformers' for every family and config variant, for any split of tokens and layers."""
 
 from __future__ import annotations
 

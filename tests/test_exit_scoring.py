@@ -165,7 +165,7 @@ def test_sequences_of_one_prompt_start_with_its_score() -> None:
     assert first.belief.weights != Watch().belief.weights
     assert all(watch.belief.weights == first.belief.weights for watch in others)
     others[0].belief.fade(50)
-    assert first.belief.weights != others[0].belief.weights, "each goes its own way from there"
+    assert first.belief.weights != others[0].belief.weights, "each sequence must have its own copy"
 
 
 @pytest.mark.parametrize(("count", "steps", "unfilled"), [(1, [32, 96, 163], 7), (2, [16, 48, 112, 147], 23)])
@@ -235,7 +235,7 @@ def test_a_steps_cost_is_observed_at_the_context_with_which_it_started(monkeypat
     follow(running, monkeypatch)[:] = [Plan.parse("chain:2"), None]
     assert isinstance(running.batch.governor, Governor)
     contexts: list[int] = []
-    monkeypatch.setattr(running.batch.governor, "observe", lambda *told: contexts.append(told[4]))
+    monkeypatch.setattr(running.batch.governor, "observe", lambda *observed: contexts.append(observed[4]))
     before = []
     for _ in range(6):
         before.append(max(len(sequence.tokens) for sequence in running.sequences))

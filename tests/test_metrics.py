@@ -44,7 +44,7 @@ class TestTotals:
         summary = Metrics().summary()
         assert (summary.requests, summary.tokens, summary.cycles, summary.seconds) == (0, 0, 0, 0)
         assert (summary.accept_rate, summary.accept_rate_by_depth, summary.tokens_per_cycle) == (0, [], 0)
-        assert (summary.plain_time_share, summary.plain_cycle_share, summary.time_share_by_plan) == (0, 0, {})
+        assert summary.time_share_by_plan == {}
         assert summary.speedup is None
         assert summary.gap == summary.time_per_token == Percentiles(0, 0, 0)
         assert str(summary) and summary.prometheus()
@@ -67,7 +67,6 @@ class TestTotals:
         assert summary.time_share_by_plan == pytest.approx({"tree:4,2": 0.6, "none": 0.3, "chain:3": 0.1})
         assert list(summary.time_share_by_plan)[0] == "tree:4,2", "plans must be in descending order of time"
         assert summary.cycles_by_plan == {"tree:4,2": 1, "none": 2, "chain:3": 1}
-        assert (summary.plain_time_share, summary.plain_cycle_share) == (pytest.approx(0.3), 0.5)
 
     def test_equal_plans_have_one_total(self):
         summary = summary_of((TREE, 1.0, [1], None), (Plan.parse("tree:4,2"), 1.0, [1], None))

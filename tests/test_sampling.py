@@ -147,6 +147,7 @@ def test_top_p_keeps_the_shortest_run_of_ranks_with_that_mass(logits: torch.Tens
     [
         pytest.param(SamplingParams(do_sample=True, top_k=2), {1, 2}, id="top-k"),
         pytest.param(SamplingParams(do_sample=True, top_p=0.4), {1, 2}, id="top-p"),
+        pytest.param(SamplingParams(do_sample=True, top_p=0.5), {1, 2}, id="top-p that two tokens reach exactly"),
         pytest.param(SamplingParams(do_sample=True, top_k=3, top_p=0.5), {1, 2}, id="top-k then top-p"),
         pytest.param(SamplingParams(do_sample=True, min_p=1.0), {1, 2, 4, 5}, id="min-p removes no equals"),
     ],

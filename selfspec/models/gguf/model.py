@@ -262,10 +262,10 @@ class GgufModel:
             return
         dim, stored = self.config.head_dim, np.asarray(factors.data, dtype=np.float64)
         theta = self.number("{arch}.rope.freq_base", 10000.0)
-        known = len(self.config.ropes) == 1 and stored.shape == (dim // 2,)
+        comparable = len(self.config.ropes) == 1 and stored.shape == (dim // 2,)
         with np.errstate(all="ignore"):  # factors that are 0 or not finite compare as unequal
-            expected = theta ** (-np.arange(0, dim, 2) / dim) / stored if known else np.nan
-        if not known or not np.allclose(self.config.ropes[0].inv_freq, expected, rtol=1e-3):
+            expected = theta ** (-np.arange(0, dim, 2) / dim) / stored if comparable else np.nan
+        if not comparable or not np.allclose(self.config.ropes[0].inv_freq, expected, rtol=1e-3):
             raise ValueError(
                 f"{self.path} scales its rotary embedding (rope_freqs) in a way that selfspec does not support; use "
                 "another file"
