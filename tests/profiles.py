@@ -17,7 +17,7 @@ from tests.tiny import VOCABULARY
 
 
 def random_exit(model: Decoder, layer: int, seed: int = 3, scale: float = 0.05) -> Exit:
-    """An exit with a disturbed copy of the layer after it as its block, a random affine and recall, and a norm."""
+    """An exit whose block is the model's next layer plus noise, with random affine map, recall and norm."""
     generator, hidden = torch.Generator().manual_seed(seed), model.config.hidden_size
 
     def noise(*shape: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def random_rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def choice_of(exit_layer: int, plans: str | dict[str, str], **entries: Any) -> DomainChoice:
-    """A domain with one plan for everything, or plans by batch, the same at every temperature."""
+    """A domain with one plan for all batches, or plans by batch; equal at every temperature."""
     choice = DomainChoice.of(exit_layer, plans if isinstance(plans, str) else "none")
     if isinstance(plans, dict):
         of_batch = {batch: PlanChoice(plan=plan) for batch, plan in plans.items()}
@@ -55,7 +55,7 @@ def edit_profile(folder: Path, /, **entries: Any) -> None:
 
 
 def watch_vocabularies(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """How many tokens drafts are chosen from, from now on."""
+    """Records the head rows of every later draft."""
     seen: set[int] = set()
     logits = Exit.logits
 

@@ -110,7 +110,7 @@ def entries_of(entry: BaseModel) -> Iterator[BaseModel]:
 # What is saved comes back
 
 
-def test_a_full_profile_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_profile_loads_with_equal_entries(tmp_path: Path) -> None:
     profile = full_profile()
     saved = profile.save(tmp_path / "new" / "folder", [random_exit(model(), 2)], {"text": ROWS})
     loaded = Profile.load(tmp_path / "new" / "folder")
@@ -118,14 +118,13 @@ def test_a_full_profile_comes_back_as_it_was(tmp_path: Path) -> None:
     assert list(loaded.domains["text"].exits) == [1, 2, 3], "layers are numbers, though JSON has only text for keys"
 
 
-def test_the_full_profile_is_full() -> None:
-    """An entry that is left at its default could get lost unnoticed."""
+def test_the_full_profile_of_these_tests_leaves_no_entry_at_its_default() -> None:
     for entry in entries_of(full_profile()):
         left = {name for name, field in type(entry).model_fields.items() if getattr(entry, name) == field.default}
         assert left <= {"schema_version", "folder"}, type(entry).__name__
 
 
-def test_a_list_of_numbers_takes_one_line(tmp_path: Path) -> None:
+def test_a_list_of_numbers_is_on_one_line(tmp_path: Path) -> None:
     text = (full_profile().save(tmp_path, []).folder / "profile.json").read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines()]
     for name in ("fingerprint", "centroid", "direction"):
@@ -134,7 +133,7 @@ def test_a_list_of_numbers_takes_one_line(tmp_path: Path) -> None:
     assert '"name": "a CPU [1, 2]"' in text
 
 
-def test_saving_what_was_loaded_writes_the_same_files(tmp_path: Path) -> None:
+def test_saving_a_loaded_profile_writes_the_same_files(tmp_path: Path) -> None:
     exits, rows = [random_exit(model(), 2), Exit(model(), 3)], {"text": ROWS}
     full_profile().save(tmp_path / "a", exits, rows)
     loaded = Profile.load(tmp_path / "a")
@@ -146,8 +145,8 @@ def test_saving_what_was_loaded_writes_the_same_files(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_rows_come_back_by_domain(tmp_path: Path) -> None:
-    """Also where one name begins with another."""
+def test_head_rows_are_loaded_by_domain(tmp_path: Path) -> None:
+    """Also where one domain's name starts with another's."""
     rows = {"code": ROWS, "code.old": random_rows(7, 1)}
     profile = profile_of(model(), {name: choice_of(2, "chain:2") for name in (*rows, "text")}).save(tmp_path, [], rows)
     for name in rows:
@@ -163,7 +162,7 @@ def test_trained_layers_are_those_with_a_block(tmp_path: Path) -> None:
     assert profile.save(tmp_path / "two", exits, {"text": ROWS}).trained_layers() == [1, 3]
 
 
-def test_without_its_exits_a_profile_has_raw_ones(tmp_path: Path) -> None:
+def test_without_its_exits_file_a_profile_has_exits_without_blocks(tmp_path: Path) -> None:
     profile = full_profile().save(tmp_path, [random_exit(model(), 2)], {"text": ROWS})
     (tmp_path / "exits.safetensors").unlink()
     assert profile.trained_layers() == []
@@ -171,7 +170,7 @@ def test_without_its_exits_a_profile_has_raw_ones(tmp_path: Path) -> None:
     assert profile.head_rows(model(), "text") is None
 
 
-def test_a_profile_cannot_be_changed() -> None:
+def test_a_profile_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         full_profile().objective = "latency"  # type: ignore[misc]
 
@@ -185,7 +184,7 @@ def plans(temperature: str = "0", batch: str = "1", plan: str = "chain:2", **ent
 
 
 def costs(batch: str = "1", **entries: Any) -> dict[str, Any]:
-    """The same with what cycles cost."""
+    """The same with costs of steps."""
     return plans(costs={batch: {"plain": 1.0, "depth": 0.1, "drafting": [[1, 1.5], [63, 2.0]], **entries}})
 
 
@@ -229,7 +228,7 @@ BAD_ENTRIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good profile, to be broken."""
+    """A valid profile, to be damaged."""
     choice = choice_of(2, "chain:2")
     profile = profile_of(model(), {"text": choice, "code": choice})
     profile.save(tmp_path, [random_exit(model(), 2)], {"text": ROWS})
@@ -237,7 +236,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(call: Any) -> str:
-    """What a refusal says."""
+    """The message of the error."""
     with pytest.raises(ValueError) as caught:
         call()
     assert type(caught.value) is ValueError, "not one of a library"
@@ -252,7 +251,7 @@ def test_bad_entries_are_refused_with_file_and_fix(folder: Path, kind: str) -> N
     assert all(word in message for word in (str(folder / "profile.json"), HOW_TO_CALIBRATE, *words)), message
 
 
-def test_only_what_is_broken_is_refused(folder: Path) -> None:
+def test_the_undamaged_profile_is_loaded(folder: Path) -> None:
     edit_profile(folder, **plans())
     assert Profile.load(folder).choice("text").plans == {"0": {"1": PlanChoice(plan="chain:2")}}
     edit_profile(folder, **plans(ranks={"0": [[0.6, 0.4000005], [1.0], []]}))
@@ -261,7 +260,7 @@ def test_only_what_is_broken_is_refused(folder: Path) -> None:
     assert Profile.load(folder).choice("text").costs["5-16"].drafting == [(1, 1.5), (63, 2.0)]
 
 
-def test_a_profile_may_lack_what_earlier_ones_did_not_have(folder: Path) -> None:
+def test_entries_with_a_default_may_be_missing(folder: Path) -> None:
     edit_profile(folder, **plans())
     choice = Profile.load(folder).choice("text")
     assert (choice.ranks, choice.distance, choice.costs) == ({}, None, {})
@@ -288,7 +287,7 @@ def test_a_corrupt_file_is_refused_with_file_and_fix(folder: Path, content: byte
 
 
 @pytest.mark.parametrize("what", ["missing", "a_folder"])
-def test_a_file_that_is_none_is_refused_with_file_and_fix(folder: Path, what: str) -> None:
+def test_a_missing_file_is_refused_with_file_and_fix(folder: Path, what: str) -> None:
     (folder / "profile.json").unlink()
     if what == "a_folder":
         (folder / "profile.json").mkdir()
@@ -297,7 +296,7 @@ def test_a_file_that_is_none_is_refused_with_file_and_fix(folder: Path, what: st
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to all that is in a JSON value; of entries that are alike, to the first."""
+    """Paths to the values in a JSON value; of a list, only to its first."""
     if path:
         yield path
     entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if type(value) is list else []
@@ -312,8 +311,8 @@ SIGNED = {"mean", "offset", "head_row", "trained", "centroid", "direction"}
 OF_TEXT = {"created", "objective", "type", "name", "dtype", "torch"}
 
 
-def test_every_entry_mutated(hf: PreTrainedModel, tmp_path: Path) -> None:
-    """A value that makes no sense is refused when the engine is built; with any other the engine generates."""
+def test_an_engine_refuses_or_runs_with_any_changed_entry(hf: PreTrainedModel, tmp_path: Path) -> None:
+    """An impossible value is refused when the engine is built; with any other the engine generates."""
     source = torch.Generator().manual_seed(0)
     vectors = {name: torch.randn(32, generator=source).tolist() for name in ("centroid", "direction")}
     domains = {name: choice.model_copy(update=vectors) for name, choice in full_profile().domains.items()}
@@ -381,7 +380,7 @@ def hf() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", BAD_EXITS)
-def test_broken_exits_are_refused_with_file_and_fix_where_drafts_are_wanted(
+def test_damaged_exits_are_refused_with_file_and_fix_by_requests_that_draft(
     folder: Path, hf: PreTrainedModel, kind: str
 ) -> None:
     damage, words = BAD_EXITS[kind]
@@ -394,7 +393,7 @@ def test_broken_exits_are_refused_with_file_and_fix_where_drafts_are_wanted(
         assert all(word in message for word in (str(folder / "exits.safetensors"), HOW_TO_CALIBRATE, words)), message
 
 
-def test_a_domain_whose_rows_are_good_can_be_drafted(folder: Path, hf: PreTrainedModel) -> None:
+def test_a_domain_with_valid_head_rows_can_draft(folder: Path, hf: PreTrainedModel) -> None:
     changed(head_rows__text=torch.tensor([9, 5]))(folder / "exits.safetensors")
     engine = Engine.from_model(hf, profile=folder)
     out = engine.generate(PROMPT, max_new_tokens=4, domain="code", return_dict_in_generate=True)
@@ -402,7 +401,7 @@ def test_a_domain_whose_rows_are_good_can_be_drafted(folder: Path, hf: PreTraine
 
 
 @pytest.mark.parametrize("kind", ["cut-at-its-end", "cut-in-its-header", "empty", "not-safetensors"])
-def test_layers_of_broken_exits_are_not_guessed(folder: Path, kind: str) -> None:
+def test_the_layers_of_a_damaged_exits_file_are_an_error(folder: Path, kind: str) -> None:
     BAD_EXITS[kind][0](folder / "exits.safetensors")
     message = refusal(Profile.load(folder).trained_layers)
     assert str(folder / "exits.safetensors") in message and HOW_TO_CALIBRATE in message
@@ -412,7 +411,7 @@ def test_layers_of_broken_exits_are_not_guessed(folder: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_the_same_in_every_file_and_dtype(family: str, tmp_path: Path) -> None:
+def test_the_identity_is_equal_in_every_file_format_and_dtype(family: str, tmp_path: Path) -> None:
     live = tiny_model(family, torch.float32)
     models = {"live": Engine.from_model(live).model}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -430,8 +429,8 @@ def test_weights_are_the_same_in_every_file_and_dtype(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_that_were_trained_a_little_are_others(family: str) -> None:
-    """Three steps of plain training: no weight has moved by more than a few thousandths."""
+def test_the_identity_differs_after_three_training_steps(family: str) -> None:
+    """No weight has moved by more than a few thousandths."""
     hf = tiny_model(family, torch.float32)
     before = ModelIdentity.of(adopt(hf))
     optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-3, weight_decay=0.0)
@@ -449,25 +448,25 @@ def test_weights_that_were_trained_a_little_are_others(family: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ["model_type", "num_layers", "hidden_size", "vocab_size"])
-def test_a_model_of_another_shape_is_another(entry: str) -> None:
+def test_the_identity_differs_with_the_models_shape(entry: str) -> None:
     own = ModelIdentity.of(model())
     other = own.model_copy(update={entry: "qwen3" if entry == "model_type" else 7})
     assert own.matches(own) and not own.matches(other)
 
 
-# Where it is found
+# Finding a profile
 
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Where profiles are looked for."""
+    """The folders in which profiles are searched."""
     monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("selfspec.profiles.profile.shipped_dir", lambda: tmp_path / "shipped")
     return {"own": tmp_path / "home" / "profiles", "shipped": tmp_path / "shipped" / "profiles"}
 
 
-def put(folder: Path, age: int = 0, of: Decoder | None = None) -> Path:
-    profile_of(of or model(), {"text": choice_of(2, "chain:2")}).save(folder, [])
+def put(folder: Path, age: int = 0, of: Decoder | None = None, plan: str = "chain:2") -> Path:
+    profile_of(of or model(), {"text": choice_of(2, plan)}).save(folder, [])
     os.utime(folder / "profile.json", (1e9 - age, 1e9 - age))
     return folder
 
@@ -477,7 +476,7 @@ def found() -> Path | None:
     return profile.folder if profile else None
 
 
-def test_nothing_is_found_where_nothing_is(folders: dict[str, Path]) -> None:
+def test_no_profile_is_found_in_empty_folders(folders: dict[str, Path]) -> None:
     assert found() is None
 
 
@@ -488,18 +487,27 @@ def test_a_shipped_profile_is_found(folders: dict[str, Path]) -> None:
     assert found() == shipped
 
 
-def test_an_own_profile_is_found_before_the_shipped_one(folders: dict[str, Path]) -> None:
+def test_a_profile_under_selfspec_home_is_preferred_to_a_shipped_one(folders: dict[str, Path]) -> None:
     put(folders["shipped"] / "a")
     own = put(folders["own"] / "b", age=1000)
     assert found() == own
 
 
-def test_the_newest_own_profile_is_found(folders: dict[str, Path]) -> None:
+def test_the_newest_profile_under_selfspec_home_is_preferred(folders: dict[str, Path]) -> None:
     put(folders["own"] / "a", age=20)
     newest = put(folders["own"] / "b", age=10)
     put(folders["own"] / "c", age=30)
     put(folders["own"] / "d", age=0, of=adopt(tiny_model("llama", seed=1)))
     assert found() == newest
+
+
+def test_a_profile_whose_plans_are_all_none_is_used_only_where_no_other_drafts(folders: dict[str, Path]) -> None:
+    plain = put(folders["own"] / "plain", plan="none")
+    assert found() == plain
+    shipped = put(folders["shipped"] / "tiny")
+    assert found() == shipped
+    older = put(folders["own"] / "older", age=1000)
+    assert found() == older
 
 
 def nested(file: Path) -> None:
@@ -520,7 +528,7 @@ UNUSABLE |= {
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-def test_an_unusable_own_profile_is_skipped_with_a_warning_that_names_it(folders: dict[str, Path], kind: str) -> None:
+def test_an_unusable_profile_is_skipped_with_a_warning_that_names_it(folders: dict[str, Path], kind: str) -> None:
     broken = put(folders["own"] / "a")
     UNUSABLE[kind](broken / "profile.json")
     shipped = put(folders["shipped"] / "b")
@@ -530,7 +538,7 @@ def test_an_unusable_own_profile_is_skipped_with_a_warning_that_names_it(folders
 
 @pytest.mark.parametrize("target", ["nowhere", "profile.json"])
 @pytest.mark.filterwarnings("ignore:a profile is skipped")  # whether such a link is listed at all depends on Python
-def test_a_link_that_leads_nowhere_stops_nothing(folders: dict[str, Path], target: str) -> None:
+def test_a_dangling_link_is_skipped(folders: dict[str, Path], target: str) -> None:
     file = put(folders["own"] / "a") / "profile.json"
     file.unlink()
     file.symlink_to(file.parent / target)
@@ -538,7 +546,7 @@ def test_a_link_that_leads_nowhere_stops_nothing(folders: dict[str, Path], targe
     assert found() == shipped
 
 
-def test_profiles_of_other_models_are_passed_over_in_silence(folders: dict[str, Path]) -> None:
+def test_profiles_of_other_models_are_skipped_without_a_warning(folders: dict[str, Path]) -> None:
     put(folders["own"] / "another", of=adopt(tiny_model("llama", seed=1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -553,8 +561,8 @@ def test_weights_that_are_not_finite_have_no_profile(folders: dict[str, Path]) -
     assert Engine.from_model(broken, profile="auto").profile is None
 
 
-def test_folders_are_named_by_the_weights(tmp_path: Path) -> None:
-    """In whatever dtype they are held; a model of the same shape that differs in its upper layers has another name."""
+def test_folder_names_depend_on_the_weights_and_not_on_the_dtype(tmp_path: Path) -> None:
+    """A model of the same shape that differs only in its upper layers has another name."""
     original = tiny_model("llama", torch.float32)
     original.save_pretrained(tmp_path)
     names = {ModelIdentity.of(load_folder(tmp_path, CPU, dtype)).name for dtype in (torch.float32, torch.bfloat16)}
@@ -565,7 +573,7 @@ def test_folders_are_named_by_the_weights(tmp_path: Path) -> None:
     assert ModelIdentity.of(adopt(original)).name not in names
 
 
-def test_an_engine_uses_what_is_found(folders: dict[str, Path], hf: PreTrainedModel, tmp_path: Path) -> None:
+def test_an_engine_uses_the_profile_it_finds(folders: dict[str, Path], hf: PreTrainedModel, tmp_path: Path) -> None:
     put(folders["shipped"] / "tiny")
     hf.save_pretrained(tmp_path / "model")
     for engine in (Engine.from_model(hf, profile="auto"), Engine.from_pretrained(tmp_path / "model", device="cpu")):
@@ -573,13 +581,13 @@ def test_an_engine_uses_what_is_found(folders: dict[str, Path], hf: PreTrainedMo
         assert (out.stats[0].exit_layer, out.stats[0].plan) == (2, "chain:2")
 
 
-def test_what_is_shipped_is_valid() -> None:
+def test_shipped_profiles_are_valid() -> None:
     for path in shipped_dir().glob("profiles/*/profile.json"):
         profile = Profile.load(path.parent)
         assert set(profile.trained_layers()) >= {choice.exit_layer for choice in profile.domains.values()}
 
 
-def test_ranks_hotter_than_any_measured_are_expected_from_the_two_hottest() -> None:
+def test_ranks_above_the_highest_temperature_are_extrapolated_from_the_two_highest() -> None:
     def choice(ranks: dict[str, list[list[float]]]) -> DomainChoice:
         return DomainChoice.model_validate(plans(ranks=ranks)["domains"]["text"])
 

@@ -1,4 +1,4 @@
-"""Routing: prompts go to the domain whose prompts are like them, alone or in a batch, and leave no trace."""
+"""Routing: marks of prompts, the fitted router, and the domains that requests get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny import FAMILIES, tiny_model
 
 LAYER = 1
 KINDS = {"low": range(3, 11), "middle": range(40, 48), "high": range(90, 98)}  # the token ids of a domain's prompts
-EXITS = {"low": 1, "middle": 2, "high": 3}  # to tell from the statistics where a request went
+EXITS = {"low": 1, "middle": 2, "high": 3}  # so that the statistics show the domain of a request
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -57,14 +57,14 @@ def router_of(family: str) -> Router:
 
 
 def entries(router: Router, index: int) -> dict[str, Any]:
-    """A domain's part of a router, as a profile keeps it."""
+    """The router's entries in a profile's domain."""
     centroid, direction = router.centroids[index].tolist(), router.directions[index].tolist()
     return {"centroid": centroid, "direction": direction, "offset": float(router.offsets[index])}
 
 
 @cache
 def engine_of(family: str = "llama", routes: bool = True) -> Engine:
-    """An engine whose profile has an exit of its own for every domain."""
+    """An engine whose profile has a different exit for each domain."""
     of = [entries(router_of(family), index) if routes else {} for index in range(len(KINDS))]
     domains = {kind: choice_of(EXITS[kind], "chain:2", **own) for kind, own in zip(KINDS, of, strict=True)}
     profile = profile_of(model_of(family), domains, router_layer=LAYER)
@@ -72,7 +72,7 @@ def engine_of(family: str = "llama", routes: bool = True) -> Engine:
 
 
 def domain_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
-    """Where a request goes."""
+    """The domain that a request gets."""
     ids, mask = left_padded(prompts)
     out = engine.generate(ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **options)
     (layer,) = {stats.exit_layer for stats in out.stats}
@@ -84,7 +84,7 @@ def domain_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
 
 @pytest.mark.parametrize("layer", [1, 2])
 @families
-def test_a_mark_is_the_mean_normed_state_of_a_prompt(family: str, layer: int) -> None:
+def test_a_mark_is_the_mean_of_the_normed_states_of_a_prompt(family: str, layer: int) -> None:
     prompt, hf, model = random_prompt(20), tiny_model(family), model_of(family)
     with torch.no_grad():
         states = hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[layer][0]
@@ -94,23 +94,23 @@ def test_a_mark_is_the_mean_normed_state_of_a_prompt(family: str, layer: int) ->
     torch.testing.assert_close(got, normed.mean(0).float(), atol=1e-4, rtol=0)
 
 
-def test_of_a_long_prompt_the_end_is_looked_at() -> None:
+def test_the_mark_of_a_long_prompt_is_of_its_last_256_tokens() -> None:
     model, prompt = model_of("llama"), random_prompt(300)
     assert torch.equal(mark_of(model, prompt), mark_of(model, prompt[-256:]))
     assert not torch.equal(mark_of(model, prompt), mark_of(model, prompt[-255:]))
 
 
 @pytest.mark.parametrize("length", [1, PAGE_SIZE, PAGE_SIZE + 1, 300])
-def test_a_mark_takes_no_page_for_good(length: int) -> None:
+def test_a_mark_returns_its_pages(length: int) -> None:
     model, prompt = model_of("llama"), random_prompt(length)
     cache = new_cache(model)
     mark(model, cache, prompt, LAYER)
     again = [mark(model, cache, prompt, LAYER) for _ in range(3)]
     assert cache.free_pages == cache.num_pages
-    assert all(torch.equal(other, mark_of(model, prompt)) for other in again), "nothing of what came before is seen"
+    assert all(torch.equal(other, mark_of(model, prompt)) for other in again), "marks do not depend on earlier ones"
 
 
-def test_a_mark_leaves_texts_in_progress_alone() -> None:
+def test_a_mark_does_not_change_running_sequences() -> None:
     engine = engine_of()
     requests = []
     for interrupted in (True, False):
@@ -123,7 +123,7 @@ def test_a_mark_leaves_texts_in_progress_alone() -> None:
     assert engine.cache.free_pages == engine.cache.num_pages
 
 
-def test_a_mark_that_fails_frees_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_fails_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = model_of("llama"), new_cache(model_of("llama"))
     mark(model, cache, random_prompt(70), LAYER)
 
@@ -140,12 +140,12 @@ def test_a_mark_that_fails_frees_its_pages(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def cloud(centre: tuple[float, float], scale: tuple[float, float], seed: int) -> torch.Tensor:
-    """Marks of a domain: scattered more along one coordinate than along the other."""
+    """Marks of a domain with a larger variance along one coordinate."""
     noise = torch.randn(2000, 2, generator=torch.Generator().manual_seed(seed))
     return torch.tensor(centre) + torch.tensor(scale) * noise
 
 
-def test_coordinates_that_scatter_less_count_more() -> None:
+def test_coordinates_with_a_smaller_variance_count_more() -> None:
     left, right = cloud((-1.0, 0.0), (3.0, 0.3), 0), cloud((0.0, 1.0), (3.0, 0.3), 1)
     router = Router.fit([left, right])
     assert router.route(torch.tensor([[-3.0, 0.9]])) == 1, "as the second coordinate says"
@@ -161,7 +161,7 @@ def test_differences_of_scores_are_log_odds() -> None:
     torch.testing.assert_close(gaps, 0.5 * (distances[0] - distances[1]), atol=0.2, rtol=0.1)
 
 
-def test_a_batch_goes_where_it_most_likely_belongs_together() -> None:
+def test_several_prompts_get_the_domain_that_is_most_likely_for_all_together() -> None:
     router = Router.fit([cloud((1.0, 0.0), (1.0, 1.0), 0), cloud((0.0, 1.0), (1.0, 1.0), 1)])
     right, up, rather_up = [1.0, 0.0], [0.0, 1.0], [0.4, 0.6]
     assert router.route(torch.tensor([right])) == 0
@@ -169,7 +169,7 @@ def test_a_batch_goes_where_it_most_likely_belongs_together() -> None:
     assert router.route(torch.tensor([right, up, right])) == 0
 
 
-def test_more_coordinates_than_prompts_are_no_trouble() -> None:
+def test_a_router_can_be_fitted_to_fewer_prompts_than_coordinates() -> None:
     generator = torch.Generator().manual_seed(0)
     marks = [torch.randn(5, 64, generator=generator) + shift for shift in (0.0, 1.0)]
     router = Router.fit(marks)
@@ -178,7 +178,7 @@ def test_more_coordinates_than_prompts_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_batch_goes_where_the_probabilities_of_its_prompts_multiply_to_most(seed: int) -> None:
+def test_the_domain_of_several_prompts_maximizes_the_product_of_their_probabilities(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     router = Router(*(torch.randn(*shape, generator=generator) for shape in ((4, 8), (4, 8), (4,))))
     marks = torch.randn(3, 8, generator=generator)
@@ -190,14 +190,14 @@ def test_a_batch_goes_where_the_probabilities_of_its_prompts_multiply_to_most(se
 # Distances
 
 
-def test_distances_are_those_of_directions() -> None:
+def test_distances_do_not_depend_on_lengths() -> None:
     marks, centroids = torch.randn(3, 8), torch.randn(2, 8)
     expected = [[1 - F.cosine_similarity(mark, centroid, dim=0) for centroid in centroids] for mark in marks]
     torch.testing.assert_close(torch.from_numpy(distances(marks, centroids)), torch.tensor(expected))
     assert distances(torch.zeros(1, 2), torch.ones(1, 2)).tolist() == [[1.0]], "no direction is half-way to any"
 
 
-def test_far_is_beyond_every_domain_that_knows_how_far_its_prompts_lie() -> None:
+def test_a_far_mark_exceeds_the_distances_of_every_domain_that_has_them() -> None:
     routed = {"direction": [1.0, 0.0], "ranks": {}}
     domains = {
         "right": choice_of(1, "chain:1", centroid=[2.0, 0.0], distance=Spread(mean=0.5, deviation=0.25), **routed),
@@ -206,7 +206,7 @@ def test_far_is_beyond_every_domain_that_knows_how_far_its_prompts_lie() -> None
     }
     profile = profile_of(model_of("llama"), domains)
     marks = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, -1.0]])  # 0, 1, 1 and 1.7 from the right
-    assert profile.far(marks, 2.0) == [False, False, False, True], "1 from the right is just not beyond"
+    assert profile.far(marks, 2.0) == [False, False, False, True], "1 from the right equals the limit"
     assert profile.far(marks, 1.0) == [False, False, True, True]
     assert profile.far(marks, 10.0) == [False] * 4
     unknown = {name: choice.model_copy(update={"distance": None}) for name, choice in domains.items()}
@@ -218,7 +218,7 @@ def test_far_is_beyond_every_domain_that_knows_how_far_its_prompts_lie() -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @families
-def test_new_prompts_go_to_their_own_domain(family: str, kind: str) -> None:
+def test_other_prompts_of_a_domain_are_routed_to_it(family: str, kind: str) -> None:
     profile, model = engine_of(family).profile, model_of(family)
     assert profile is not None
     for seed in range(100, 110):
@@ -239,19 +239,18 @@ def test_routing_is_deterministic() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_goes_where_most_of_it_belongs(kind: str) -> None:
+def test_a_batch_is_routed_by_most_of_its_prompts(kind: str) -> None:
     other = next(name for name in KINDS if name != kind)
     batch = [prompt_of(kind, 100), prompt_of(other, 101), prompt_of(kind, 102, length=45)]
     assert domain_of(engine_of(), batch) == kind
 
 
-def test_order_and_padding_of_a_batch_do_not_matter() -> None:
+def test_routing_does_not_depend_on_order_or_padding() -> None:
     batch = [prompt_of("low", 100, 9), prompt_of("high", 101, 70), prompt_of("high", 102, 30)]
     assert {domain_of(engine_of(), list(order)) for order in permutations(batch)} == {"high"}
 
 
-def test_padding_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks are of prompts alone: a short one has the same in a batch with a long one."""
+def test_marks_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
     def spy(model: Decoder, cache: Cache, prompt: list[int], layer: int) -> torch.Tensor:
@@ -264,7 +263,7 @@ def test_padding_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == batch
 
 
-def test_routing_changes_no_token() -> None:
+def test_routing_does_not_change_any_token() -> None:
     batch = [prompt_of("low", 100, 9), prompt_of("high", 101, 70)]
     ids, mask = left_padded(batch)
     plain, *others = (
@@ -280,7 +279,7 @@ def test_routing_changes_no_token() -> None:
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at a prompt is a failure."""
+    """Makes computing a mark fail."""
 
     def never(*_: Any) -> None:
         raise AssertionError("a prompt was looked at")
@@ -289,16 +288,16 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_domain_by_name_is_taken_unseen(kind: str, blind: None) -> None:
+def test_a_named_domain_needs_no_mark(kind: str, blind: None) -> None:
     assert domain_of(engine_of(), [prompt_of("low", 100)], domain=kind) == kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_centroids_the_first_domain_is_taken_unseen(kind: str, blind: None) -> None:
+def test_without_a_router_requests_get_the_first_domain_and_need_no_mark(kind: str, blind: None) -> None:
     assert domain_of(engine_of(routes=False), [prompt_of(kind, 100)]) == "low"
 
 
-def test_one_domain_needs_no_look() -> None:
+def test_a_profile_with_one_domain_needs_no_mark() -> None:
     profile = profile_of(model_of("llama"), {"a": choice_of(1, "chain:2", **entries(router_of("llama"), 0))})
     assert not profile.routes
     assert profile.route(torch.ones(1, 32)) == "a"
@@ -316,24 +315,24 @@ def test_a_router_that_does_not_fit_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 4, -1])
-def test_a_router_after_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+def test_a_router_layer_that_the_model_lacks_is_refused(layer: int) -> None:
     domains = {kind: choice_of(1, "chain:2", **entries(router_of("llama"), i)) for i, kind in enumerate(KINDS)}
     with pytest.raises(ValueError, match="router.*calibrate"):
         Engine.from_model(tiny_model("llama"), profile=profile_of(model_of("llama"), domains, router_layer=layer))
 
 
-def test_whoever_declines_drafts_is_not_looked_at(blind: None) -> None:
+def test_requests_without_speculation_need_no_mark(blind: None) -> None:
     ids = torch.tensor([prompt_of("low", 100)])
     out = engine_of().generate(ids, max_new_tokens=3, speculative_decoding=False, return_dict_in_generate=True)
     assert out.stats[0].disabled_reason == "request"
 
 
-def test_the_watch_notices_a_look(blind: None) -> None:
+def test_a_routed_request_needs_a_mark(blind: None) -> None:
     with pytest.raises(AssertionError, match="looked at"):
         domain_of(engine_of(), [prompt_of("low", 100)])
 
 
-def test_a_saved_profile_routes_alike(tmp_path: Path) -> None:
+def test_a_saved_profile_routes_equally(tmp_path: Path) -> None:
     profile = engine_of().profile
     assert profile is not None
     again = Engine.from_model(endless(tiny_model("llama")), profile=profile.save(tmp_path, []))

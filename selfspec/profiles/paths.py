@@ -1,7 +1,4 @@
-"""The folders of converted models, of profiles, and of the files that come with selfspec.
-
-Creates none of them: the code that writes there does.
-"""
+"""Paths of converted models, profiles, and files that ship with selfspec. Creates no folder."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ def home() -> Path:
 
 
 def models_dir() -> Path:
-    """Models converted from GGUF, one folder each."""
+    """Models converted from GGUF, one folder for each."""
     return home() / "models"
 
 
 def profiles_dir() -> Path:
-    """What calibration wrote, one folder per model."""
+    """Profiles that calibration wrote, one folder for each model."""
     return home() / "profiles"
 
 
 def shipped_dir() -> Path:
-    """What comes with selfspec: the domains' prompts, and profiles of well-known models."""
+    """Files that ship with selfspec: the domains' prompts, and profiles."""
     package = Path(__file__).parent.parent
     installed = package / "calibration"
-    return installed if installed.is_dir() else package.parent / "calibration"  # in a checkout it lies beside it
+    return installed if installed.is_dir() else package.parent / "calibration"  # in a checkout it is beside the package

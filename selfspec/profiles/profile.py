@@ -1,8 +1,8 @@
-"""Profiles: what calibration learned about one model, in a folder that people can read and engines can check.
+"""Profiles: the result of calibrating one model, in a folder.
 
-`profile.json` names the model it was made for, the exit and plans of each domain, and what was measured to choose them;
-`exits.safetensors` holds the trained exits. Loading checks identity and schema and refuses a profile of other weights.
-Making one is calibration's job, using one the engine's.
+`profile.json` identifies the model's weights and has the exit and plans of each domain with the measurements that they
+were chosen from; `exits.safetensors` has the trained exits. Loading checks every entry; a profile of other weights is
+refused.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from selfspec.governor.acceptance import hotter
 from selfspec.governor.rules import BATCHES, TEMPERATURES
-from selfspec.models.decoder import Decoder, Layer, layer_parts
+from selfspec.models.decoder import Decoder
 from selfspec.models.loading import fingerprint, same_fingerprint
+from selfspec.profiles.exits_file import ExitsFile
 from selfspec.profiles.paths import profiles_dir, shipped_dir
-from selfspec.profiles.router import Outskirts, Router
-from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock, check_exit_layer
+from selfspec.profiles.router import DomainDistances, Router
+from selfspec.speculation.exit import Exit, check_exit_layer
 from selfspec.speculation.plan import MAX_NODES, Plan
 
 SCHEMA = 2
 _ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
 HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
-# No number of a profile needs 32 bits; the bound keeps arithmetic with a damaged one within float64.
+# Counts fit in 31 bits; the bound keeps arithmetic with damaged numbers within float64.
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,13 +41,13 @@ Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 day
 
 
 class Entry(BaseModel):
-    """Part of a profile: cannot be changed; refuses unknown entries and numbers that are not finite."""
+    """Part of a profile: immutable; refuses unknown entries and numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelIdentity(Entry):
-    """The weights that a profile belongs to, in any file format and dtype."""
+    """Identifies the weights of a model, in any file format and dtype."""
 
     model_type: str
     num_layers: Positive
@@ -59,7 +58,7 @@ class ModelIdentity(Entry):
     @classmethod
     def of(cls, model: Decoder) -> ModelIdentity:
         config = model.config
-        return cls.model_construct(  # unchecked: a model whose weights are not finite has no profile, but runs
+        return cls.model_construct(  # unchecked: the fingerprint of a model may be infinite
             model_type=config.model_type,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -69,8 +68,8 @@ class ModelIdentity(Entry):
 
     @property
     def name(self) -> str:
-        """Names a folder: family, layers, hidden size, and a digest of the fingerprint. The digest is of values rounded
-        to bfloat16, so that the same checkpoint loaded in float32 and in bfloat16 has one name."""
+        """A folder name: family, layers, hidden size, and a digest of the fingerprint rounded to bfloat16, so that a
+        checkpoint has the same name in float32 and in bfloat16."""
         rounded = torch.tensor(self.fingerprint).bfloat16().tolist()
         digest = hashlib.sha256(json.dumps(rounded).encode()).hexdigest()
         return f"{self.model_type}-{self.num_layers}x{self.hidden_size}-{digest[:12]}"
@@ -82,17 +81,17 @@ class ModelIdentity(Entry):
 
 
 class Device(Entry):
-    """What the costs were measured on."""
+    """The device on which a profile was measured."""
 
     type: str
     name: str
     dtype: str
     torch: str
-    kernels: bool = False  # or by PyTorch's own operations
+    kernels: bool = False  # steps ran as Triton kernels; False: as PyTorch operations
 
 
 class Expected(Entry):
-    """What calibration predicts of a plan."""
+    """The figures of a plan that calibration expects from ranks and costs."""
 
     tokens_per_cycle: NonNegativeFloat
     accept_rate: Share
@@ -100,7 +99,7 @@ class Expected(Entry):
 
 
 class Run(Entry):
-    """What was measured when a plan was run against plain decoding of the same prompts."""
+    """A measurement: a plan and plain decoding on the same prompts."""
 
     plan: str
     tokens_per_cycle: NonNegativeFloat
@@ -114,25 +113,26 @@ class Run(Entry):
 
 
 class PlanChoice(Entry):
-    """The plan for one temperature and batch, what it promised and, where it was run, what it did."""
+    """The plan for one temperature and batch, with its expected and its measured figures."""
 
     plan: str
     expected: Expected | None = None
     measured: Run | None = None
 
     def parsed(self, forced: bool) -> Plan:
+        """The plan; with `forced`, the plan that was measured even where it was slower than plain decoding."""
         tried = self.measured.plan if self.measured is not None else self.plan
         return Plan.parse(tried if forced else self.plan)
 
 
 class ExitRates(Entry):
-    """How one exit did in one domain, greedy: what the choice between exits was made from."""
+    """Greedy figures of one exit in one domain, from which the domain's exit was chosen."""
 
-    top1: Share  # of positions where the exit's best token is the model's
-    top4: Share
-    accept_rate: Share  # in the same tree for all exits, policy.DEFAULT_TREE
-    tokens_per_cycle: NonNegativeFloat  # predicted of the exit's own best plan for a single row
-    speedup: NonNegativeFloat  # predicted of it
+    top1: Share  # of positions where the model's token is the exit's best
+    top4: Share  # of positions where it is one of the exit's best four
+    accept_rate: Share  # in rules.DEFAULT_TREE
+    tokens_per_cycle: NonNegativeFloat  # expected of the exit's best plan for one sequence
+    speedup: NonNegativeFloat  # expected of that plan
 
 
 class Spread(Entry):
@@ -141,7 +141,7 @@ class Spread(Entry):
 
 
 class CycleCost(Entry):
-    """Seconds of a cycle of some batch on the profile's device, by what it consists of, as in `costs.StepCost`."""
+    """Seconds of the parts of a step on the profile's device, as in `costs.StepCost`."""
 
     plain: Annotated[Seconds, Field(gt=0)]
     depth: Seconds
@@ -159,23 +159,23 @@ class CycleCost(Entry):
 
 
 class DomainChoice(Entry):
-    """What to draft with for one kind of text."""
+    """The exit, head and plans of one domain, and the measurements that they were chosen from."""
 
     exit_layer: Positive
-    plans: dict[str, dict[str, PlanChoice]]  # temperature -> batch -> plan, by the names in `policy`
-    head_rows: Count = 0  # rows of the draft head; 0: all
-    head_coverage: Share = 1.0  # share of the model's tokens that these rows, and the prompt's, can draft
-    exits: dict[Positive, ExitRates] = {}  # by layer; chosen or not
+    plans: dict[str, dict[str, PlanChoice]]  # temperature -> batch -> plan, by their names in `rules`
+    head_rows: Count = 0  # of the trimmed head; 0: the whole head
+    head_coverage: Share = 1.0  # of the model's tokens have a row in the trimmed head or occur in the prompt
+    exits: dict[Positive, ExitRates] = {}  # by layer, all that were measured
     most_accepting_exit: Positive | None = None
-    chain: Run | None = None  # chain:4 in the place of the chosen tree
-    # temperature -> [depth][rank]: of the places that a draft reaches, the share where the model's token has that rank
+    chain: Run | None = None  # measurement of chain:4, one greedy sequence
+    # temperature -> [depth][rank]: share of the positions reached at a depth where the model's token has that rank
     ranks: dict[str, list[list[float]]] = {}
-    costs: dict[str, CycleCost] = {}  # batch -> with the chosen exit
-    prompt_agreement: Spread | None = None  # the exit's agreement with the model on the last positions of prompts
-    text_agreement: Spread | None = None  # and on the text that followed
-    centroid: list[float] = []  # of the domain's prompts, as the router sees them
-    distance: Spread | None = None  # to it, of prompts that it was not made from; see `routing`
-    direction: list[float] = []  # the router's score of a prompt for this domain: along this direction, plus the offset
+    costs: dict[str, CycleCost] = {}  # batch -> costs of steps with the chosen exit
+    prompt_agreement: Spread | None = None  # of the exit with the model on the last positions of prompts
+    text_agreement: Spread | None = None  # of the exit with the model on answers
+    centroid: list[float] = []  # mean of the marks of the domain's training prompts, see `router`
+    distance: Spread | None = None  # of measuring prompts to the centroid
+    direction: list[float] = []  # the router's score of a mark: its product with this vector, plus the offset
     offset: float = 0.0
 
     @classmethod
@@ -184,7 +184,7 @@ class DomainChoice(Entry):
         return cls(exit_layer=exit_layer, plans={t: {b: PlanChoice(plan=plan) for b in BATCHES} for t in TEMPERATURES})
 
     def check(self) -> None:
-        """Every plan can be read, shares are shares, and requests can be matched to every temperature and batch."""
+        """Raises ValueError for a plan that cannot be parsed, an unknown temperature or batch, or shares above 1."""
         if not self.plans or not all(self.plans.values()):
             raise ValueError("a domain has no plans")
         _check_names("plans", self.plans, {name for of_batch in self.plans.values() for name in of_batch})
@@ -203,13 +203,13 @@ class DomainChoice(Entry):
 
     @staticmethod
     def nearest(known: Iterable[str], temperature: float) -> str:
-        """The one of some temperatures' names that is nearest to a temperature."""
+        """The name in `known` whose temperature is nearest."""
         names = [name for name in TEMPERATURES if name in known]
         return min(names, key=lambda name: abs(TEMPERATURES[name] - temperature))
 
     def ranks_at(self, temperature: float) -> list[list[float]]:
-        """How often the model's own token had which rank, by depth: at the nearest temperature or, where it is hotter
-        than any that was measured, as the two hottest let one expect."""
+        """Rank shares by depth: those of the nearest measured temperature, or, above the highest, extrapolated from the
+        two highest."""
         measured = sorted((name for name, of in self.ranks.items() if any(of[:1])), key=lambda name: TEMPERATURES[name])
         if len(measured) > 1 and temperature > TEMPERATURES[measured[-1]]:
             cool, hot = (TEMPERATURES[name] for name in measured[-2:])
@@ -218,8 +218,8 @@ class DomainChoice(Entry):
         return self.ranks[self.nearest(self.ranks, temperature)]
 
     def plans_at(self, temperature: float, forced: bool = False) -> dict[int, Plan]:
-        """The plans for a temperature (0: greedy), by the largest batch each is for. Whoever forces speculation gets
-        the plan that was tried even where it lost."""
+        """The plans for a temperature (0: greedy), by the largest batch of each. With `forced`, plans that were slower
+        than plain decoding are kept."""
         of_batch = self.plans[self.nearest(self.plans, temperature)]
         return {size: of_batch[name].parsed(forced) for name, size in BATCHES.items() if name in of_batch}
 
@@ -230,16 +230,16 @@ class Profile(Entry):
     schema_version: int = SCHEMA
     model: ModelIdentity
     domains: dict[str, DomainChoice]
-    device: Device | None = None  # None: plans were not measured anywhere
+    device: Device | None = None  # None: the plans were not measured
     created: str = ""
     objective: str = "throughput"
-    trained: dict[str, float] = {}  # how much went into it: tokens, steps, seconds
-    router_layer: int = 1  # prompts are told apart by the hidden states after this layer
-    folder: Path | None = None  # where it was loaded from or saved to; not part of the file
+    trained: dict[str, float] = {}  # amounts of the calibration: tokens, steps, seconds
+    router_layer: int = 1  # the router reads hidden states after this layer
+    folder: Path | None = None  # of the profile's files; not stored in them
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Reads a profile folder; raises ValueError, saying what to do, for anything that is not a current one."""
+        """Reads a profile folder. Raises ValueError, with the fix, for a missing, damaged or outdated profile."""
         folder = Path(folder)
         path = folder / "profile.json"
         try:
@@ -263,8 +263,19 @@ class Profile(Entry):
 
     @classmethod
     def find(cls, model: Decoder) -> Profile | None:
-        """The newest profile under SELFSPEC_HOME that was made for these weights, else the shipped one, if any. Skips a
-        profile that cannot be used, with a warning that names it."""
+        """The profile for these weights that `profile="auto"` uses: the newest under SELFSPEC_HOME that drafts, else a
+        shipped one that drafts, else the newest; None where there is none. Warns of each profile that cannot be used.
+        """
+        plain = None
+        for profile in cls._found(model):
+            if profile.drafts:
+                return profile
+            plain = plain or profile
+        return plain
+
+    @classmethod
+    def _found(cls, model: Decoder) -> Iterator[Profile]:
+        """The usable profiles of these weights: those under SELFSPEC_HOME, newest first, then shipped ones."""
         identity = ModelIdentity.of(model)
         own = sorted(profiles_dir().glob("*/profile.json"), key=_last_written, reverse=True)
         shipped = sorted(shipped_dir().glob("profiles/*/profile.json"))
@@ -275,25 +286,22 @@ class Profile(Entry):
                     continue
                 profile.check(model, identity)
             except ValueError as error:
-                warnings.warn(f"a profile is skipped: {error}", UserWarning, stacklevel=2)
+                warnings.warn(f"a profile is skipped: {error}", UserWarning, stacklevel=3)
                 continue
-            return profile
-        return None
+            yield profile
 
     def save(self, folder: str | Path, exits: list[Exit], head_rows: dict[str, torch.Tensor] | None = None) -> Profile:
-        """Writes the profile, its exits and the rows of each domain's head; returns it as loading would."""
+        """Writes the profile, its exits and the rows of each domain's trimmed head; returns the profile with its
+        folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"head_rows.{domain}": rows.to(torch.int32) for domain, rows in (head_rows or {}).items()}
-        for exit in exits:
-            tensors |= {f"{exit.layer}.{name}": tensor for name, tensor in _exit_tensors(exit).items()}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "exits.safetensors")
+        ExitsFile(folder, HOW_TO_CALIBRATE).write(exits, head_rows or {})
         text = json.dumps(self.model_dump(mode="json", exclude={"folder"}), indent=1)
         (folder / "profile.json").write_text(_numbers_on_one_line(text) + "\n", encoding="utf-8")
         return self.model_copy(update={"folder": folder})
 
     def check(self, model: Decoder, identity: ModelIdentity | None = None) -> None:
-        """Refuses to serve other weights than the profile was made for, and entries that fit no model like it."""
+        """Raises ValueError where the profile is of other weights, or its entries do not fit the model."""
         identity = identity or ModelIdentity.of(model)
         where = f" at {self.folder}" if self.folder else ""
         for domain, choice in self.domains.items():
@@ -327,25 +335,31 @@ class Profile(Entry):
         return fits and 1 <= self.router_layer < identity.num_layers
 
     def choice(self, domain: str) -> DomainChoice:
-        """The choice for a domain by name."""
+        """The entries of a domain. Raises ValueError for an unknown name."""
         if domain not in self.domains:
-            raise ValueError(f"the profile has no domain {domain!r}; it knows {', '.join(self.domains)} and 'auto'")
+            raise ValueError(f"the profile has no domain {domain!r}; choose from {', '.join(self.domains)} and 'auto'")
         return self.domains[domain]
 
     def route(self, marks: torch.Tensor | None) -> str:
-        """The domain of a batch of prompts with these marks [P, hidden]; the first where nothing tells them apart."""
+        """The domain of a request whose prompts have these marks [P, hidden]; the first domain without a router."""
         names = list(self.domains)
         return names[0] if marks is None or not self.routes else names[self._router.route(marks)]
 
     def far(self, marks: torch.Tensor, deviations: float) -> list[bool]:
-        """For each mark, whether it lies farther from every domain's centroid than so many deviations of the domain's
-        own prompts."""
-        known = self.routes and self._outskirts
-        return known.beyond(marks, deviations) if known else [False] * len(marks)
+        """For each mark, whether its distance to every centroid exceeds the mean of the domain's prompts by more than
+        so many standard deviations."""
+        known = self.routes and self._distances
+        return known.exceeds(marks, deviations) if known else [False] * len(marks)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any plan of the profile has nodes."""
+        batches = [of_batch for choice in self.domains.values() for of_batch in choice.plans.values()]
+        return any(len(Plan.parse(choice.plan)) for of_batch in batches for choice in of_batch.values())
 
     @property
     def routes(self) -> bool:
-        """Whether telling prompts apart takes looking at them."""
+        """Whether a request's domain depends on its prompts."""
         return len(self.domains) > 1 and any(choice.direction for choice in self.domains.values())
 
     @cached_property
@@ -355,69 +369,34 @@ class Profile(Entry):
         return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
 
     @cached_property
-    def _outskirts(self) -> Outskirts | None:
-        """Of the domains whose prompts' distances are known."""
+    def _distances(self) -> DomainDistances | None:
+        """Of the domains with measured distances; None where no domain has them."""
         known = [(choice.centroid, choice.distance) for choice in self.domains.values() if choice.distance]
         if not known:
             return None
         centroids, spreads = zip(*known, strict=True)
-        return Outskirts(torch.tensor(centroids), [of.mean for of in spreads], [of.deviation for of in spreads])
+        return DomainDistances(torch.tensor(centroids), [of.mean for of in spreads], [of.deviation for of in spreads])
 
     def exit(self, model: Decoder, layer: int) -> Exit:
-        """The profile's exit after `layer` layers, on the model's device, over the whole head; a raw one where none
-        was trained."""
-        prefix = f"{layer}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in self._tensors(model, prefix).items()}
-        try:
-            return _exit_from_tensors(model, layer, own)
-        except KeyError as error:
-            raise self._unusable(f"lacks {error} of the exit after layer {layer}") from error
-        except ValueError as error:
-            raise self._unusable(str(error)) from error
+        """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where
+        none was trained."""
+        return self._exits_file.exit(model, layer)
 
     def trained_layers(self) -> list[int]:
         """The layers after which the profile has trained exits."""
-        path = self._exits_file
-        if path is None or not path.exists():
-            return []
-        try:
-            with safe_open(path, framework="pt") as file:
-                return sorted(int(name.split(".")[0]) for name in file.keys() if name.endswith(".affine_weight"))  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError) as error:
-            raise self._unusable(f"cannot be read ({error})") from error
+        return self._exits_file.layers()
 
     def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
-        """The token ids that a domain's drafts are chosen from, ascending; None: all."""
-        name = f"head_rows.{domain}"
-        rows = self._tensors(model, name).get(name)
-        if rows is None:
-            return None
-        rows = rows.long()
-        ascending = rows.ndim == 1 and bool((rows[1:] > rows[:-1]).all())
-        if not ascending or not len(rows) or rows[0] < 0 or rows[-1] >= model.config.vocab_size:
-            raise self._unusable(f"{name} are not ascending token ids of this model")
-        return rows
-
-    def _tensors(self, model: Decoder, prefix: str) -> dict[str, torch.Tensor]:
-        path = self._exits_file
-        if path is None or not path.exists():
-            return {}
-        try:
-            with safe_open(path, framework="pt", device=str(model.device)) as file:
-                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise self._unusable(f"cannot be read ({error})") from error
+        """The token ids of a domain's trimmed head, ascending; None: the whole head."""
+        return self._exits_file.head_rows(model, domain)
 
     @property
-    def _exits_file(self) -> Path | None:
-        return self.folder / "exits.safetensors" if self.folder else None
-
-    def _unusable(self, why: str) -> ValueError:
-        return ValueError(f"{self._exits_file}: {why}; {HOW_TO_CALIBRATE}")
+    def _exits_file(self) -> ExitsFile:
+        return ExitsFile(self.folder, HOW_TO_CALIBRATE)
 
 
 def _last_written(path: Path) -> float:
-    """Seconds since 1970; 0 for a file that cannot be looked at, such as a link to nothing."""
+    """Seconds since 1970; 0 for a file that cannot be read, such as a dangling link."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -425,7 +404,7 @@ def _last_written(path: Path) -> float:
 
 
 def _check_names(what: str, temperatures: Iterable[str] = (), batches: Iterable[str] = ()) -> None:
-    """Refuses what a domain has for temperatures or batches that are unknown."""
+    """Raises ValueError for unknown names of temperatures or batches."""
     if unknown := {*temperatures} - TEMPERATURES.keys() | {*batches} - BATCHES.keys():
         raise ValueError(
             f"a domain has {what} for {', '.join(sorted(unknown))}; known temperatures are "
@@ -434,35 +413,5 @@ def _check_names(what: str, temperatures: Iterable[str] = (), batches: Iterable[
 
 
 def _numbers_on_one_line(text: str) -> str:
-    """JSON with every list of numbers on a line of its own instead of one line for each number."""
+    """Puts each list of numbers in a JSON text on one line."""
     return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
-
-
-def _exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
-    tensors = {"norm": exit.norm}
-    if exit.block is not None:
-        tensors |= {name: getattr(exit.block, name) for name in ("affine_weight", "affine_bias", "recall")}
-        tensors |= {f"block.{name}": tensor for name, tensor in vars(exit.block.layer).items()}
-    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
-
-
-def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tensor]) -> Exit:
-    """Builds an exit; KeyError for a tensor that is missing, ValueError for one of the wrong shape."""
-    hidden = model.config.hidden_size
-
-    def weight(name: str, *shape: int) -> torch.Tensor:
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"{name} is {list(tensors[name].shape)} instead of {list(shape)}")
-        return tensors[name].to(model.dtype)
-
-    block = None
-    if any(name.startswith(("affine", "block.")) for name in tensors):
-        shapes = {
-            name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-            for name, parts in layer_parts(model.config, "").items()
-        }
-        own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
-        recall = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
-        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), recall)
-    norm = weight("norm", hidden) if "norm" in tensors else None
-    return Exit(model, layer, norm, block)

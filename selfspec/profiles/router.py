@@ -1,8 +1,8 @@
-"""Routing: which domain a prompt belongs to, told by its shallow hidden states.
+"""Routing: finds the domain of a prompt from its hidden states after a few layers.
 
-A prompt's mark is the mean of its tokens' states after a few layers, each state normed. Calibration finds, from the
-marks of each domain's prompts, the directions that tell the domains apart; a prompt goes to the domain whose centroid
-it lies nearest to, in the measure that the marks' own scatter gives.
+The *mark* of a prompt is the mean of its tokens' RMS-normed states after the router's layer. The router is a linear
+discriminant analysis: a prompt gets the domain whose centroid, the mean of its prompts' marks, is nearest by the
+Mahalanobis distance of the marks' covariance within domains.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Decoder
 
-MARKED = 256  # tokens of a prompt's end that are looked at
-_SHRINKAGE = 0.5
-_TINY = 1e-12  # a vector of no length is left as it is
+MARKED = 256  # the last tokens of a prompt, of which the mark is made
+_SHRINKAGE = 0.5  # weight of the covariance's diagonal: there are more coordinates than prompts
+_TINY = 1e-12  # the least norm to divide by
 
 
 @torch.inference_mode()
 def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> torch.Tensor:
-    """The mean state [hidden] of a prompt after `layer` layers, float32 on the CPU; the cache is left as it was."""
+    """The mark [hidden] of a prompt, from its states after `layer` layers: float32, on the CPU. Needs free pages of the
+    cache for its tokens, and returns them."""
     tokens = list(prompt[-MARKED:])
     sequence = cache.open()
     try:
@@ -38,16 +39,15 @@ def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> tor
 
 
 def marks_of(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-    """[P, hidden], one after the other."""
+    """The marks [P, hidden] of prompts, one pass each."""
     return torch.stack([mark(model, cache, prompt, layer) for prompt in prompts])
 
 
-# What follows is done for every request with a few small matrices, by numpy: PyTorch would wake all its threads.
+# Small products for each request, in numpy: PyTorch would start its threads for them.
 
 
 def distances(marks: torch.Tensor, centroids: torch.Tensor) -> np.ndarray:
-    """How far each of the marks [P, hidden] lies from each of the centroids [D, hidden], [P, D]: from 0, the same
-    direction, to 2, the opposite one."""
+    """Cosine distances [P, D] of marks [P, hidden] and centroids [D, hidden]: from 0, the same direction, to 2."""
     return 1 - _normalised(marks) @ _normalised(centroids).T
 
 
@@ -56,22 +56,23 @@ def _normalised(vectors: torch.Tensor) -> np.ndarray:
     return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), _TINY)
 
 
-class Outskirts:
-    """How far from each of D domains' centroids the domain's own prompts lie."""
+class DomainDistances:
+    """The distances of D domains' prompts to the domains' centroids."""
 
     def __init__(self, centroids: torch.Tensor, means: Sequence[float], deviations: Sequence[float]) -> None:
         self._centroids = _normalised(centroids)  # [D, hidden]
         self._means, self._deviations = np.array(means), np.array(deviations)  # [D] of the distances
 
-    def beyond(self, marks: torch.Tensor, deviations: float) -> list[bool]:
-        """For each of the marks [P, hidden], whether it lies farther from every centroid than so many deviations."""
+    def exceeds(self, marks: torch.Tensor, deviations: float) -> list[bool]:
+        """For each of the marks [P, hidden], whether its distance to every centroid exceeds the domain's mean by more
+        than so many standard deviations."""
         off = 1 - _normalised(marks) @ self._centroids.T
         return (off > self._means + deviations * self._deviations).all(1).tolist()
 
 
 @dataclass(frozen=True)
 class Router:
-    """Scores marks for each of D domains: higher is nearer to the domain's centroid."""
+    """Scores marks for each of D domains; the domain with the highest score is the nearest."""
 
     centroids: torch.Tensor  # [D, hidden]
     directions: torch.Tensor  # [D, hidden]
@@ -79,12 +80,12 @@ class Router:
 
     @classmethod
     def fit(cls, marks: list[torch.Tensor]) -> Router:
-        """From the marks [P, hidden] of some prompts of each domain."""
+        """Fits the router to the marks [P, hidden] of each domain's prompts."""
         centroids = torch.stack([of_domain.mean(0) for of_domain in marks]).double()
         off = torch.cat([of_domain - of_domain.mean(0) for of_domain in marks]).double()
         scatter = off.T @ off / len(off)
-        own = scatter.diag().diag()  # there are more coordinates than prompts: half of the way to none but these
-        scatter = torch.lerp(scatter, own, _SHRINKAGE) + 1e-6 * torch.eye(len(scatter), dtype=scatter.dtype)
+        scatter = torch.lerp(scatter, scatter.diag().diag(), _SHRINKAGE)
+        scatter += 1e-6 * torch.eye(len(scatter), dtype=scatter.dtype)  # invertible where a coordinate is constant
         directions = torch.linalg.solve(scatter, centroids.T).T
         return cls(centroids.float(), directions.float(), -0.5 * (directions * centroids).sum(1).float())
 
@@ -93,5 +94,5 @@ class Router:
         return marks.numpy() @ self.directions.numpy().T + self.offsets.numpy()
 
     def route(self, marks: torch.Tensor) -> int:
-        """The domain that a batch of prompts most likely shares: log odds of independent prompts add up."""
+        """The most likely domain of several prompts together: the log odds of independent prompts add up."""
         return int(self.scores(marks).sum(0).argmax())

@@ -1,0 +1,108 @@
+"""The file of a profile's trained exits and trimmed heads, `exits.safetensors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from selfspec.models.decoder import Decoder, Layer, layer_parts
+from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
+
+NAME = "exits.safetensors"
+
+
+class ExitsFile:
+    """Reads and writes the file in a profile's folder. Errors name the file; `fix` says what to do about them."""
+
+    def __init__(self, folder: Path | None, fix: str) -> None:
+        self.path = folder / NAME if folder else None
+        self._fix = fix
+
+    def write(self, exits: list[Exit], head_rows: dict[str, torch.Tensor]) -> None:
+        """Writes exits by layer, and the rows of each domain's trimmed head."""
+        assert self.path is not None
+        tensors = {f"head_rows.{domain}": rows.to(torch.int32) for domain, rows in head_rows.items()}
+        for exit in exits:
+            tensors |= {f"{exit.layer}.{name}": tensor for name, tensor in exit_tensors(exit).items()}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.path)
+
+    def exit(self, model: Decoder, layer: int) -> Exit:
+        """The exit after `layer` layers with the whole head, on the model's device; without a block where the file has
+        none for that layer."""
+        prefix = f"{layer}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in self._tensors(model, prefix).items()}
+        try:
+            return _exit_from_tensors(model, layer, own)
+        except KeyError as error:
+            raise self._unusable(f"lacks {error} of the exit after layer {layer}") from error
+        except ValueError as error:
+            raise self._unusable(str(error)) from error
+
+    def layers(self) -> list[int]:
+        """The layers after which the file has trained exits."""
+        if self.path is None or not self.path.exists():
+            return []
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return sorted(int(name.split(".")[0]) for name in file.keys() if name.endswith(".affine_weight"))  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError) as error:
+            raise self._unusable(f"cannot be read ({error})") from error
+
+    def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
+        """The token ids of a domain's trimmed head, ascending; None: the whole head."""
+        name = f"head_rows.{domain}"
+        rows = self._tensors(model, name).get(name)
+        if rows is None:
+            return None
+        rows = rows.long()
+        ascending = rows.ndim == 1 and bool((rows[1:] > rows[:-1]).all())
+        if not ascending or not len(rows) or rows[0] < 0 or rows[-1] >= model.config.vocab_size:
+            raise self._unusable(f"{name} are not ascending token ids of this model")
+        return rows
+
+    def _tensors(self, model: Decoder, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names start with `prefix`, on the model's device; none where there is no file."""
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            with safe_open(self.path, framework="pt", device=str(model.device)) as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise self._unusable(f"cannot be read ({error})") from error
+
+    def _unusable(self, why: str) -> ValueError:
+        return ValueError(f"{self.path}: {why}; {self._fix}")
+
+
+def exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
+    """Copies of an exit's tensors, by name."""
+    tensors = {"norm": exit.norm}
+    if exit.block is not None:
+        tensors |= {name: getattr(exit.block, name) for name in ("affine_weight", "affine_bias", "recall")}
+        tensors |= {f"block.{name}": tensor for name, tensor in vars(exit.block.layer).items()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tensor]) -> Exit:
+    """Builds an exit; KeyError for a tensor that is missing, ValueError for one of the wrong shape."""
+    hidden = model.config.hidden_size
+
+    def weight(name: str, *shape: int) -> torch.Tensor:
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{name} is {list(tensors[name].shape)} instead of {list(shape)}")
+        return tensors[name].to(model.dtype)
+
+    block = None
+    if any(name.startswith(("affine", "block.")) for name in tensors):
+        shapes = {
+            name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+            for name, parts in layer_parts(model.config, "").items()
+        }
+        own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
+        recall = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
+        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), recall)
+    norm = weight("norm", hidden) if "norm" in tensors else None
+    return Exit(model, layer, norm, block)
