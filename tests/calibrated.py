@@ -1,4 +1,4 @@
-"""Texts, exits and calibrations of tiny models, for the tests of calibration."""
+"""Texts, exits, prompts and costs of tiny models, for the tests of calibration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def quieten(model: PreTrainedModel, from_layer: int, factor: float) -> PreTrainedModel:
-    """Scales what the layers of a llama from one on add, so that an exit before them is right often, not always."""
+    """Scales the output of a llama's layers from `from_layer` on, so that drafts from below are often accepted."""
     for layer in model.model.layers[from_layer:]:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.mul_(factor)
@@ -45,7 +45,7 @@ def quieten(model: PreTrainedModel, from_layer: int, factor: float) -> PreTraine
 
 @torch.no_grad()
 def random_exit(model: Decoder, layer: int, scale: float = 0.1) -> Exit:
-    """An exit as training leaves it: every part of it differs from where it began."""
+    """An exit whose every tensor differs from an untrained one."""
     generator = torch.Generator().manual_seed(layer)
     student = Student(model, layer)
     for parameter in student.parameters.values():
@@ -59,7 +59,7 @@ def random_documents(*lengths: int, written: int = 2) -> list[Document]:
 
 @dataclass(frozen=True)
 class Written:
-    """A document as it stands in a row."""
+    """A document in a row."""
 
     start: int
     tokens: list[int]
@@ -75,7 +75,7 @@ def documents_of(corpus: Corpus, row: int) -> list[Written]:
     for number in sorted(set(numbers) - {0}):
         start, count = numbers.index(number), numbers.count(number)
         part = slice(start, start + count)
-        assert set(numbers[part]) == {number}, "a document lies in one piece"
+        assert set(numbers[part]) == {number}, "a document is in one piece"
         tensors = (corpus.tokens, corpus.positions, corpus.predicts)
         lists = (tensor[row, part].tolist() for tensor in tensors)
         found.append(Written(start, *lists, set(corpus.domains[row, part].tolist())))
@@ -85,19 +85,19 @@ def documents_of(corpus: Corpus, row: int) -> list[Written]:
 def linear_cost(
     plain: float, cycle: float, depth: float, node: float, head_row: float = 0.0, head_rows: int = 0
 ) -> StepCost:
-    """Costs that grow with every node alike."""
+    """Costs that are linear in the number of nodes; a step that drafts adds `cycle`."""
     ends = tuple((nodes, plain + cycle + nodes * node) for nodes in (1, MAX_NODES))
     return StepCost(plain, depth, ends, head_row, head_rows)
 
 
 def cheap_drafting(engine: Engine, exits: list[Exit]) -> dict[tuple[int, int], StepCost]:
-    """Costs with which drafting pays, the same for every exit."""
+    """Equal costs for every exit and batch, with which drafting is faster than plain decoding."""
     cost = linear_cost(1.0, cycle=0.02, depth=0.03, node=0.002)
     return {(exit.layer, batch): cost for exit in exits for batch in BATCHES.values()}
 
 
 def write_prompts(path: Path, letters: str, count: int = 16) -> Path:
-    """A domain's prompts: words of some letters."""
+    """Writes a domain's prompts: random words of some letters."""
     source = random.Random(letters)
     prompts = ["".join(source.choice(letters) for _ in range(12)) for _ in range(count)]
     return write_lines(path, [json.dumps({"prompt": prompt}) for prompt in prompts])

@@ -1,5 +1,4 @@
-"""The choice of exit, head and plans: against brute force, against walking the tree, and always the same. Then what it
-rests on, the costs of steps, and how it is tried."""
+"""The choice of exit, head and plans, against brute force; the costs of steps that it uses; the trials of plans."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ from tests.calibrated import linear_cost
 from tests.strategies import SETTINGS, plans
 from tests.tiny import VOCABULARY, tiny_model
 
-WIDEST = 32  # ranks from here on count as missed
+WIDEST = 32  # plans use no rank from here on
 FREE = linear_cost(plain=1.0, cycle=0.0, depth=0.0, node=0.0)
 CHEAP = linear_cost(plain=1.0, cycle=0.05, depth=0.05, node=0.01)
 DEAR = linear_cost(plain=1.0, cycle=1.0, depth=1.0, node=1.0)
 
 
 def rank_arrays(most_paths: int, depths: tuple[int, int] = (1, 3), highest: int = 2) -> st.SearchStrategy[np.ndarray]:
-    """Paths of up to three depths; ranks are low, missed, or too high to be looked at."""
+    """Rank paths of up to three depths; ranks are low, MISSED, or too high for a plan."""
     rank = st.sampled_from([*range(highest + 1), 0, 0, MISSED, WIDEST])
     return st.integers(*depths).flatmap(
         lambda depth: st.lists(st.lists(rank, min_size=depth, max_size=depth), min_size=1, max_size=most_paths).map(
@@ -57,7 +56,7 @@ costs = st.builds(
 
 
 def walk(plan: Plan, path: np.ndarray) -> tuple[int, int]:
-    """How many tokens of a path a tree's nodes carry, and how many nodes were asked for one."""
+    """How many tokens of a path the nodes of a plan carry, and how many depths were reached."""
     node, accepted, asked = 0, 0, 0
     for rank in [*path.tolist(), None]:
         if not plan.children[node]:
@@ -113,19 +112,19 @@ def test_expected_tokens_and_accept_rate_are_those_of_walking_the_tree(ranks: np
 
 @SETTINGS
 @given(rank_arrays(most_paths=20))
-def test_shares_are_of_the_places_that_a_draft_reaches(ranks: np.ndarray) -> None:
-    """A place is reached where all ranks before it are low enough to be drafted."""
+def test_shares_are_of_the_positions_that_a_draft_reaches(ranks: np.ndarray) -> None:
+    """A position is reached where all ranks before it are low enough for a plan."""
     shares = Paths(ranks).shares()
     for depth in range(ranks.shape[1]):
         reached = [path[depth] for path in ranks.tolist() if all(0 <= rank < WIDEST for rank in path[:depth])]
-        assert bool(reached) == (depth < len(shares)), "depths that nothing reaches are left out"
+        assert bool(reached) == (depth < len(shares)), "depths that are never reached are left out"
         if reached:
             expected = [reached.count(rank) / len(reached) for rank in range(3)]
             assert shares[depth] == pytest.approx(expected[: len(shares[depth])], abs=1.001e-4)
             assert not any(expected[len(shares[depth]) :]) and [*shares[depth], 1][-1 - bool(shares[depth])]
 
 
-def test_shares_of_a_handful_of_paths() -> None:
+def test_the_shares_of_eight_paths() -> None:
     ranks = [[0, 0], [0, 1], [0, MISSED], [2, 0], [31, WIDEST], [WIDEST, 0], [MISSED, 0], [0, 0]]
     first, second = Paths(np.array(ranks)).shares()
     assert first == [0.5, 0, 0.125, *[0] * 28, 0.125]
@@ -133,14 +132,14 @@ def test_shares_of_a_handful_of_paths() -> None:
 
 
 @pytest.mark.parametrize("equal", [1, 3, 6, 7, 32])
-def test_rounded_shares_are_never_more_than_a_whole(equal: int) -> None:
+def test_rounded_shares_never_add_up_to_more_than_one(equal: int) -> None:
     (shares,) = Paths(np.arange(equal)[:, None]).shares()
     assert len(shares) == equal and len(set(shares)) == 1
     assert 1 - 32e-4 < sum(shares) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("ranks", [[[MISSED, 0]] * 5, np.zeros((0, 3), dtype=int)], ids=["missed", "no paths"])
-def test_where_nothing_is_drafted_right_no_rank_has_a_share(ranks: object) -> None:
+def test_no_rank_has_a_share_where_every_token_is_missed(ranks: object) -> None:
     assert Paths(np.array(ranks)).shares() == [[]]
 
 
@@ -161,7 +160,7 @@ def test_the_best_plan_is_the_best_of_all_trees(
     own = cost.of(best.plan.depth, len(best.plan), head_rows)
     tokens = 1 + np.mean([walk(best.plan, path)[0] for path in ranks])
     assert best.tokens_per_cycle == pytest.approx(tokens)
-    assert tokens * cost.plain / own == pytest.approx(best.speedup), "the plan does what it promises"
+    assert tokens * cost.plain / own == pytest.approx(best.speedup), "the plan has its expected speed-up"
     assert not as_chain or best.plan.is_chain
     assert max(speeds) > 1 or best.plan == NONE
 
@@ -169,14 +168,14 @@ def test_the_best_plan_is_the_best_of_all_trees(
 @pytest.mark.parametrize(
     "ranks",
     [[[MISSED, 0]] * 5, [[WIDEST, 0]] * 5, np.zeros((0, 3), dtype=int)],
-    ids=["missed", "too far down", "no paths"],
+    ids=["missed", "rank too high", "no paths"],
 )
-def test_nothing_is_drafted_where_nothing_would_be_accepted(ranks: object) -> None:
+def test_the_plan_is_none_where_no_token_would_be_accepted(ranks: object) -> None:
     best = Paths(np.array(ranks)).best(FREE)
     assert (best.plan, best.tokens_per_cycle, best.accept_rate, best.speedup) == (NONE, 1.0, 0.0, 1.0)
 
 
-def test_nothing_is_drafted_where_it_costs_more_than_it_gives() -> None:
+def test_the_plan_is_none_where_drafting_costs_more_than_it_saves() -> None:
     always_right = Paths(np.zeros((10, 3), dtype=int))
     assert always_right.best(CHEAP).plan == Plan.parse("chain:3")
     assert always_right.best(DEAR).plan == NONE
@@ -184,7 +183,7 @@ def test_nothing_is_drafted_where_it_costs_more_than_it_gives() -> None:
 
 @SETTINGS
 @given(plans())
-def test_a_plan_is_made_again_from_its_paths(plan: Plan) -> None:
+def test_a_plan_can_be_rebuilt_from_its_rank_paths(plan: Plan) -> None:
     again = Plan.from_paths(rank_paths(plan)[1:][::-1])
     assert sorted(rank_paths(again)) == sorted(rank_paths(plan))
 
@@ -199,10 +198,10 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
     assert cost.of(3, 7, 150) == pytest.approx(cost.of(3, 7) + 3 * 50 * 0.01)
 
 
-def test_between_measured_numbers_of_nodes_a_cost_lies_on_a_straight_line() -> None:
+def test_costs_between_measured_numbers_of_nodes_are_interpolated() -> None:
     cost = StepCost(plain=1.0, depth=0.5, drafting=((1, 2.0), (3, 3.0), (11, 4.0)))
     assert [cost.of(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
-    assert cost.of(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "past the last, as between the last two"
+    assert cost.of(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "extrapolated from the last two"
 
 
 # Choosing for a domain
@@ -212,7 +211,7 @@ LAYERS, HEADS = (1, 2, 3), (50, 100)
 
 @lru_cache(maxsize=100)
 def measured_domain(seed: int) -> tuple[dict, dict]:
-    """Paths of every exit, head and temperature, and costs of every exit and batch."""
+    """Rank paths of every exit, head and temperature, and costs of every exit and batch."""
     random = np.random.default_rng(seed)
     measured = {
         (layer, head, temperature): Paths(random.choice([0, 0, 0, 1, 2, 3, MISSED], size=(8, 2)))
@@ -266,7 +265,9 @@ def test_small_batches_may_draft_trees_where_large_ones_draft_chains() -> None:
 
 @SETTINGS
 @given(domains)
-def test_the_objective_accept_takes_the_most_accepting_exit_that_pays(domain: tuple[dict, dict]) -> None:
+def test_the_objective_accept_takes_the_highest_accept_rate_of_faster_exits(
+    domain: tuple[dict, dict],
+) -> None:
     measured, _ = domain
     greedy = next(iter(TEMPERATURES))
     paying = [key for key, plans in candidates(*domain).items() if len(plans[greedy]["1"].plan)]
@@ -278,7 +279,7 @@ def test_the_objective_accept_takes_the_most_accepting_exit_that_pays(domain: tu
         assert choice.plans[greedy]["1"].plan == NONE
 
 
-def test_an_exit_that_accepts_more_but_does_not_pay_is_not_taken() -> None:
+def test_an_exit_that_is_slower_than_plain_is_not_taken_for_its_accept_rate() -> None:
     sure, unsure = Paths(np.zeros((4, 2), dtype=int)), Paths(np.array([[0, 0], [0, 0], [0, MISSED], [MISSED, 0]]))
     measured = {(layer, 100, name): paths for layer, paths in ((1, unsure), (2, sure)) for name in TEMPERATURES}
     costs = {(layer, batch): cost for layer, cost in ((1, CHEAP), (2, DEAR)) for batch in BATCHES.values()}
@@ -288,7 +289,7 @@ def test_an_exit_that_accepts_more_but_does_not_pay_is_not_taken() -> None:
 
 @SETTINGS
 @given(domains, st.sampled_from(["throughput", "accept"]), st.randoms(use_true_random=False))
-def test_the_choice_depends_on_the_measurements_alone(domain: tuple[dict, dict], objective: str, random) -> None:
+def test_the_choice_ignores_the_order_of_measurements(domain: tuple[dict, dict], objective: str, random) -> None:
     measured, costs = domain
     keys = [(layer, head) for layer in LAYERS for head in HEADS]
     random.shuffle(keys)
@@ -297,8 +298,8 @@ def test_the_choice_depends_on_the_measurements_alone(domain: tuple[dict, dict],
     assert again == choose(measured, costs, objective)
 
 
-def test_the_domains_of_these_tests_are_of_both_kinds() -> None:
-    """Some where an exit pays and some where none does; exits of every layer are chosen."""
+def test_the_domains_of_these_tests_include_both_cases() -> None:
+    """In some an exit is faster than plain decoding, in some none is; exits of every layer are chosen."""
     choices = [choose(*measured_domain(seed)) for seed in range(31)]
     assert {choice.exit_layer for choice in choices} == set(LAYERS)
     assert {len(choice.plans["0"]["1"].plan) > 0 for choice in choices} == {True, False}
@@ -307,7 +308,7 @@ def test_the_domains_of_these_tests_are_of_both_kinds() -> None:
 # Costs of steps
 
 PLAIN, DRAFTING, NODE, LAYER, HEAD_ROW = 7.0, 2.0, 0.25, 1.5, 0.03
-CycleTime = Callable[[Exit | None, Plan, int], float]
+StepTime = Callable[[Exit | None, Plan, int], float]
 
 
 @pytest.fixture(scope="module")
@@ -317,24 +318,24 @@ def engine() -> Engine:
 
 @dataclass
 class Timed:
-    """Times cycles by a rule instead of the clock, and remembers which."""
+    """Times steps by a rule instead of the clock, and records them."""
 
     engine: Engine
-    rule: CycleTime
-    cycles: list[tuple[Exit | None, Plan, int]] = field(default_factory=list)
+    rule: StepTime
+    steps: list[tuple[Exit | None, Plan, int]] = field(default_factory=list)
     ticks: int = 0
 
     def costs(self, exits: list[Exit], batch: int) -> dict[int, StepCost]:
-        def cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
+        def step_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
             assert engine is self.engine
-            self.cycles.append((exit, plan, batch))
+            self.steps.append((exit, plan, batch))
             return self.rule(exit, plan, batch)
 
         def advance(ticks: int) -> None:
             self.ticks += ticks
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timing, "_cycle_time", cycle_time)
+            patch.setattr(timing, "_step_time", step_time)
             return timing.step_costs(self.engine, exits, batch, advance)
 
 
@@ -354,7 +355,7 @@ def exits_over(engine: Engine, *rows: int | None) -> list[Exit]:
 
 @pytest.mark.parametrize("batch", BATCHES.values())
 @pytest.mark.parametrize("rows", [(None, None), (80, 80, 80), (64, None), (7,)], ids=str)
-def test_costs_of_parts_are_found_from_whole_cycles(engine: Engine, rows: tuple, batch: int) -> None:
+def test_the_costs_of_parts_follow_from_the_times_of_whole_steps(engine: Engine, rows: tuple, batch: int) -> None:
     exits, timed = exits_over(engine, *rows), Timed(engine, sum_of_parts)
     costs = timed.costs(exits, batch)
     assert list(costs) == [exit.layer for exit in exits]
@@ -368,21 +369,20 @@ def test_costs_of_parts_are_found_from_whole_cycles(engine: Engine, rows: tuple,
 
 
 @pytest.mark.parametrize("rows", [(None, None), (80, 80, 80)], ids=str)
-def test_the_head_is_timed_by_one_more_kind_of_cycle(engine: Engine, rows: tuple) -> None:
+def test_head_rows_are_timed_with_a_quarter_of_the_head(engine: Engine, rows: tuple) -> None:
     exits, timed = exits_over(engine, *rows), Timed(engine, sum_of_parts)
     timed.costs(exits, 4)
     assert timed.ticks == len(exits) + 1
     known = [None, *exits]
-    (fewer,) = [exit for exit, _, _ in timed.cycles if exit not in known]
+    (fewer,) = [exit for exit, _, _ in timed.steps if exit not in known]
     assert fewer is not None and fewer.layer == exits[0].layer and fewer.head_rows is not None
     own = range(VOCABULARY) if exits[0].head_rows is None else exits[0].head_rows.tolist()
     assert set(fewer.head_rows.tolist()) < set(own) and fewer.vocabulary == -(-len(own) // 4)
-    assert {batch for _, _, batch in timed.cycles} == {4}
+    assert {batch for _, _, batch in timed.steps} == {4}
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_on_kernels_full_tiles_of_rows_are_timed_and_those_that_need_one_more(engine: Engine, batch: int) -> None:
-    """So that what is thought of a plan that just fills a tile is not what the next one takes."""
+def test_with_kernels_steps_on_both_sides_of_full_tiles_are_timed(engine: Engine, batch: int) -> None:
 
     def by_tiles(exit: Exit | None, plan: Plan, batch: int) -> float:
         rows = batch * (len(plan) + 1)
@@ -401,7 +401,7 @@ def test_on_kernels_full_tiles_of_rows_are_timed_and_those_that_need_one_more(en
     assert timed(False).of(1, 32 // batch - 1) > by_tiles(exit, Plan.tree((32 // batch - 1,)), batch)
 
 
-def test_a_larger_head_never_saves_time(engine: Engine) -> None:
+def test_the_cost_of_a_head_row_is_never_negative(engine: Engine) -> None:
     def disturbed(exit: Exit | None, plan: Plan, batch: int) -> float:
         return sum_of_parts(exit, plan, batch) + (100 if exit is not None and exit.vocabulary < 80 else 0)
 
@@ -409,7 +409,7 @@ def test_a_larger_head_never_saves_time(engine: Engine) -> None:
     assert [cost.head_row for cost in costs.values()] == [0, 0]
 
 
-def test_the_rows_of_the_head_cost_no_more_than_the_depth_they_are_a_part_of(engine: Engine) -> None:
+def test_all_head_rows_cost_at_most_a_depth(engine: Engine) -> None:
     def disturbed(exit: Exit | None, plan: Plan, batch: int) -> float:
         return 0.0 if exit is not None and exit.vocabulary < 80 else sum_of_parts(exit, plan, batch)
 
@@ -419,25 +419,37 @@ def test_the_rows_of_the_head_cost_no_more_than_the_depth_they_are_a_part_of(eng
         assert cost.head_row == pytest.approx(cost.depth / 80)
 
 
-def test_a_head_of_one_row_cannot_be_made_smaller(engine: Engine) -> None:
+def test_the_row_of_a_head_with_one_row_costs_nothing(engine: Engine) -> None:
     (cost,) = Timed(engine, sum_of_parts).costs(exits_over(engine, 1), 1).values()
     assert cost.head_row == 0 and cost.head_rows == 1
 
 
-def test_real_cycles_are_timed_with_any_head(engine: Engine) -> None:
+@pytest.mark.parametrize("batch", BATCHES.values())
+def test_the_expected_passes_are_those_that_are_timed(engine: Engine, batch: int) -> None:
+    exits, timed = exits_over(engine, 80, 80), Timed(engine, sum_of_parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "BATCHES", {"one": batch})
+        passes, rows = timing.passes_and_rows(len(exits), has_kernels=False)
+    timed.costs(exits, batch)
+    steps = timing._WARM_UP + timing._TIMED
+    assert passes == steps * len(timed.steps)
+    assert rows == sum(batch * steps * (len(plan) + 1) + timing._CONTEXT for _, plan, _ in timed.steps)
+
+
+def test_real_steps_are_timed_with_any_head(engine: Engine) -> None:
     costs = timing.step_costs(engine, exits_over(engine, None, 80), 2)
     assert [cost.head_rows for cost in costs.values()] == [VOCABULARY, 80]
     assert all(cost.plain > 0 and 0 <= cost.head_row * cost.head_rows <= cost.depth + 1e-12 for cost in costs.values())
 
 
-# Trying the choice
+# Trials
 
 CAPTURE = 100.0  # seconds; a step takes one
 
 
 @dataclass
 class SlowAtFirst:
-    """In the place of an engine: whatever it has not yet done with so many rows of such a length, it has to capture."""
+    """Stands in for an engine that captures each step of a new plan, batch shape and length."""
 
     has_kernels: bool
     lengths: list[int] = field(default_factory=list)  # of the answers asked for
@@ -476,6 +488,6 @@ def test_without_kernels_a_few_tokens_warm_up() -> None:
     trials.run("chain:2", ONE)
     assert engine.lengths == 2 * [4, 20, 20, 20], "plain decoding, then the plan"
     trials.run("tree:3", ONE)
-    assert engine.lengths[8:] == [4, 20, 20, 20], "plain decoding is known"
+    assert engine.lengths[8:] == [4, 20, 20, 20], "plain decoding is timed once"
     trials.run("tree:3", FOUR)
     assert engine.lengths[12:] == 2 * [4, 10]

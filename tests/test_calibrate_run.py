@@ -1,15 +1,18 @@
-"""Calibrations from beginning to end, through the command line: a tiny model, amounts given, costs injected.
+"""Whole calibrations through the command line: a tiny model, exact amounts, injected costs.
 
-How fast a run is, is replaced by how few cycles it takes, so that nothing depends on how busy this machine is.
+Tokens per step stand in for tokens per second, so that nothing depends on the load of this machine.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +26,10 @@ from torch.nn.functional import normalize
 
 from selfspec import Engine, Profile
 from selfspec.calibrate import __main__ as command
-from selfspec.calibrate import outcome, resources, run, trial
+from selfspec.calibrate import duration, outcome, resources, run, setup, trial
 from selfspec.calibrate.corpus import Corpus
 from selfspec.calibrate.prompts import parse_domain
-from selfspec.calibrate.training import Trainer
+from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
 from selfspec.governor.rules import BATCHES, TEMPERATURES
@@ -41,13 +44,13 @@ from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 pytestmark = pytest.mark.xdist_group("calibration")  # one calibration serves most tests
 
 WORK = ".selfspec-calibration"
-ROWS, LENGTH = 8, 128  # of a chunk of text
-AMOUNTS = ["--tokens", str(3 * ROWS * LENGTH), "--steps", "80", "--exits", "1,2"]
+LENGTH = 128  # tokens of a row of text
+AMOUNTS = ["--tokens", "3500", "--steps", "80", "--exits", "1,2"]  # three chunks
 SHORT_TRIALS = (Setting("0", "1", 2, 4), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 1))
 
 
 class Outcome(NamedTuple):
-    """What came of a command."""
+    """The result of a command."""
 
     code: int
     text: str
@@ -59,7 +62,7 @@ class Outcome(NamedTuple):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The profile's file, without what is of the clock."""
+        """The profile's file, without times."""
         content = json.loads((self.out / "profile.json").read_text())
         del content["trained"]["seconds"], content["created"]
         return content
@@ -85,7 +88,7 @@ class Place(NamedTuple):
     def calibrate(self, out: Path | None, *arguments: str) -> Outcome:
         where = [] if out is None else ["--out", str(out)]
         text = io.StringIO()
-        with redirect_stdout(text):
+        with redirect_stdout(text), redirect_stderr(text):
             code = command.main(["--model", str(self.model), *where, *self.domains, *arguments])
         return Outcome(code, text.getvalue(), out or self.folder)
 
@@ -99,28 +102,29 @@ class Place(NamedTuple):
 
 
 def distinct_costs(engine: Engine, exits: list[Exit]) -> run.Costs:
-    """Cheap drafting, but costs tell exits and batches apart."""
+    """Cheap drafting, with different costs for each exit and batch."""
     cheap = cheap_drafting(engine, exits).items()
     return {(layer, batch): replace(cost, depth=0.03 + layer / 1000, head_rows=batch) for (layer, batch), cost in cheap}
 
 
-def tokens_per_cycle(outputs: list) -> float:
-    """In the place of tokens per second."""
+def tokens_per_step(outputs: list) -> float:
+    """Stands in for tokens per second."""
     tokens = sum(stats.new_tokens for output in outputs for stats in output.stats)
     return tokens / sum(max(stats.cycles for stats in output.stats) for output in outputs)
 
 
 @contextmanager
 def quick() -> Iterator[pytest.MonkeyPatch]:
-    """Injected costs and speeds, few rows, short answers and trials, and a checkpoint at every step."""
+    """Injected costs and speeds, small chunks, short answers and trials, and a checkpoint at every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "Calibration", partial(run.Calibration, timings=distinct_costs))
-        fitting = run.fit
-        patch.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), writing_rows=ROWS))
-        patch.setattr(run, "_MEASURED_WITHOUT_GPU", (24, 32))
+        patch.setattr(run, "Calibration", partial(run.Calibration, measure_costs=distinct_costs))
+        recipe = Recipe.for_device
+        patch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=16))
+        patch.setattr(setup, "_MEASURED_WITHOUT_GPU", (24, 32))
+        patch.setattr(duration, "training_step_seconds", lambda _: 0.01)
         patch.setattr(run, "_CHECKPOINT_SECONDS", 0)
         patch.setattr(outcome, "SETTINGS", SHORT_TRIALS)
-        patch.setattr(trial, "_speed", tokens_per_cycle)
+        patch.setattr(trial, "_speed", tokens_per_step)
         yield patch
 
 
@@ -133,7 +137,7 @@ def quickly(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A chat model whose upper layers say little, so that an exit below them is right sometimes."""
+    """A chat model whose upper layers change little, so that drafts of an exit below them are accepted at times."""
     here = Place(tmp_path_factory.mktemp("calibration"))
     quieten(tiny_model("llama", torch.float32, num_hidden_layers=5), 2, 0.7).save_pretrained(here.model)
     chat_tokenizer().save_pretrained(here.model)
@@ -144,39 +148,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def whole(place: Place) -> Outcome:
-    """A calibration that nothing interrupted."""
+    """A calibration that was not interrupted."""
     with quick():
         return place.calibrate(place.folder / "whole", *AMOUNTS)
 
 
-# What comes of it
+# The outcome
 
 
-def test_a_calibration_leaves_a_profile_a_report_and_no_work(whole: Outcome) -> None:
+def test_a_calibration_writes_a_profile_and_a_report_and_removes_its_work(place: Place, whole: Outcome) -> None:
     assert whole.code == 0, whole.text
     assert sorted(path.name for path in whole.out.iterdir()) == ["exits.safetensors", "profile.json", "report.html"]
-    assert (whole.out / "report.html").read_text().lower().startswith("<!doctype html>")
+    assert f"<h1>Calibration of {place.model}</h1>" in (whole.out / "report.html").read_text()
     profile = whole.profile
     assert list(profile.domains) == ["a", "b"] and profile.objective == "throughput"
-    assert profile.trained["steps"] == 80 and 0 < profile.trained["tokens"] < 3 * ROWS * LENGTH
+    assert profile.trained["steps"] == 80 and 0 < profile.trained["tokens"] < 6000
     assert profile.trained["router_accuracy"] > 0.5
     for choice in profile.domains.values():
         assert set(choice.plans) == set(TEMPERATURES)
         assert all(set(of_batch) == set(BATCHES) for of_batch in choice.plans.values())
         assert set(choice.exits) == {1, 2} and choice.exit_layer in (1, 2)
         assert choice.chain is not None and choice.chain.plan == "chain:4"
-        assert choice.head_rows == 0, "a vocabulary this small is not trimmed"
+        assert choice.head_rows == 0, "a small vocabulary is not trimmed"
 
 
-def test_what_was_promised_is_about_what_came(whole: Outcome) -> None:
+def test_measured_tokens_per_step_are_about_those_expected(whole: Outcome) -> None:
     for choice in whole.profile.domains.values():
         planned = choice.plans["0"]["1"]
         assert planned.expected is not None and planned.measured is not None
-        assert len(Plan.parse(planned.plan)) > 0, "drafting is cheap here"
+        assert len(Plan.parse(planned.plan)) > 0, "drafting is cheap with these costs"
         assert planned.measured.tokens_per_cycle == pytest.approx(planned.expected.tokens_per_cycle, rel=0.35)
 
 
-def test_ranks_are_of_the_chosen_exit_at_every_temperature(whole: Outcome) -> None:
+def test_a_domain_has_the_ranks_of_its_exit_at_every_temperature(whole: Outcome) -> None:
     for choice in whole.profile.domains.values():
         rates = choice.exits[choice.exit_layer]
         assert set(choice.ranks) == set(TEMPERATURES)
@@ -187,7 +191,7 @@ def test_ranks_are_of_the_chosen_exit_at_every_temperature(whole: Outcome) -> No
         assert len({str(depths) for depths in choice.ranks.values()}) == len(TEMPERATURES)
 
 
-def test_costs_are_those_of_the_chosen_exit(whole: Outcome) -> None:
+def test_a_domain_has_the_costs_of_its_exit(whole: Outcome) -> None:
     costs = distinct_costs(None, [SimpleNamespace(layer=1), SimpleNamespace(layer=2)])  # type: ignore[arg-type]
     for choice in whole.profile.domains.values():
         assert list(choice.costs) == list(BATCHES)
@@ -200,8 +204,8 @@ def test_costs_are_those_of_the_chosen_exit(whole: Outcome) -> None:
             assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
 
 
-def test_distances_are_of_prompts_kept_aside_to_their_own_domain(place: Place, whole: Outcome) -> None:
-    """One less the cosine: 0 in the centroid's direction."""
+def test_distances_are_of_measuring_prompts_to_the_centroid_of_their_domain(place: Place, whole: Outcome) -> None:
+    """A distance is 1 minus the cosine."""
     engine, layer = place.engine(None), whole.profile.router_layer
     directions = {name: normalize(torch.tensor(of.centroid), dim=0) for name, of in whole.profile.domains.items()}
     for name, choice in whole.profile.domains.items():
@@ -214,11 +218,12 @@ def test_distances_are_of_prompts_kept_aside_to_their_own_domain(place: Place, w
         assert own.mean() < other.mean()
 
 
-def test_a_person_sees_tables_and_the_line_of_python_to_use(place: Place, whole: Outcome) -> None:
+def test_the_command_prints_stages_tables_verdict_and_the_line_of_python(place: Place, whole: Outcome) -> None:
     for stage in ("write", "train", "measure", "try"):
         assert f"\n{stage:<9} " in whole.text
-    assert "agreement by exit" in whole.text
-    assert "Chosen, for one row, greedy" in whole.text and "layer 1" in whole.text and "layer 2" in whole.text
+    assert "agreement with the model" in whole.text and " on this machine; Ctrl-C stops it" in whole.text
+    assert "drafting is faster than plain decoding: " in whole.text
+    assert "Chosen for one greedy sequence" in whole.text and "layer 1" in whole.text and "layer 2" in whole.text
     assert f'Engine.from_pretrained("{place.model}", profile="{whole.out}")' in whole.text
     for name in "ab":
         assert f"│ {name} " in whole.text
@@ -227,8 +232,8 @@ def test_a_person_sees_tables_and_the_line_of_python_to_use(place: Place, whole:
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_trained_exit_is_accepted_far_more_often_than_a_raw_one(place: Place, whole: Outcome, name: str) -> None:
-    """On prompts that were not trained on, in chains, after the same layer."""
+def test_drafts_of_trained_exits_are_accepted_more_often(place: Place, whole: Outcome, name: str) -> None:
+    """On measuring prompts, in chains, after the same layer."""
     layer = whole.profile.domains[name].exit_layer
     options = {"exit_layer": layer, "plan": "chain:3", "speculative_decoding": "force", "do_sample": False}
     rates = []
@@ -238,13 +243,13 @@ def test_a_trained_exit_is_accepted_far_more_often_than_a_raw_one(place: Place, 
         options |= {"max_new_tokens": 48, "return_dict_in_generate": True, "eos_token_id": None}
         runs = [engine.generate(prompt, **options).stats[0] for prompt in prompts]
         rates.append(sum(stats.accepted for stats in runs) / sum(stats.cycles for stats in runs))
-    raw, trained = rates
-    assert raw > 0.02
-    assert trained > 1.4 * raw
+    untrained, trained = rates
+    assert untrained > 0.02
+    assert trained > 1.4 * untrained
 
 
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "drawn"])
-def test_a_profile_changes_no_token(place: Place, whole: Outcome, sampling: dict) -> None:
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_profile_does_not_change_any_token(place: Place, whole: Outcome, sampling: dict) -> None:
     plain, drafting = place.engine(None), place.engine(whole.out)
     for name in "ab":
         for prompt in place.measuring_prompts(plain, name):
@@ -253,14 +258,14 @@ def test_a_profile_changes_no_token(place: Place, whole: Outcome, sampling: dict
             options = {"max_new_tokens": 32, "speculative_decoding": "force", "return_dict_in_generate": True}
             out = drafting.generate(prompt, **options, **sampling)
             assert torch.equal(out.sequences, expected)
-            assert out.stats[0].drafted > 0, "forced: whether drafting pays is this machine's affair"
+            assert out.stats[0].drafted > 0, "forced"
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
 def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Any) -> list[tuple]:
-    """Makes a function raise KeyboardInterrupt when told to; returns the calls it got before."""
+    """Makes a function raise KeyboardInterrupt where `when` is true of its arguments; returns its calls before."""
     real, calls = getattr(owner, name), []
 
     def stopping(*arguments: Any, **options: Any) -> Any:
@@ -273,20 +278,21 @@ def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Any) -> list
     return calls
 
 
-def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(place: Place, whole: Outcome, quickly: Any) -> None:
-    """Stopped while writing, while training and while measuring, with a damaged piece to make again in between."""
+def test_a_run_stopped_in_every_stage_gives_the_same_profile(place: Place, whole: Outcome, quickly: Any) -> None:
+    """Stopped while writing, training and measuring; one piece is damaged in between."""
     out = place.folder / "stopped"
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, Writer, "chunk", lambda writer, number, *_: number == 1)
+        stop_at(patch, Writer, "chunk", lambda writer, prompts, number, *_: number == 1)
         first = place.calibrate(out, *AMOUNTS)
-    assert first.code == 130 and "--resume" in first.text
+    assert first.code == 130 and "the same command with --resume continues" in first.text
+    assert "Traceback" not in first.text
     assert (out / WORK / "chunk-0000.safetensors").exists() and not (out / "profile.json").exists()
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
         stop_at(patch, Trainer, "train_step", lambda trainer: trainer.step == 30)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
-        assert [number for _, number, *_ in written] == [1, 2], "the first chunk was there"
+        assert [number for _, _, number, *_ in written] == [1, 2], "the first chunk is not written again"
     damaged = out / WORK / "chunk-0001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-9])
 
@@ -295,14 +301,15 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(place: Place, whole: Ou
         trained = stop_at(patch, Trainer, "train_step", lambda *_: False)
         stop_at(patch, run, "measure", lambda *_: True)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
-        assert [number for _, number, *_ in written] == [1]
-        assert len(trained) == 50, "thirty of eighty steps were there"
+        assert [number for _, _, number, *_ in written] == [1]
+        assert len(trained) == 50, "thirty of eighty steps are not trained again"
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
         trained = stop_at(patch, Trainer, "train_step", lambda *_: False)
         last = place.calibrate(out, *AMOUNTS, "--resume")
         assert last.code == 0 and not written and not trained
+        assert "80 steps; loss " in last.text and "loss 0.000" not in last.text
     assert (last.out / "exits.safetensors").read_bytes() == (whole.out / "exits.safetensors").read_bytes()
     assert last.content == whole.content
     assert not (out / WORK).exists()
@@ -313,11 +320,11 @@ def test_a_stopped_run_with_other_settings_is_refused(place: Place, quickly: Any
     assert place.calibrate(tmp_path, *AMOUNTS).code == 130
     refused = place.calibrate(tmp_path, *AMOUNTS, "--seed", "5", "--resume")
     assert refused.code == 2 and "other settings (seed)" in refused.text
-    assert place.calibrate(tmp_path, *AMOUNTS, "--resume").code == 130, "the first can still go on"
+    assert place.calibrate(tmp_path, *AMOUNTS, "--resume").code == 130, "the stopped run can still be resumed"
 
 
-def test_a_stopped_run_is_neither_dropped_nor_resumed_unasked(place: Place, quickly: Any, tmp_path: Path) -> None:
-    stop_at(quickly, Writer, "chunk", lambda writer, number, *_: number == 1)
+def test_a_stopped_run_is_dropped_or_resumed_only_with_an_option(place: Place, quickly: Any, tmp_path: Path) -> None:
+    stop_at(quickly, Writer, "chunk", lambda writer, prompts, number, *_: number == 1)
     assert place.calibrate(tmp_path, *AMOUNTS).code == 130
     first = tmp_path / WORK / "chunk-0000.safetensors"
     written = first.stat().st_mtime_ns
@@ -331,9 +338,7 @@ def test_a_stopped_run_is_neither_dropped_nor_resumed_unasked(place: Place, quic
     assert both.code == 2 and "pass one of them" in both.text
 
 
-def test_a_folder_of_the_users_named_work_is_left_alone(
-    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
-) -> None:
+def test_a_users_folder_named_work_is_not_changed(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
     shutil.copytree(whole.out, tmp_path / "out")
     thesis = tmp_path / "out" / "work" / "thesis.txt"
     thesis.parent.mkdir()
@@ -343,16 +348,16 @@ def test_a_folder_of_the_users_named_work_is_left_alone(
         assert thesis.read_text() == "years of work"
 
 
-# Other ways to run it
+# Options
 
 
-def test_exits_trained_before_are_chosen_from_anew(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
+def test_no_train_chooses_among_the_profiles_exits(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
     shutil.copytree(whole.out, tmp_path / "again")
-    quickly.setattr(run, "Trainer", None)  # nothing is trained
+    quickly.setattr(run, "Trainer", None)  # fails where anything is trained
     again = place.calibrate(tmp_path / "again", "--no-train", "--objective", "accept")
     assert again.code == 0, again.text
     assert again.profile.objective == "accept"
-    assert again.profile.trained["steps"] == whole.profile.trained["steps"], "of the exits, not of this run"
+    assert again.profile.trained["steps"] == whole.profile.trained["steps"], "of the exits' training"
     assert again.profile.trained_layers() == whole.profile.trained_layers() == [1, 2]
     for name, tensor in whole.tensors.items():
         assert torch.equal(tensor, again.tensors[name])
@@ -362,8 +367,8 @@ def test_exits_trained_before_are_chosen_from_anew(place: Place, whole: Outcome,
     assert all(len(Plan.parse(plan)) for plan in plans)
 
 
-def test_a_base_model_by_the_clock_with_a_text_of_the_users(quickly: Any, tmp_path: Path) -> None:
-    """No template, no amounts, no folder: one exit at a time, real timings, found again by profile='auto'."""
+def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: Any, tmp_path: Path) -> None:
+    """No chat template, no amounts, no folder; one exit at a time, measured costs; profile='auto' finds the result."""
     here = Place(tmp_path)
     tiny_model("qwen3", torch.float32).save_pretrained(here.model)
     tiny_tokenizer().save_pretrained(here.model)
@@ -372,27 +377,28 @@ def test_a_base_model_by_the_clock_with_a_text_of_the_users(quickly: Any, tmp_pa
     write_lines(here.folder / "b.jsonl", [json.dumps(chat) for chat in chats])
     own = write_lines(tmp_path / "own.txt", ["zyx" * 60])
 
-    quickly.setattr(command, "Calibration", run.Calibration)
-    fitting = run.fit
-    quickly.setattr(run, "fit", lambda *arguments: run.replace(fitting(*arguments), exits_together=1))
+    quickly.setattr(run, "Calibration", run.Calibration.func)
+    fitting = setup.fit
+    quickly.setattr(setup, "fit", lambda *arguments: replace(fitting(*arguments), exits_together=1))
     corpora: list[Corpus] = []
 
-    class Watched(Trainer):
+    class Recorded(Trainer):
         def __init__(self, model: Any, layers: list[int], corpus: Corpus, *arguments: Any, **options: Any) -> None:
             corpora.append(corpus)
             assert len(layers) == 1
             super().__init__(model, layers, corpus, *arguments, **options)
 
-    quickly.setattr(run, "Trainer", Watched)
-    done = here.calibrate(None, "--minutes", "0.02", "--text", str(own))
+    quickly.setattr(run, "Trainer", Recorded)
+    done = here.calibrate(None, "--minutes", "0.3", "--text", str(own))
     assert done.code == 0, done.text
-    assert "about 0.02 minutes" in done.text and "\ntime " in done.text
+    assert "takes about " in done.text and "\ntime " in done.text
     assert len(corpora) == 2, "two groups of one exit"
 
-    profile = here.engine("auto").profile
-    assert profile is not None and set(profile.domains["a"].exits) == {1, 2}
-    assert profile.folder.is_relative_to(tmp_path / "home" / "profiles")
-    assert profile.trained["steps"] >= 20
+    (folder,) = (tmp_path / "home" / "profiles").iterdir()
+    profile = Profile.load(folder)
+    assert set(profile.domains["a"].exits) == {1, 2}
+    assert profile.trained["steps"] >= 40
+    assert here.engine("auto").profile.folder == folder
 
     texts = {tuple(d.tokens): d for row in range(len(corpora[0])) for d in documents_of(corpora[0], row)}
     expected = (*ids_of(*"zyx") * 60, *ids_of("\n"))
@@ -402,7 +408,7 @@ def test_a_base_model_by_the_clock_with_a_text_of_the_users(quickly: Any, tmp_pa
 
 # Errors
 
-FAILURES = {  # arguments that cannot work, and what is said about them
+FAILURES = {  # arguments that cannot work, and words of the error
     "no model": ("--model {tmp}/nothing", "nothing"),
     "exits of letters": ("--exits x", "--exits 'x' must be layer numbers"),
     "an exit too deep": ("--exits 4", "after layer 1 to 2"),
@@ -411,7 +417,7 @@ FAILURES = {  # arguments that cannot work, and what is said about them
     "no domain": ("--domain c", "NAME=PROMPTS.jsonl"),
     "one name twice": ("--domain a={place}/b.jsonl", "two domains have the same name"),
     "no folder": ("--out {tmp}/bad.jsonl/out", "choose another folder with --out"),
-    "no minutes": ("--minutes 0", "minutes must be above 0"),
+    "no minutes": ("--minutes 0", "--minutes must be above 0"),
     "no text": ("--text {tmp}/no.txt", "there is no such file"),
     "a text of bytes": ("--text {place}/model/model.safetensors", "utf-8"),
     "nothing trained": ("--no-train", "leave out --no-train"),
@@ -419,7 +425,7 @@ FAILURES = {  # arguments that cannot work, and what is said about them
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_errors_are_said_and_end_with_code_two(place: Place, quickly: Any, tmp_path: Path, case: str) -> None:
+def test_an_error_is_printed_and_the_exit_code_is_2(place: Place, quickly: Any, tmp_path: Path, case: str) -> None:
     arguments, said = FAILURES[case]
     (tmp_path / "bad.jsonl").write_text("{}\n")
     filled = [argument.format(tmp=tmp_path, place=place.folder) for argument in arguments.split()]
@@ -429,7 +435,7 @@ def test_errors_are_said_and_end_with_code_two(place: Place, quickly: Any, tmp_p
     assert not (tmp_path / "out" / "profile.json").exists()
 
 
-def test_exits_that_are_not_there_cannot_be_taken(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
+def test_no_train_refuses_layers_without_an_exit(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
     shutil.copytree(whole.out, tmp_path / "one")
     quickly.setattr(Profile, "trained_layers", lambda _: [1])
     failed = place.calibrate(tmp_path / "one", "--no-train", "--exits", "2")
@@ -437,16 +443,14 @@ def test_exits_that_are_not_there_cannot_be_taken(place: Place, whole: Outcome, 
 
 
 @pytest.mark.parametrize("what", ["memory", "disk", "tokenizer"])
-def test_a_machine_or_model_that_lacks_something_is_told_so(
-    place: Place, quickly: Any, tmp_path: Path, what: str
-) -> None:
+def test_missing_memory_disk_or_tokenizer_is_an_error(place: Place, quickly: Any, tmp_path: Path, what: str) -> None:
     here, said = place, "has no tokenizer"
     if what == "memory":
         quickly.setattr(resources, "free_device_bytes", lambda _: 10_000)
-        said = "too little to calibrate"
+        said = "too little to train exits"
     elif what == "disk":
-        quickly.setattr("selfspec.calibrate.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
-        said = "GB are free where"
+        quickly.setattr("selfspec.calibrate.setup.shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
+        said = "GB free, and calibration needs"
     else:
         here = Place(tmp_path)
         for name in ("model", "a.jsonl", "b.jsonl"):
@@ -458,7 +462,31 @@ def test_a_machine_or_model_that_lacks_something_is_told_so(
     assert failed.code == 2 and said in failed.text
 
 
-def test_an_unknown_option_ends_with_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_value_of_an_option_exits_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         command.main(["--objective", "fun"])
     assert error.value.code == 2 and "throughput" in capsys.readouterr().err
+
+
+# Time
+
+
+def test_a_time_that_is_too_short_is_refused_with_the_least(place: Place, quickly: Any, tmp_path: Path) -> None:
+    quickly.setattr(duration, "training_step_seconds", lambda _: 3.0)
+    failed = place.calibrate(tmp_path / "out", "--minutes", "0.05", "--exits", "1")
+    least = 40 * 3.0 / 0.52 / 60  # minutes: 40 steps in their share
+    assert failed.code == 2 and "--minutes 0.05 is too short" in failed.text
+    assert "120 s to train" in failed.text and f"pass --minutes {math.ceil(10 * least) / 10:g} or more" in failed.text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)
+def test_help_and_wrong_options_are_answered_without_importing_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        "from selfspec.calibrate.__main__ import main\n"
+        f"main({arguments!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode in (0, 2) and "usage: python -m selfspec.calibrate" in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "False"

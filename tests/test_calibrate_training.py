@@ -1,4 +1,4 @@
-"""Training exits: the loss against torch's own, the optimizer, the model untouched, and steps that can be repeated."""
+"""Training exits: the loss against torch's, the optimizer, checkpoints, and that the model's weights do not change."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
+from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
+from selfspec.calibrate.drafting import drafted_reads
 from selfspec.calibrate.optimizer import Optimizer, orthogonalised
-from selfspec.calibrate.rehearsal import drafted_reads
 from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places
-from selfspec.calibrate.writing import Template, write_answers
+from selfspec.calibrate.writing import Template, Writer
+from selfspec.engine import Engine
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
-from selfspec.profiles.profile import _exit_tensors
+from selfspec.profiles.exits_file import exit_tensors
 from selfspec.speculation.exit import Exit
 from tests.calibrated import random_documents
-from tests.scripted import random_prompt
+from tests.scripted import endless, random_prompt
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 RECIPE = Recipe(length=32, rows=4, roots=8, warmup=5, learning_rate=4e-3)
@@ -30,16 +31,16 @@ EVERY_ROW = torch.arange(VOCABULARY)
 
 @cache
 def text(family: str) -> tuple[Decoder, Corpus, torch.Tensor]:
-    """A model, some text of its own, and what it leaves to recall there."""
-    model = adopt(tiny_model(family, dtype=torch.float32))
+    """A model, text that it wrote, and the features of that text."""
+    engine = Engine.from_model(endless(tiny_model(family, dtype=torch.float32)))
     prompts = [random_prompt(6, seed) for seed in range(8)]
-    corpus = write_answers(model, Template((), ()), [], prompts, [0.7] * 8, 26, seed=0)
-    return model, corpus, recalled_states(model, corpus, 3, torch.device("cpu"))
+    corpus, model = Writer(engine, Template((), ())).answers(prompts, 0.7, 26, seed=0), engine.model
+    return model, corpus, text_features(model, corpus, 3, torch.device("cpu"))
 
 
 def trainer(family: str = "llama", layers: tuple[int, ...] = (1, 2), steps: int = 12, **changes: object) -> Trainer:
-    model, corpus, recalled = text(family)
-    return Trainer(model, list(layers), corpus, recalled, EVERY_ROW, replace(RECIPE, **changes), steps)
+    model, corpus, features = text(family)
+    return Trainer(model, list(layers), corpus, features, EVERY_ROW, replace(RECIPE, **changes), steps)
 
 
 def tensors_of(model: Decoder) -> list[torch.Tensor]:
@@ -50,9 +51,9 @@ def tensors_of(model: Decoder) -> list[torch.Tensor]:
 def same(exits: list[Exit], others: list[Exit]) -> bool:
     pairs = zip(exits, others, strict=True)
     return all(
-        torch.equal(tensor, _exit_tensors(other)[name])
+        torch.equal(tensor, exit_tensors(other)[name])
         for exit, other in pairs
-        for name, tensor in _exit_tensors(exit).items()
+        for name, tensor in exit_tensors(exit).items()
     )
 
 
@@ -61,7 +62,7 @@ def same(exits: list[Exit], others: list[Exit]) -> bool:
 
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "soft cap"])
 def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
-    """Value and gradient, over some rows of the head. Logits are float32 as everywhere, hence the tolerance."""
+    """Value and gradient, over some rows of the head; logits are float32, hence the tolerance."""
     generator = torch.Generator().manual_seed(0)
     model = adopt(tiny_model("llama"))
     model.config = replace(model.config, logit_softcap=cap)
@@ -80,7 +81,7 @@ def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
     assert right == (logits.argmax(-1) == target.argmax(-1)).float().mean()
 
 
-def test_the_target_is_the_models_own_distribution_at_each_depth() -> None:
+def test_the_target_is_the_models_distribution_at_each_depth() -> None:
     one = trainer()
     one._load_batch()
     with torch.no_grad():
@@ -90,7 +91,7 @@ def test_the_target_is_the_models_own_distribution_at_each_depth() -> None:
         torch.testing.assert_close(one._target(depth), logits.softmax(-1).gather(1, at).flatten(0, 1))
 
 
-def test_the_loss_is_that_of_every_exit_and_depth() -> None:
+def test_the_loss_is_the_weighted_sum_over_exits_and_depths() -> None:
     one = trainer()
     one._load_batch()
     total = one._loss()
@@ -98,13 +99,13 @@ def test_the_loss_is_that_of_every_exit_and_depth() -> None:
     torch.testing.assert_close(total.detach(), weighted)
     below = list(hidden_states(one.model, one._batch))
     for index, exit in enumerate(one.exits()):
-        reads = drafted_reads(exit, below[exit.layer], one._recalled, one._batch, one._roots, RECIPE.depths)
+        reads = drafted_reads(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
         for depth, read in enumerate(reads):
             expected = F.cross_entropy(exit.logits(read).flatten(0, 1), one._target(depth))
             torch.testing.assert_close(one.seen[0, index, depth], expected)
 
 
-def test_drafts_are_rehearsed_where_the_models_own_tokens_follow() -> None:
+def test_roots_are_positions_after_which_the_model_chose_a_whole_draft() -> None:
     corpus = Corpus.pack([*random_documents(20, 11, 7, written=4), *random_documents(18, written=1)], 40)
     places, depths = _Places(corpus, 3), 3
     drawn = places.some(np.random.default_rng(0), np.arange(len(corpus)), 500)
@@ -119,7 +120,7 @@ def test_drafts_are_rehearsed_where_the_models_own_tokens_follow() -> None:
             assert len(set(corpus.documents[row, place : place + depths + 1].tolist())) == 1
 
 
-def test_a_text_too_short_to_draft_from_is_refused() -> None:
+def test_a_text_too_short_to_draft_in_is_refused() -> None:
     with pytest.raises(ValueError, match="too short"):
         _Places(Corpus.pack(random_documents(5, written=3), 8), 3)
 
@@ -182,7 +183,7 @@ def test_matrices_of_one_shape_do_not_mix() -> None:
     torch.testing.assert_close(both.parameters["b"], alone.parameters["b"])
 
 
-def test_the_learning_rate_warms_up_and_ends_at_nothing() -> None:
+def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     rates = [RECIPE.rate_at(step, 100) for step in range(101)]
     assert rates[0] == pytest.approx(RECIPE.learning_rate / RECIPE.warmup)
     assert max(rates) == rates[RECIPE.warmup - 1]
@@ -194,13 +195,12 @@ def test_the_learning_rate_warms_up_and_ends_at_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_student_begins_as_the_models_next_layer(family: str) -> None:
-    """With nothing recalled and no affine: its exit reads what the model would after one layer more."""
-    model, corpus, recalled = text(family)
+def test_an_untrained_exit_computes_the_models_next_layer(family: str) -> None:
+    model, corpus, features = text(family)
     states = list(hidden_states(model, corpus))
     exit = Student(model, 2).exit()
     roots = torch.arange(5, 12).expand(len(corpus), -1)
-    (read,) = drafted_reads(exit, states[2], recalled, corpus, roots, 1)
+    (read,) = drafted_reads(exit, states[2], features, corpus, roots, 1)
     expected = model.normalise(states[3], model.norm).gather(1, roots[..., None].expand(-1, -1, 32))
     torch.testing.assert_close(read.detach(), expected)
 
@@ -209,7 +209,7 @@ def test_a_student_begins_as_the_models_next_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_changes_every_part_of_the_exits_and_nothing_of_the_model(family: str) -> None:
+def test_training_changes_every_tensor_of_the_exits_and_none_of_the_model(family: str) -> None:
     one = trainer(family, layers=(1, 2), steps=4)
     model = one.model
     before = [tensor.clone() for tensor in tensors_of(model)]
@@ -219,12 +219,14 @@ def test_training_changes_every_part_of_the_exits_and_nothing_of_the_model(famil
     assert all(torch.equal(old, new) for old, new in zip(before, tensors_of(model), strict=True))
     assert not any(tensor.requires_grad for tensor in tensors_of(model))
     for exit, old in zip(one.exits(), untrained, strict=True):
-        was = _exit_tensors(old)
-        assert [name for name, tensor in _exit_tensors(exit).items() if torch.equal(tensor, was[name])] == []
-        assert not any(tensor.requires_grad for tensor in _exit_tensors(exit).values())
+        was = exit_tensors(old)
+        assert [name for name, tensor in exit_tensors(exit).items() if torch.equal(tensor, was[name])] == []
+        assert not any(tensor.requires_grad for tensor in exit_tensors(exit).values())
 
 
-def test_a_step_that_overflows_spoils_neither_its_exit_nor_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_infinite_gradients_changes_only_the_other_exits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = trainer(layers=(1, 2), steps=4)
     loss_of, poison = HeadLoss.apply, torch.tensor(torch.inf)
     one.train_step()
@@ -260,7 +262,7 @@ def test_the_loss_falls_at_every_exit_and_depth() -> None:
     assert (torch.stack(losses[-8:]).mean(0) < 0.85 * torch.stack(losses[:8]).mean(0)).all()
 
 
-def test_training_goes_on_from_a_saved_state_to_the_bit() -> None:
+def test_training_from_a_checkpoint_gives_the_same_exits() -> None:
     whole = trainer()
     state = {}
     for step in range(12):
@@ -273,15 +275,16 @@ def test_training_goes_on_from_a_saved_state_to_the_bit() -> None:
     while resumed.step < 12:
         resumed.train_step()
     assert same(whole.exits(), resumed.exits())
+    assert resumed.note() == whole.note()
     other = trainer(seed=1)
     while other.step < 12:
         other.train_step()
-    assert not same(whole.exits(), other.exits()), "another seed takes other rows and places"
+    assert not same(whole.exits(), other.exits()), "another seed draws other rows and roots"
 
 
-def test_timing_the_steps_leaves_no_trace() -> None:
+def test_timing_training_steps_changes_nothing() -> None:
     timed, plain = trainer(), trainer()
-    assert 0 < timed.seconds_per_step(2) < 10
+    assert 0 < timed.seconds_per_step() < 10
     assert timed.step == 0 and same(timed.exits(), plain.exits())
     for one in (timed, plain):
         for _ in range(3):
@@ -289,32 +292,41 @@ def test_timing_the_steps_leaves_no_trace() -> None:
     assert same(timed.exits(), plain.exits())
 
 
-def test_exits_trained_together_are_those_trained_alone() -> None:
-    """So that what fits in memory does not change what is learned; batched matrices round a little differently."""
+def test_a_restored_checkpoint_reports_the_loss_of_its_last_step() -> None:
+    trained, restored = trainer(), trainer()
+    for _ in range(3):
+        trained.train_step()
+    restored.restore(trained.state())
+    assert restored.note() == trained.note()
+    assert "loss 0.000" not in restored.note()
+
+
+def test_exits_trained_together_equal_exits_trained_alone() -> None:
+    """Up to rounding, which differs between batched matrices."""
     together, alone = trainer(layers=(1, 2), steps=3), trainer(layers=(2,), steps=3)
     for one in (together, alone):
         for _ in range(3):
             one.train_step()
-    ours, theirs = _exit_tensors(together.exits()[1]), _exit_tensors(alone.exits()[0])
+    ours, theirs = exit_tensors(together.exits()[1]), exit_tensors(alone.exits()[0])
     assert [exit.layer for exit in together.exits()] == [1, 2]
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5)
 
 
-def test_training_leaves_its_text_as_it_is() -> None:
-    model, corpus, recalled = text("llama")
+def test_training_does_not_change_its_text() -> None:
+    model, corpus, features = text("llama")
     kept = {name: tensor.clone() for name, tensor in vars(corpus).items()}
-    teacher = recalled.clone()
+    features_before = features.clone()
     one = trainer(steps=3)
     for _ in range(3):
         one.train_step()
     assert all(torch.equal(getattr(corpus, name), tensor) for name, tensor in kept.items())
-    assert torch.equal(recalled, teacher)
+    assert torch.equal(features, features_before)
 
 
-def test_a_small_text_is_trained_on_with_the_rows_there_are() -> None:
-    model, corpus, recalled = text("llama")
-    one = Trainer(model, [1], corpus.rows(slice(0, 2)), recalled[:2], EVERY_ROW, RECIPE, 2)
+def test_a_text_of_fewer_rows_than_a_step_can_be_trained_on() -> None:
+    model, corpus, features = text("llama")
+    one = Trainer(model, [1], corpus.rows(slice(0, 2)), features[:2], EVERY_ROW, RECIPE, steps=2)
     for _ in range(2):
         one.train_step()
     assert torch.isfinite(one.seen).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec import Engine
-from selfspec.calibrate.rehearsal import _attend
+from selfspec.calibrate.drafting import _attend
 from selfspec.models import loading as weights
 from tests.tiny import FAMILIES, tiny_model
 

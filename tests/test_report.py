@@ -1,4 +1,4 @@
-"""The calibration report: complete, self-contained, well-formed HTML for every profile, from empty to full."""
+"""The calibration report: complete, self-contained, well-formed HTML for every profile, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.calibrate.report import draw_tree, spread, verdict, write_report
+from selfspec.calibrate.drawing import draw_tree, spread
+from selfspec.calibrate.report import write_report
+from selfspec.calibrate.verdict import verdict
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.profiles.profile import (
     Device,
@@ -25,6 +27,7 @@ from selfspec.profiles.profile import (
 from selfspec.speculation.plan import Plan
 
 MODEL = ModelIdentity(model_type="qwen3", num_layers=28, hidden_size=2048, vocab_size=151936, fingerprint=[0.5, 1.5])
+NAME = "models/<qwen3>"
 DEVICE = Device(type="cuda", name="NVIDIA H200", dtype="bfloat16", torch="2.13.0")
 DOMAINS = {"chat": 0.62, "code": 0.78, "math": 0.74, "summarize": 0.58, "extract": 0.71, "write": 0.49}
 
@@ -146,7 +149,7 @@ class Page(HTMLParser):
 
 def page_of(profile: Profile, folder: Path) -> Page:
     path = folder / "report.html"
-    write_report(profile, path)
+    write_report(profile, path, NAME)
     return Page(path)
 
 
@@ -160,18 +163,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return page_of(full_profile(folder), folder)
 
 
-def test_nothing_comes_from_elsewhere(page):
+def test_the_page_loads_no_other_file(page):
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page.html)
 
 
-def test_the_head_says_what_was_calibrated_where_and_with_what_result(page):
-    for fact in ("qwen3", "28 layers", "2,048", "151,936", "NVIDIA H200", "bfloat16", "2026-02-11", "throughput"):
+def test_the_head_names_model_device_objective_amounts_and_verdict(page):
+    model = (f"Calibration of {NAME}", f"{NAME}: qwen3", "28 layers", "2,048", "151,936")
+    for fact in (*model, "NVIDIA H200", "bfloat16", "2026-02-11", "throughput"):
         assert fact in page.text
     assert "4.2 million tokens of text, 1,500 training steps, 22 minutes" in page.text
     assert verdict(full_profile()) in page.text
 
 
-def test_every_exit_tried_is_in_the_table_and_both_choices_are_marked(page):
+def test_every_exit_is_in_the_table_and_both_choices_are_marked(page):
     profile = full_profile()
     for name, choice in profile.domains.items():
         assert name in page.text
@@ -184,7 +188,7 @@ def test_every_exit_tried_is_in_the_table_and_both_choices_are_marked(page):
     assert len(diamonds) == len(profile.domains) + 1  # and the legend's
 
 
-def test_every_measured_plan_is_drawn_and_listed_and_losses_are_marked(page):
+def test_every_measured_plan_is_drawn_and_listed_and_slower_ones_are_marked(page):
     by_batch = [plans for choice in full_profile().domains.values() for plans in choice.plans.values()]
     runs = [choice.measured for plans in by_batch for choice in plans.values() if choice.measured]
     assert page.text.count("measured 0.") + page.text.count("measured 1.") == len(runs)  # the marks' titles
@@ -203,7 +207,7 @@ def test_every_node_of_the_chosen_trees_is_drawn(page):
 
 
 @pytest.mark.parametrize("plan", ["chain:1", "chain:63", "tree:63", "tree:2,3,1", str(tree_of(63, 0.6))])
-def test_a_tree_has_its_nodes_in_columns_by_depth_without_two_at_one_place(plan):
+def test_nodes_of_a_tree_are_in_columns_by_depth_and_do_not_overlap(plan):
     plan = Plan.parse(plan)
     tree = draw_tree(plan)
     places = [(node.x, node.y) for node in tree.nodes]
@@ -214,19 +218,19 @@ def test_a_tree_has_its_nodes_in_columns_by_depth_without_two_at_one_place(plan)
 
 
 @pytest.mark.parametrize("folder", ["/home/me/profiles/mine", None])
-def test_the_last_words_say_how_to_use_it(folder, tmp_path):
+def test_the_page_ends_with_the_lines_of_python_that_use_the_profile(folder, tmp_path):
     text = page_of(full_profile(Path(folder) if folder else None), tmp_path).text
-    assert 'Engine.from_pretrained(MODEL, profile="auto")' in text
-    assert ('Engine.from_pretrained(MODEL, profile="/home/me/profiles/mine")' in text) == bool(folder)
+    assert f'Engine.from_pretrained("{NAME}", profile="auto")' in text
+    assert (f'Engine.from_pretrained("{NAME}", profile="/home/me/profiles/mine")' in text) == bool(folder)
 
 
 @pytest.mark.parametrize("plan", ["chain:3", "none", "tree:4,2"])
-def test_a_profile_with_nothing_measured_says_so(plan, tmp_path):
+def test_the_page_of_a_profile_that_was_not_measured_says_so(plan, tmp_path):
     page = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path)
-    assert "set without measuring" in page.text
-    assert "No comparison of exits was recorded" in page.text
+    assert "were not measured" in page.text
+    assert "has no comparison of exits" in page.text
     assert len(page.of_class("node")) == len(Plan.parse(plan))
-    assert ("no tree is expected to pay" in page.text) == (plan == "none")
+    assert ("no tree is faster" in page.text) == (plan == "none")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_a_profile_with_nothing_measured_says_so(plan, tmp_path):
 def test_missing_parts_are_left_out(missing, tmp_path):
     choice = domain_choice("code", 0.7).model_copy(update=missing)
     page = page_of(profile_of(code=choice, other=DomainChoice.of(1, "chain:2")), tmp_path)
-    assert "Using it" in page.text
+    assert "Use" in page.text
 
 
 def test_a_profile_without_domains_does_not_fail(tmp_path):
@@ -260,19 +264,39 @@ def test_text_is_escaped(tmp_path):
     assert name in page.text and "<i>now" in page.text and 'profile="/<u>&"' in page.text
 
 
-def test_the_verdict_does_not_hide_losses():
-    choice = domain_choice("code", 0.7)
-    fast = choice.plans["0"]["1"]
+def greedy_only(plan: str, expected: float | None, measured: float | None) -> DomainChoice:
+    """A domain with one plan, and a chain that is 0.8 times as fast as plain decoding."""
+    rates = {"tokens_per_cycle": 2.0, "accept_rate": 0.5}
+    run = {"plain_tokens_per_second": 100.0, **rates}
+    choice = PlanChoice(
+        plan=plan,
+        expected=None if expected is None else Expected(speedup=expected, **rates),
+        measured=None if measured is None else Run(plan="tree:4,2", tokens_per_second=100 * measured, **run),
+    )
+    chain = None if measured is None else Run(plan="chain:4", tokens_per_second=80.0, **run)
+    return DomainChoice(exit_layer=1, plans={"0": {"1": choice}}, chain=chain)
 
-    def told(**numbers: float) -> str:
-        plan = fast.model_copy(update={"measured": fast.measured.model_copy(update=numbers)})
-        return verdict(profile_of(code=choice.model_copy(update={"plans": {"0": {"1": plan}}})))
 
-    assert "no measured run was faster than plain decoding, the best being 0.65× in code" in told(tokens_per_second=40)
-    assert "not run against plain" in told(plain_tokens_per_second=0)
+def test_the_verdict_gives_the_measured_speed_of_each_domain_that_drafts():
+    told = verdict(profile_of(code=greedy_only("tree:4,2", 2.0, 1.42), write=greedy_only("none", 1.2, 0.9)))
+    assert told == (
+        "For one greedy sequence, drafting is faster than plain decoding: 1.42x as fast on code; no plan is faster on "
+        "write."
+    )
 
 
-def test_labels_keep_their_order_their_distance_and_the_chart():
+def test_the_verdict_says_that_an_unmeasured_speed_is_expected():
+    told = verdict(profile_of(a=greedy_only("chain:4", 2.0, None)))
+    assert "is expected to be faster than plain decoding: 2.00x as fast on a." in told
+
+
+def test_the_verdict_of_a_profile_without_a_faster_plan_names_the_fastest_that_was_tried():
+    told = verdict(profile_of(code=greedy_only("none", 1.3, 0.9), write=greedy_only("none", 1.0, 0.7)))
+    tried = "the fastest that was tried, tree:4,2 on code, is 0.90x as fast"
+    assert told == f"No plan is faster than plain decoding: {tried}."
+
+
+def test_labels_keep_their_order_and_distance_within_the_chart():
     wanted = [50.0, 52.0, 51.0, 299.0, 300.0, 10.0]
     heights = spread(wanted, 14, 300)
     assert sorted(range(6), key=wanted.__getitem__) == sorted(range(6), key=heights.__getitem__)
@@ -281,7 +305,7 @@ def test_labels_keep_their_order_their_distance_and_the_chart():
     assert all(below - above >= 14.99 for above, below in zip(ordered, ordered[1:], strict=False))
 
 
-if __name__ == "__main__":  # to look at it: python -m tests.test_report page.html
+if __name__ == "__main__":  # writes a page to view: python -m tests.test_report page.html
     import sys
 
-    write_report(full_profile(Path("/home/me/selfspec/profiles/qwen3-28")), Path(sys.argv[1]))
+    write_report(full_profile(Path("/home/me/selfspec/profiles/qwen3-28")), Path(sys.argv[1]), "Qwen/Qwen3-1.7B")

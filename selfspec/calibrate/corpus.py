@@ -1,7 +1,7 @@
-"""The training text as tensors: documents packed into rows of one length, and what the model's own head read there.
+"""Training text as tensors: documents packed into rows of one length, and the model's hidden states on them.
 
-A document is a prompt and the text the model wrote after it. Several share a row, each seeing only itself. Where text
-comes from is left to `writing`, what is learned from it to `training`.
+A document is a prompt and the text that the model wrote after it. Documents share a row, and each attends only to
+itself. `writing` makes documents, `training` trains exits on them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from selfspec.speculation.exit import FEATURE_STATES, half_way, position_feature
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of a prompt and its continuation; those from `written` on are the model's own choice."""
+    """Tokens of a prompt and its continuation. The model chose those from index `written` on, but for `forced`."""
 
     tokens: list[int]
     written: int
     domain: int = 0
+    forced: range = range(0)  # indices of tokens that a chat template put between an invented turn and its answer
 
 
 @dataclass
@@ -33,15 +34,15 @@ class Corpus:
     """Documents packed into R rows of T tokens."""
 
     tokens: torch.Tensor  # [R, T] int64
-    documents: torch.Tensor  # [R, T] int64: which document of the row; 0 is padding
-    positions: torch.Tensor  # [R, T] int64: place within the document
-    predicts: torch.Tensor  # [R, T] bool: the next token is the model's own choice
-    domains: torch.Tensor  # [R, T] int64: the number of the domain
+    documents: torch.Tensor  # [R, T] int64: number of the document in its row, from 1; 0 is padding
+    positions: torch.Tensor  # [R, T] int64: position within the document
+    predicts: torch.Tensor  # [R, T] bool: the model chose the next token
+    domains: torch.Tensor  # [R, T] int64: number of the domain
 
     @classmethod
     def empty(cls, rows: int, length: int) -> Corpus:
-        kinds = [torch.bool if field.name == "predicts" else torch.int64 for field in fields(cls)]
-        return cls(*(torch.zeros(rows, length, dtype=kind) for kind in kinds))
+        dtypes = [torch.bool if field.name == "predicts" else torch.int64 for field in fields(cls)]
+        return cls(*(torch.zeros(rows, length, dtype=dtype) for dtype in dtypes))
 
     @classmethod
     def join(cls, parts: list[Corpus]) -> Corpus:
@@ -49,23 +50,33 @@ class Corpus:
 
     @classmethod
     def pack(cls, documents: list[Document], length: int, seed: int = 0, open_rows: int = 16) -> Corpus:
-        """Fills rows in random order, each document where it fits first; documents longer than a row are cut."""
-        shuffled = random.Random(seed).sample(documents, len(documents))
+        """Puts each document, in random order, into the first of the last `open_rows` rows that has space for it, or
+        into another row. Cuts documents longer than a row."""
         rows: list[list[Document]] = []
-        room: list[int] = []
-        for document in shuffled:
+        space: list[int] = []  # tokens left in each row
+        for document in random.Random(seed).sample(documents, len(documents)):
             size = min(len(document.tokens), length)
             recent = range(max(0, len(rows) - open_rows), len(rows))
-            row = next((index for index in recent if room[index] >= size), None)
+            row = next((index for index in recent if space[index] >= size), None)
             if row is None:
                 row = len(rows)
                 rows.append([])
-                room.append(length)
+                space.append(length)
             rows[row].append(document)
-            room[row] -= size
+            space[row] -= size
+        return cls._of_rows(rows, length)
+
+    @classmethod
+    def one_per_row(cls, documents: list[Document]) -> Corpus:
+        """Each document alone in its row, padded to the longest."""
+        longest = max(len(document.tokens) for document in documents)
+        return cls._of_rows([[document] for document in documents], longest)
+
+    @classmethod
+    def _of_rows(cls, rows: list[list[Document]], length: int) -> Corpus:
         corpus = cls.empty(len(rows), length)
-        for index, row_documents in enumerate(rows):
-            corpus._fill(index, row_documents)
+        for index, documents in enumerate(rows):
+            corpus._fill(index, documents)
         return corpus
 
     def _fill(self, row: int, documents: list[Document]) -> None:
@@ -77,11 +88,13 @@ class Corpus:
             self.documents[row, start:stop] = number
             self.positions[row, start:stop] = torch.arange(len(tokens))
             self.predicts[row, start + document.written - 1 : stop - 1] = True
+            if document.forced:
+                self.predicts[row, start + document.forced.start - 1 : start + document.forced.stop - 1] = False
             self.domains[row, start:stop] = document.domain
             start = stop
 
     def small(self) -> dict[str, torch.Tensor]:
-        """For the disk."""
+        """The tensors in the smallest integer types that hold them, to be written to disk."""
         return {n: tensor.to(torch.uint8 if n == "predicts" else torch.int32) for n, tensor in vars(self).items()}
 
     @classmethod
@@ -89,11 +102,18 @@ class Corpus:
         return cls(**{n: tensor.bool() if n == "predicts" else tensor.long() for n, tensor in tensors.items()})
 
     def __len__(self) -> int:
+        """Number of rows."""
         return self.tokens.shape[0]
 
     @property
     def length(self) -> int:
+        """Tokens of a row, padding included."""
         return self.tokens.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Tokens without padding."""
+        return int((self.documents > 0).sum())
 
     def rows(self, rows: torch.Tensor | slice) -> Corpus:
         return Corpus(*(tensor[rows] for tensor in vars(self).values()))
@@ -103,7 +123,7 @@ class Corpus:
 
 
 def attend_packed(documents: torch.Tensor, window: int | None, scale: float) -> Attend:
-    """Causal attention within each document of the rows [B, T]."""
+    """Causal attention within each document, given the document numbers [B, T]."""
     back = _distances(torch.arange(documents.shape[1], device=documents.device))
     mask = (documents[:, :, None] == documents[:, None, :]) & (back >= 0)
     if window is not None:
@@ -132,7 +152,7 @@ def scaled_attention(
 
 
 def hidden_states(model: Decoder, batch: Corpus) -> Iterator[torch.Tensor]:
-    """The states [B, T, hidden] before the first layer and after each, computed as far as they are asked for."""
+    """Yields the states [B, T, hidden] before the first layer and after each layer; computes only those asked for."""
     hidden = model.embed(batch.tokens)
     yield hidden
     rotations, scale = model.rotations(batch.positions), model.config.attention_scale
@@ -144,10 +164,11 @@ def hidden_states(model: Decoder, batch: Corpus) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def recalled_states(
+def text_features(
     model: Decoder, corpus: Corpus, rows: int, keep_on: torch.device, progress: Callable[[int], None] = lambda _: None
 ) -> torch.Tensor:
-    """What the model leaves to recall at every token, [R, T, 2 * hidden]: the teacher, computed once."""
+    """The states that exits read one position later and are trained to predict, [R, T, 2 * hidden]: what the head reads
+    and the state after half of the layers. Passes `rows` rows at a time through the model; keeps them on `keep_on`."""
     size = FEATURE_STATES * model.config.hidden_size
     pinned = keep_on.type == "cpu" and model.device.type == "cuda"
     kept = torch.empty(*corpus.tokens.shape, size, dtype=model.dtype, device=keep_on, pin_memory=pinned)

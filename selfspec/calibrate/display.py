@@ -1,4 +1,4 @@
-"""What a person sees of a calibration: a live line for the stage at work, and one line for each that is done."""
+"""Prints the progress of a calibration: a live line for the running stage, and one line for each finished stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class Stage:
-    """One stage at work. `total` may be set late, once it is known."""
+    """A running stage. Its total may be set later."""
 
     def __init__(self, progress: Progress, task: TaskID, timed: bool) -> None:
         self._progress, self._task, self._timed = progress, task, timed
@@ -26,7 +26,7 @@ class Stage:
 
 
 class Display:
-    """Prints to a console; live where it is a terminal."""
+    """Prints to a console; live lines only on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -37,7 +37,8 @@ class Display:
 
     @contextmanager
     def stage(self, name: str, total: float | None = None, timed: bool = False) -> Iterator[Stage]:
-        """Where something is timed its line is drawn only when it advances: a thread that draws takes time from it."""
+        """A stage with this name. With `timed`, its line is drawn only when it advances: a drawing thread would make
+        measured times longer."""
         columns = (
             TextColumn("{task.description:<9}"),
             BarColumn(bar_width=24),
@@ -58,4 +59,5 @@ class Display:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the display was made."""
         return time.perf_counter() - self.started

@@ -1,4 +1,4 @@
-"""The trimmed head: which rows of the head a draft looks at, by how often the model uses their tokens."""
+"""The trimmed LM head of drafts: the rows of the tokens that the model uses most."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import torch
 
 from selfspec.calibrate.corpus import Corpus
 
-_WHOLE_BELOW = 2048  # a vocabulary this small is not worth trimming
-_PROMPT_ROWS = 512  # left for the tokens of a request's own prompt
-_ELSEWHERE = 0.1  # what a token's use in other domains counts for in this one
+_WHOLE_BELOW = 2048  # tokens: a smaller vocabulary is not trimmed
+_PROMPT_ROWS = 512  # left for the tokens of a request's prompt
+_OTHER_DOMAINS = 0.1  # weight of a token's use in all domains, beside its use in the domain itself
 
 
 def largest_head(vocabulary: int) -> int:
-    """The most rows a trimmed head has: with a prompt's own tokens, a third of the vocabulary."""
+    """The most rows of a trimmed head: with the tokens of a prompt, a third of the vocabulary."""
     return vocabulary if vocabulary < _WHOLE_BELOW else vocabulary // 3 - _PROMPT_ROWS
 
 
+def head_sizes(vocabulary: int) -> list[int]:
+    """The sizes that are compared, in rows, largest first."""
+    largest = largest_head(vocabulary)
+    return [largest] if largest == vocabulary else [largest, largest // 2, largest // 4]
+
+
 def token_uses(corpus: Corpus, domains: int, vocabulary: int) -> torch.Tensor:
-    """How often the model itself wrote each token in each domain: [domains, vocabulary] float64."""
+    """How often the model chose each token in each domain: [domains, vocabulary] float64."""
     written = corpus.predicts[:, :-1]
     tokens, numbers = corpus.tokens[:, 1:][written], corpus.domains[:, :-1][written]
     uses = torch.bincount(numbers * vocabulary + tokens, minlength=domains * vocabulary)
@@ -25,13 +31,13 @@ def token_uses(corpus: Corpus, domains: int, vocabulary: int) -> torch.Tensor:
 
 
 def ordered_rows(uses: torch.Tensor) -> torch.Tensor:
-    """For each domain, tokens by use there, then elsewhere; of unused ones the lower ids first: tokenizers give them to
-    what is frequent. [domains, vocabulary]"""
-    elsewhere = _ELSEWHERE * uses.sum(0, keepdim=True)
+    """Orders the tokens of each domain by use, [domains, vocabulary]: in the domain first, then in all domains. Of
+    unused tokens the lower ids come first, since tokenizers give them to frequent tokens."""
+    elsewhere = _OTHER_DOMAINS * uses.sum(0, keepdim=True)
     never = -torch.arange(uses.shape[1], dtype=torch.float64) / (uses.shape[1] * 1e3)
     return (uses + elsewhere + never).argsort(dim=1, descending=True, stable=True)
 
 
 def head_of(order: torch.Tensor, size: int) -> torch.Tensor:
-    """The first tokens of an order as the rows of a head: ascending ids."""
+    """The first `size` tokens of an order, as ascending ids."""
     return order[:size].sort().values

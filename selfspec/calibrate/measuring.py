@@ -1,8 +1,7 @@
-"""Measures exits on the measuring prompts: the model answers them, and drafts are rehearsed along its answers.
+"""Measures exits: drafts along the model's answers to the measuring prompts, and ranks the answers' tokens.
 
-Ranks at a temperature need the noise an answer was drawn with. The writer's is its own, so noise is drawn anew from
-what is left to chance once the tokens are known: it makes exactly these tokens the model's choice, and is otherwise as
-random as ever.
+Drafts use the noise that an answer was drawn with. Noise is drawn here from its distribution given the answer, so that
+answers from any sampler can be measured.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import numpy as np
 import torch
 
 from selfspec.calibrate.choice import MISSED
-from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
-from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
+from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
+from selfspec.calibrate.drafting import drafted_reads, text_ranks
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import DEEPEST_PLAN as DEPTHS
 
-_ROWS_AT_ONCE = 8  # answers
-_PROMPT_END = 32  # positions at the end of a prompt that tell whether it is a familiar kind of text
+_MEASURED_TOGETHER = 8  # answers; bounds the memory of their states and noise
+_PROMPT_END = 32  # positions at the end of a prompt on which the exit's agreement with the model is measured
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The model's answers to one domain's measuring prompts at one temperature: one document a row."""
+    """The model's answers to one domain's measuring prompts at one temperature, one document a row."""
 
     temperature: float
     corpus: Corpus
@@ -34,16 +33,16 @@ class Answers:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one exit did on some answers."""
+    """The drafts of one exit along some answers."""
 
-    ranks: np.ndarray  # [W, DEPTHS] paths: ranks of the next tokens, over the largest head
-    tokens: np.ndarray  # [W, DEPTHS] those tokens
-    allowed: np.ndarray  # [W, DEPTHS] bool: the token occurs in the prompt, so that any head offers it
-    prompt_agreement: list[float]  # of each answer: the exit's best token is the model's
-    text_agreement: list[float]
+    ranks: np.ndarray  # [W, DEPTHS] rank paths: the ranks of the next tokens, with the largest head
+    tokens: np.ndarray  # [W, DEPTHS] these tokens
+    allowed: np.ndarray  # [W, DEPTHS] bool: the token is in the prompt, so every head has its row
+    prompt_agreement: list[float]  # share of each prompt's last positions where the exit's best token is the model's
+    text_agreement: list[float]  # the same of each answer's positions
 
     def paths(self, head_rows: torch.Tensor | None) -> np.ndarray:
-        """The ranks with a smaller head: a token it lacks is missed. Others can only rank better than this says."""
+        """The rank paths with a smaller head. Tokens without a row are MISSED; the other ranks are upper bounds."""
         if head_rows is None:
             return self.ranks
         offered = np.isin(self.tokens, head_rows.cpu().numpy()) | self.allowed
@@ -59,11 +58,11 @@ def measure(
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Measurement]:
-    """A measurement of every exit."""
+    """Measures every exit; answers of at most DEPTHS tokens are left out."""
     parts: list[list[Measurement]] = [[] for _ in exits]
     random = torch.Generator(device=model.device).manual_seed(seed)
     long_enough = (answers.corpus.predicts.sum(1) > DEPTHS).nonzero()[:, 0]
-    for rows in long_enough.split(_ROWS_AT_ONCE) if len(long_enough) else ():
+    for rows in long_enough.split(_MEASURED_TOGETHER) if len(long_enough) else ():
         some = _cut(answers.corpus.rows(rows))
         for found in _measure_rows(model, exits, head_rows, some, answers.temperature, random):
             for of_exit, measured in zip(parts, found, strict=True):
@@ -87,21 +86,21 @@ def _measure_rows(
     temperature: float,
     random: torch.Generator,
 ) -> Iterator[list[Measurement]]:
-    """For every answer, a measurement of every exit. The passes through layers are made for all answers together."""
+    """Yields, for every answer, a measurement of every exit. All answers pass the layers together."""
     batch = some.to(model.device)
-    recalled = recalled_states(model, some, len(some), model.device)
+    features = text_features(model, some, len(some), model.device)
     states = hidden_states(model, batch)
     below = [next(states) for _ in range(max(exit.layer for exit in exits) + 1)]
     firsts, lasts = _ranges(some)
     longest = max(last - first for first, last in zip(firsts, lasts, strict=True))
     steps = torch.arange(longest, device=model.device)
-    # Roots from each answer's first prediction on; past an answer's end the last one again, to be left out.
+    # [rows, longest] roots from each answer's first prediction on; shorter answers repeat their last one, unused.
     roots = torch.stack([(first + steps).clamp(max=last - 1) for first, last in zip(firsts, lasts, strict=True)])
     ends = torch.stack([(first - 1 - torch.arange(_PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
-    drafts = [drafted_reads(e, below[e.layer], recalled, batch, roots, DEPTHS) for e in exits]
-    at_ends = [drafted_reads(e, below[e.layer], recalled, batch, ends, 1)[0] for e in exits]
+    drafts = [drafted_reads(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
+    at_ends = [drafted_reads(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-        reads = recalled[row, :, : model.config.hidden_size]
+        reads = features[row, :, : model.config.hidden_size]
         answer = _Answer(batch.tokens[row, : last + DEPTHS], first, last, temperature, None, reads)
         answer.noise = answer.draw_noise(model, random) if temperature else None
         yield [
@@ -115,7 +114,7 @@ def _measure_rows(
 
 
 def _ranges(some: Corpus) -> tuple[list[int], list[int]]:
-    """The first root of every answer, and where its roots end so that every token of a path is known."""
+    """The first root of every answer, and the end of its roots: DEPTHS tokens follow each of them."""
     firsts = some.predicts.int().argmax(1)
     lengths = (some.documents == 1).sum(1)
     return firsts.tolist(), (lengths - DEPTHS).tolist()
@@ -123,13 +122,13 @@ def _ranges(some: Corpus) -> tuple[list[int], list[int]]:
 
 @dataclass
 class _Answer:
-    """One answer, and what the model's head read along it."""
+    """One answer, and what the LM head reads of the model along it."""
 
     tokens: torch.Tensor  # [T] prompt and answer
     first: int  # the first root
-    last: int  # where roots end
+    last: int  # the end of the roots
     temperature: float
-    noise: torch.Tensor | None  # [T - 1 - first, V] from the first root on
+    noise: torch.Tensor | None  # [T - 1 - first, V] from the first root on; None: greedy
     reads: torch.Tensor  # [.., hidden]
 
     @property
@@ -156,7 +155,7 @@ class _Answer:
         )
 
     def _agreement(self, exit: Exit, read: torch.Tensor, places: torch.Tensor) -> float:
-        """The share of places where the exit's best token is the model's."""
+        """The share of positions where the exit's best token is the model's."""
         if not len(places):
             return 0.0
         best = exit.model.project(self.reads[places], exit.model.head).argmax(-1)
@@ -164,11 +163,11 @@ class _Answer:
 
 
 def noise_behind(logits: torch.Tensor, chosen: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Gumbel noise [W, V], given that adding it to these logits [W, V] made each row's choice its largest entry."""
+    """Draws Gumbel noise [W, V] under the condition that it makes `chosen` [W] the argmax of logits [W, V] + noise."""
     noise = torch.empty_like(logits).exponential_(generator=random).log_().neg_()
     top = noise.new_empty(len(logits), 1).exponential_(generator=random).log_().neg_()
-    top += logits.logsumexp(-1, keepdim=True)  # the largest of all, whichever entry it is
-    below = -torch.logaddexp(-top, -(logits + noise))  # the others, given that they stay below it
+    top += logits.logsumexp(-1, keepdim=True)  # the maximum; its distribution does not depend on its index
+    below = -torch.logaddexp(-top, -(logits + noise))  # the others, under the condition that they are smaller
     return below.scatter_(1, chosen[:, None], top) - logits
 
 

@@ -1,6 +1,6 @@
 """The optimizer of the exits: orthogonalised momentum for matrices, Adam for vectors.
 
-Plain tensor operations on fixed storage, so that a step can be replayed as a CUDA graph and saved to the bit.
+Updates tensors in place, so that a step can be captured as a CUDA graph and saved without loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Optimizer:
         self.square = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items() if p.ndim == 1}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything needed to go on from here, by name; the tensors are live."""
+        """Everything that the next step depends on, by name; the tensors change with it."""
         state = {"count": self.count}
         for kind in ("parameters", "momentum", "square"):
             state |= {f"{kind}.{name}": tensor.detach() for name, tensor in getattr(self, kind).items()}
@@ -33,8 +33,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, gradients: dict[str, torch.Tensor], rates: dict[str, torch.Tensor] | None = None) -> None:
-        """`rates`: the learning rate of each parameter, where it is not the same for all. Where it is 0 a parameter
-        stays as it is; gradients of 0 would not do that, since an orthogonalised momentum is as large as ever."""
+        """`rates` gives each parameter its learning rate; None: all have `learning_rate`. A rate of 0 keeps a parameter
+        as it is; a gradient of 0 does not, since orthogonalising gives any momentum the same size."""
         rates = rates or dict.fromkeys(gradients, self.learning_rate)
         self.count += 1
         for name, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""Domains: named lists of prompts, from JSON lines, each split into a training and a measuring part that never mix."""
+"""Domains: named lists of prompts from JSON lines, each split into prompts for training and prompts for measuring."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from selfspec.text import Message
 
 SHIPPED = ("chat", "code", "math", "summarize", "extract", "write")
 FEWEST_PROMPTS = 8
-_MEASURED = 4  # one prompt in so many is kept for measuring
+_MEASURED = 4  # every fourth prompt is for measuring
 
 Prompt = str | list[Message]
 
 
 @dataclass(frozen=True)
 class Domain:
-    """One kind of text."""
+    """A kind of text, given by prompts."""
 
     name: str
     training: tuple[Prompt, ...]
@@ -27,26 +27,28 @@ class Domain:
 
 
 def shipped_domains() -> list[Domain]:
-    """The domains that come with selfspec."""
+    """The domains that ship with selfspec."""
     return [read_domain(name, shipped_dir() / "prompts" / f"{name}.jsonl") for name in SHIPPED]
 
 
 def parse_domain(text: str) -> Domain:
-    """NAME=PROMPTS.jsonl, as given on the command line."""
+    """Reads the domain of a command line argument NAME=PROMPTS.jsonl."""
     name, equals, path = (part.strip() for part in text.partition("="))
     if not equals or not name or not path:
         raise ValueError(f"--domain {text!r} must look like NAME=PROMPTS.jsonl")
     if name == "auto":
-        raise ValueError("a domain cannot be called 'auto': that is how a request asks for routing")
+        raise ValueError(
+            "a domain cannot be called 'auto', the name with which requests ask for routing; choose another"
+        )
     return read_domain(name, Path(path).expanduser())
 
 
 def read_domain(name: str, path: Path) -> Domain:
-    """Reads and splits a file; every fourth prompt measures. Errors name the file and the line."""
+    """Reads and splits a file, without repeated prompts. Errors name the file and the line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may hold other line ends
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # prompts may contain other line ends
     except FileNotFoundError:
-        raise ValueError(f"domain {name!r}: there is no file {path}") from None
+        raise ValueError(f"domain {name!r}: there is no file {path}; correct the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"domain {name!r}: {path} cannot be read as UTF-8 text ({error})") from error
     prompts: list[Prompt] = []
@@ -57,7 +59,7 @@ def read_domain(name: str, path: Path) -> Domain:
     if len(unique) < FEWEST_PROMPTS:
         raise ValueError(
             f"domain {name!r}: {path} holds {len(unique)} different prompts; calibration needs at least "
-            f"{FEWEST_PROMPTS}, and 40 or more to be worth its time"
+            f"{FEWEST_PROMPTS}, and better 40 or more"
         )
     measuring = unique[_MEASURED - 1 :: _MEASURED]
     training = [prompt for index, prompt in enumerate(unique) if (index + 1) % _MEASURED]
@@ -65,7 +67,7 @@ def read_domain(name: str, path: Path) -> Domain:
 
 
 def _same(prompt: Prompt) -> str:
-    """Equal for prompts that ask the same: a text, and a chat of it alone."""
+    """A key that is equal for equal prompts; a text equals a chat with that text as its only message."""
     return json.dumps([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, sort_keys=True)
 
 

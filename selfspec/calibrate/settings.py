@@ -1,4 +1,4 @@
-"""What a calibration is asked to do, checked before anything is loaded."""
+"""The settings of a calibration, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from pathlib import Path
 
 OBJECTIVES = ("throughput", "accept")
 DEFAULT_MINUTES = 7.0
-# Shares of the time; the rest is for loading, measuring and choosing.
+# Shares of --minutes; the rest is for loading, reading, measuring and timing.
 WRITING_SHARE, TRAINING_SHARE, TRYING_SHARE = 0.2, 0.52, 0.1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A calibration as the user wants it."""
+    """The settings of a calibration, as the command line gives them."""
 
     model: str = "demo"
-    domains: tuple[str, ...] = ()  # NAME=PROMPTS.jsonl; none: the shipped ones
-    out: Path | None = None  # None: where profile="auto" looks
-    exits: tuple[int, ...] = ()  # none: three shallow layers
+    domains: tuple[str, ...] = ()  # NAME=PROMPTS.jsonl; (): the shipped ones
+    out: Path | None = None  # None: the folder that profile="auto" searches
+    exits: tuple[int, ...] = ()  # layers; (): three that `exit_layers` chooses
     minutes: float = DEFAULT_MINUTES
     objective: str = "throughput"
     train: bool = True
-    resume: bool = False  # continue the stopped run in the folder
-    restart: bool = False  # drop it
-    text: tuple[Path, ...] = ()
-    tokens: int | None = None  # exact amounts instead of minutes
-    steps: int | None = None
-    memory_gb: float | None = None
+    resume: bool = False  # continue the stopped run in the profile's folder
+    restart: bool = False  # drop the stopped run in the profile's folder
+    text: tuple[Path, ...] = ()  # files to train on besides
+    tokens: int | None = None  # of text to write; None: a share of `minutes`
+    steps: int | None = None  # of training; None: a share of `minutes`
+    memory_gb: float | None = None  # of the GPU, 10^9 bytes; None: all that is free
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective {self.objective!r} is unknown; choose from {', '.join(OBJECTIVES)}")
+            raise ValueError(f"--objective {self.objective!r} is unknown; choose from {', '.join(OBJECTIVES)}")
         for name in ("minutes", "tokens", "steps", "memory_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be above 0, got {value}")
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
         if self.resume and self.restart:
             raise ValueError("--resume continues a stopped run and --restart drops it: pass one of them")
         if self.seed < 0:
-            raise ValueError(f"seed must be 0 or above, got {self.seed}")
+            raise ValueError(f"--seed must be 0 or above, got {self.seed}")
         for path in self.text:
             if not path.is_file():
-                raise ValueError(f"--text {path}: there is no such file")
+                raise ValueError(f"--text {path}: there is no such file; correct the path")
 
     def exit_layers(self, num_layers: int) -> list[int]:
-        """The layers after which exits are trained: those asked for, else three in a row, the deepest about L/8."""
+        """The layers after which exits are trained: those asked for, else three in a row in the first eighth or so."""
         highest = num_layers // 2
         if not highest:
-            raise ValueError("this model has 1 layer: an exit needs at least one below it and one above")
+            raise ValueError("this model has 1 layer, and an exit needs one below it and one above: use a deeper model")
         if not self.exits:
             deepest = min(highest, max(3, num_layers // 8))
             return list(range(max(1, deepest - 2), deepest + 1))

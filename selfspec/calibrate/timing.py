@@ -1,4 +1,4 @@
-"""Step costs on this device, measured by running real steps of a batch."""
+"""Step costs on this device, measured with real steps of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.batch import Batch
 from selfspec.drafters import Drafter
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
-from selfspec.governor.rules import Policy, Rules
+from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.metrics import Metrics
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request, Sequence
@@ -23,31 +23,30 @@ from selfspec.speculation.plan import NONE, Plan
 
 _LARGEST_TREE_BATCH = Rules().max_tree_batch
 _STARS = (1, 3, 8, 16, 32, 63)  # numbers of nodes that are timed, all children of the root
-# Also, on kernels: before and after rows of 1 or 4 texts need another tile, those of 4 also where few kernels do.
+# Also timed with kernels: on both sides of the numbers of nodes at which batches of 1 or 4 need another tile.
 _FULL_TILES = (3, 4, 7, 8, 11, 12, 15, 16, 31, 32)
-_CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # as many nodes, two depths apart
-_HEAD_STEP = 4  # every fourth row makes the smaller head that is timed
-_MOST_IN_LARGE_BATCHES = 8  # nodes that are timed where only chains are drafted
-_CONTEXT, _LONGEST = 128, 1024  # tokens before the timed cycles, and what the texts are planned to grow to
-_WARM_UP, _TIMED, _TIMED_ON_KERNELS = 2, 6, 24  # cycles; where they take less than a millisecond, more of them
+_CHAIN, _STAR = Plan.parse("chain:3"), Plan.parse("tree:3")  # equal numbers of nodes, depths 3 and 1
+_HEAD_STEP = 4  # the smaller head that is timed has every fourth row
+_MOST_IN_LARGE_BATCHES = 8  # nodes that are timed for batches that draft chains only
+_CONTEXT, _LONGEST = 128, 1024  # tokens of the prompt, and the most tokens of a sequence
+_WARM_UP, _TIMED, _TIMED_ON_KERNELS = 2, 6, 24  # steps; more where a step takes less than a millisecond
 
 
 def step_costs(
     engine: Engine, exits: list[Exit], batch: int, progress: Callable[[int], None] = lambda _: None
 ) -> dict[int, StepCost]:
-    """What cycles of a batch cost with each exit, by its layer. What a depth costs is the exit's own; how a cycle grows
-    with its nodes and the head's rows is much the same for all, and measured with the first."""
-    plain = _cycle_time(engine, None, NONE, batch)
+    """Costs of the steps of a batch, by exit layer. The cost of a depth is measured for each exit; the costs of nodes
+    and of head rows are about equal for all exits, and measured with the first."""
+    plain = _step_time(engine, None, NONE, batch)
     chains, depths = {}, {}
     for exit in exits:
-        chains[exit.layer] = _cycle_time(engine, exit, _CHAIN, batch)
-        further = chains[exit.layer] - _cycle_time(engine, exit, _STAR, batch)
+        chains[exit.layer] = _step_time(engine, exit, _CHAIN, batch)
+        further = chains[exit.layer] - _step_time(engine, exit, _STAR, batch)
         depths[exit.layer] = max(0.0, further / (_CHAIN.depth - _STAR.depth))
         progress(1)
     first = exits[0]
-    wanted = sorted({*_STARS, *(_FULL_TILES if engine.has_kernels else ())})
-    stars = [nodes for nodes in wanted if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
-    times = [_cycle_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
+    stars = _star_sizes(batch, engine.has_kernels)
+    times = [_step_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
     drafting = tuple((nodes, max(plain, seconds)) for nodes, seconds in zip(stars, times, strict=True))
     head_row = _head_row_cost(engine, first, batch, chains[first.layer])
     progress(1)
@@ -56,15 +55,32 @@ def step_costs(
             plain,
             depths[exit.layer],
             drafting,
-            min(head_row, depths[exit.layer] / exit.vocabulary),  # the whole head is a part of the depth
+            min(head_row, depths[exit.layer] / exit.vocabulary),  # a depth includes all rows of the head
             exit.vocabulary,
         )
         for exit in exits
     }
 
 
-def _cycle_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
-    """Seconds of a step of `batch` sequences, timed between the steps of other requests."""
+def passes_and_rows(exits: int, has_kernels: bool) -> tuple[float, float]:
+    """Passes through the model, and tokens in them, that `step_costs` takes for all batches and this many exits."""
+    steps = _WARM_UP + (_TIMED_ON_KERNELS if has_kernels else _TIMED)
+    passes = rows = 0.0
+    for batch in BATCHES.values():
+        nodes = [0, *[len(_CHAIN), len(_STAR)] * exits, *_star_sizes(batch, has_kernels), len(_CHAIN)]
+        passes += len(nodes) * steps
+        rows += sum(batch * steps * (count + 1) + _CONTEXT for count in nodes)
+    return passes, rows
+
+
+def _star_sizes(batch: int, has_kernels: bool) -> list[int]:
+    """The numbers of nodes that are timed."""
+    wanted = sorted({*_STARS, *(_FULL_TILES if has_kernels else ())})
+    return [nodes for nodes in wanted if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
+
+
+def _step_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
+    """Seconds of a step of `batch` sequences; runs between the steps of other requests."""
     return _typical(engine.scheduler.call(partial(_time_steps, engine, exit, plan, batch)))
 
 
@@ -98,16 +114,16 @@ def _time_steps(engine: Engine, exit: Exit | None, plan: Plan, size: int) -> lis
 
 
 def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> float:
-    """Seconds that a row of the draft head adds to a depth: a chain over all of the exit's rows takes `chain`, and is
-    compared with one over a quarter of them."""
+    """Seconds that a row of the trimmed head adds to a depth: compares a chain with all of the exit's rows, which takes
+    `chain` seconds, and a chain with a quarter of them."""
     rows = torch.arange(exit.vocabulary, device=engine.model.device) if exit.head_rows is None else exit.head_rows
     fewer = replace(exit, head_rows=rows[::_HEAD_STEP], domain_rows=None, prompt_rows=0)
     saved = exit.vocabulary - fewer.vocabulary
     if not saved:
         return 0.0
-    return max(0.0, (chain - _cycle_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
+    return max(0.0, (chain - _step_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
 
 
 def _typical(times: list[float]) -> float:
-    """The mean of the faster half: what disturbs a step only ever makes it slower."""
+    """The mean of the faster half: interruptions only make steps slower."""
     return mean(sorted(times)[: len(times) // 2 + 1])

@@ -1,9 +1,9 @@
-"""Trains the blocks of several exits at once to read what the whole model's head reads, the model itself untouched.
+"""Trains the blocks of several exits at once to predict the model's distribution. The model's weights do not change.
 
-The teacher's states are given. A step runs the layers below the exits over some rows of text, then rehearses drafts
-from random places of it, the roots: a block reads the root with verified text behind it, then the token after it with
-its own last state in place of the model's, and so on. All go through the rows of the head that drafts may use; the loss
-is the divergence from the model's own distribution there.
+A step runs the layers below the exits over some rows of text, then drafts from random roots in it as the engine does: a
+block computes the root's state after committed text, then the next token's state from its own state at the root in
+place of the model's, and so on. The loss is the cross entropy with the model's distribution over the rows of the LM
+head that drafts are chosen from.
 """
 
 from __future__ import annotations
@@ -18,41 +18,47 @@ import numpy as np
 import torch
 
 from selfspec.calibrate.corpus import Corpus, hidden_states
+from selfspec.calibrate.drafting import drafted_reads
 from selfspec.calibrate.graphs import captured
 from selfspec.calibrate.optimizer import Optimizer
-from selfspec.calibrate.rehearsal import drafted_reads
 from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How exits are trained."""
+    """How exits are trained, and on text of what shape."""
 
+    documents: int = 1024  # of a chunk of text
     length: int = 512  # tokens of a packed row
-    rows: int = 32  # rows of a step
-    roots: int = 64  # drafts rehearsed in each row
-    depths: int = 3  # how deep drafts are rehearsed
-    depth_weights: tuple[float, ...] = (1.0, 0.7, 0.5)
+    rows: int = 32  # of a step
+    roots: int = 64  # of drafts in each row
+    depths: int = 3  # of a draft
+    depth_weights: tuple[float, ...] = (1.0, 0.7, 0.5)  # of the loss at each depth
     learning_rate: float = 2e-3
-    warmup: int = 100
+    warmup: int = 100  # steps until the learning rate is reached
     seed: int = 0
 
     @classmethod
     def for_device(cls, device: torch.device, context: int, seed: int) -> Recipe:
-        """The recipe as it is on a GPU; small steps elsewhere, where it is for trying things out."""
+        """The recipe for a GPU, or one with small steps for a CPU."""
         if device.type == "cuda":
             return cls(length=min(cls.length, context), seed=seed)
-        return cls(length=min(128, context), rows=8, roots=16, warmup=20, seed=seed)
+        return cls(documents=32, length=min(128, context), rows=8, roots=16, warmup=20, seed=seed)
+
+    @property
+    def least_steps(self) -> int:
+        """The fewest steps that are trained: half of them at the full learning rate."""
+        return 2 * self.warmup
 
     def rate_at(self, step: int, steps: int) -> float:
-        """Linear warm-up, then a cosine to nothing."""
+        """The learning rate of a step: a linear warm-up, times a cosine that falls to 0 at the last step."""
         warm = min(1.0, (step + 1) / self.warmup)
         return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 class Student:
-    """The trainable copy of one exit: float32 parameters, fused and cast where they are used."""
+    """The trainable copy of one exit: float32 parameters, fused and cast to the model's dtype where they are used."""
 
     def __init__(self, model: Decoder, layer: int) -> None:
         self.model, self.layer = model, layer
@@ -60,15 +66,19 @@ class Student:
         self.pieces = {name: [part.shape[0] for part in parts] for name, parts in layer_parts(model.config, "").items()}
         hidden = model.config.hidden_size
         start = {"norm": model.norm}
-        for name, sizes in self.pieces.items():  # a decoder layer as the model has it here; the rest starts as nothing
+        for name, sizes in self.pieces.items():  # the block starts as the model's layer N, all else as zeros
             tensor = getattr(model.layers[layer], name)
             start |= {f"{name}.{index}": piece for index, piece in enumerate(tensor.split(sizes))}
-        zeros = {"affine_weight": (hidden, hidden), "affine_bias": (hidden,), "recall": (hidden, FEATURE_STATES * hidden)}
+        zeros = {
+            "affine_weight": (hidden, hidden),
+            "affine_bias": (hidden,),
+            "recall": (hidden, FEATURE_STATES * hidden),
+        }
         start |= {name: model.norm.new_zeros(shape) for name, shape in zeros.items()}
         self.parameters = {name: tensor.detach().clone().float().requires_grad_() for name, tensor in start.items()}
 
     def exit(self) -> Exit:
-        """The exit as it stands, in the model's dtype, differentiable."""
+        """The exit with the current parameters, in the model's dtype, differentiable."""
         own = {name: tensor.to(self.model.dtype, copy=True) for name, tensor in self.parameters.items()}
         fused = {
             name: torch.cat([own[f"{name}.{index}"] for index in range(len(sizes))])
@@ -79,19 +89,20 @@ class Student:
 
 
 class Trainer:
-    """Several exits of one model in training. A step is a function of its number, so a stopped run can go on."""
+    """Several exits of one model in training. Which text a step sees depends only on its number, so training continues
+    from a checkpoint as if it had not stopped."""
 
     def __init__(
         self,
         model: Decoder,
         layers: list[int],
         corpus: Corpus,
-        recalled: torch.Tensor,  # [R, T, 2 * hidden] the teacher: what the model leaves to recall at each token
+        features: torch.Tensor,  # [R, T, 2 * hidden] what the LM head reads, and the state after half of the layers
         head_rows: torch.Tensor,
         recipe: Recipe,
         steps: int,
     ) -> None:
-        self.model, self.corpus, self.recalled, self.recipe, self.steps = model, corpus, recalled, recipe, steps
+        self.model, self.corpus, self.features, self.recipe, self.steps = model, corpus, features, recipe, steps
         self.head = model.head[head_rows]  # [K, hidden]
         self.students = [Student(model, layer) for layer in sorted(layers)]
         named = {f"{s.layer}.{name}": tensor for s in self.students for name, tensor in s.parameters.items()}
@@ -100,67 +111,79 @@ class Trainer:
         self._places = _Places(corpus, recipe.depths)
         rows, device = min(recipe.rows, len(corpus)), model.device
         self._batch = Corpus(*(tensor[:rows].to(device, copy=True) for tensor in vars(corpus).values()))
-        self._recalled = recalled[:rows].to(device, copy=True)
+        self._features = features[:rows].to(device, copy=True)
         self._roots = torch.zeros(rows, recipe.roots, dtype=torch.int64, device=device)
-        # What the last step saw, for each exit and depth: loss and share of positions with the model's best token.
+        # [2, exits, depths] of the last step: the loss, and the share of positions with the model's best token.
         self.seen = torch.zeros(2, len(self.students), recipe.depths, device=device)
-        self.left_out = torch.zeros(len(self.students), device=device)  # steps of each exit whose gradients overflowed
+        self.left_out = torch.zeros(len(self.students), device=device)  # steps of each exit with infinite gradients
         self._replay: Callable[[], None] | None = None
         self._steps_here = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"step": torch.tensor(self.step), "left_out": self.left_out, **self.optimizer.state()}
+        """All tensors of a checkpoint; they change with the next step."""
+        own = {"step": torch.tensor(self.step), "seen": self.seen, "left_out": self.left_out}
+        return own | self.optimizer.state()
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
         self.step = int(state["step"])
-        self.left_out.copy_(state.get("left_out", self.left_out))
-        for name, tensor in self.optimizer.state().items():
-            tensor.copy_(state[name])
+        for name, tensor in self.state().items():
+            if name != "step":
+                tensor.copy_(state[name])
 
     @torch.no_grad()
     def exits(self) -> list[Exit]:
-        """The exits as they stand, free of the trainer."""
+        """Copies of the exits with their current parameters."""
         return [student.exit() for student in self.students]
 
-    def seconds_per_step(self, steps: int = 16) -> float:
-        """How long a step takes, found by taking some; afterwards everything is as before."""
+    def note(self) -> str:
+        """Loss and agreement of the last step at the first depth, and how many steps were left out."""
+        loss, right = self.seen[:, :, 0].tolist()
+        pairs = zip(self.students, right, strict=True)
+        agreement = ", ".join(f"{share:.2f} (layer {student.layer})" for student, share in pairs)
+        left_out = int(self.left_out.sum())
+        note = f"; {left_out} steps with infinite gradients were left out" if left_out else ""
+        return f"loss {sum(loss) / len(loss):.3f}, agreement with the model {agreement}{note}"
+
+    def seconds_per_step(self) -> float:
+        """Measures the time of a step by training some steps; then restores the state before them."""
         before = {name: tensor.clone() for name, tensor in self.state().items()}
-        for _ in range(6):
+        warmup, timed = (6, 16) if self.model.device.type == "cuda" else (1, 2)  # the graph is captured after 3 steps
+        for _ in range(warmup):
             self.train_step()
         self.seen.cpu()  # waits for the device
-        began = time.perf_counter()
-        for _ in range(steps):
+        started = time.perf_counter()
+        for _ in range(timed):
             self.train_step()
         self.seen.cpu()
-        took = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         self.restore(before)
-        return took / steps
+        return seconds / timed
 
     def train_step(self) -> None:
         self._load_batch()
         self.optimizer.learning_rate.fill_(self.recipe.rate_at(self.step, self.steps))
-        if self._replay is None and self._steps_here >= 3:  # after a few to warm up
+        if self._replay is None and self._steps_here >= 3:  # libraries allocate their workspaces in the first steps
             self._replay = captured(self._compute, self.model.device)
         (self._replay or self._compute)()
         self.step += 1
         self._steps_here += 1
 
     def _load_batch(self) -> None:
-        """The rows and positions of this step, from its number alone."""
+        """Copies this step's rows of text, and draws roots in them; both depend only on the step's number."""
         random = np.random.default_rng((self.recipe.seed, self.step))
         rows = self._places.some_rows(random, len(self._batch))
         roots = self._places.some(random, rows, self.recipe.roots)
         index = torch.from_numpy(rows)
         for name, static in vars(self._batch).items():
             static.copy_(getattr(self.corpus, name)[index.to(self.corpus.tokens.device)], non_blocking=True)
-        self._recalled.copy_(self.recalled[index.to(self.recalled.device)], non_blocking=True)
+        self._features.copy_(self.features[index.to(self.features.device)], non_blocking=True)
         self._roots.copy_(torch.from_numpy(roots), non_blocking=True)
 
     def _compute(self) -> None:
         names, tensors = zip(*self.optimizer.parameters.items(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(self._loss(), tensors), strict=True))
         rates: dict[str, torch.Tensor] = {}
-        for index, student in enumerate(self.students):  # one bad step must not spoil all later ones
+        for index, student in enumerate(self.students):  # leaves an exit as it is where its gradients are infinite
             own = [f"{student.layer}.{name}" for name in student.parameters]
             finite = torch.stack(torch._foreach_norm([gradients[name] for name in own])).isfinite().all()
             gradients |= {name: torch.where(finite, gradients[name], 0) for name in own}
@@ -173,7 +196,7 @@ class Trainer:
         with torch.no_grad():
             below = [next(states) for _ in range(self.students[-1].layer + 1)]
         drafts = [
-            drafted_reads(student.exit(), below[student.layer], self._recalled, self._batch, self._roots, recipe.depths)
+            drafted_reads(student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths)
             for student in self.students
         ]
         total = torch.zeros((), device=self.model.device)
@@ -189,20 +212,20 @@ class Trainer:
 
     @torch.no_grad()
     def _target(self, depth: int) -> torch.Tensor:
-        """The model's own distribution over the head's rows, so many tokens after each root: [B * n, K]."""
-        hidden = self.model.config.hidden_size  # the first of what is recalled is what the head read
+        """The model's distribution over the head's rows, `depth` tokens after each root: [B * n, K]."""
+        hidden = self.model.config.hidden_size  # the first half of `features` is what the LM head reads
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
-        return self.model.project(self._recalled[..., :hidden].gather(1, at).flatten(0, 1), self.head).softmax(-1)
+        return self.model.project(self._features[..., :hidden].gather(1, at).flatten(0, 1), self.head).softmax(-1)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Cross entropy of what a head makes of `read` against a target distribution. The gradient is formed at once, so
-    that no logits are kept: they are the largest tensors of a step by far."""
+    """Cross entropy of a head's distribution for the states `read` [P, hidden] with a target [P, K]. Forms the gradient
+    in the forward pass, so that no logits are kept: they are the largest tensors of a step."""
 
     @staticmethod
     def forward(
         ctx: Any, read: torch.Tensor, head: torch.Tensor, target: torch.Tensor, best: torch.Tensor, model: Decoder
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of places with the target's best token
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of positions with the target's best token
         logits = model.project(read, head)  # [P, K]
         log_q = logits.log_softmax(-1)
         loss = -(target * log_q).sum(-1).mean()
@@ -222,7 +245,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 class _Places:
-    """Where drafts can be rehearsed: the places from which several tokens in a row are the model's own."""
+    """The possible roots of drafts: positions after which the model chose as many tokens as a draft is deep."""
 
     def __init__(self, corpus: Corpus, depths: int) -> None:
         predicts = corpus.predicts.cpu().numpy()
@@ -230,16 +253,16 @@ class _Places:
         whole[:, predicts.shape[1] - depths :] = False
         self.counts = whole.sum(1)
         if not self.counts.any():
-            raise ValueError("the training text has no place to draft from: it is too short")
+            raise ValueError("the training text is too short to draft in: write more with --tokens or --minutes")
         self.rows = np.flatnonzero(self.counts)
         self.starts = np.concatenate(([0], self.counts.cumsum()[:-1]))
         self.places = np.nonzero(whole)[1]
 
     def some_rows(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """`count` different rows that have places, as far as there are so many."""
+        """`count` rows with roots, different ones while there are enough."""
         return np.sort(np.resize(random.permutation(self.rows), count))
 
     def some(self, random: np.random.Generator, rows: np.ndarray, count: int) -> np.ndarray:
-        """`count` places of each row, drawn with replacement: [rows, count]."""
+        """`count` roots of each row, drawn with replacement: [rows, count]."""
         drawn = (random.random((len(rows), count)) * self.counts[rows][:, None]).astype(np.int64)
         return self.places[self.starts[rows][:, None] + drawn]

@@ -1,4 +1,4 @@
-"""Runs the choice: real generation on measuring prompts, with speculation and without, and what came of it."""
+"""Runs chosen plans: generates on measuring prompts with the plan and plainly, and compares the speeds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from selfspec.speculation.plan import Plan
 
 @dataclass(frozen=True)
 class Setting:
-    """What a trial generates: how many prompts at once, at which temperature."""
+    """The temperature and batch of a trial, by their names, and how much it generates."""
 
     temperature: str
     batch: str
-    prompts: int
-    length: float  # of an answer, as a share of a trial's usual length
+    prompts: int  # at least
+    length: float  # of an answer, as a share of the usual length of trials
 
 
-# The settings that are run: a single row at every temperature, and the other batches greedily.
+# A single sequence at every temperature, and the larger batches greedily.
 SETTINGS = (
     Setting("0", "1", 2, 1.0),
     Setting("0.7", "1", 1, 1.0),
@@ -32,8 +32,9 @@ SETTINGS = (
     Setting("0", "2-4", 4, 0.5),
     Setting("0", "5-16", 16, 0.5),
 )
-_WARM_UP_TOKENS = 4
-_PLAIN_STEPS = 11.0  # about how many plain steps all trials of a domain cost, for each token of the usual length
+_SHORTEST, _LONGEST = 16, 96  # tokens of an answer
+_WARM_UP_TOKENS = 4  # generated before a timed run where no step is captured
+_PLAIN_STEPS = 11.0  # plain steps that all trials of a domain take, for each token of an answer
 
 
 class Trials:
@@ -42,17 +43,17 @@ class Trials:
     def __init__(self, engine: Engine, domain: str, exit_layer: int, prompts: list[list[int]], new_tokens: int) -> None:
         self.engine, self.domain, self.exit_layer, self.prompts = engine, domain, exit_layer, prompts
         self.new_tokens = new_tokens
-        self._plain: dict[tuple[str, str], float] = {}
+        self._plain: dict[tuple[str, str], float] = {}  # tokens per second by temperature and batch
 
     def run(self, plan: str, setting: Setting) -> Run | None:
-        """The plan against plain decoding on the same prompts; None for the plan that drafts nothing."""
+        """Measures a plan and plain decoding on the same prompts; None for the plan `none`."""
         if not len(Plan.parse(plan)) or not self.prompts:
             return None
         size = BATCHES[setting.batch]
-        chosen = [self.prompts[index % len(self.prompts)] for index in range(max(setting.prompts, size))]
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(_sequences(setting))]
         batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
         temperature = TEMPERATURES[setting.temperature]
-        kwargs: dict[str, Any] = {"max_new_tokens": max(8, int(setting.length * self.new_tokens)), "seed": 0}
+        kwargs: dict[str, Any] = {"max_new_tokens": _answer_tokens(setting, self.new_tokens), "seed": 0}
         kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         at = (setting.temperature, setting.batch)
         if at not in self._plain:
@@ -70,8 +71,8 @@ class Trials:
         )
 
     def _generate_warm(self, batches: list[list[list[int]]], kwargs: dict[str, Any]) -> list[GenerateOutput]:
-        """What happens only once is left out of the outputs' times. With kernels that is much: every plan, prompt
-        length, and number of rows still going is captured when first met, so all is generated once before."""
+        """Generates after a warm-up, so that the times exclude what is done once. With kernels the warm-up generates
+        everything: each plan, prompt length and number of running sequences is captured at its first use."""
         if self.engine.has_kernels:
             generate_batches(self.engine, batches, kwargs)
         else:
@@ -80,8 +81,27 @@ class Trials:
 
 
 def trial_length(seconds: float, plain_step: float) -> int:
-    """Tokens of an answer, so that a domain's trials take about so long where a plain step takes `plain_step`."""
-    return int(min(96, max(16, seconds / (_PLAIN_STEPS * plain_step))))
+    """Tokens of an answer with which a domain's trials take about `seconds`, where a plain step takes `plain_step`."""
+    return int(min(_LONGEST, max(_SHORTEST, seconds / (_PLAIN_STEPS * plain_step))))
+
+
+def passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Passes through the model, and tokens in them, of a domain's trials: all settings and a chain, each plainly and
+    with a plan that needs two tokens in its passes for each new one."""
+    passes = rows = 0.0
+    for setting in (*SETTINGS, SETTINGS[0]):
+        sequences, tokens = _sequences(setting), _answer_tokens(setting, new_tokens) + _WARM_UP_TOKENS
+        passes += 2 * tokens * sequences / BATCHES[setting.batch]
+        rows += sequences * (3 * tokens + 4 * len(prompts[0]))
+    return passes, rows
+
+
+def _sequences(setting: Setting) -> int:
+    return max(setting.prompts, BATCHES[setting.batch])
+
+
+def _answer_tokens(setting: Setting, usual: int) -> int:
+    return max(8, int(setting.length * usual))
 
 
 def _rounded(value: float) -> float:
@@ -89,7 +109,7 @@ def _rounded(value: float) -> float:
 
 
 def acceptance(outputs: list[GenerateOutput]) -> tuple[float, float]:
-    """Tokens per cycle and accept rate over all rows."""
+    """Tokens per step and accept rate over all sequences."""
     stats = [stats for output in outputs for stats in output.stats]
     reached = sum(s.accepted / s.accept_rate if s.accept_rate else s.cycles for s in stats)
     return sum(s.new_tokens for s in stats) / sum(s.cycles for s in stats), sum(s.accepted for s in stats) / reached

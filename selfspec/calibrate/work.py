@@ -1,7 +1,7 @@
-"""The work folder of a calibration: every finished piece of work on disk, so that a stopped run can be continued.
+"""The work folder of a calibration: every finished piece of work as a file, so that a stopped run can continue.
 
-A marker file lists every file that selfspec wrote into the folder. A folder that holds anything else is refused, and
-only listed files are ever removed.
+A marker file lists every file that selfspec wrote into the folder. A folder with any other file is refused, and only
+listed files are removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MARKER = "made-by-selfspec.json"
 
 
 class Work:
-    """Named pieces of work in a folder; a piece is there whole or not at all."""
+    """Named pieces of work in a folder. A piece is replaced in one operation, so it is never there in part."""
 
     def __init__(self, folder: Path, key: dict[str, Any], resume: bool = False, restart: bool = False) -> None:
         """Opens a new folder, or one that selfspec made: to continue the run in it (`resume`; its key must be the same)
         or to drop that run (`restart`). Raises ValueError for a folder with files that selfspec did not write, and
         for a stopped run when neither was asked for."""
         self.folder = folder
-        key = json.loads(json.dumps(key))  # as it will be read
+        key = json.loads(json.dumps(key))  # as `read_json` will return it
         stopped = self._stopped_run()
         if stopped["pieces"] and not resume and not restart:
             raise ValueError(
@@ -68,7 +68,7 @@ class Work:
         try:
             return load_file(path) if path.exists() else None
         except (SafetensorError, OSError):
-            return None  # as good as not there: it will be made again
+            return None  # a damaged file counts as missing, and the piece is made again
 
     def write_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         path = self._listed(f"{name}.safetensors")
@@ -97,9 +97,10 @@ class Work:
         own = {*made["pieces"], _MARKER}
         foreign = sorted(found - own - {_part_of(Path(name)).name for name in own})
         if foreign or (_MARKER in found and made is empty):
+            names = ", ".join((foreign or [_MARKER])[:3])
             raise ValueError(
-                f"{self.folder} holds what selfspec did not write there ({', '.join((foreign or [_MARKER])[:3])}): "
-                "move that away, or choose another folder with --out"
+                f"{self.folder} holds files that selfspec did not write ({names}): move them away, or choose another "
+                "folder with --out"
             )
         return made
 

@@ -1,6 +1,7 @@
-"""Rehearses drafts over text that is known: what an exit's head reads at some place, and the ranks that gives the text.
+"""Drafts along given text, for training and measuring: the states that an exit computes, and the ranks of the text's
+tokens in its drafts.
 
-No cache and no session: many drafts at once, each along the text itself, exactly as the runtime would draft it.
+Computes many drafts at once without a KV cache. Each follows the tokens of the text, with the arithmetic of the engine.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, scaled_attention
 from selfspec.speculation.exit import Exit
 
-_ROWS_AT_ONCE = 256  # of logits that are ranked together
+_RANKED_TOGETHER = 256  # positions; bounds the memory of their logits
 
 
 def drafted_reads(
     exit: Exit,
     hidden: torch.Tensor,  # [B, T, hidden] after layer N
-    recalled: torch.Tensor,  # [B, T, 2 * hidden] what the model leaves to recall
+    features: torch.Tensor,  # [B, T, 2 * hidden] the model's states that the exit reads one position later
     batch: Corpus,
-    roots: torch.Tensor,  # [B, n] where drafts begin; the tokens after them are what is drafted
+    roots: torch.Tensor,  # [B, n] indices in the rows
     depths: int,
 ) -> list[torch.Tensor]:
-    """What the exit's head reads [B, n, hidden] at each root, at the token after it, and so on. The root recalls the
-    model's own states, the others the exit's; all see the verified text up to the root, past it only their draft."""
+    """What the LM head reads of the exit, [B, n, hidden] for each depth: at the roots, at the tokens after them, and so
+    on. A root reads the model's states of the position before it, deeper nodes the exit's own. All nodes attend to the
+    text up to their root, and to their own draft after it."""
     model, block = exit.model, exit.block
     assert block is not None and exit.norm is not None
     spec = model.config.layers[exit.layer]
-    before = recalled.roll(1, dims=1).masked_fill((batch.positions == 0)[..., None], 0)
+    before = features.roll(1, dims=1).masked_fill((batch.positions == 0)[..., None], 0)
     verified = block.enter(hidden, before)
     _, keys, values = model.queries_keys_values(block.layer, verified, model.rotations(batch.positions)[spec.rope])
     seen = [(keys, values)]
@@ -47,7 +49,7 @@ def drafted_reads(
 
 
 def _visible(batch: Corpus, roots: torch.Tensor, depth: int, window: int | None) -> torch.Tensor:
-    """[B, n, T + depth * n] bool: of the text, what lies before the root in its document; of the draft, its own."""
+    """Mask [B, n, T + depth * n]: the text up to the root, in the root's document; then each draft's own nodes."""
     documents, places = batch.documents.gather(1, roots)[..., None], batch.positions.gather(1, roots)[..., None]
     slots = torch.arange(batch.length, device=roots.device)
     text = (documents == batch.documents[:, None]) & (slots <= roots[..., None])
@@ -69,10 +71,11 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention to the text and to the draft so far, which this depth joins; the root is in the text already.
+    """Attention to the text and to the nodes of the draft. Appends this depth's keys and values to `seen`; those of the
+    root are in the text already.
 
-    In float32, which cuDNN leaves to others: its 16-bit backward gives NaN for some numbers of keys where all logits of
-    a row lie far below zero, as they do with the key biases of over a hundred that some families have."""
+    Computes in float32: cuDNN's 16-bit backward pass gives NaN for some numbers of keys where all logits of a row are
+    far below zero, as with the key biases above 100 of some models."""
     if not root:
         seen.append((k, v))
     keys, values = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
@@ -83,15 +86,15 @@ def _attend(
 @torch.no_grad()
 def text_ranks(
     exit: Exit,
-    read: torch.Tensor,  # [P, hidden] what the exit's head reads at some places
-    tokens: torch.Tensor,  # [P] the tokens that follow there
-    noise: torch.Tensor | None = None,  # [P, V] that they were drawn with, if they were
+    read: torch.Tensor,  # [P, hidden] what the LM head reads of the exit at some positions
+    tokens: torch.Tensor,  # [P] the tokens that follow
+    noise: torch.Tensor | None = None,  # [P, V] with which they were drawn; None: greedy
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """The rank of each token among the exit's candidates; MISSED where it is not one of them."""
+    """The rank of each token in the exit's draft; MISSED where the exit's head has no row for it."""
     ranks = []
-    for start in range(0, len(read), _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
+    for start in range(0, len(read), _RANKED_TOGETHER):
+        part = slice(start, start + _RANKED_TOGETHER)
         values = exit.logits(read[part])
         if noise is not None:
             values = values / temperature + (noise[part] if exit.head_rows is None else noise[part][:, exit.head_rows])
@@ -103,7 +106,7 @@ def text_ranks(
 
 
 def _column(exit: Exit, tokens: torch.Tensor) -> torch.Tensor:
-    """Where each token stands among the exit's head rows; -1 where it is not there."""
+    """The index of each token in the exit's head rows; -1 where it has none."""
     if exit.head_rows is None:
         return tokens
     order = exit.head_rows.argsort()

@@ -1,4 +1,4 @@
-"""Rehearsed drafts against the runtime's own, ranks against a naive ranking, and the noise behind drawn tokens."""
+"""Drafts along given text against those of the engine, ranks against a naive ranking, and noise given its outcome."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scipy.stats import gumbel_r, kstest
 from selfspec import Engine
 from selfspec.backends.torch_backend import Draft, TorchBackend
 from selfspec.calibrate.choice import MISSED
-from selfspec.calibrate.corpus import Corpus, hidden_states, recalled_states
+from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
+from selfspec.calibrate.drafting import drafted_reads, text_ranks
 from selfspec.calibrate.measuring import DEPTHS, Answers, Measurement, measure, noise_behind
-from selfspec.calibrate.rehearsal import drafted_reads, text_ranks
-from selfspec.calibrate.writing import Template, write_answers
+from selfspec.calibrate.writing import Template, Writer
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
 from selfspec.sequence import Sequence
@@ -35,7 +35,7 @@ def decoder(family: str) -> Decoder:
 
 
 class Following(TorchBackend):
-    """Drafts the text it is given, whatever the exit says."""
+    """Drafts the tokens of a given text."""
 
     text: list[int]
     root: int
@@ -45,8 +45,8 @@ class Following(TorchBackend):
 
 
 @torch.inference_mode()
-def runtime_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
-    """What the exit's head reads at the root and at the drafted tokens after it, in a real step."""
+def engine_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
+    """What the LM head reads of the exit at the root and at the drafted tokens after it, in a real step."""
     sequence = Sequence(text[: root + 1], 0, 0, max_length=len(text) + DEPTH)
     backend = Following(exit.model, new_cache(exit.model))
     backend.text, backend.root = text, root
@@ -59,8 +59,8 @@ def runtime_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
 
 @families
 @pytest.mark.parametrize("layer", [1, 2])
-def test_rehearsed_drafts_read_what_the_runtime_reads(family: str, layer: int) -> None:
-    """Long documents and short ones in two rows; sliding windows are shorter than most of them."""
+def test_drafts_along_a_text_have_the_states_of_the_engines_drafts(family: str, layer: int) -> None:
+    """Long and short documents in two rows; sliding windows are shorter than most of them."""
     model = decoder(family)
     exit = random_exit(model, layer)
     corpus = Corpus.pack(random_documents(26, 9, 4, 17, 11), 40)
@@ -74,12 +74,12 @@ def test_rehearsed_drafts_read_what_the_runtime_reads(family: str, layer: int) -
     starts = [[document.start + root for document, root in of_row] for of_row in places.values()]
     roots = torch.tensor([of_row + [0] * (most - len(of_row)) for of_row in starts])
     with torch.no_grad():
-        recalled = recalled_states(model, corpus, 1, torch.device("cpu"))
+        features = text_features(model, corpus, 1, torch.device("cpu"))
         below = list(hidden_states(model, corpus))[layer]
-        drafted = drafted_reads(exit, below, recalled, corpus, roots, DEPTH)
+        drafted = drafted_reads(exit, below, features, corpus, roots, DEPTH)
     for row, of_row in places.items():
         for index, (document, root) in enumerate(of_row):
-            for depth, read in enumerate(runtime_reads(exit, document.tokens, root)):
+            for depth, read in enumerate(engine_reads(exit, document.tokens, root)):
                 torch.testing.assert_close(drafted[depth][row, index], read, rtol=1e-9, atol=1e-9)
 
 
@@ -106,34 +106,34 @@ def test_ranks_are_those_of_a_naive_ranking(trimmed: bool, drawn: bool) -> None:
     assert (MISSED in expected) == trimmed
 
 
-def test_an_exit_that_reads_nonsense_ranks_nothing() -> None:
+def test_an_exit_whose_states_are_nan_ranks_no_token() -> None:
     exit = Exit(decoder("llama"), 2)
     read = torch.full((3, 32), torch.nan, dtype=torch.float64)
     assert text_ranks(exit, read, torch.tensor([0, 5, 9])).tolist() == [MISSED] * 3
 
 
-# The noise behind tokens that are known
+# Noise under the condition that it gave the known tokens
 
 
 def drawn_tokens(rows: int, spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
-    """Logits, and a token drawn from each row of them."""
+    """Logits, and a token drawn from each of their rows."""
     generator = torch.Generator().manual_seed(1)
     logits = spread * torch.randn(rows, 12, generator=generator, dtype=torch.float64)
     return logits, torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0], generator
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
-def test_the_noise_makes_exactly_the_known_tokens_the_choice(spread: float) -> None:
+def test_the_noise_makes_the_known_tokens_the_argmax(spread: float) -> None:
     logits, _, generator = drawn_tokens(1000, spread)
-    chosen = torch.arange(1000) % 12  # unlikely ones too
+    chosen = torch.arange(1000) % 12  # also unlikely tokens
     noise = noise_behind(logits, chosen, generator)
     assert ((logits + noise).argmax(-1) == chosen).all()
     assert torch.isfinite(noise).all()
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
-def test_behind_drawn_tokens_the_noise_is_gumbel_noise(spread: float) -> None:
-    """Of every entry, likely or not, and of the largest one."""
+def test_over_drawn_tokens_the_noise_is_gumbel_noise(spread: float) -> None:
+    """Of each entry by its logit's rank, and of the maximum."""
     logits, chosen, generator = drawn_tokens(4000, spread)
     noise = noise_behind(logits, chosen, generator)
     order = logits.argsort(dim=1)
@@ -156,14 +156,12 @@ def answering(family: str) -> tuple[Engine, Exit]:
 
 
 def answers_to(engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int = 40) -> Answers:
-    template = Template((), ())
-    corpus = write_answers(engine.model, template, [], prompts, [temperature] * len(prompts), new_tokens, seed=3)
-    return Answers(temperature, corpus)
+    return Answers(temperature, Writer(engine, Template((), ())).answers(prompts, temperature, new_tokens, seed=3))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("trimmed", [False, True], ids=["whole head", "trimmed head"])
-def test_measured_ranks_say_how_far_every_step_gets(family: str, trimmed: bool) -> None:
+def test_measured_ranks_give_the_accepted_length_of_every_step(family: str, trimmed: bool) -> None:
     engine, exit = answering(family)
     prompt, plan = random_prompt(13), Plan.parse("tree:6,2,2")
     head_rows = torch.arange(0, VOCABULARY, 2) if trimmed else None
@@ -182,10 +180,10 @@ def test_measured_ranks_say_how_far_every_step_gets(family: str, trimmed: bool) 
         advances.append((row.new_tokens - before, expected))
     texts.close()
     assert [real for real, _ in advances] == [expected for _, expected in advances]
-    assert len({real for real, _ in advances}) > 1, "some drafts are right and some are wrong"
+    assert len({real for real, _ in advances}) > 1, "some drafts are accepted and some are not"
 
 
-def test_a_smaller_head_misses_what_it_lacks_and_ranks_the_rest_no_worse() -> None:
+def test_a_smaller_head_misses_tokens_without_a_row_and_ranks_the_others_no_lower() -> None:
     engine, exit = answering("llama")
     answers = answers_to(engine, [random_prompt(6), random_prompt(9), random_prompt(1)], 0.7)
     small = torch.arange(0, VOCABULARY, 3)
@@ -196,16 +194,16 @@ def test_a_smaller_head_misses_what_it_lacks_and_ranks_the_rest_no_worse() -> No
     assert (predicted == MISSED).any() and (predicted != MISSED).any()
     assert ((predicted == MISSED) == (direct.ranks == MISSED)).all()
     assert (direct.ranks <= predicted).all()
-    assert (direct.ranks < predicted).any(), "with fewer rows a token has fewer before it"
+    assert (direct.ranks < predicted).any(), "fewer rows compete with a token"
 
 
-def test_a_prompts_own_tokens_are_always_offered() -> None:
+def test_every_head_has_rows_for_the_prompts_tokens() -> None:
     ranks = np.array([[0, 1], [2, 3]])
     measured = Measurement(ranks, np.array([[10, 11], [12, 13]]), np.array([[False, True], [False, False]]), [], [])
     assert measured.paths(torch.tensor([12])).tolist() == [[MISSED, 1], [2, MISSED]]
 
 
-def test_measuring_takes_every_place_whose_path_is_known() -> None:
+def test_every_position_with_a_whole_rank_path_is_measured() -> None:
     engine, exit = answering("llama")
     prompts = [random_prompt(6), random_prompt(9)]
     (measured,) = measure(engine.model, [exit], None, answers_to(engine, prompts, 0.0, new_tokens=20), seed=0)
@@ -220,15 +218,15 @@ def test_measuring_takes_every_place_whose_path_is_known() -> None:
     assert len(measured.prompt_agreement) == 2
 
 
-def test_an_answer_too_short_for_a_path_is_left_out() -> None:
+def test_an_answer_too_short_for_a_rank_path_is_left_out() -> None:
     engine, exit = answering("llama")
     (measured,) = measure(engine.model, [exit], None, answers_to(engine, [random_prompt(6)], 0.0, DEPTHS - 1), seed=0)
     assert measured.ranks.shape == (0, DEPTHS) and measured.text_agreement == []
 
 
-def test_measuring_again_gives_the_same() -> None:
+def test_measurements_depend_on_the_seed() -> None:
     engine, exit = answering("llama")
     answers = answers_to(engine, [random_prompt(6)], 1.0)
     first, again, other = (measure(engine.model, [exit], None, answers, seed=seed)[0].ranks for seed in (0, 0, 1))
     assert (first == again).all()
-    assert (first != other).any(), "the noise is of the seed"
+    assert (first != other).any(), "the noise depends on the seed"

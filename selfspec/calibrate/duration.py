@@ -1,0 +1,130 @@
+"""Estimates how long a calibration takes on this machine, from a few timed steps, and refuses a time that is too short.
+
+Counts the passes through the model in each stage and the rows (tokens) of these passes. On a GPU the stages that
+`--minutes` does not bound take seconds, and the time asked for is the estimate.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+
+from selfspec.calibrate import heads, timing, trial
+from selfspec.calibrate.corpus import Corpus, hidden_states
+from selfspec.calibrate.settings import TRAINING_SHARE, TRYING_SHARE, WRITING_SHARE
+from selfspec.calibrate.setup import Setup
+from selfspec.calibrate.training import Trainer
+from selfspec.governor.rules import TEMPERATURES
+from selfspec.speculation.exit import FEATURE_STATES
+
+_TIMED_ROWS = (1, 33)  # rows of the two passes that are timed
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Expected seconds of a calibration."""
+
+    stages: dict[str, float]  # by name
+    least: dict[str, tuple[float, float]]  # of the stages that --minutes bounds: least seconds, share of --minutes
+
+    @property
+    def minutes(self) -> float:
+        return sum(self.stages.values()) / 60
+
+    def describe(self) -> str:
+        minutes = max(1, round(self.minutes))
+        return f"{minutes} minute{'s' * (minutes > 1)}"
+
+    @property
+    def least_minutes(self) -> float:
+        """The smallest --minutes with enough time for the least amounts, rounded up to a tenth."""
+        return ceil(max((seconds / share for seconds, share in self.least.values()), default=0.0) / 6) / 10
+
+    def check(self, minutes: float) -> None:
+        """Raises ValueError for a time that is too short for one chunk of text and the least training steps."""
+        if minutes < self.least_minutes:
+            least = " and ".join(f"{seconds:.0f} s to {name}" for name, (seconds, _) in self.least.items())
+            raise ValueError(
+                f"--minutes {minutes:g} is too short: on this machine the least amounts take {least}; pass --minutes "
+                f"{self.least_minutes:g} or more"
+            )
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Seconds of a pass through the whole model: `fixed`, and `row` for each token in it."""
+
+    fixed: float
+    row: float
+
+    def of(self, passes: float, rows: float) -> float:
+        return passes * self.fixed + rows * self.row
+
+
+def expected_duration(setup: Setup) -> Duration:
+    settings, recipe, cost = setup.settings, setup.recipe, pass_cost(setup)
+    given = 60 * settings.minutes
+    stages, least = {}, {}
+    if settings.train:
+        tokens = settings.tokens or recipe.length * recipe.documents
+        groups = ceil(len(setup.layers) / setup.resources.exits_together)
+        write = cost.of(tokens / setup.engine.max_batch, tokens)
+        train = (settings.steps or recipe.least_steps) * training_step_seconds(setup) * groups
+        stages = {"write": write, "read": cost.of(0, tokens), "train": train}
+        if settings.tokens is None:
+            least["write"] = write, WRITING_SHARE
+            stages["write"] = max(write, WRITING_SHARE * given)
+            stages["read"] *= stages["write"] / write
+        if settings.steps is None:
+            least["train"] = train, TRAINING_SHARE
+            stages["train"] = max(train, TRAINING_SHARE * given)
+    prompts = [setup.measuring_prompts(domain) for domain in setup.domains]
+    answers = len(TEMPERATURES) * sum(map(len, prompts))
+    prompt_tokens = sum(len(prompt) for of_domain in prompts for prompt in of_domain)
+    rows = 2 * (len(TEMPERATURES) * prompt_tokens + answers * setup.answer_tokens)  # written, then read
+    stages["measure"] = cost.of(answers * setup.answer_tokens / setup.engine.max_batch, rows)
+    stages["time"] = cost.of(*timing.passes_and_rows(len(setup.layers), setup.engine.has_kernels))
+    length = trial.trial_length(TRYING_SHARE * given / len(prompts), cost.of(1, 1))
+    stages["try"] = sum(cost.of(*trial.passes_and_rows(of_domain, length)) for of_domain in prompts)
+    if setup.model.device.type == "cuda":
+        stages = {"all": max(given, sum(stages.values()))}
+    return Duration(stages, least)
+
+
+@torch.no_grad()
+def pass_cost(setup: Setup) -> PassCost:
+    """From the times of two passes of different numbers of rows, each the faster of two."""
+    few, many = (min(_pass_seconds(setup, rows) for _ in range(2)) for rows in _TIMED_ROWS)
+    row = max(0.0, many - few) / (_TIMED_ROWS[1] - _TIMED_ROWS[0])
+    return PassCost(max(0.0, few - row * _TIMED_ROWS[0]), row)
+
+
+def _pass_seconds(setup: Setup, rows: int) -> float:
+    model = setup.model
+    batch = Corpus.empty(rows, 1).to(model.device)
+    started = time.perf_counter()
+    *_, hidden = hidden_states(model, batch)
+    model.logits(hidden[:, 0]).cpu()  # waits for the device
+    return time.perf_counter() - started
+
+
+def training_step_seconds(setup: Setup) -> float:
+    """Seconds of a training step of one group of exits, on text of zeros."""
+    recipe, model = setup.recipe, setup.model
+    corpus = Corpus.empty(recipe.rows, recipe.length)
+    corpus.documents.fill_(1)
+    corpus.predicts.fill_(True)
+    features = torch.zeros(*corpus.tokens.shape, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype)
+    head_rows = torch.arange(heads.largest_head(setup.vocabulary), device=model.device)
+    layers = setup.layers[: setup.resources.exits_together]
+    trainer = Trainer(model, layers, corpus, features, head_rows, replace(recipe, warmup=1), steps=4)
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        trainer.train_step()
+        trainer.seen.cpu()  # waits for the device
+        times.append(time.perf_counter() - started)
+    return min(times)
