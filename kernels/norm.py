@@ -206,8 +206,9 @@ def _rms_norm_kernel(
             (stored * next_scales).to(scaled_out.dtype.element_ty),
             mask=inside,
         )
-        sums = tree_sum(stored * stored, BLOCKS, WIDTH)
-        tl.store(squares_out + row * squares_stride + block, sums, mask=block < SQUARES)
+        tl.store(
+            squares_out + row * squares_stride + block, tree_sum(stored * stored, BLOCKS, WIDTH), mask=block < SQUARES
+        )
 
 
 def rms_norm(

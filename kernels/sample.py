@@ -291,8 +291,8 @@ def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: t
         # A token is kept if (mass above it) / (mass that top-k keeps) < top_p.
         if top_k >= 1:
             at_cutoff = _mass(from_int_scores(cutoff), largest)
-            above = _amount_above(int_scores, columns, cutoff, largest, True, SPAN)
-            total = tl.math.fma(equals.to(tl.float32), at_cutoff, above)
+            count = equals.to(tl.float32)
+            total = tl.math.fma(count, at_cutoff, _amount_above(int_scores, columns, cutoff, largest, True, SPAN))
         else:
             total = _amount_above(int_scores, columns, cutoff - 1, largest, True, SPAN)
         target = top_p * total
@@ -334,8 +334,8 @@ def _search_kernel(
         score = tl.load(int_scores + column, mask=column < columns, other=-0x80000000)
         at_cutoff = (score == cutoff).to(tl.int32)
         values = from_int_scores(score)
-        stays = (score == cutoff) & (seen + tl.cumsum(at_cutoff, 0) <= equals)
-        keep = ((score > cutoff) | stays) & (values >= least)
+        keep = (score > cutoff) | ((score == cutoff) & (seen + tl.cumsum(at_cutoff, 0) <= equals))
+        keep = keep & (values >= least)
         seen += tl.sum(at_cutoff, 0)
         best = tl.maximum(best, _best_with_noise(values, column, keep, noise, row, sequence, STREAM))
     tl.store(tokens_out + row * out_stride, unpack_tokens(best))
