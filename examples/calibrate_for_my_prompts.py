@@ -21,8 +21,8 @@ DISHES = ["pancakes", "tomato soup", "fried rice", "apple pie", "lentil stew", "
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo", help="folder, GGUF file or hub name")
 parser.add_argument("--out", type=Path, default=Path("my-profile"), help="folder of the profile")
-parser.add_argument("--tokens", type=int, default=2000, help="of text that the model writes to train on")
-parser.add_argument("--steps", type=int, default=20, help="of training")
+parser.add_argument("--tokens", type=int, default=1000, help="of text that the model writes to train on")
+parser.add_argument("--steps", type=int, default=10, help="of training")
 parser.add_argument("--max-new-tokens", type=int, default=32)
 args = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What a request gives back: statistics, outputs, completions and streams, made from a request's sequences."""
+"""Results of requests: statistics, outputs, completions and streams, made from a request's sequences."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from selfspec.text import Detokenizer
 
 @dataclass(frozen=True)
 class Stats:
-    """What happened to one sequence."""
+    """Statistics of one sequence. `cycles` counts steps."""
 
     new_tokens: int
     cycles: int
     drafted: int
     accepted: int
-    accept_rate: float  # the chance that a reached depth held the target's token; 0 where nothing was drafted
+    accept_rate: float  # share of reached depths whose node was accepted; 0 where nothing was drafted
     tokens_per_cycle: float
     plan: str  # the most used one
     exit_layer: int | None
     disabled_reason: str | None  # the first that held
     finish_reason: str
     elapsed_s: float
-    changes: list[Change]  # how it began and every change of plan since
-    ood: bool  # its text was found to be unlike what the exit was calibrated on
-    accepted_by_depth: list[int]  # drafted tokens that were right, by their depth from the first drafted token on
-    reached_by_depth: list[int]  # cycles that got as far as each depth
+    changes: list[Change]  # the first plan and every change of plan or reason since
+    ood: bool  # the text was found to be unlike the texts that the exit was calibrated on
+    accepted_by_depth: list[int]  # accepted nodes of each depth, from depth 1 on
+    reached_by_depth: list[int]  # steps that accepted or rejected nodes of each depth
 
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate` returns with return_dict_in_generate=True."""
+    """Returned by `generate` with return_dict_in_generate=True."""
 
     sequences: torch.Tensor  # [B * num_return_sequences, longest]
     stats: list[Stats]
@@ -57,7 +57,7 @@ class Completion:
 
 
 class Stream(Iterator[str]):
-    """Text pieces of one completion in progress. `completion` tells the rest once the pieces have run out."""
+    """Text pieces of one completion in progress. `completion` holds the result once all pieces were read."""
 
     def __init__(self, request: Request, scheduler: Scheduler, tokenizer: Any) -> None:
         self._request, self._sequence, self._scheduler = request, request.sequences[0], scheduler
@@ -108,13 +108,13 @@ class Stream(Iterator[str]):
         return self._made - self._shown
 
     def _has_more(self) -> bool:
-        """Whether there is a token to show, once another step has run if need be."""
+        """Waits for the next step if every token was shown; returns whether there is another token."""
         if not self._waiting:
             self._made = next(self._progress, self._made)
         return self._waiting > 0
 
     def _show(self, count: int) -> str:
-        """What the next `count` tokens add to the text."""
+        """Returns the text that the next `count` tokens add."""
         sequence = self._sequence
         start = len(sequence.prompt) + self._shown
         self._shown += count
@@ -148,24 +148,24 @@ def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     return Completion(text, tokens, sequence.finish_reason, stats_of(sequence), list(sequence.origins))
 
 
-def stats_of(row: Sequence) -> Stats:
-    reached = row.accepted + row.rejections
-    assert row.finish_reason is not None
-    exit = row.request.drafter.exit if row.request.drafter is not None else None
+def stats_of(sequence: Sequence) -> Stats:
+    reached = sequence.accepted + sequence.rejections
+    assert sequence.finish_reason is not None
+    exit = sequence.request.drafter.exit if sequence.request.drafter is not None else None
     return Stats(
-        new_tokens=row.new_tokens,
-        cycles=row.steps,
-        drafted=row.drafted,
-        accepted=row.accepted,
-        accept_rate=row.accepted / reached if reached else 0.0,
-        tokens_per_cycle=row.new_tokens / row.steps,
-        plan=str(row.plans.most_common(1)[0][0]),
+        new_tokens=sequence.new_tokens,
+        cycles=sequence.steps,
+        drafted=sequence.drafted,
+        accepted=sequence.accepted,
+        accept_rate=sequence.accepted / reached if reached else 0.0,
+        tokens_per_cycle=sequence.new_tokens / sequence.steps,
+        plan=str(sequence.plans.most_common(1)[0][0]),
         exit_layer=None if exit is None else exit.layer,
-        disabled_reason=row.disabled_reason,
-        finish_reason=row.finish_reason,
-        elapsed_s=row.elapsed_s,
-        changes=list(row.changes),
-        ood=row.ood,
-        accepted_by_depth=list(row.accepted_by_depth),
-        reached_by_depth=list(row.reached_by_depth),
+        disabled_reason=sequence.disabled_reason,
+        finish_reason=sequence.finish_reason,
+        elapsed_s=sequence.elapsed_s,
+        changes=list(sequence.changes),
+        ood=sequence.ood,
+        accepted_by_depth=list(sequence.accepted_by_depth),
+        reached_by_depth=list(sequence.reached_by_depth),
     )

@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts in their accepted forms, and text that grows token by token."""
+"""Converts prompts to tokens, and tokens to text piece by piece."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 Message = dict[str, Any]
 Prompt = str | list[Message]  # a text to continue, or a chat to answer
 
-_CONTEXT = 8  # tokens of a prompt's end that a text is decoded after: more than one character is ever spread over
+_CONTEXT = 8  # tokens of the prompt's end that text is decoded after; no character takes more than 4 (bytes)
 
 
 def is_messages(prompt: Any) -> bool:
-    """Whether this is one chat: a list of {'role': ..., 'content': ...}."""
+    """Returns whether this is one chat: a list of {'role': ..., 'content': ...}."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a text as it is, or of a chat through the tokenizer's template."""
+    """Returns the token ids of a text as it is, or of a chat by the tokenizer's chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if not is_messages(prompt):
@@ -61,7 +61,7 @@ class Detokenizer:
         self._shown = len(self._tokens)  # tokens before here are already in the text
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that these tokens add; `last` gives out even an incomplete character."""
+        """Returns the text that these tokens add; with `last` also an incomplete character."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._shown])
         after = self._decode(self._tokens[self._start :])
@@ -71,7 +71,7 @@ class Detokenizer:
         return after[len(commonprefix((before, after))) :]  # a character begun in the prompt is in neither as a whole
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The last few tokens of the prompt, as many as it takes to have some text: special tokens have none."""
+        """Returns the last tokens of the prompt, at least 8 and enough to have text: special tokens have none."""
         count = _CONTEXT
         while count < len(prompt) and not self._decode(list(prompt[-count:])):
             count *= 2

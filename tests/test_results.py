@@ -23,7 +23,7 @@ Cycle = list[tuple[str, int]]  # origins and tokens of a step
 
 
 class Script:
-    """Stands in for a scheduler with one request: each step brings the tokens that it is told to bring."""
+    """Stands in for a scheduler with one request: each step brings the tokens that the test lists."""
 
     def __init__(self, *cycles: Cycle, exit_layer: int | None = 3, fails: bool = False) -> None:
         self.script, self.fails, self.ended = cycles, fails, 0
@@ -167,7 +167,7 @@ class TestCompletions:
         assert len(of.tokens) == len(of.origins) == of.stats.new_tokens == 7
         assert of.origins == [origin for _, origin in MARKED]
 
-    def test_statistics_tell_every_change_and_acceptance_by_depth(self):
+    def test_statistics_list_every_change_and_acceptance_by_depth(self):
         """Steps accept 2, none (plain), 0 and 1 nodes of a tree of depth 2."""
         stats = completion(*CYCLES).stats
         tree = "tree:4,2"
