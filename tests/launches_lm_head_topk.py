@@ -20,40 +20,40 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def drawing(
+def sampling_of(
     rows: int, sequences: int, vocabulary: int, small_top_k: bool = False
 ) -> tuple[Noise, Truncation, Processing]:
     """Noise, truncation and processing of a tree with `rows` rows."""
     ints, floats = partial(_empty, dtype=torch.int32), partial(_empty, dtype=torch.float32)
     noise = Noise(_empty(sequences, dtype=torch.int64), ints(sequences), ints(rows), floats(sequences))
-    cuts = Truncation(ints(sequences), floats(sequences), floats(sequences), small_top_k)
+    truncation = Truncation(ints(sequences), floats(sequences), floats(sequences), small_top_k)
     nodes = rows // sequences
     processing = Processing(
         floats(sequences), floats(sequences), floats(sequences), floats(sequences, vocabulary),
         ints(sequences, vocabulary), ints(sequences), ints(sequences, 8), ints(rows), ints(nodes, 5), ints(nodes),
         ints(rows),
     )  # fmt: skip
-    return noise, cuts, processing
+    return noise, truncation, processing
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each row tile, short and long sums, each feature of a head, and each way to find the best tokens."""
     for model, rows, names in (
-        ("smol", 1, "greedy sampled processed"),
-        ("smol", 64, "sampled logits processed"),
-        ("8b", 1, "sampled processed"),
-        ("8b", 32, "greedy processed"),
-        ("8b", 64, "greedy scores processed"),
+        ("smol", 1, "processed"),
+        ("smol", 64, "logits"),
+        ("8b", 32, "sampled"),
+        ("8b", 64, "processed"),
     ):
         vocabulary, hidden = SIZES[model]
         x, weight = _empty(rows, hidden), _empty(vocabulary, hidden)
-        noise, cuts, processing = drawing(rows, 1 if rows == 1 else 4, vocabulary)
+        noise, truncation, processing = sampling_of(rows, 1 if rows == 1 else 4, vocabulary)
         one, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
         logits = _empty(rows, vocabulary, dtype=torch.float32)
         calls: dict[str, Callable[[], object]] = {
-            "greedy": partial(lm_head_scores, x, weight, one),
             "sampled": partial(lm_head_scores, x, weight, one, noise=noise),
-            "scores": partial(lm_head_scores, x, weight, many, noise=noise),
-            "processed": partial(lm_head_scores, x, weight, many, noise=noise, truncation=cuts, processing=processing),
+            "processed": partial(
+                lm_head_scores, x, weight, many, noise=noise, truncation=truncation, processing=processing
+            ),
             "logits": partial(lm_head_logits, x, weight, logits),
         }
         yield from ((f"{name}, {model}, {rows} rows", calls[name]) for name in names.split())
@@ -65,18 +65,16 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
     count, rows = _empty(1, dtype=torch.int32), _empty(15872, dtype=torch.int32)
-    x, whole, part = _empty(16, 576), _empty(49152, 576), _empty(15872, 576)
-    noise, _, processing = drawing(16, 4, 49152)
+    x, whole = _empty(16, 576), _empty(49152, 576)
+    noise, _, processing = sampling_of(16, 4, 49152)
     scores = Scores.empty(16, 15872, 20, "meta")
-    yield "trimmed copy", lambda: lm_head_scores(x, part, scores, token_ids=rows, count=count, noise=noise)
-    yield "trimmed gather", lambda: lm_head_scores(x, whole, scores, token_ids=rows, gather=True, noise=noise)
     yield (
         "trimmed processed",
         lambda: lm_head_scores(
             x, whole, scores, token_ids=rows, gather=True, count=count, noise=noise, processing=processing
         ),
     )
-    for columns, width in ((15872, 20), (128256, 1), (128256, 64), (128256, 256)):
+    for columns, width in ((128256, 1), (15872, 20), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
-        yield f"merge {columns} {width}", partial(topk_tokens, found, out, finite=width == 1)
+        yield f"top-k {width} of {columns}", partial(topk_tokens, found, out, finite=width == 1)

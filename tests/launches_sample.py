@@ -9,23 +9,23 @@ import torch
 
 from selfspec.kernels.accept import TOKENS, accept
 from selfspec.kernels.sample import SampleWorkspace, sample
-from tests.launches_lm_head_topk import META, drawing
+from tests.launches_lm_head_topk import META, sampling_of
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    for vocabulary, rows, sequences in ((49152, 16, 1), (49152, 16, 4), (128256, 16, 1)):
-        noise, small_top_k, processing = drawing(rows, sequences, vocabulary, small_top_k=True)
-        _, truncation, _ = drawing(rows, sequences, vocabulary)
+    for vocabulary, rows, sequences in ((49152, 16, 1), (128256, 16, 4)):
+        noise, small_top_k, processing = sampling_of(rows, sequences, vocabulary, small_top_k=True)
+        _, truncation, _ = sampling_of(rows, sequences, vocabulary)
         logits = torch.empty(rows, vocabulary, device=META)
         out = torch.empty(rows, dtype=torch.int32, device=META)
         small, large = (SampleWorkspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
         at = f"{vocabulary}, {sequences} sequences"
-        yield f"greedy, {at}", partial(sample, logits, out, large)
         yield f"small top-k, {at}", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
         yield (
             f"any parameters, {at}",
             partial(sample, logits, out, large, noise=noise, truncation=truncation, processing=processing),
         )
+    yield "greedy", partial(sample, logits, out, large)
     yield "accept", partial(_accept, None, None)
     yield "accept and count", partial(_accept, _ints(4, 49152), _ints(4, 8))
 

@@ -15,7 +15,7 @@ from selfspec.kernels.sample import SampleWorkspace, sample, sample_scored
 from selfspec.kernels.topk import Scores, topk_tokens
 from selfspec.sampling import NoiseKey, SamplingParams, ranked, warp_logits
 from selfspec.speculation.plan import Plan
-from tests.slots import Batch, drawn, drawn_with_own_features
+from tests.sampling_batches import Batch, drawn, drawn_with_own_features
 
 pytestmark = [
     pytest.mark.gpu,

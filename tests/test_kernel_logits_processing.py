@@ -19,7 +19,7 @@ from selfspec.kernels.score_logits import score_logits  # noqa: E402
 from selfspec.kernels.topk import Scores, topk_tokens  # noqa: E402
 from selfspec.sampling import ranked  # noqa: E402
 from selfspec.speculation.plan import Plan  # noqa: E402
-from tests.slots import DEVICE, int_scores_of, off, random_processing, tree_of  # noqa: E402
+from tests.sampling_batches import DEVICE, int_scores_of, off, random_processing, tree_of  # noqa: E402
 from tests.strategies import plans  # noqa: E402
 
 

@@ -17,7 +17,7 @@ from selfspec.kernels.noise import Noise, Truncation  # noqa: E402
 from selfspec.kernels.sample import SampleWorkspace, sample, sample_reference  # noqa: E402
 from selfspec.kernels.topk import Scores  # noqa: E402
 from selfspec.speculation.plan import Plan  # noqa: E402
-from tests.slots import DEVICE, Batch, drawn, drawn_with_own_features  # noqa: E402
+from tests.sampling_batches import DEVICE, Batch, drawn, drawn_with_own_features  # noqa: E402
 from tests.strategies import plans  # noqa: E402
 
 
@@ -37,7 +37,7 @@ def test_a_sequence_draws_the_same_alone_and_in_any_batch(
         torch.manual_seed(seed)
         weight = torch.randint(-2, 3, (vocabulary, 16)).half()
         batch = Batch.random(plan, sequences, vocabulary)
-        tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
+        tokens, keys = drawn(batch, weight, batch.noise, batch.truncation, batch.processing)
         for part in [[sequence] for sequence in range(sequences)] + [order]:
             rows = batch.rows_of(part)
             own_tokens, own_keys = drawn_with_own_features(batch.take(part), weight)
@@ -56,8 +56,8 @@ def test_sequences_with_different_parameters_draw_as_the_reference(
         logits = torch.randn(len(batch.x), vocabulary) * 3
         out = torch.full((len(batch.x),), -7)
         work = SampleWorkspace.empty(len(batch.x), vocabulary, DEVICE)
-        sample(logits, out, work, noise=batch.noise, truncation=batch.cuts, processing=batch.processing)
-        expected = sample_reference(logits, batch.noise, batch.cuts, batch.processing)
+        sample(logits, out, work, noise=batch.noise, truncation=batch.truncation, processing=batch.processing)
+        expected = sample_reference(logits, batch.noise, batch.truncation, batch.processing)
         assert torch.equal(out, expected)
 
 
@@ -98,6 +98,6 @@ def test_scores_from_the_head_equal_scores_from_its_logits() -> None:
     lm_head_logits(batch.x, weight, logits, softcap=4.0)
     torch.testing.assert_close(logits, lm_head_reference(batch.x.float(), weight.float(), 4.0), atol=1e-5, rtol=1e-5)
     work = SampleWorkspace.empty(len(batch.x), 300, DEVICE)
-    sample(logits, out, work, noise=batch.noise, truncation=batch.cuts, processing=batch.processing)
-    tokens, keys = drawn(batch, weight, batch.noise, batch.cuts, batch.processing)
+    sample(logits, out, work, noise=batch.noise, truncation=batch.truncation, processing=batch.processing)
+    tokens, keys = drawn(batch, weight, batch.noise, batch.truncation, batch.processing)
     assert torch.equal(out, tokens) and torch.equal(work.scores.tile_keys, keys)

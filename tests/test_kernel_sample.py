@@ -59,20 +59,20 @@ def workspace(rows: int, vocabulary: int, small_top_k: bool = False) -> SampleWo
     return work
 
 
-def chosen(logits: torch.Tensor, noise: Noise | None, cuts: Truncation | None) -> torch.Tensor:
+def chosen(logits: torch.Tensor, noise: Noise | None, truncation: Truncation | None) -> torch.Tensor:
     out = torch.full((logits.shape[0],), -7)
     sample(
         logits,
         out,
-        workspace(*logits.shape, small_top_k=cuts is not None and cuts.small_top_k),
+        workspace(*logits.shape, small_top_k=truncation is not None and truncation.small_top_k),
         noise=noise,
-        truncation=cuts,
+        truncation=truncation,
     )
     return out
 
 
-def expected(logits: torch.Tensor, noise: Noise, **cuts: Any) -> torch.Tensor:
-    wanted = [SamplingParams(do_sample=True, temperature=TEMPERATURE, **cuts)] * len(logits)
+def expected(logits: torch.Tensor, noise: Noise, **parameters: Any) -> torch.Tensor:
+    wanted = [SamplingParams(do_sample=True, temperature=TEMPERATURE, **parameters)] * len(logits)
     key = NoiseKey(noise.seeds, noise.sample_indices, noise.positions.long())
     return sampling.choose(warp_logits(logits, wanted), wanted, key)
 
@@ -154,12 +154,14 @@ def test_of_equal_tokens_the_lower_ids_are_kept_and_each_of_them_can_be_drawn(to
     assert max(drawn) > 100 + top_k // 2 and (top_k > 4 or len(drawn) == 4)
 
 
-@pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
+@pytest.mark.parametrize("parameters", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
 @pytest.mark.parametrize(("top_p", "kept"), [(0.4975, {1}), (0.5025, {1, 0})])
-def test_top_p_keeps_tokens_until_their_mass_reaches_it(cuts: dict[str, Any], top_p: float, kept: set[int]) -> None:
+def test_top_p_keeps_tokens_until_their_mass_reaches_it(
+    parameters: dict[str, Any], top_p: float, kept: set[int]
+) -> None:
     shares = torch.tensor([0.3, 0.5, 0.0, 0.2])
     logits = (shares.log() * TEMPERATURE).repeat(10, 1)
-    assert set(chosen(logits, noise_for(10, 2), truncation_for(10, **cuts, top_p=top_p)).tolist()) == kept
+    assert set(chosen(logits, noise_for(10, 2), truncation_for(10, **parameters, top_p=top_p)).tolist()) == kept
 
 
 @pytest.mark.parametrize("top_k", [3, 65, 300, 0])
@@ -170,10 +172,10 @@ def test_min_p_keeps_tokens_with_its_share_of_the_best(top_k: int) -> None:
     assert set(got.tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("cuts", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
-def test_the_best_token_is_kept_at_any_top_p(cuts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("parameters", [{"top_k": 3}, {"top_k": 65}, {"top_k": 300}, {}], ids=str)
+def test_the_best_token_is_kept_at_any_top_p(parameters: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
-    assert chosen(logits, noise_for(1), truncation_for(1, **cuts, top_p=0.0)).tolist() == [1]
+    assert chosen(logits, noise_for(1), truncation_for(1, **parameters, top_p=0.0)).tolist() == [1]
 
 
 def test_without_noise_the_first_of_the_largest_is_chosen() -> None:
@@ -205,11 +207,11 @@ def test_special_values_are_ordered(name: str) -> None:
     assert out[0].tolist() == order
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_k": 65}, {"top_k": 300}, {"top_p": 0.9}], ids=str)
-def test_banned_tokens_are_not_drawn(cut: dict[str, Any]) -> None:
+@pytest.mark.parametrize("parameters", [{"top_k": 5}, {"top_k": 65}, {"top_k": 300}, {"top_p": 0.9}], ids=str)
+def test_banned_tokens_are_not_drawn(parameters: dict[str, Any]) -> None:
     logits = torch.full((8, 100), -math.inf)
     logits[:, 70], logits[:, 30] = 1.0, 1.5
-    got = chosen(logits, noise_for(8), truncation_for(8, **cut))
+    got = chosen(logits, noise_for(8), truncation_for(8, **parameters))
     assert set(got.tolist()) == {30, 70}
 
 
@@ -239,16 +241,16 @@ def test_a_row_without_a_finite_best_score_has_no_choice(way: str) -> None:
 def test_scores_of_the_head_equal_scores_of_its_logits() -> None:
     torch.manual_seed(0)
     x, weight = torch.randint(-2, 3, (3, 48)).half(), torch.randint(-2, 3, (333, 48)).half()
-    logits, noise, cuts = torch.empty(3, 333), noise_for(3), truncation_for(3, 20)
+    logits, noise, truncation = torch.empty(3, 333), noise_for(3), truncation_for(3, 20)
     lm_head_logits(x, weight, logits)
     ours, theirs = workspace(3, 333, small_top_k=True), workspace(3, 333, small_top_k=True)
-    lm_head_scores(x, weight, ours.scores, noise=noise, truncation=cuts)
-    score_logits(logits, theirs.scores, noise=noise, truncation=cuts)
+    lm_head_scores(x, weight, ours.scores, noise=noise, truncation=truncation)
+    score_logits(logits, theirs.scores, noise=noise, truncation=truncation)
     assert ours.scores.int_scores is not None and theirs.scores.int_scores is not None
     assert torch.equal(ours.scores.tile_keys, theirs.scores.tile_keys)
     assert torch.equal(ours.scores.int_scores, theirs.scores.int_scores)
     out = torch.full((3,), -7, dtype=torch.int32)
-    sample_scored(333, out, ours, noise=noise, truncation=cuts)
+    sample_scored(333, out, ours, noise=noise, truncation=truncation)
     assert torch.equal(out.long(), expected(logits, noise, top_k=20))
 
 

@@ -1,4 +1,4 @@
-"""Sequences with random sampling parameters side by side, for tests of the kernels that take these."""
+"""Batches of sequences with random sampling parameters, for tests of the kernels that sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tree:
 
 
 def tree_of(plan: Plan) -> Tree:
-    paths = torch.full((len(plan) + 1, plan.depth + 1), 10**6, dtype=torch.int32)  # behind a node: not to be followed
+    paths = torch.full((len(plan) + 1, plan.depth + 1), 10**6, dtype=torch.int32)  # past a node's depth: out of range
     for node, depth in enumerate(plan.depths):
         above = node
         for at in range(depth, -1, -1):
@@ -35,7 +35,7 @@ def tree_of(plan: Plan) -> Tree:
 
 
 def off(tree: Tree, sequences: int, vocabulary: int) -> Processing:
-    """Everything off; all nodes carry token 0."""
+    """All parameters off; every node has token 0."""
     rows = len(tree.depths) * sequences
     return Processing(
         torch.ones(sequences), torch.zeros(sequences), torch.zeros(sequences),
@@ -46,7 +46,7 @@ def off(tree: Tree, sequences: int, vocabulary: int) -> Processing:
 
 
 def random_processing(plan: Plan, sequences: int, vocabulary: int) -> Processing:
-    """Every parameter is on for about half of the sequences."""
+    """Each parameter is on for about half of the sequences."""
     processing = off(tree_of(plan), sequences, vocabulary)
 
     def some(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -67,20 +67,20 @@ def random_processing(plan: Plan, sequences: int, vocabulary: int) -> Processing
 
 
 def int_scores_of(values: torch.Tensor) -> torch.Tensor:
-    """The levels of float32 values, by the definition in `kernels.noise`."""
+    """The int scores of float32 values, as `kernels.noise.to_int_scores` defines them."""
     bits = (values + 0.0).view(torch.int32)
-    levels = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).int()
-    assert (levels > NO_SCORE).all()
-    return levels
+    scores = torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).int()
+    assert (scores > NO_SCORE).all()
+    return scores
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a tree for B sequences, and the parameters of each."""
+    """Rows of a tree for B sequences, and the sequences' parameters."""
 
     x: torch.Tensor
     noise: Noise
-    cuts: Truncation
+    truncation: Truncation
     processing: Processing
 
     @classmethod
@@ -92,12 +92,12 @@ class Batch:
         rows = len(processing.positions)
         seeds, indices = torch.randint(0, 2**40, (sequences,)), torch.randint(0, 3, (sequences,))
         noise = Noise(seeds, indices, processing.positions, any_of([0.0, 0.7, 1.4], torch.float32))
-        cuts = Truncation(
+        truncation = Truncation(
             any_of([0, 0, 1, 7, 64, 65, 200, 257], torch.int32),
             any_of([1.0, 1.0, 0.6, 0.95], torch.float32),
             any_of([0.0, 0.0, 0.05], torch.float32),
         )
-        return cls(torch.randint(-2, 3, (rows, hidden)).half(), noise, cuts, processing)
+        return cls(torch.randint(-2, 3, (rows, hidden)).half(), noise, truncation, processing)
 
     def take(self, order: list[int]) -> Batch:
         """The batch of these sequences."""
@@ -109,7 +109,7 @@ class Batch:
         return Batch(
             self.x[rows],
             Noise(noise.seeds[at], noise.sample_indices[at], positions, noise.temperature[at]),
-            Truncation(self.cuts.top_k[at], self.cuts.top_p[at], self.cuts.min_p[at]),
+            Truncation(self.truncation.top_k[at], self.truncation.top_p[at], self.truncation.min_p[at]),
             replace(
                 processing,
                 **{name: getattr(processing, name)[at] for name in named},
@@ -131,35 +131,39 @@ class Batch:
 
     @property
     def small_top_k(self) -> bool:
-        cut = self.cuts.on & (self.noise.temperature > 0)
-        return bool((~cut | ((self.cuts.top_k >= 1) & (self.cuts.top_k <= 64))).all())
+        truncated = self.truncation.on & (self.noise.temperature > 0)
+        return bool((~truncated | ((self.truncation.top_k >= 1) & (self.truncation.top_k <= 64))).all())
 
 
 def drawn(
-    batch: Batch, weight: torch.Tensor, noise: Noise | None, cuts: Truncation | None, processing: Processing | None
+    batch: Batch,
+    weight: torch.Tensor,
+    noise: Noise | None,
+    truncation: Truncation | None,
+    processing: Processing | None,
 ):
     """Choices [R] and the tiles' keys [R, tiles]."""
     rows, vocabulary = len(batch.x), len(weight)
-    if noise is None or cuts is None:
+    if noise is None or truncation is None:
         scores, out = Scores.empty(rows, vocabulary, 1, DEVICE), torch.full((rows, 1), -7)
         lm_head_scores(batch.x, weight, scores, softcap=4.0, noise=noise, processing=processing)
         topk_tokens(scores, out, finite=True)
         return out[:, 0], scores.tile_keys
-    work, out = SampleWorkspace.empty(rows, vocabulary, DEVICE, cuts.small_top_k), torch.full((rows,), -7)
+    work, out = SampleWorkspace.empty(rows, vocabulary, DEVICE, truncation.small_top_k), torch.full((rows,), -7)
     work.masses.fill_(torch.nan)
     work.undecided.fill_(7)
-    lm_head_scores(batch.x, weight, work.scores, softcap=4.0, noise=noise, truncation=cuts, processing=processing)
-    sample_scored(vocabulary, out, work, noise=noise, truncation=cuts)
+    lm_head_scores(batch.x, weight, work.scores, softcap=4.0, noise=noise, truncation=truncation, processing=processing)
+    sample_scored(vocabulary, out, work, noise=noise, truncation=truncation)
     return out, work.scores.tile_keys
 
 
 def drawn_with_own_features(batch: Batch, weight: torch.Tensor):
     sampled = bool((batch.noise.temperature > 0).any())
-    cut = sampled and bool(batch.cuts.on.any())
+    truncated = sampled and bool(batch.truncation.on.any())
     return drawn(
         batch,
         weight,
         batch.noise if sampled else None,
-        replace(batch.cuts, small_top_k=batch.small_top_k) if cut else None,
+        replace(batch.truncation, small_top_k=batch.small_top_k) if truncated else None,
         batch.processing if batch.processes else None,
     )
