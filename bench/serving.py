@@ -97,7 +97,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> dict[str, list[Result]]:
     """Runs the parts in order until the budget is spent; with kernels each runs once before, which captures graphs."""
-    found: dict[str, list[Result]] = {}
+    found: dict[str, list[Result]] = {part: [] for part in parts}  # empty: not reached
     scheduler = target.engine.scheduler
     max_decoding = scheduler.max_decoding
     try:

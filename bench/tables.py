@@ -187,7 +187,8 @@ def serving(found: Result) -> list[str]:
         names = list(results[0])
         headings = [name.replace("_", " ").replace(" per s", "/s").replace(" ms", ", ms") for name in names]
         lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(of.values()) for of in results]), ""]
-    return lines[:-1]
+    missing = [part for part, results in found.items() if not results]
+    return [*lines, f"Not reached within the time budget: {', '.join(missing)}."] if missing else lines[:-1]
 
 
 PARTS = {

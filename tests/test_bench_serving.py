@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import exactness, options, serving, synthetic
+from bench import exactness, options, serving, synthetic, tables
 from bench.requests import Target, TimedRequest, built_in_options, run_together
 from bench.timing import Limit
 from selfspec import Engine
@@ -119,10 +119,11 @@ def test_a_spent_budget_leaves_one_run_of_every_option() -> None:
     assert len(found["results"]) == 15 and {of["sequences"] for of in found["results"]} == {1}
 
 
-def test_a_spent_budget_leaves_out_the_parts_of_serving_that_come_last() -> None:
+def test_parts_of_serving_beyond_the_budget_are_named() -> None:
     load = serving.Load(new_tokens=2, requests=2, decoding=2, repeat=1)
-    assert serving.measure(target(), load, ["throughput"], Limit(0.0)) == {}
-    assert list(serving.measure(target(), load, ["throughput"], Limit())) == ["throughput"]
+    found = serving.measure(target(), load, ["throughput", "latency"], Limit(0.0))
+    assert tables.serving(found) == ["Not reached within the time budget: throughput, latency."]
+    assert len(serving.measure(target(), load, ["throughput"], Limit())["throughput"]) == 2
     assert engine().scheduler.max_decoding == 4  # restored
 
 
