@@ -37,28 +37,28 @@ from tests.tiny import tiny_model
 ONLY_INTERPRETED = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="in Triton's interpreter, where there is no GPU"
 )
-LAYER = 1  # of the exit
-CONTEXT = 256  # tokens; attention is planned for them, so longer contexts take more interpreted programs
-SLOTS = 4  # sequences that decode together at most
+LAYER = 1  # exit layer N of the tests' exits: half of the model
+CONTEXT = 256  # tokens per sequence at most; every further range of attention is one more interpreted program
+SLOTS = 4  # sequences of a batch at most
 
 
 @cache
 @torch.inference_mode(False)
 def decoder(family: str = "llama") -> Decoder:
-    """Two layers in float32, whose logits are well spread."""
+    """A model of two layers in float32, whose logits differ clearly."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": CONTEXT}
     return loading.adopt(tiny_model(family, dtype=torch.float32, **sizes))
 
 
 @cache
 def trained_exit(family: str = "llama") -> Exit:
-    """With everything that an exit can have: a block with recall, a norm, and a trimmed head."""
+    """An exit with a block that recalls, a norm, and a trimmed head."""
     return replace(random_exit(decoder(family), LAYER), head_rows=random_rows(40))
 
 
 @cache
 def accurate_exit() -> Exit:
-    """Nearly the model itself, so that most drafts are accepted; over most of the head."""
+    """An exit so close to the model that most drafts are accepted; its head has 85 of 100 tokens."""
     return replace(random_exit(decoder(), LAYER, scale=0.01), head_rows=random_rows(85))
 
 
@@ -106,7 +106,7 @@ class ScriptedBatch(Batch):
         self.join(sequences)
 
     def dismiss(self, sequence: Sequence) -> None:
-        """A sequence leaves, ended or not, and its pages are free."""
+        """Removes a sequence, finished or not, and frees its pages."""
         self.leave([sequence])
         self.backend.cache.close(sequence.kv)
         sequence.finish_reason = sequence.finish_reason or "cancelled"
@@ -116,7 +116,7 @@ class ScriptedBatch(Batch):
             self.dismiss(sequence)
 
     def run(self, plans: Iterable[Plan] = (), after_step: Callable[[], None] = lambda: None) -> None:
-        """Steps until every sequence has ended; the plans are taken in turn, the last one for all further steps."""
+        """Steps until every sequence has finished; takes the plans in turn, the last one for all further steps."""
         left = list(plans)
         while self.running:
             self.plan = left.pop(0) if len(left) > 1 else left[0] if left else NONE
@@ -141,7 +141,7 @@ def sequence_of(
     processors: Seq[Callable] = (),
     criteria: Seq[Callable] = (),
 ) -> Sequence:
-    """One sequence in a request of its own; with an exit it may be drafted for, unless the mode says no."""
+    """One sequence in a request of its own; with an exit it drafts, unless the mode is False."""
     params = params or SamplingParams()
     sequence = Sequence(list(prompt), seed, 0, len(prompt) + new_tokens, params)
     policy = Policy(Rules(), params, mode=mode, plan=Plan.parse("chain:1") if mode == "force" else None)
@@ -152,7 +152,7 @@ def sequence_of(
 
 @torch.inference_mode()
 def plain_tokens(sequence: Sequence, family: str = "llama", processors: Seq[Callable] = ()) -> list[int]:
-    """What the reference backend decodes for the same prompt, parameters and seed: alone, and without an exit."""
+    """The tokens of the reference backend for the same prompt, parameters and seed, alone and without an exit."""
     alone = sequence_of(
         sequence.prompt, sequence.max_length - len(sequence.prompt), sequence.params, seed=sequence.seed,
         processors=processors,
