@@ -83,7 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
     add("--batch", type=int, nargs="+", default=[1, 4], help="rows at a time (default: 1 4)")
     add("--plans", type=Plan.parse, nargs="+", help="fixed plans to run beside the governor (default: all of its own)")
-    add("--longest-cycle", type=float, help="plain steps that the governor's cycles may take (default: the rules')")
+    add("--max-step", type=float, help="plain steps that a step of the governor's may take (default: the rules')")
     add("--limit", type=int, default=8, help="prompts of each set; a larger batch takes as many as it holds")
     add("--max-new-tokens", type=int, default=128, help="(default: 128)")
     add("--ignore-eos", action="store_true", help="every text goes on to the last token asked for")
@@ -96,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def open_engine(args: argparse.Namespace) -> Engine:
     return Engine.from_pretrained(
-        args.model, args.device, args.dtype, args.profile, Rules(longest_cycle=args.longest_cycle),
+        args.model, args.device, args.dtype, args.profile, Rules(max_step=args.max_step),
         max_length=args.max_length, max_batch=max(16, *args.batch), kernels=False if args.no_kernels else None,
     )  # fmt: skip
 
@@ -186,8 +186,8 @@ class Bench:
         return name if name in self.profile.domains else route(self.engine, prompts)
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
-        """Plain decoding, the fixed plans that were asked for or every plan of the ladder, also those with cycles that
-        the governor finds too long, and the governor."""
+        """Plain decoding, the fixed plans that were asked for or else every candidate of the governor (those that take
+        longer than `max_step` too), and the governor."""
         choice = self.profile.choice(domain)
         forced = {"speculative_decoding": "force", "exit_layer": choice.exit_layer, "domain": domain}
         plans = self.plans or self._plans(choice, domain, prompts.temperature, size)
@@ -196,9 +196,9 @@ class Bench:
 
     def _plans(self, choice: DomainChoice, domain: str, temperature: float, size: int) -> list[Plan]:
         sampling = SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0)
-        rules = self.engine.rules, replace(self.engine.rules, longest_cycle=math.inf)
-        ladders = [self.engine.drafters.ladder(domain, choice, Policy(of, sampling)) for of in rules]
-        plans = {plan for ladder in ladders for plan in ladder.plans(size)}
+        rules = self.engine.rules, replace(self.engine.rules, max_step=math.inf)
+        candidates = [self.engine.drafters.candidates(domain, choice, Policy(of, sampling)) for of in rules]
+        plans = {plan for of_rules in candidates for plan in of_rules.table(size).plans}
         return sorted(plans, key=lambda plan: (len(plan), str(plan)))
 
     def _rehearse(self, modes: list[Mode], prompts: PromptSet, batches: list[Batch]) -> None:

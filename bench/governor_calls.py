@@ -251,7 +251,7 @@ def around(turn: int, plain: Mode, fixed: Sequence[Mode], governor: Mode) -> dic
 
 
 def detection(plain: Mode, fixed: Sequence[Mode], governor: Mode) -> dict[str, Any]:
-    """Rows found strange, and rows of the batches in which every plan of the ladder really loses."""
+    """Rows found strange, and rows of the batches in which every fixed plan really loses."""
     counts = {"rows": 0, "flagged": 0, "losing": 0, "losing_flagged_early": 0}
     flagged_at = []
     for number in plain.calls:

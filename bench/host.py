@@ -24,8 +24,9 @@ from bench.timing import percentile
 from selfspec.backends.base import ExitScores, Step
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
-from selfspec.governor.candidates import Ladder
-from selfspec.governor.costs import Costs, guessed_cost
+from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.costs import Costs, estimated_cost
+from selfspec.governor.governor import Budget
 from selfspec.governor.rules import Policy, Rules
 from selfspec.metrics import Metrics
 from selfspec.sampling import SamplingParams
@@ -106,14 +107,18 @@ def idle_scheduler(
 ) -> tuple[Scheduler, Request]:
     """A scheduler with one waiting request of `count` sequences, governed or plain."""
     params, rules = SamplingParams(), Rules()
-    ladder = Ladder(Acceptance([[0.75, 0.1]]), {16: guessed_cost(1, 30)}, 1, max_tree_batch=4)
+    budget = Budget(rules.budget, rules.budget_refill)
+    candidates = PlanCandidates(Acceptance([[0.75, 0.1]]), {16: estimated_cost(1, 30)}, max_tree_batch=4)
     sequences = [Sequence([1] * PROMPT, seed, 0, PROMPT + new_tokens, params) for seed in range(count)]
     policy = Policy(rules, params, mode=None if governed else False)
-    drafter = Drafter(_EXIT, candidates=ladder) if governed else None
+    drafter = Drafter(_EXIT, candidates=candidates) if governed else None
     request = Request(sequences, policy=policy, drafter=drafter, is_prepared=True)
     cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
     drafters: Any = SimpleNamespace(
-        default_exit=_EXIT, shared_exit=lambda exit, drafters, prompts: exit, costs=lambda kind: costs
+        usual_exit=_EXIT,
+        shared_exit=lambda exit, drafters, prompts: exit,
+        costs=lambda kind: costs,
+        budget=lambda rules: budget,
     )
     scheduler = Scheduler(cache, drafters, Metrics(), lambda rejection: backend, max_decoding=count)
     scheduler.waiting.extend(sequences)
@@ -123,7 +128,7 @@ def idle_scheduler(
 def measure(case: str, count: int, steps: int) -> dict[str, Any]:
     """Host time of a step with `count` sequences; the first `steps` steps are not counted."""
     scheduler, request = idle_scheduler(
-        IdleBackend(CASES[case]), Costs(in_seats=True), count, new_tokens=20 * steps, governed=case != "plain"
+        IdleBackend(CASES[case]), Costs(), count, new_tokens=20 * steps, governed=case != "plain"
     )
     spent = [_microseconds(scheduler.step) for _ in range(2 * steps)][steps:]
     drafted = sum(len(record.plan) > 0 for record in request.sequences[0].records[-steps:])

@@ -1,19 +1,21 @@
-"""`python -m bench.replay`: the governor on texts whose drafts are known, on any machine.
+"""`python -m bench.replay`: the governor on recorded texts, with step costs of the profile's device, on any machine.
 
-Answers are written once, plainly, and the exit's drafts rehearsed at each of their tokens, as calibration does it: what
-any plan would accept anywhere follows from that. Plain decoding, every plan of the ladder and the governor are then
-replayed with what cycles take by the profile, on the device that it was measured on. Hosts that stall, prompts, and
-what is captured or compiled are not there: this compares policies, not machines.
+Answers are written once by plain decoding (recited sets have theirs), and the exit drafts at each of their tokens, as
+in calibration: the ranks found there say what any plan would accept anywhere. Plain decoding, every candidate plan and
+the governor are then replayed with the step costs of the profile. Late hosts, prefill and captures are not part of it:
+this compares policies, not machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,14 +27,14 @@ from bench.governor import profile_of, sets_of, shown
 from bench.governor_sets import IN_DOMAIN, PromptSet, Source
 from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
-from selfspec.backends.cuda.exit_scoring import OFFERED, scored_positions
-from selfspec.batch import _FIRST_FILL, _SELDOM
+from selfspec.backends.cuda.exit_scoring import scored_positions
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.drafters import Drafters
-from selfspec.governor.candidates import Ladder
+from selfspec.governor.acceptance import Skill
+from selfspec.governor.candidates import PlanCandidates
 from selfspec.governor.costs import Costs
-from selfspec.governor.governor import MEASURING, Governor, Watch
+from selfspec.governor.governor import Budget, Governor
 from selfspec.governor.rules import BATCHES, Policy
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.profiles.profile import DomainChoice
@@ -40,25 +42,27 @@ from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
-_SHADOW = 0.1  # plain steps that catching up takes
-_FEWEST = 8  # tokens of a text that are worth replaying
+_SHORTEST = 8  # tokens of a text that is worth replaying
+_CONTEXT = 1  # tokens: all texts are in the bucket of short ones
+
+Seconds = Callable[[int, Plan], float]  # (sequences, plan) -> device time of a step
 
 
 @dataclass(frozen=True)
 class Text:
-    """What an exit would have drafted along an answer."""
+    """The ranks that an exit's drafts would have had along an answer."""
 
-    ranks: np.ndarray  # [tokens, DEPTHS]: of the tokens after each place, in drafts that begin there
+    ranks: np.ndarray  # [tokens, DEPTHS]: of the tokens after each position, in drafts that begin there
     domain: str
-    far: bool  # the prompt is unlike anything that calibration saw
+    far: bool  # the prompt is far from every domain
     agreement: float  # of exit and model at the prompt's end
-    places: int  # there
+    positions: int  # there
 
-    def last(self, plan: Plan, place: int) -> int:
-        """The last node that a cycle of this plan would accept at some place."""
+    def last(self, plan: Plan, position: int) -> int:
+        """The last node that a step of this plan would accept at some position."""
         node = 0
-        while place < len(self.ranks) and plan.depths[node] < DEPTHS:
-            rank = self.ranks[place][plan.depths[node]]
+        while position < len(self.ranks) and plan.depths[node] < DEPTHS:
+            rank = self.ranks[position][plan.depths[node]]
             child = next((child for child in plan.children[node] if plan.ranks[child - 1] == rank), None)
             if child is None:
                 break
@@ -67,12 +71,15 @@ class Text:
 
 
 def record(engine: Engine, prompts: PromptSet) -> list[Text]:
-    """The model's own answers, with the drafts of the exit that each prompt would get."""
+    """The answers, with the drafts of the exit that each prompt would get."""
     profile, model, write = profile_of(engine), engine.model, ours(engine, speculative_decoding=False)
     task, texts = Task(prompts.new_tokens + DEPTHS, prompts.temperature), []
     for seed, prompt in enumerate(track(prompts.prompts, description=prompts.name)):
-        (answer,) = write(Batch([prompt], [seed], model.device), task).tokens
-        if len(answer) < _FEWEST + DEPTHS:
+        if prompts.recital is not None:
+            answer = prompts.recital.texts[tuple(prompt)]
+        else:
+            (answer,) = write(Batch([prompt], [seed], model.device), task).tokens
+        if len(answer) < _SHORTEST + DEPTHS:
             continue
         domain = route(engine, [prompt])
         exit = profile.exit(model, profile.choice(domain).exit_layer)
@@ -80,148 +87,164 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         answers = Answers(prompts.temperature, corpus)
         (found,) = measure(model, [exit], profile.head_rows(model, domain), answers, seed)
         far = profile.far(engine.drafters.marks([prompt]), Rules().max_distance)[0] if profile.routes else False
-        places = min(len(prompt) - 1, PROMPT_END)
-        texts.append(Text(found.ranks[: prompts.new_tokens], domain, far, found.prompt_agreement[0], places))
+        positions = min(len(prompt) - 1, PROMPT_END)
+        texts.append(Text(found.ranks[: prompts.new_tokens], domain, bool(far), found.prompt_agreement[0], positions))
     return texts
 
 
+def read_texts(path: Path) -> dict[str, list[Text]]:
+    """Recorded texts by set; none where the file does not exist yet."""
+    sets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: [Text(np.array(of.pop("ranks")), **of) for of in texts] for name, texts in sets.items()}
+
+
+def write_texts(path: Path, sets: dict[str, list[Text]]) -> None:
+    entries = {name: [{**asdict(text), "ranks": text.ranks.tolist()} for text in texts] for name, texts in sets.items()}
+    path.write_text(json.dumps(entries), encoding="utf-8")
+
+
 class _AtHome(Drafters):
-    """Thinks of plans as on the device that the profile was measured on."""
+    """Has the candidates that requests get on the device that the profile was measured on."""
 
     _is_at_home = True  # type: ignore[assignment]
 
 
 @dataclass
 class Stage:
-    """A domain's plans and what cycles take, both on the profile's device."""
+    """A domain's candidates and the device times of their steps, both on the profile's device."""
 
-    ladder: Ladder
+    candidates: PlanCandidates
     choice: DomainChoice
     rules: Rules
 
     @classmethod
-    def of(cls, engine: Engine, temperature: float, longest: float | None, domain: str) -> Stage:
+    def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> Stage:
         profile = profile_of(engine)
         device, choice = profile.device, profile.choice(domain)
-        rules = Rules(longest_cycle=longest).on(device.type if device else "cpu")
+        rules = Rules(max_step=max_step).on(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
         drafters = _AtHome(engine.model, profile, engine.drafters._mark, device is not None and device.kernels)
-        return cls(drafters.ladder(domain, choice, policy), choice, rules)
+        return cls(drafters.candidates(domain, choice, policy), choice, rules)
 
-    def seconds(self, rows: int, plan: Plan) -> float:
-        """Seats are a power of two; a plain step of a number that was not measured lies between those that were."""
-        seats = 1 << (rows - 1).bit_length()
+    def seconds(self, sequences: int, plan: Plan) -> float:
+        """Slots are a power of two; plain steps of sizes that were not measured lie on straight lines."""
+        slots = 1 << (sequences - 1).bit_length()
         measured = {size: self.choice.costs[band].plain for band, size in BATCHES.items() if band in self.choice.costs}
-        plain = float(np.interp(seats, list(measured), list(measured.values())))
-        return plain * (self.ladder.guess(seats)(plan.depth, len(plan)) if len(plan) else 1.0)
+        plain = float(np.interp(slots, list(measured), list(measured.values())))
+        return plain * self.candidates.cost(plan, slots)
 
 
-class Rows:
-    """Texts of one batch, and how far each has been replayed."""
+class Texts:
+    """Texts that decode together, and the position that each has reached."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
-        self.texts, self.places = texts, [0] * len(texts)
+        self.texts, self.positions = texts, [0] * len(texts)
 
     @property
     def active(self) -> list[int]:
-        return [row for row, text in enumerate(self.texts) if self.places[row] < len(text.ranks)]
+        return [number for number, text in enumerate(self.texts) if self.positions[number] < len(text.ranks)]
 
-    def left(self, row: int) -> int:
-        return max(0, len(self.texts[row].ranks) - self.places[row])
-
-    def cycle(self, plan: Plan) -> tuple[list[int], list[int | None]]:
-        """All that are active go on; returns them, and where each stopped, or None where a text has ended."""
-        rows, lasts = self.active, []
-        for row in rows:
-            last = self.texts[row].last(plan, self.places[row])
-            self.places[row] += plan.depths[last] + 1
-            lasts.append(last if self.left(row) else None)
-        return rows, lasts
+    def step(self, plan: Plan) -> list[tuple[int, int]]:
+        """Advances all active texts; returns each one's number and the last node it accepted."""
+        outcomes = [(number, self.texts[number].last(plan, self.positions[number])) for number in self.active]
+        for number, last in outcomes:
+            self.positions[number] += plan.depths[last] + 1
+        return outcomes
 
 
-def fixed(texts: Sequence[Text], plan: Plan, seconds: Callable[[int, Plan], float]) -> float:
-    """How long a batch takes with one plan."""
-    rows, total = Rows(texts), 0.0
-    while rows.active:
-        total += seconds(len(rows.active), plan)
-        rows.cycle(plan)
+def fixed(texts: Sequence[Text], plan: Plan, seconds: Seconds) -> float:
+    """The time of a batch with one plan."""
+    running, total = Texts(texts), 0.0
+    while running.active:
+        total += seconds(len(running.active), plan)
+        running.step(plan)
     return total
 
 
-def governed(texts: Sequence[Text], stage: Stage, costs: Costs) -> tuple[float, list[Plan]]:
-    """The same under a governor, which chooses each plan while the cycle before is in flight; also the plans."""
-    usual = stage.choice.prompt_agreement
-    governor = Governor(stage.ladder, costs, stage.rules, None if usual is None else (usual.mean, usual.deviation))
-    watches, rows, plans = [Watch.of_prompt(text.far) for text in texts], Rows(texts), []
-    unjudged = [] if len(texts) > stage.rules.max_tree_batch else list(zip(watches, texts, strict=True))
-    first = patience = stage.rules.scored_after(len(texts)) or _FIRST_FILL
-    total, waiting, unscored = 0.0, 0, 0
+class Governed:
+    """A batch under a governor, which chooses each plan while the step before is in flight."""
 
-    def judge() -> None:
-        while unjudged and usual is not None:
-            watch, text = unjudged.pop()
-            watch.learn_prompt(text.agreement, text.places, usual.mean, usual.deviation)
+    def __init__(self, texts: Sequence[Text], stage: Stage, costs: Costs, budget: Budget, noise: float = 0.0) -> None:
+        self.governor = Governor(stage.candidates, costs, stage.rules, budget)
+        self.stage, self.running = stage, Texts(texts)
+        self.skills = [Skill.of_prompt(text.far) for text in texts]
+        self.plans: list[Plan] = []
+        self.total = 0.0
+        self._noise, self._drawn = noise, Random(0)  # of measured times: deviation of their logarithm
+        self._unfilled = 0
 
-    def choose(in_flight: tuple[Plan, str | None] | None) -> tuple[Plan, str | None]:
-        left = [max(1, rows.left(row) - (in_flight is not None)) for row in rows.active]
-        return governor.choose([watches[row] for row in rows.active], 1, in_flight, left)
+    def run(self) -> float:
+        """The time of the batch."""
+        agreement, running = self.stage.choice.prompt_agreement, self.running
+        scores_prompts = agreement is not None and len(running.texts) <= self.stage.rules.max_tree_batch
+        if scores_prompts:
+            self._pay_score()
+        plan = self._launch(NONE)
+        while running.active:
+            following = self._launch(plan)
+            count = len(running.active)
+            seconds, outcomes = self.stage.seconds(count, plan), running.step(plan)
+            if not self.plans and scores_prompts and agreement is not None:  # scores come with the first step's tokens
+                for skill, text in zip(self.skills, running.texts, strict=True):
+                    skill.observe_prompt(text.agreement, text.positions, agreement.mean)
+            active = set(running.active)
+            observed = [(self.skills[number] if number in active else None, last) for number, last in outcomes]
+            self.governor.observe(plan, observed, seconds * math.exp(self._drawn.gauss(0, self._noise)), _CONTEXT)
+            self.total += seconds
+            self.plans.append(plan)
+            plan = following
+        return self.total
 
-    in_doubt = usual is not None and len(unjudged) > 0 and any(text.far for text in texts)
-    flight = (NONE, MEASURING) if in_doubt else choose(None)
-    while rows.active:
-        plan, reason = flight
-        if in_doubt:
-            judge()
-        flight = choose(flight)
-        plain = stage.seconds(len(rows.active), NONE)
-        room = unfilled_capacity(1 << (len(rows.active) - 1).bit_length())
-        looks = stage.rules.shadow_tokens > 0 and waiting > 0 and unscored >= patience
-        catching_up = _SHADOW * plain if looks or waiting >= room or (waiting and len(plan)) else 0.0
-        if looks:
-            _score(governor, watches, rows, waiting)
-            most = _SELDOM if len(rows.active) <= stage.rules.max_tree_batch else 2 * _SELDOM
-            unscored, patience = 0, max(first, min(2 * patience, most))
-        waiting = (0 if catching_up else waiting) + (not len(plan))
-        unscored, patience = (0, first) if len(plan) else (unscored + 1, patience)
-        taken = stage.seconds(len(rows.active), plan) + catching_up
-        now, lasts = rows.cycle(plan)
-        judge()  # which comes with the first cycle's tokens
-        is_usual = len(plan) > 0 or not catching_up
-        left = [rows.left(row) for row in now]
-        governor.observe([watches[row] for row in now], plan, lasts, taken if is_usual else None, 1, reason, left)
-        plans.append(plan)
-        total += taken
-    return total, plans
+    def _launch(self, in_use: Plan) -> Plan:
+        active = self.running.active
+        self._score(active)
+        plan = self.governor.choose([self.skills[number] for number in active], len(active), _CONTEXT, in_use)[0]
+        self.governor.launched(plan, len(active), _CONTEXT)
+        if len(plan) and self._unfilled:
+            self.total += self.stage.candidates.score_cost * self.stage.seconds(len(active), NONE)
+        self._unfilled = 0 if len(plan) else self._unfilled + 1
+        return plan
+
+    def _score(self, active: Sequence[int]) -> None:
+        """As kernels score: the best draft at the oldest of the unfilled positions."""
+        slots = 1 << (len(active) - 1).bit_length()
+        scores, capacity = self.governor.may_score, unfilled_capacity(slots)
+        if self._unfilled < min(self.governor.score_interval if scores else capacity, capacity):
+            return
+        if scores:
+            count = min(self._unfilled, scored_positions(slots))
+            self._pay_score()
+            for number in active:
+                start = max(0, self.running.positions[number] - self._unfilled)
+                ranks = self.running.texts[number].ranks[start : start + count, 0]
+                self.governor.scored(self.skills[number], ranks.tolist())
+        self._unfilled = 0
+
+    def _pay_score(self) -> None:
+        self.governor.charge_score()
+        self.total += self.stage.candidates.score_cost * self.stage.seconds(len(self.running.active), NONE)
 
 
-def _score(governor: Governor, watches: Sequence[Watch], rows: Rows, waiting: int) -> None:
-    """The oldest of the tokens that waited, as kernels score them: by the best draft alone."""
-    count = min(waiting, scored_positions(len(watches)))
-    ranks = []
-    for row in rows.active:
-        start = rows.places[row] - waiting
-        first = rows.texts[row].ranks[max(0, start) : start + count, 0]
-        ranks.append([int(rank != 0) for rank in first])
-    governor.scored([watches[row] for row in rows.active], ranks, OFFERED)
-
-
-def compare(texts: Sequence[Text], size: int, stage_of: Callable[[str], Stage]) -> dict[str, Any]:
+def compare(texts: Sequence[Text], size: int, stage_of: Callable[[str], Stage], noise: float = 0.0) -> dict[str, Any]:
     """Batches of so many texts; the last of them may be among the first again. Fixed plans are those of most texts'
     domain."""
     batches = [[texts[(start + n) % len(texts)] for n in range(size)] for start in range(0, len(texts), size)]
-    most = stage_of(_most([text.domain for text in texts]))
-    plain = sum(fixed(batch, NONE, most.seconds) for batch in batches)
-    plans = {plan: sum(fixed(batch, plan, most.seconds) for batch in batches) for plan in most.ladder.plans(size)}
-    best, costs = min(plans, key=lambda plan: plans[plan]), Costs(in_seats=True)
+    stage = stage_of(_most([text.domain for text in texts]))
+    plain = [fixed(batch, NONE, stage.seconds) for batch in batches]
+    plans = stage.candidates.table(size).plans
+    totals = {plan: sum(fixed(batch, plan, stage.seconds) for batch in batches) for plan in plans}
+    best, costs = min(totals, key=lambda plan: totals[plan]), Costs()
+    budget = Budget(stage.rules.budget, stage.rules.budget_refill)
     stages = [stage_of(_most([text.domain for text in batch])) for batch in batches]
-    taken = sum(governed(batch, stage, costs)[0] for batch, stage in zip(batches, stages, strict=True))
+    taken = [Governed(batch, of, costs, budget, noise).run() for batch, of in zip(batches, stages, strict=True)]
     return {
         "batch": size,
         "texts": len(texts),
         "best_fixed": shown(best),
-        "best_fixed_against_plain": round(plain / plans[best], 4),
-        "governor_against_plain": round(plain / taken, 4),
-        "governor_against_best_fixed": round(plans[best] / taken, 4),
+        "best_fixed_against_plain": round(sum(plain) / totals[best], 4),
+        "governor_against_plain": round(sum(plain) / sum(taken), 4),
+        "governor_against_best_fixed": round(totals[best] / sum(taken), 4),
+        "worst_batch_against_plain": round(min(p / t for p, t in zip(plain, taken, strict=True)), 4),
     }
 
 
@@ -234,30 +257,32 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--profile", default="auto", help="folder, or 'auto'")
-    add("--sets", nargs="+", default=list(IN_DOMAIN), help="as of bench.governor, but for those that recite")
+    add("--sets", nargs="+", default=list(IN_DOMAIN), help="as of bench.governor")
     add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
+    add("--texts", type=Path, help="JSON file of recorded texts: sets in it are replayed, others recorded and added")
     add("--batch", type=int, nargs="+", default=[1, 4, 16])
     add("--limit", type=int, default=8, help="prompts of each set")
     add("--max-new-tokens", type=int, default=128)
-    add("--longest-cycle", type=float, help="plain steps that the governor's cycles may take (default: by the device)")
+    add("--max-step", type=float, help="plain steps that a step of the governor's may take (default: by the device)")
+    add("--noise", type=float, default=0.0, help="deviation of the logarithm of measured step times")
     args = parser.parse_args(arguments)
     engine, console = Engine.from_pretrained(args.model, profile=args.profile), Console(width=110)
     device = profile_of(engine).device
-    table = Table(title=f"replayed with what cycles take on {device.name if device else 'some device'}")
-    for heading in ("set", "batch", "best fixed plan", "against plain", "governor", "of the best"):
+    table = Table(title=f"replayed with step costs of {device.name if device else 'some device'}")
+    for heading in ("set", "batch", "best fixed plan", "against plain", "governor", "of the best", "worst batch"):
         table.add_column(heading, justify="left" if heading in ("set", "best fixed plan") else "right")
-    results = []
+    recorded, results = read_texts(args.texts) if args.texts else {}, []
     for prompts in sets_of(Source(engine, args.prompts, args.limit, args.max_new_tokens), args.sets, console):
-        if prompts.recital is not None:
-            console.print(f"{prompts.name} is skipped: what it recites is not the model's own text")
-            continue
-        texts = record(engine, prompts)
-        stage_of = cache(partial(Stage.of, engine, prompts.temperature, args.longest_cycle))
+        texts = recorded[prompts.name] if prompts.name in recorded else record(engine, prompts)
+        recorded[prompts.name] = texts
+        if args.texts:
+            write_texts(args.texts, recorded)
+        stage_of = cache(partial(Stage.of, engine, prompts.temperature, args.max_step))
         for size in args.batch if texts else ():
-            found = compare(texts, size, stage_of)
+            found = compare(texts, size, stage_of, args.noise)
             results.append({"set": prompts.name, **found})
             names = ("best_fixed_against_plain", "governor_against_plain", "governor_against_best_fixed")
-            speeds = [f"{found[name]:.2f}x" for name in names[:2]] + [f"{found[names[2]]:.2f}"]
+            speeds = [f"{found[name]:.2f}x" for name in (*names, "worst_batch_against_plain")]
             table.add_row(prompts.name, str(size), found["best_fixed"], *speeds)
     console.print(table)
     print(json.dumps({"benchmark": "replay", "results": results}))

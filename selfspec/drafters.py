@@ -1,6 +1,6 @@
 """What a request drafts with: the exit, its part of the head, and the profile's plans or a governor.
 
-An engine keeps one `Drafters`; exits and ladders are made once and shared by its requests.
+An engine keeps one `Drafters`; exits and plan candidates are made once and shared by its requests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from weakref import WeakValueDictionary
 import torch
 
 from selfspec.governor.acceptance import Acceptance
-from selfspec.governor.candidates import Ladder
-from selfspec.governor.costs import Costs, Guess, OfRows, StepCost, almost_free, doubled, guessed_cost, measured_cost
-from selfspec.governor.rules import BATCHES, Policy
+from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.costs import CostModel, Costs, RowCost, StepCost, calibrated_cost, estimated_cost, gpu_rows
+from selfspec.governor.governor import Budget
+from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import CycleCost, DomainChoice, Profile
 from selfspec.request import SpeculationRequest
 from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
+from selfspec.speculation.exit_scoring import FEW, PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
 Marker = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their marks, as in `routing`
@@ -31,8 +33,8 @@ class Drafter:
 
     exit: Exit  # over the whole head
     head_rows: HeadRows | None = None  # of its domain; None: all
-    candidates: Ladder | None = None  # the governor's plans; None: the policy's own plans
-    usual_agreement: tuple[float, float] | None = None  # of exit and model on familiar prompts, and its deviation
+    candidates: PlanCandidates | None = None  # the governor's plans; None: the policy's own plans
+    prompt_agreement: float | None = None  # mean share of positions at which exit and model agree on calibrated prompts
 
 
 class Drafters:
@@ -44,15 +46,16 @@ class Drafters:
         profile: Profile | None,
         mark: Marker,
         kernels: bool = False,
-        time_rows: Callable[[], OfRows] | None = None,  # None: as kernels on a GPU
+        time_rows: Callable[[], RowCost] | None = None,  # called where the profile lacks costs; None: as on a GPU
     ) -> None:
         self.model, self.profile = model, profile
         self._mark, self._kernels = mark, kernels
-        self._of_rows = time_rows() if time_rows is not None and self._has_to_guess else None
+        self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: of all
-        self._costs: dict[Hashable, Costs] = {}  # by the kind of session
-        self._ladders: dict[tuple[str, float, int, float], Ladder] = {}  # by domain, temperature and rules
+        self._costs: dict[Hashable, Costs] = {}  # by the kind of batch
+        self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
+        self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
         self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
 
     @property
@@ -88,7 +91,7 @@ class Drafters:
         if layer is None:
             layer = choice.exit_layer
             if self._is_governed(choice, policy):
-                candidates = self.ladder(domain, choice, policy)
+                candidates = self.candidates(domain, choice, policy)
             else:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
@@ -96,7 +99,7 @@ class Drafters:
         far = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
         possible = policy.possible_plans if candidates is None else candidates.all_plans
         usual = choice.prompt_agreement
-        agreement = None if usual is None or candidates is None else (usual.mean, usual.deviation)
+        agreement = None if usual is None or candidates is None else usual.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
         return self._checked(Drafter(exit, rows, candidates, agreement), possible), far
@@ -164,8 +167,13 @@ class Drafters:
         return device is None or device.type == self.model.device.type
 
     def costs(self, kind: Hashable) -> Costs:
-        """What cycles of this kind of session cost; other kinds sample, process, call back or reject."""
-        return self._costs.setdefault(kind, Costs(self._kernels, guessed_here=self._of_rows is not None))
+        """Costs of this kind of batch; other kinds have another exit, sample, process logits, call back or reject."""
+        return self._costs.setdefault(kind, Costs())
+
+    def budget(self, rules: Rules) -> Budget:
+        """What all batches of the engine together may lose, by these rules."""
+        key = rules.budget, rules.budget_refill
+        return self._budgets.setdefault(key, Budget(*key))
 
     def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
         """Whether the governor chooses: the request has no plan of its own, and the profile knows how often drafts are
@@ -177,41 +185,41 @@ class Drafters:
         """Whether drafts were right at all, at a temperature like this."""
         return any(map(sum, choice.ranks[choice.nearest(choice.ranks, policy.temperature)])) if choice.ranks else False
 
-    def ladder(self, domain: str, choice: DomainChoice, policy: Policy) -> Ladder:
-        """The plans thought of for a domain and temperature."""
+    def candidates(self, domain: str, choice: DomainChoice, policy: Policy) -> PlanCandidates:
+        """The plans that the governor chooses from for a domain and temperature."""
         rules, temperature = policy.rules, round(policy.temperature, 1)
-        key = domain, temperature, rules.max_tree_batch, rules.cycle_limit
-        if key not in self._ladders:
-            acceptance = Acceptance(choice.ranks_at(temperature))
-            sizes = set(BATCHES.values()) | ({2 * size for size in BATCHES.values()} if self._kernels else set())
-            guesses = {size: self._guess(choice, size) for size in sizes if size <= max(BATCHES.values())}
+        key = domain, temperature, rules.max_tree_batch, rules.step_limit
+        if key not in self._candidates:
+            models = {size: self._cost_model(choice, size) for size in BATCHES.values()}
             widest = choice.head_rows or self.model.config.vocab_size
-            limits = rules.max_tree_batch, widest, rules.cycle_limit
-            self._ladders[key] = Ladder(acceptance, guesses, choice.exit_layer, *limits)
-        return self._ladders[key]
+            limits = rules.max_tree_batch, widest, rules.step_limit, self._score_cost
+            self._candidates[key] = PlanCandidates(Acceptance(choice.ranks_at(temperature)), models, *limits)
+        return self._candidates[key]
 
-    def _guess(self, choice: DomainChoice, batch: int) -> Guess:
-        """What cycles cost: as calibration measured it, on kernels also with half as many sequences, or by the numbers
-        of layers and rows."""
-        measured = self._measured(choice)
-        for size in (batch, batch // 2):
-            if size in measured:
-                cost = StepCost(**measured[size].model_dump())
-                guess = measured_cost(cost, choice.head_rows or None, size if self._kernels else None)
-                return guess if size == batch else doubled(guess)
-        return guessed_cost(choice.exit_layer, self.model.config.num_layers, batch, self._of_rows or almost_free)
+    def _cost_model(self, choice: DomainChoice, batch: int) -> CostModel:
+        """As calibration measured it, else by the numbers of layers and rows."""
+        calibrated = self._calibrated(choice).get(batch)
+        if calibrated is not None:
+            return calibrated_cost(StepCost(**calibrated.model_dump()), choice.head_rows or None)
+        return estimated_cost(choice.exit_layer, self.model.config.num_layers, batch, self._row_cost)
 
-    def _measured(self, choice: DomainChoice) -> dict[int, CycleCost]:
+    @property
+    def _score_cost(self) -> float:
+        """Plain steps that a pass of the exit's block and head (two layers) over the scored positions takes."""
+        positions = FEW if self.model.device.type == "cpu" else PROMPT_END
+        return 2 / self.model.config.num_layers * self._row_cost(positions)
+
+    def _calibrated(self, choice: DomainChoice) -> dict[int, CycleCost]:
         """What calibration measured with the same operations on this kind of device, by the size of the batch."""
         device = self.profile.device if self.profile is not None else None
         alike = self._is_at_home and (device is None or device.kernels == self._kernels)
         return {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
 
     @property
-    def _has_to_guess(self) -> bool:
-        """Whether there are batches of some domain that calibration has not measured here."""
+    def _lacks_costs(self) -> bool:
+        """Whether some domain has batches whose costs calibration has not measured on this kind of device."""
         domains = self.profile.domains.values() if self.profile is not None else ()
-        return any(choice.ranks and len(self._measured(choice)) < len(BATCHES) for choice in domains)
+        return any(choice.ranks and len(self._calibrated(choice)) < len(BATCHES) for choice in domains)
 
     def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
         """Which cycles requests of these domains may run, with which exits."""
@@ -219,7 +227,7 @@ class Drafters:
             assert self.profile is not None
             choice = self.profile.choice(name)
             if self._knows_ranks(choice, policy):
-                plans = self.ladder(name, choice, policy).plans(batch)
+                plans = list(self.candidates(name, choice, policy).table(batch).plans)
                 yield NONE, self.trimmed_exit(name)
             else:
                 policy.plans = self.plans(choice, policy)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, StopStringCriteria
 
 from selfspec.drafters import Drafter, Drafters
-from selfspec.governor.governor import Watch
+from selfspec.governor.acceptance import Skill
 from selfspec.governor.rules import Policy, Rules
 from selfspec.models.decoder import Decoder
 from selfspec.request import (
@@ -164,7 +164,7 @@ class RequestBuilder:
         samples = len(request.sequences) // len(prompts)
         for index, is_unfamiliar in enumerate(unfamiliar):
             for sequence in request.sequences[index * samples : (index + 1) * samples]:
-                sequence.watch = Watch.of_prompt(is_unfamiliar)
+                sequence.skill = Skill.of_prompt(is_unfamiliar)
         return drafter
 
     def _warn_callables(self, callables: Sequence[Callable]) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.cache.kv_cache import KVPages, SwappedPages
-from selfspec.governor.governor import MEASURING, Change, Watch
+from selfspec.governor.acceptance import Skill
+from selfspec.governor.governor import MEASURING, Change
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
@@ -66,7 +67,7 @@ class Sequence:
     drafts: bool = True  # the rules allow drafting for it in the next step
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0
-    watch: Watch = field(default_factory=Watch)  # the governor's statistics of this text
+    skill: Skill = field(default_factory=Skill)  # how well its drafts are accepted
     unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's KV lacks
     records: list[StepRecord] = field(default_factory=list)  # one per step
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step
@@ -132,7 +133,7 @@ class Sequence:
 
     @property
     def ood(self) -> bool:
-        return self.watch.ood
+        return self.skill.ood
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.drafters import Drafter, Drafters
-from selfspec.governor.candidates import Ladder
+from selfspec.governor.candidates import PlanCandidates
 from selfspec.governor.rules import Policy
 from selfspec.metrics import Metrics
 from selfspec.models.decoder import Decoder
@@ -133,8 +133,8 @@ class Decoding:
         new_tokens: int = 12,
         samples: int = 1,
         params: SamplingParams | None = None,
-        candidates: Ladder | None = None,
-        agreement: tuple[float, float] | None = None,
+        candidates: PlanCandidates | None = None,
+        agreement: float | None = None,
         rejection: bool = False,
         criteria: Sequence[Callable] = (),
         seed: int = 0,

@@ -1,216 +1,182 @@
-"""What drafts are expected to bring, by kind of text, and how a belief about the kind follows what happens."""
+"""The acceptance model: expected accepted lengths at each skill, and how a skill follows the outcomes of steps."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from random import Random
+
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import EXPONENTS, FAMILIAR, STRANGE, UNFAMILIAR, Acceptance, Belief, Chances, hotter
+from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill, exposure_of, hotter
 from selfspec.speculation.plan import NONE, Plan
-from tests.strategies import SETTINGS, plans
+from tests.scripted import PLANS
 
-SHARES = [[0.6, 0.1, 0.05], [0.5, 0.2]]
-FAMILIAR_KIND = EXPONENTS.index(1.0)
-
-
-def expects(belief: Belief, plan: Plan) -> float:
-    """Tokens of a cycle."""
-    return sum(weight * tokens for weight, tokens in zip(belief.weights, acceptance().tokens(plan), strict=True))
+SHARES = [[0.64, 0.10, 0.05, 0.03], [0.6, 0.1, 0.05], [0.5, 0.1]]
+CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:3,2")
+CALIBRATED = Skill().level
 
 
-def acceptance() -> Acceptance:
-    return Acceptance(SHARES)
+def drawn(chances: list[float], random: Random) -> int:
+    """The rank of the model's token; len(chances) for a miss."""
+    at = random.random()
+    for rank, chance in enumerate(chances):
+        at -= chance
+        if at < 0:
+            return rank
+    return len(chances)
 
 
-def test_the_familiar_kind_is_as_the_profile_says() -> None:
-    for depth, of_depth in enumerate(SHARES):
-        for rank, share in enumerate(of_depth):
-            assert acceptance().chance(FAMILIAR_KIND, depth, rank) == pytest.approx(share)
-    assert acceptance().chance(FAMILIAR_KIND, 0, 3) == 0, "a rank that calibration never saw"
-    assert acceptance().chance(FAMILIAR_KIND, 7, 1) == pytest.approx(0.2), "deeper than it looked: as at its deepest"
+def outcome(acceptance: Acceptance, plan: Plan, skill: float, random: Random) -> int:
+    """The last node that a step accepts for a text of this skill."""
+    node, level = 0, Skill(skill).level
+    while plan.children[node]:
+        chances = [acceptance.chance(plan.depths[node], rank, level) for rank in range(8)]
+        rank = drawn(chances, random)
+        child = next((of for of in plan.children[node] if plan.ranks[of - 1] == rank), None)
+        if child is None:
+            break
+        node = child
+    return node
 
 
-def test_expected_tokens_are_the_chances_of_all_nodes() -> None:
-    tree = Plan.parse("tree:2,1")  # two children of the root, one of each of them
-    expected = 1 + 0.6 + 0.1 + (0.6 + 0.1) * 0.5
-    assert acceptance().tokens(tree)[FAMILIAR_KIND] == pytest.approx(expected)
-    assert acceptance().tokens(NONE) == (1.0,) * len(EXPONENTS)
+def test_a_text_of_skill_one_has_the_shares_of_the_profile() -> None:
+    acceptance = Acceptance(SHARES)
+    found = [[acceptance.chance(depth, rank, CALIBRATED) for rank in range(len(of))] for depth, of in enumerate(SHARES)]
+    assert [pytest.approx(of) for of in found] == SHARES
+    assert acceptance.chance(9, 0, CALIBRATED) == pytest.approx(0.5), "deeper than measured: as at the deepest"
+    assert acceptance.chance(0, 9, CALIBRATED) == 0.0
 
 
-def test_every_kind_is_guessed_better_than_the_one_before() -> None:
-    tokens = acceptance().tokens(Plan.parse("tree:3,2"))
-    assert list(tokens) == sorted(tokens)
-    assert tokens[0] < 1.05, "of the strangest text almost nothing can be guessed"
+def test_the_expected_length_adds_the_chances_of_all_nodes_to_one() -> None:
+    lengths = {plan: Acceptance(SHARES).lengths(Plan.parse(plan))[CALIBRATED] for plan in ("none", "chain:2", "tree:2")}
+    assert lengths == {"none": 1.0, "chain:2": pytest.approx(1 + 0.64 + 0.64 * 0.6), "tree:2": pytest.approx(1.74)}
 
 
-@settings(SETTINGS, max_examples=50)
-@given(plan=plans(max_nodes=12))
-def test_something_always_happens(plan: Plan) -> None:
-    """The chances of all ends that a cycle can have add up to one, whatever the kind."""
-    ends = [acceptance().chances(plan, last) for last in range(len(plan) + 1)]
-    for kind in range(len(EXPONENTS)):
-        assert sum(of_end[kind] for of_end in ends) == pytest.approx(1, abs=1e-4)
-    scores = [acceptance().score(rank, offered=2) for rank in range(3)]
-    assert [sum(of_kind) for of_kind in zip(*scores, strict=True)] == pytest.approx([1] * len(EXPONENTS), abs=1e-4)
+@pytest.mark.parametrize("plan", PLANS[1:])
+def test_more_skill_never_makes_a_plan_shorter(plan: str) -> None:
+    lengths = Acceptance(SHARES).lengths(Plan.parse(plan))
+    assert (np.diff(lengths) >= -1e-12).all()
+    assert 1.0 <= lengths[0] < 1.2 and lengths[-1] <= Plan.parse(plan).depth + 1
 
 
-def test_many_scores_teach_together_what_they_teach_one_by_one() -> None:
-    ranks, together, one_by_one = [0, 3, 0, 8, 1, 8, 0, 0], Belief(), Belief()
-    together.learn(acceptance().scores(ranks, offered=8))
-    for rank in ranks:
-        one_by_one.learn(acceptance().score(rank, offered=8))
-    assert together.weights == pytest.approx(one_by_one.weights, abs=1e-6)
-    assert min(acceptance().scores([8] * 10_000, offered=8)) > 0
+@pytest.mark.parametrize("shares", [[], [[]], [[0.0, 0.0]]])
+def test_a_profile_without_shares_is_refused(shares: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="calibrate the model again"):
+        Acceptance(shares)
 
 
-@settings(SETTINGS, max_examples=50)
-@given(plan=plans(max_nodes=12))
-def test_expected_tokens_are_the_mean_of_all_ends(plan: Plan) -> None:
-    ends = [acceptance().chances(plan, last) for last in range(len(plan) + 1)]
-    for kind in range(len(EXPONENTS)):
-        mean = sum(of_end[kind] * (plan.depths[last] + 1) for last, of_end in enumerate(ends))
-        assert acceptance().tokens(plan)[kind] == pytest.approx(mean, abs=1e-3)
+def test_evidence_is_the_exposure_of_every_rank_that_was_compared() -> None:
+    acceptance = Acceptance(SHARES)
+    second = TREE.children[0][1]
+    missed, found, whole = acceptance.evidence(CHAIN)[0], acceptance.evidence(TREE)[second], acceptance.evidence(CHAIN)
+    assert (missed.observed[CALIBRATED], missed.expected, missed.tokens) == (0.0, pytest.approx(exposure_of([0.64])), 1)
+    assert found.expected == pytest.approx(exposure_of([0.64, 0.10]) + exposure_of([0.6, 0.1])) and found.tokens == 2
+    exposure = exposure_of([0.64, 0.10]) - exposure_of([0.64])
+    assert found.observed[CALIBRATED] == pytest.approx(exposure / (1 - np.exp(-exposure)))
+    assert whole[2].expected == pytest.approx(exposure_of([0.64]) + exposure_of([0.6])), "no child was refused"
 
 
-def test_without_shares_nothing_can_be_expected() -> None:
-    for shares in ([], [[]], [[0.0]]):
-        with pytest.raises(ValueError, match="no shares by depth and rank"):
-            Acceptance(shares)
+@pytest.mark.parametrize("plan", PLANS)
+def test_evidence_of_a_text_of_skill_one_is_expected_on_average(plan: str) -> None:
+    """Weighted with the chance of each outcome, so a skill of 1 stays."""
+    acceptance, shape = Acceptance([[0.5, 0.2, 0.1, 0.1]]), Plan.parse(plan)
+    reach = [1.0]
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        reach.append(reach[parent] * acceptance.chance(0, rank, CALIBRATED))
+    ends = [of - sum(reach[child] for child in shape.children[node]) for node, of in enumerate(reach)]
+    evidence = acceptance.evidence(shape)
+    observed, expected = (
+        sum(chance * value for chance, value in zip(ends, values, strict=True))
+        for values in ([of.observed[CALIBRATED] for of in evidence], [of.expected for of in evidence])
+    )
+    if all(sorted(shape.ranks[child - 1] for child in kids) == list(range(len(kids))) for kids in shape.children):
+        assert observed == pytest.approx(expected)
 
 
-def test_a_belief_follows_what_happens() -> None:
-    belief, chain = Belief(), Plan.parse("chain:2")
-    expected = [expects(belief, chain)]
-    for _ in range(6):
-        belief.learn(acceptance().chances(chain, 0))
-    expected.append(expects(belief, chain))
-    assert belief.strangeness > 0.7
-    for _ in range(6):
-        belief.learn(acceptance().chances(chain, 2))
-    expected.append(expects(belief, chain))
-    assert expected[1] < expected[0] < expected[2]
-    assert belief.strangeness < 0.05
+# Skills
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_what_is_learned_after_some_tokens_is_learned_from_a_faded_belief(tokens: int) -> None:
-    at_once, in_steps = Belief(UNFAMILIAR), Belief(UNFAMILIAR)
-    for rank in (0, 8, 8):
-        at_once.learn(acceptance().score(rank, offered=8), tokens)
-        in_steps.fade(tokens)
-        in_steps.learn(acceptance().score(rank, offered=8))
-    assert at_once.weights == pytest.approx(in_steps.weights)
+@pytest.mark.parametrize("true", [0.1, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
+def test_a_skill_comes_close_to_that_of_the_text_whatever_is_drafted(true: float, plan: Plan) -> None:
+    acceptance, random, found = Acceptance(SHARES), Random(0), []
+    skill = Skill()
+    for _ in range(600):
+        last = outcome(acceptance, plan, true, random)
+        skill.observe(acceptance.evidence(plan)[last])
+        found.append(skill.value)
+    assert np.mean(found[100:]) == pytest.approx(true, rel=0.35, abs=0.12)
 
 
-def test_what_is_hotter_than_anything_measured_is_guessed_worse_by_as_much() -> None:
-    cool, hot = [[0.75, 0.1], [0.7]], [[0.5, 0.2], [0.4]]
-    assert hotter(cool, hot, steps=0) == [pytest.approx(shares) for shares in hot]
-    (first, second), (deeper,) = hotter(cool, hot, steps=1)
-    assert first == pytest.approx(1 - 0.5**0.5), "a miss was as likely as its root, and is again"
-    assert first + second == pytest.approx(1 - 0.3**0.5) and deeper == pytest.approx(1 - 0.6**0.5)
-    assert hotter(hot, cool, steps=2) == [pytest.approx(shares) for shares in cool], "heat never helps"
-    assert hotter([[1.0]], [[0.0]], steps=1)[0][0] < 0.01, "whatever was measured"
+def test_a_few_misses_stop_and_a_few_hits_restore() -> None:
+    acceptance, skill = Acceptance(SHARES), Skill()
+    values = [skill.value]
+    for _ in range(4):
+        skill.observe(acceptance.evidence(TREE)[0])
+        values.append(skill.value)
+    assert all(before > after for before, after in pairwise(values)) and values[-1] < 0.35
+    for _ in range(4):
+        skill.observe(acceptance.evidence(TREE)[4])
+    assert skill.value > 0.8
 
 
-@pytest.mark.parametrize("priors", [(FAMILIAR, UNFAMILIAR, FAMILIAR), (FAMILIAR,) * 3], ids=["mixed", "one kind"])
-def test_many_beliefs_learn_what_each_would_alone_and_then_of_the_others(priors: tuple[Chances, ...]) -> None:
-    one_by_one, together = ([Belief(prior) for prior in priors] for _ in range(2))
-    chances = [acceptance().score(rank, offered=2) for rank in (0, 1, 5)]
-    for _ in range(3):
-        for belief, chance, tokens in zip(one_by_one, chances, (1, 4, 2), strict=True):
-            belief.learn(chance, tokens)
-        found = [sum(kind) for kind in zip(*(belief.weights for belief in one_by_one), strict=True)]
-        for belief in one_by_one:
-            home = [(4 * own + all_) / (4 + 3) for own, all_ in zip(belief.prior, found, strict=True)]
-            moved = [w * new / old for w, new, old in zip(belief.weights, home, belief.home, strict=True)]
-            belief.home, belief._weights = home, [value / sum(moved) for value in moved]
-        Belief.learn_together(together, chances, (1, 4, 2))
-        for one, other in zip(one_by_one, together, strict=True):
-            assert other.weights == pytest.approx(one.weights)
-            assert other.home == pytest.approx(one.home)
+def test_a_text_is_out_of_distribution_once_its_skill_was_below_the_threshold() -> None:
+    skill = Skill()
+    assert not skill.ood and not skill.is_ood
+    skill.observe_share(0, 4 * MEMORY, exposure_of([0.64]))
+    assert skill.ood and skill.is_ood
+    skill.observe_share(4 * MEMORY, 4 * MEMORY, exposure_of([0.64]))
+    assert skill.ood and not skill.is_ood
 
 
-def missing(count: int, times: int) -> list[Belief]:
-    """Beliefs about texts of one request whose drafts all missed, so many times."""
-    beliefs, missed = [Belief() for _ in range(count)], acceptance().score(8, offered=8)
-    for _ in range(times):
-        Belief.learn_together(beliefs, [missed] * count, [1] * count)
-    return beliefs
+def test_an_unfamiliar_prompt_begins_at_the_threshold_and_is_not_flagged_yet() -> None:
+    far, near = Skill.of_prompt(True), Skill.of_prompt(False)
+    assert (far.value, near.value) == (UNFAMILIAR, 1.0)
+    assert not far.ood and not near.ood
 
 
-def test_texts_of_one_request_tell_of_each_other() -> None:
-    alone, together, pure = missing(1, 2)[0], missing(8, 2), Belief()
-    assert all(belief.strangeness > 1.5 * alone.strangeness for belief in together)
-    for _ in range(2):
-        pure.learn(acceptance().score(8, offered=8), 1)
-    assert alone.weights == pure.weights, "who is alone has nobody to compare with"
+@given(agreement=st.floats(0, 1), positions=st.integers(1, 64), usual=st.floats(0.01, 1.0))
+def test_a_prompt_moves_a_skill_towards_what_exit_and_model_agreed_on(
+    agreement: float, positions: int, usual: float
+) -> None:
+    skill, longer = Skill(), Skill()
+    skill.observe_prompt(agreement, positions, usual)
+    longer.observe_prompt(agreement, max(positions, MEMORY), usual)
+    assert skill.value > 0 and 0 <= skill.level < len(LEVELS)
+    if agreement == 0:
+        assert longer.value <= skill.value < 1
+    if agreement == 1:
+        assert skill.value > 1
 
 
-def test_a_text_that_shows_what_it_is_is_believed_whatever_the_others_are() -> None:
-    beliefs = missing(8, 6)
-    right = Belief()
-    everybody = [*beliefs, right]
-    chances = [acceptance().score(0 if belief is right else 8, offered=8) for belief in everybody]
-    for _ in range(12):
-        Belief.learn_together(everybody, chances, [0] * 9)
-    assert right.strangeness < 0.02
-    assert all(belief.strangeness > 0.98 for belief in beliefs)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 40)), max_size=30))
+def test_a_skill_stays_finite_and_positive(scores: list[tuple[float, int]]) -> None:
+    skill = Skill()
+    for share, positions in scores:
+        skill.observe_share(share * positions, positions, exposure_of([0.64]))
+        assert 0 < skill.value < 1000 and 0 <= skill.level < len(LEVELS)
 
 
-def test_a_text_among_strange_ones_becomes_strange_again_sooner() -> None:
-    among, alone = missing(8, 6)[0], missing(1, 6)[0]
-    for belief in (among, alone):
-        belief.fade(5000)
-    assert sum(among.weights) == pytest.approx(1)
-    assert among.strangeness > 2 * alone.strangeness
+def test_levels_are_the_nearest_of_the_table() -> None:
+    for level in range(0, len(LEVELS), 7):
+        assert Skill(LEVELS[level]).level == level
+    assert Skill(1e-9).level == 0 and Skill(99.0).level == len(LEVELS) - 1
 
 
-def test_a_text_that_the_others_have_left_is_no_longer_judged_by_them() -> None:
-    left = missing(8, 6)[0]
-    among = sum(left.home[:STRANGE])
-    for _ in range(40):
-        Belief.learn_together([left], [acceptance().score(0, offered=8)], [1])
-    assert among > 0.4
-    assert sum(left.home[:STRANGE]) < 0.12
+# Temperatures past those measured
 
 
-def test_a_belief_fades_with_the_text_it_came_from() -> None:
-    belief = Belief()
-    for _ in range(10):
-        belief.learn(acceptance().score(8, offered=8))
-    sure = belief.strangeness
-    belief.fade(tokens=5000)
-    assert sure > 0.95
-    assert belief.weights == pytest.approx(FAMILIAR, abs=1e-6)
+def test_hotter_text_is_harder_to_guess_by_as_much_for_each_step() -> None:
+    cool, hot = [[0.6, 0.1]], [[0.5, 0.1]]
+    assert hotter(cool, hot, 0)[0] == pytest.approx(hot[0])
+    chances = [hotter(cool, hot, steps)[0][0] for steps in (0, 1, 2, 3)]
+    logs = np.log(np.log(1 - np.array(chances)) / np.log(1 - chances[0]))
+    assert np.diff(logs) == pytest.approx(np.full(3, logs[1])) and logs[1] < 0
+    assert hotter([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
 
 
-@settings(SETTINGS, max_examples=100)
-@given(events=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=200))
-def test_weights_stay_weights(events: list[tuple[int, int]]) -> None:
-    belief = Belief(UNFAMILIAR)
-    for rank, tokens in events:
-        belief.fade(tokens)
-        belief.learn(acceptance().score(rank, offered=8))
-        assert sum(belief.weights) == pytest.approx(1)
-        assert all(weight >= 0 for weight in belief.weights)
-
-
-@pytest.mark.parametrize(("agreement", "strange"), [(0.02, True), (0.15, True), (0.45, False), (0.5, False)])
-def test_a_prompt_tells_what_to_expect(agreement: float, strange: bool) -> None:
-    belief = Belief()
-    belief.learn_agreement(agreement, places=32, usual=0.5, deviation=0.09)
-    assert (belief.strangeness > 0.5) == strange
-
-
-def test_few_places_of_a_prompt_tell_less() -> None:
-    many, few = Belief(), Belief()
-    many.learn_agreement(0.1, places=32, usual=0.5, deviation=0.09)
-    few.learn_agreement(0.1, places=8, usual=0.5, deviation=0.09)
-    assert few.strangeness < 0.7 * many.strangeness
-
-
-def test_far_prompts_are_expected_to_be_strange_more_often() -> None:
-    assert sum(UNFAMILIAR[:STRANGE]) > 4 * sum(FAMILIAR[:STRANGE])
-    assert sum(FAMILIAR) == pytest.approx(1)
-    assert sum(UNFAMILIAR) == pytest.approx(1)
+def test_plain_decoding_brings_one_token_at_every_skill() -> None:
+    assert (Acceptance(SHARES).lengths(NONE) == 1.0).all()

@@ -42,7 +42,7 @@ END = 2  # a token
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FOREIGN = [90, 20, 70]
 NEW_TOKENS = 6
-RULES = Rules(shadow_tokens=4, longest_cycle=inf)
+RULES = Rules(score_every=4, max_step=inf, budget_refill=1.0)
 RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
 
 
@@ -170,7 +170,7 @@ def test_exit_scores_rank_the_forced_tokens(device: str, monkeypatch: pytest.Mon
     """The exit ranks the model's own tokens first, not forced ones."""
     ranks: list[int] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
-    monkeypatch.setattr(Governor, "scored", lambda self, watches, found, offered: ranks.extend(*found))
+    monkeypatch.setattr(Governor, "scored", lambda self, skill, found: ranks.extend(found))
     prompts = PromptSet("forced", PROMPTS[2:], 10, recital=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10

@@ -153,20 +153,17 @@ class ScriptedBatch(Batch):
 
 
 class Observer:
-    """Stands in for a governor: notes what it is told of steps, but for whose they were and how long they took."""
+    """Stands in for a governor: notes what it observes of steps, but for how long they took."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
-        self.watched: list[Any] = []
-        self.plan, self.rules, self.usual_agreement = NONE, Rules(), None
+        self.rules, self.may_score = Rules(), False
         self.timed: list[bool] = []
 
-    def knows(self, *_: Any) -> bool:
-        return True
+    def launched(self, *_: Any) -> None: ...
 
-    def observe(self, watches: Any, plan: Plan, ends: Any, seconds: float | None, *rest: Any) -> None:
-        self.watched.append(watches)
-        self.seen.append((plan, ends, *rest))
+    def observe(self, plan: Plan, outcomes: Any, seconds: float | None, context: int) -> None:
+        self.seen.append((plan, [None if skill is None else last for skill, last in outcomes], context))
         self.timed.append(seconds is not None)
 
 
@@ -215,9 +212,6 @@ class Counted:
     def end(self) -> int | None:
         """The last node, while the text goes on."""
         return self.last if self.finish_reason is None else None
-
-    def left(self, most: int) -> int:
-        return most - len(self.tokens) if self.finish_reason is None else 0
 
     def check(self, sequence: Sequence) -> None:
         assert sequence.tokens[LENGTHS["prompt"] :] == self.tokens
@@ -281,13 +275,11 @@ def test_sequences_tell_what_happened_token_by_token(
         for sequence, of_sequence in zip(batch.sequences, told[steps - 1], strict=True) if every_step else ():
             of_sequence.check(sequence)
     assert steps == len(told)
-    assert [len(watched) for watched in observer.watched] == [len(seen[1]) for seen in observer.seen]
     for before, after, seen in zip([[Counted()] * 3, *told], told, observer.seen, strict=False):
         active = [index for index, of in enumerate(before) if of.finish_reason is None]
-        plan, _, reason = after[active[0]].steps[-1]
-        ends, left = [after[i].end() for i in active], [after[i].left(lengths[i]) for i in active]
+        plan, ends = after[active[0]].steps[-1][0], [after[i].end() for i in active]
         context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the step began
-        assert seen == (plan, ends, context, reason, left)
+        assert seen == (plan, ends, context)
     ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *told[:-1])]
     sent_ahead = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
     assert observer.timed == [not others for others in sent_ahead], "a step's time is of all sequences that were in it"

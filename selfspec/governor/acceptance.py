@@ -1,186 +1,157 @@
-"""How likely drafts are to be right, by depth and rank, for kinds of text that an exit guesses better or worse.
+"""The acceptance model: how many tokens a step of a plan is expected to bring to a sequence.
 
-A profile tells how often the model's own token had which rank in drafts of familiar text. Text of another *kind* is
-missed more often, or less: with the familiar chance to the power of an exponent. Which kind a text is shows in its own
-drafts, and a little in those of others beside it, so every sequence has a belief about it. What follows for the next
-plan is the governor's business.
+The profile has the chance that the model's token has each rank among the drafts, by depth. One number per sequence, its
+skill s, bends these chances: where the profile's chance to miss is m, that of the sequence is m**s. A skill of 1 is
+the text that calibration saw, and near 0 no draft is right. Skills follow from drafted steps and from exit scores.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
-from math import exp, log, prod, sqrt
+from math import log, log2
+from typing import NamedTuple
+
+import numpy as np
 
 from selfspec.speculation.plan import MAX_NODES, Plan
 
-EXPONENTS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)  # 1 is the text that calibration saw; near 0, nothing can be guessed
-FAMILIAR = (0.01, 0.03, 0.08, 0.25, 0.43, 0.20)  # how likely each kind is, for a prompt like those calibration saw
-UNFAMILIAR = (0.20, 0.20, 0.20, 0.20, 0.15, 0.05)  # the same for one that lies far from all of them
-STRANGE = 3  # kinds before this one are guessed far worse than anything calibration saw
-_TURNING = 1 / 128  # chance that a text becomes another one, per token
-_SUREST_MISS = 0.995  # nothing is ever missed less often than the rest of this
-_LEAST = 1e-6
-_ALONE = 4  # texts beside it that tell as much of a text as its prompt
-_PLACES = 32  # at the end of a prompt that calibration looked at
-
-Chances = tuple[float, ...]  # one for each kind
+MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
+PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
+UNFAMILIAR = 0.25  # skill: below it a text is out of distribution; prompts far from every domain begin with it
+_PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
+_KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]  # of the sums, after so many tokens
+LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
+_LEAST = 0.005  # chances are kept so far from 0 and 1: few calibrated tokens stand behind smaller ones
 
 
-class Acceptance:
-    """What plans can be expected to bring, for each kind of text."""
+class Evidence(NamedTuple):
+    """The outcome of one step for one sequence, as a skill learns from it."""
 
-    def __init__(self, shares: Sequence[Sequence[float]]) -> None:  # [depth][rank] of familiar text
-        if not shares or not any(map(sum, shares)):
-            raise ValueError("how often drafts are right is not known: there are no shares by depth and rank")
-        self._by_kind = [[_of_kind(of_depth, exponent) for of_depth in shares] for exponent in EXPONENTS]
-        self.tokens = lru_cache(maxsize=256)(self._tokens)
-        self.chances = lru_cache(maxsize=4096)(self._chances)
-        self.score = lru_cache(maxsize=256)(self._score)
-        self._scores = lru_cache(maxsize=1024)(self._all_scores)
-
-    def chance(self, kind: int, depth: int, rank: int) -> float:
-        """That the token after a node of this depth, right so far, has this rank in the draft there."""
-        of_depth = self._by_kind[kind][min(depth, len(self._by_kind[kind]) - 1)]
-        return of_depth[rank] if rank < len(of_depth) else 0.0
-
-    def reach(self, kind: int, plan: Plan) -> list[float]:
-        """The chance that each node is right, the root's 1 first."""
-        reached = [1.0]
-        for parent, rank in zip(plan.parents, plan.ranks, strict=True):
-            reached.append(reached[parent] * self.chance(kind, plan.depths[parent], rank))
-        return reached
-
-    def _tokens(self, plan: Plan) -> Chances:
-        """Expected tokens per cycle."""
-        return tuple(sum(self.reach(kind, plan)) for kind in range(len(EXPONENTS)))
-
-    def _chances(self, plan: Plan, last: int) -> Chances:
-        """How likely it was that a cycle accepts the nodes down to `last` and none of that one's children."""
-        steps = [(plan.depths[node] - 1, plan.ranks[node - 1]) for node in plan.path(last)[1:]]
-        refused = [plan.ranks[child - 1] for child in plan.children[last]]
-        found = []
-        for kind in range(len(EXPONENTS)):
-            missed = 1.0 - sum(self.chance(kind, plan.depths[last], rank) for rank in refused)
-            found.append(max(_LEAST, prod(self.chance(kind, *step) for step in steps) * missed))
-        return tuple(found)
-
-    def _score(self, rank: int, offered: int) -> Chances:
-        """How likely it was that a first draft token among `offered` had this rank; one beyond them is a miss."""
-        kinds = range(len(EXPONENTS))
-        if rank < offered:
-            return tuple(max(_LEAST, self.chance(kind, 0, rank)) for kind in kinds)
-        return tuple(max(_LEAST, 1 - sum(self.chance(kind, 0, r) for r in range(offered))) for kind in kinds)
-
-    def scores(self, ranks: Sequence[int], offered: int) -> Chances:
-        """How likely several of them were, in whatever order, next to the kind with which they were likeliest."""
-        return self._scores(tuple(sorted(ranks)), offered)
-
-    def _all_scores(self, ranks: tuple[int, ...], offered: int) -> Chances:
-        logs = [0.0] * len(EXPONENTS)
-        for rank, times in Counter(ranks).items():
-            logs = [sum_ + times * log(chance) for sum_, chance in zip(logs, self.score(rank, offered), strict=True)]
-        return tuple(max(_LEAST, exp(of_kind - max(logs))) for of_kind in logs)
-
-
-def _of_kind(shares: Sequence[float], exponent: float) -> list[float]:
-    """Shares by rank of a text that misses with the familiar chance to the power of `exponent`."""
-    found, total, missed_before = [], 0.0, 1.0
-    for share in shares:
-        total = min(_SUREST_MISS, total + share)
-        missed = (1 - total) ** exponent
-        found.append(missed_before - missed)
-        missed_before = missed
-    return found
-
-
-def hotter(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
-    """Shares [depth][rank] at a temperature so many times as far above that of `hot` as that is above `cool`'s: each
-    step makes texts harder to guess by as much."""
-    missed = [1 - min(_SUREST_MISS, max(1 - _SUREST_MISS, shares[0][0])) for shares in (cool, hot)]
-    exponent = min(1.0, log(missed[1]) / log(missed[0])) ** steps
-    return [_of_kind(of_depth, exponent) for of_depth in hot]
-
-
-def _turned(tokens: int) -> float:
-    """The chance that a text has become another one after so many tokens."""
-    return 1 - (1 - _TURNING) ** tokens
-
-
-_TURNED = [_turned(tokens) for tokens in range(MAX_NODES + 2)]  # of as many as a cycle can bring
+    observed: list[float]  # by level of skill
+    expected: float
+    tokens: int  # that the step brought
 
 
 @dataclass
-class Belief:
-    """Which kind of text a sequence is: a weight for each kind."""
+class Skill:
+    """How well the drafts for one sequence are accepted, next to those that calibration saw: observed / expected.
 
-    prior: Chances = FAMILIAR  # what is believed of a text when nothing is known yet
-    home: Sequence[float] = field(init=False)  # and of one that has just become another one
-    _weights: list[float] = field(init=False)
-    _faded: int = field(default=0, init=False)  # tokens that have gone by since the weights were looked at
+    Each rank that was compared with the model's token adds its exposure x, by which it raises -ln(chance to miss), to
+    `expected`. A rank that was the token adds y / (1 - exp(-y)) with y = s * x to `observed`: the mean of a Poisson
+    variable of rate y that is at least 1. The ratio approaches the s whose chances m**s explain the outcomes best. Both
+    sums lose 1/MEMORY per observed token."""
 
-    def __post_init__(self) -> None:
-        self.home, self._weights = self.prior, list(self.prior)
+    prior: InitVar[float] = 1.0
+    observed: float = field(init=False)
+    expected: float = field(init=False)
+    value: float = field(init=False)
+    level: int = field(init=False)  # index of the nearest of LEVELS
+    ood: bool = False  # the skill was below UNFAMILIAR at some time
+
+    def __post_init__(self, prior: float) -> None:
+        self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)
+
+    @classmethod
+    def of_prompt(cls, is_unfamiliar: bool) -> Skill:
+        """For a sequence whose prompt is far from every domain, or not."""
+        return cls(UNFAMILIAR if is_unfamiliar else 1.0)
 
     @property
-    def weights(self) -> list[float]:
-        if self._faded:
-            turned, self._faded = _turned(self._faded), 0
-            self._weights = [own + turned * (home - own) for own, home in zip(self._weights, self.home, strict=True)]
-        return self._weights
+    def is_ood(self) -> bool:
+        return self.value < UNFAMILIAR
 
-    @property
-    def strangeness(self) -> float:
-        """The chance that this is text of which almost nothing can be guessed."""
-        return sum(self.weights[:STRANGE])
+    def observe(self, step: Evidence) -> None:
+        """Learns from a step."""
+        kept = _KEPT[step.tokens]
+        self._update(kept * self.observed + step.observed[self.level], kept * self.expected + step.expected)
 
-    def fade(self, tokens: int) -> None:
-        """Some tokens have gone by: the text may have become another one."""
-        self._faded += tokens
+    def observe_share(self, accepted: float, positions: int, exposure: float) -> None:
+        """Learns from the exit's best draft token at some positions of the text, of which so many were right."""
+        kept = (1 - 1 / MEMORY) ** positions
+        observed = accepted * float(_observed(exposure, self.value))
+        self._update(kept * self.observed + observed, kept * self.expected + positions * exposure)
 
-    def learn(self, chances: Chances, tokens: int = 0) -> None:
-        """Something happened that had this chance with each kind, after some tokens had gone by."""
-        turned = _TURNED[tokens]
-        self._become(
-            [
-                (weight + turned * (home - weight)) * chance
-                for weight, home, chance in zip(self.weights, self.home, chances, strict=True)
-            ]
-        )
+    def observe_prompt(self, agreement: float, positions: int, usual: float) -> None:
+        """Learns from the share of a prompt's last positions at which exit and model agree; `usual` is that of prompts
+        that calibration saw. A prompt is another text than its answer: it counts as MEMORY positions at most."""
+        counted = min(positions, MEMORY)
+        self.observe_share(counted * agreement, counted, exposure_of([usual]))
 
-    @staticmethod
-    def learn_together(beliefs: Sequence[Belief], chances: Sequence[Chances], tokens: Sequence[int]) -> None:
-        """Each of many learns its own. But texts of one request are often of one kind: what each might be, before it
-        has shown anything itself, follows what all of them have come to."""
-        for belief, of_text, new in zip(beliefs, chances, tokens, strict=True):
-            belief.learn(of_text, new)
-        if len(beliefs) == 1 and beliefs[0].home is beliefs[0].prior:  # nobody to compare with, nor has there been
-            return
-        of_all = [sum(of_kind) for of_kind in zip(*(belief._weights for belief in beliefs), strict=True)]
-        whole, homes = _ALONE + len(beliefs), dict[Chances, list[float]]()
-        for belief in beliefs:
-            home = homes.get(belief.prior)
-            if home is None:
-                home = [(_ALONE * own + all_) / whole for own, all_ in zip(belief.prior, of_all, strict=True)]
-                homes[belief.prior] = home
-            belief._expect(home)
+    def _update(self, observed: float, expected: float) -> None:
+        self.observed, self.expected = observed, expected
+        self.value = value = min(max(LEVELS[0], observed / expected), LEVELS[-1])
+        self.level = round(_PER_OCTAVE * (log2(value) - _LOWEST))
+        if value < UNFAMILIAR:
+            self.ood = True
 
-    def _expect(self, home: Sequence[float]) -> None:
-        """Of a text that has shown nothing yet something else; what it has shown counts as before."""
-        self._become([own * new / old for own, new, old in zip(self._weights, home, self.home, strict=True)])
-        self.home = home
 
-    def _become(self, parts: Sequence[float]) -> None:
-        """The weights are in the proportion of these."""
-        total = sum(parts)
-        self._weights = [part / total for part in parts]
+class Acceptance:
+    """The chances of one domain and temperature."""
 
-    def learn_agreement(self, agreement: float, places: int, usual: float, deviation: float) -> None:
-        """The exit agreed with the model on this share of a prompt's last positions; `usual` and its deviation are
-        those of familiar prompts that were long enough. Fewer places leave more to chance."""
-        chance = usual * (1 - usual) * max(0.0, 1 / places - 1 / _PLACES)
-        spread = sqrt(max(deviation, 0.05) ** 2 + chance)
-        expected = [1 - (1 - min(usual, _SUREST_MISS)) ** exponent for exponent in EXPONENTS]
-        self.learn(tuple(0.01 + exp(-0.5 * ((agreement - value) / spread) ** 2) for value in expected))
+    def __init__(self, shares: Sequence[Sequence[float]]) -> None:  # [depth][rank]: how often the token had that rank
+        if not shares or not any(map(sum, shares)):
+            raise ValueError("a profile without shares by depth and rank cannot be governed; calibrate the model again")
+        self._shares = shares
+        skills = np.array(LEVELS)
+        self._chances = [_bent(of_depth, skills) for of_depth in shares]  # by depth: [rank, level]
+        self.evidence = lru_cache(maxsize=256)(self._evidence)
+        self.first_exposure = exposure_of(shares[0][:1])  # of the best draft token after the root
+
+    def chance(self, depth: int, rank: int, level: int) -> float:
+        """That the token after a node of this depth has this rank among the drafts, at a level of skill."""
+        of_depth = self._chances[min(depth, len(self._chances) - 1)]
+        return float(of_depth[rank, level]) if rank < len(of_depth) else 0.0
+
+    def lengths(self, plan: Plan) -> np.ndarray:
+        """The expected accepted length of a plan at each level of skill."""
+        reached = [np.ones(len(LEVELS))]
+        for parent, rank in zip(plan.parents, plan.ranks, strict=True):
+            of_depth = self._chances[min(plan.depths[parent], len(self._chances) - 1)]
+            reached.append(reached[parent] * (of_depth[rank] if rank < len(of_depth) else 0.0))
+        return np.sum(reached, axis=0)
+
+    def _evidence(self, plan: Plan) -> list[Evidence]:
+        """Of a step that ended at each node. At accepted depths the token's rank was observed, and the better ones were
+        not the token; at the last depth none of the drafted ones was."""
+        found, skills = [], np.array(LEVELS)
+        for last in range(len(plan) + 1):
+            observed, expected = np.zeros(len(LEVELS)), 0.0
+            for node in plan.path(last)[1:]:
+                shares, rank = self._at(plan.depths[node] - 1), plan.ranks[node - 1]
+                upto = exposure_of(shares[: rank + 1])
+                observed += _observed(max(_LEAST, upto - exposure_of(shares[:rank])), skills)
+                expected += upto
+            shares, ranks = self._at(plan.depths[last]), [plan.ranks[child - 1] for child in plan.children[last]]
+            expected += exposure_of([shares[rank] for rank in ranks if rank < len(shares)])
+            found.append(Evidence(observed.tolist(), expected, plan.depths[last] + 1))
+        return found
+
+    def _at(self, depth: int) -> Sequence[float]:
+        return self._shares[min(depth, len(self._shares) - 1)]
+
+
+def exposure_of(shares: Sequence[float]) -> float:
+    """-ln of the chance that none of the draft tokens with these shares is right; 0 where there is none."""
+    return -log(1 - min(max(_LEAST, sum(shares)), 1 - _LEAST)) if shares else 0.0
+
+
+def _observed(exposure: float, skill: float | np.ndarray) -> float | np.ndarray:
+    """The mean of a Poisson variable of rate skill * exposure that is at least 1."""
+    rate = skill * exposure
+    return rate / -np.expm1(-rate)
+
+
+def _bent(shares: Sequence[float], skills: np.ndarray) -> np.ndarray:
+    """Shares [rank, skill] where the chance to miss the best k drafts is the profile's to the power of the skill."""
+    missed = np.maximum(_LEAST, 1 - np.cumsum([0.0, *shares]))
+    return -np.diff(missed[:, None] ** skills, axis=0)
+
+
+def hotter(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
+    """Shares [depth][rank] at a temperature `steps` times as far above that of `hot` as that is above `cool`'s: each
+    step scales the logarithm of the chance to miss by as much."""
+    missed = [1 - min(1 - _LEAST, max(_LEAST, shares[0][0])) for shares in (cool, hot)]
+    skill = min(1.0, log(missed[1]) / log(missed[0])) ** steps
+    return [_bent(of_depth, np.array([skill]))[:, 0].tolist() for of_depth in hot]
