@@ -122,6 +122,7 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=16))
         patch.setattr(setup, "_MEASURED_WITHOUT_GPU", (24, 32))
         patch.setattr(duration, "training_step_seconds", lambda _: 0.01)
+        patch.setattr(duration, "pass_cost", lambda _: duration.PassCost(1e-5, 1e-6))
         patch.setattr(run, "_CHECKPOINT_SECONDS", 0)
         patch.setattr(outcome, "SETTINGS", SHORT_TRIALS)
         patch.setattr(trial, "_speed", tokens_per_step)
@@ -343,8 +344,9 @@ def test_a_users_folder_named_work_is_not_changed(place: Place, whole: Outcome, 
     thesis = tmp_path / "out" / "work" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
+    stop_at(quickly, run, "measure", lambda *_: True)  # the work folder is open
     for option in ("--restart", "--resume"):
-        assert place.calibrate(tmp_path / "out", "--no-train", option).code == 0
+        assert place.calibrate(tmp_path / "out", "--no-train", option).code == 130
         assert thesis.read_text() == "years of work"
 
 

@@ -50,7 +50,8 @@ class Calibration:
     def run(self) -> Profile:
         self.setup = setup = Setup(self.settings)
         self.work, self.model = setup.work, setup.model
-        self._announce(expected_duration(setup))
+        self._announce()
+        self._announce_duration(expected_duration(setup))
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:
             corpus = self._write()
@@ -67,8 +68,8 @@ class Calibration:
         self.work.remove()
         return profile
 
-    def _announce(self, duration: Duration) -> None:
-        """Prints what will be done and how long it takes; raises ValueError where the time asked for is too short."""
+    def _announce(self) -> None:
+        """Prints what will be done."""
         setup, settings, config, say = self.setup, self.settings, self.model.config, self.display.say
         say(
             f"Calibrating {settings.model} ({config.model_type}, {config.num_layers} layers, vocabulary "
@@ -81,6 +82,10 @@ class Calibration:
             say(f"  {setup.resources.describe()}")
         if settings.resume and not self.work.resumed:
             say(f"  found no stopped run in {self.work.folder}: starts from the beginning")
+
+    def _announce_duration(self, duration: Duration) -> None:
+        """Prints how long it will take; raises ValueError where the time asked for is too short."""
+        settings, say = self.settings, self.display.say
         duration.check(settings.minutes)
         less = ", less what the stopped run has done" if self.work.resumed else ""
         say(f"  takes about {duration.describe()} on this machine{less}; Ctrl-C stops it, and --resume continues it")
@@ -114,7 +119,7 @@ class Calibration:
                 self.work.write_json("writing_seconds", seconds)
             corpus = Corpus.join([*chunks, *self._own_text(recipe.length)])
             chosen = int(corpus.predicts.sum())
-            stage.note = f"{corpus.size / 1e6:.2f} M tokens, of which the model chose {chosen / 1e6:.2f} M"
+            stage.note = f"{corpus.size:,} tokens, of which the model chose {chosen:,}"
         return corpus
 
     def _writing_seconds(self) -> float:
@@ -154,7 +159,7 @@ class Calibration:
         with self.display.stage("read", len(corpus)) as stage:
             keep_on = torch.device(setup.resources.states_on)
             features = text_features(self.model, corpus, 2 * setup.recipe.rows, keep_on, stage.advance)
-            stage.note = f"the model's hidden states of {corpus.size / 1e6:.2f} M tokens"
+            stage.note = f"the model's hidden states of {corpus.size:,} tokens"
         amounts = {"tokens": float(corpus.predicts.sum())}
         if setup.resources.states_on == device.type:
             corpus = corpus.to(device)
