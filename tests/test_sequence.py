@@ -1,4 +1,4 @@
-"""What sequences tell of their steps, whichever backend makes their tokens, against a count kept token by token."""
+"""Statistics of sequences, with both kinds of backend, against a count kept token by token."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.plan import NONE
 from tests.scripted import IRREGULAR, ScriptedPolicy
 
-OWN, DRAFTED, END = 5, 10, 100  # the model's token; a node's, plus the node; added to either where the text ends
+OWN, DRAFTED, END = 5, 10, 100  # the target's token; a node's, plus the node; added to either where a sequence ends
 VOCABULARY = 256
 LENGTHS = {"prompt": 3, "most": 40}
 
 
 @dataclass(frozen=True)
 class Scripted:
-    """A step: how it was chosen, and for each sequence the last node that is right and the place of an end, if any."""
+    """A step: plan, reason, and for each sequence its last accepted node and the index of an end token or None."""
 
     plan: Plan
     reason: str | None
@@ -44,12 +44,12 @@ class Scripted:
     def tokens(self, index: int) -> list[int]:
         last, end = self.outcomes[index]
         tokens = [DRAFTED + node for node in self.plan.path(last)[1:]] + [OWN]
-        return [token + END * (place == end) for place, token in enumerate(tokens)]
+        return [token + END * (index == end) for index, token in enumerate(tokens)]
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[Scripted]:
-    """Steps of three sequences, enough for every text to end."""
+    """Steps of three sequences, enough for all of them to end."""
     kinds = [("none", MEASURING), ("none", "goodput"), ("none", "ood")]
     kinds += [(plan, None) for plan in ("chain:1", "chain:3", "tree:3,2", IRREGULAR)]
     made = []
@@ -62,8 +62,8 @@ def scripts(draw: st.DrawFn) -> list[Scripted]:
     return made
 
 
-class Nothing:
-    """Stands in for a cache: keeps nothing."""
+class NoCache:
+    """Stands in for a cache: does nothing."""
 
     def reserve(self, sequence: Any, slots: int) -> None: ...
     def commit(self, sequences: Any, paths: Any) -> None: ...
@@ -74,38 +74,38 @@ MODEL: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
 class HostBackend(TorchBackend):
-    """The reference backend with a model that says, and an exit that drafts, what a script tells."""
+    """The reference backend with a model and an exit that follow a script."""
 
     def __init__(self, script: list[Scripted], sequences: list[Sequence]) -> None:
-        super().__init__(MODEL, Nothing())  # type: ignore[arg-type]
+        super().__init__(MODEL, NoCache())  # type: ignore[arg-type]
         self.script, self.all, self.done = script, sequences, 0
 
     def draft(self, sequences: list[Sequence], plan: Plan, exit: Any) -> Draft:
         tokens = torch.arange(len(plan) + 1).repeat(len(sequences), 1) + DRAFTED
-        for place, sequence in enumerate(sequences):
-            path, said = self._said(sequence)
-            for node, token in zip(path[1:], said[:-1], strict=True):
-                tokens[place, node:][:1] = token  # a plan that was truncated has fewer nodes
+        for index, sequence in enumerate(sequences):
+            path, chosen = self._chosen(sequence)
+            for node, token in zip(path[1:], chosen[:-1], strict=True):
+                tokens[index, node:][:1] = token  # a plan that was truncated has fewer nodes
         return Draft(plan, tokens, hidden=tokens)
 
     def verify(self, sequences: list[Sequence], draft: Draft, exit: Any) -> torch.Tensor:
         logits = torch.zeros(len(sequences), len(self.script[self.done].plan) + 1, VOCABULARY)
-        for place, sequence in enumerate(sequences):
-            for node, token in zip(*self._said(sequence), strict=True):
-                logits[place, node, token] = 1
+        for index, sequence in enumerate(sequences):
+            for node, token in zip(*self._chosen(sequence), strict=True):
+                logits[index, node, token] = 1
         self.done += 1
         return logits
 
-    def _logits(self, known: torch.Tensor) -> torch.Tensor:
-        return known
+    def _logits(self, features: torch.Tensor) -> torch.Tensor:
+        return features
 
-    def _said(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+    def _chosen(self, sequence: Sequence) -> tuple[list[int], list[int]]:
         step, index = self.script[self.done], self.all.index(sequence)
         return step.plan.path(step.outcomes[index][0]), step.tokens(index)
 
 
 class OverlappingBackend(HostBackend):
-    """Reports what a script tells of each step only when it is read, after the next one was launched."""
+    """A backend that follows a script and appends a step's tokens when it is read, after the next one was launched."""
 
     overlaps = True
 
@@ -124,7 +124,7 @@ class OverlappingBackend(HostBackend):
 
 
 class ScriptedBatch(Batch):
-    """Sequences whose plans, and reasons for them, come from a script."""
+    """A batch whose plans and reasons come from a script."""
 
     def __init__(self, script: list[Scripted], lengths: list[int], backend: type[HostBackend] = HostBackend) -> None:
         params = SamplingParams(stop_token_ids=tuple(range(END, VOCABULARY)))
@@ -146,14 +146,14 @@ class ScriptedBatch(Batch):
         return self.backend.done < len(self.script)  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Sequences that have ended leave, as in the scheduler."""
+        """Removes sequences that have ended, as the scheduler does."""
         super().step()
         for sequence in [of for of in self.running if of.is_finished]:
             self.leave([sequence])
 
 
 class Observer:
-    """Stands in for a governor: notes what it observes of steps, but for how long they took."""
+    """Stands in for a governor: records the arguments of `observe`, of times only whether there was one."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -169,7 +169,7 @@ class Observer:
 
 @dataclass
 class Counted:
-    """One text of a script, token by token."""
+    """The statistics of one sequence of a script, counted token by token."""
 
     tokens: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Counted:
                 return
 
     def changes(self) -> list[Change]:
-        """Another plan, or the end of measuring."""
+        """Steps with another plan than before, or with another reason than measuring before."""
         found: list[Change] = []
         for step, (start, (_, chosen, reason)) in enumerate(zip(self.starts, self.steps, strict=True)):
             last = found[-1] if found else None
@@ -210,7 +210,7 @@ class Counted:
         return [counts[depth] for depth in range(sum(count > 0 for count in self.reached.values()))]
 
     def end(self) -> int | None:
-        """The last node, while the text goes on."""
+        """The last node, unless the sequence has ended."""
         return self.last if self.finish_reason is None else None
 
     def check(self, sequence: Sequence) -> None:
@@ -234,9 +234,9 @@ class Counted:
 
 
 def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list[list[Counted]]:
-    """What is told of each sequence after each step, up to the last one's end. A backend that does not overlap
-    `truncates` plans to what is left of the longest text."""
-    sequences, told = [Counted() for _ in lengths], []
+    """The statistics of each sequence after each step, until all have ended. A backend that does not overlap
+    `truncates` plans to the tokens that are left of the longest sequence."""
+    sequences, after_steps = [Counted() for _ in lengths], []
     for step in script:
         active = [index for index, of in enumerate(sequences) if of.finish_reason is None]
         if not active:
@@ -247,8 +247,8 @@ def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list
             path = [node for node in step.plan.path(step.outcomes[index][0]) if node <= len(plan)]
             tokens = step.tokens(index)[: len(path)]
             sequences[index].add(plan, step.plan, step.reason, path[-1], tokens, lengths[index])
-        told.append([Counted(**{name: _copy(of) for name, of in vars(row).items()}) for row in sequences])
-    return told
+        after_steps.append([Counted(**{name: _copy(of) for name, of in vars(one).items()}) for one in sequences])
+    return after_steps
 
 
 def _copy(value: Any) -> Any:
@@ -259,31 +259,31 @@ MANY = st.lists(st.integers(1, LENGTHS["most"]), min_size=3, max_size=3)
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(script=scripts(), lengths=MANY, every_step=st.booleans())
-def test_sequences_tell_what_happened_token_by_token(
+def test_statistics_equal_a_count_token_by_token(
     backend: type[HostBackend], script: list[Scripted], lengths: list[int], every_step: bool
 ) -> None:
-    """Whether they are asked after every step or only at the end."""
+    """Whether they are read after every step or only at the end."""
     batch, overlaps = ScriptedBatch(script, lengths, backend), backend.overlaps
-    told = counted(script, lengths, truncates=not overlaps)
+    counts = counted(script, lengths, truncates=not overlaps)
     batch.governor = observer = Observer()  # type: ignore[assignment]
     steps = 0
     while batch.running:
         batch.step()
         steps += 1
-        for sequence, of_sequence in zip(batch.sequences, told[steps - 1], strict=True) if every_step else ():
+        for sequence, of_sequence in zip(batch.sequences, counts[steps - 1], strict=True) if every_step else ():
             of_sequence.check(sequence)
-    assert steps == len(told)
-    for before, after, seen in zip([[Counted()] * 3, *told], told, observer.seen, strict=False):
+    assert steps == len(counts)
+    for before, after, seen in zip([[Counted()] * 3, *counts], counts, observer.seen, strict=False):
         active = [index for index, of in enumerate(before) if of.finish_reason is None]
         plan, ends = after[active[0]].steps[-1][0], [after[i].end() for i in active]
         context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the step began
         assert seen == (plan, ends, context)
-    ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *told[:-1])]
-    sent_ahead = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
-    assert observer.timed == [not others for others in sent_ahead], "a step's time is of all sequences that were in it"
-    for sequence, of_sequence in zip(batch.sequences, told[-1], strict=True):
+    ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *counts[:-1])]
+    with_ended = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
+    assert observer.timed == [not of for of in with_ended], "times of steps with ended sequences are not typical"
+    for sequence, of_sequence in zip(batch.sequences, counts[-1], strict=True):
         of_sequence.check(sequence)
         stats = stats_of(sequence)
         reached = sum(sequence.reached_by_depth)
@@ -295,7 +295,7 @@ def test_sequences_tell_what_happened_token_by_token(
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
-def test_a_text_that_ends_with_a_drafted_token_has_none_of_the_models_own(backend: type[HostBackend]) -> None:
+def test_a_drafted_token_that_ends_the_sequence_is_followed_by_no_token(backend: type[HostBackend]) -> None:
     script = [Scripted(Plan.parse("chain:3"), None, [(2, None)]), Scripted(Plan.parse("chain:3"), None, [(2, 1)])]
     batch = ScriptedBatch(script, [40], backend)
     (sequence,) = batch.sequences
@@ -308,7 +308,7 @@ def test_a_text_that_ends_with_a_drafted_token_has_none_of_the_models_own(backen
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
-def test_a_criterion_that_fails_ends_the_text_with_its_error(backend: type[HostBackend]) -> None:
+def test_a_criterion_that_raises_fails_the_request(backend: type[HostBackend]) -> None:
     calls: list[int] = []
 
     def fails(prefix: torch.Tensor, _: Any) -> bool:
@@ -330,10 +330,10 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
     sequences[1].append(7, drafted=False)
     assert isinstance(request.error, ValueError) and "not finite" in str(request.error)
     assert [of.finish_reason for of in sequences] == ["error"] * 2
-    assert [of.new_tokens for of in sequences] == [0, 0], "a request that has failed gets no more tokens"
+    assert [of.new_tokens for of in sequences] == [0, 0], "no tokens are appended after the failure"
 
 
-def test_a_sequence_that_has_not_begun_tells_of_nothing() -> None:
+def test_statistics_of_a_sequence_without_steps_are_zero() -> None:
     new = Sequence([1], 0, 0, 9)
     assert (new.steps, new.drafted, new.accepted, new.rejections, new.disabled_reason) == (0, 0, 0, 0, None)
     assert (new.origins, new.changes, new.accepted_by_depth, new.reached_by_depth) == ([], [], [], [])
@@ -341,7 +341,7 @@ def test_a_sequence_that_has_not_begun_tells_of_nothing() -> None:
 
 
 def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
-    """Of which there is a record already, and no last node yet."""
+    """The step has a record already and no last node yet."""
     sequence, record = Sequence([1], 0, 0, 9), StepRecord.of(NONE, NONE, "request")
     sequence.records += [record, record]
     sequence.last_nodes.append(0)
@@ -353,9 +353,9 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
 @pytest.mark.parametrize(
     ("new", "steps", "usual"),
     [(0, 0, 3), (12, 8, 1.5), (30, 10, 3), (50, 10, 3)],
-    ids=["nothing yet", "few", "all", "more"],
+    ids=["no step", "below the depth", "at the depth", "above the depth"],
 )
-def test_a_step_usually_brings_what_those_before_brought_and_no_more_than_it_can(
+def test_expected_tokens_of_a_step_are_the_mean_so_far_up_to_the_plans_depth(
     new: int, steps: int, usual: float
 ) -> None:
     sequence = Sequence([1], seed=0, sample_index=0, max_length=100, last_nodes=[0] * steps)
