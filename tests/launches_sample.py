@@ -13,18 +13,18 @@ from tests.launches_lm_head_topk import META, sampling_of
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
-    for vocabulary, rows, sequences in ((49152, 16, 1), (128256, 16, 4)):
-        noise, small_top_k, processing = sampling_of(rows, sequences, vocabulary, small_top_k=True)
-        _, truncation, _ = sampling_of(rows, sequences, vocabulary)
-        logits = torch.empty(rows, vocabulary, device=META)
-        out = torch.empty(rows, dtype=torch.int32, device=META)
-        small, large = (SampleWorkspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
-        at = f"{vocabulary}, {sequences} sequences"
-        yield f"small top-k, {at}", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
-        yield (
-            f"any parameters, {at}",
-            partial(sample, logits, out, large, noise=noise, truncation=truncation, processing=processing),
-        )
+    """A large vocabulary; `launches_step` has a small one."""
+    vocabulary, rows, sequences = 128256, 16, 4
+    noise, small_top_k, processing = sampling_of(rows, sequences, vocabulary, small_top_k=True)
+    _, truncation, _ = sampling_of(rows, sequences, vocabulary)
+    logits = torch.empty(rows, vocabulary, device=META)
+    out = torch.empty(rows, dtype=torch.int32, device=META)
+    small, large = (SampleWorkspace.empty(rows, vocabulary, META, bound) for bound in (True, False))
+    yield "small top-k", partial(sample, logits, out, small, noise=noise, truncation=small_top_k)
+    yield (
+        "any parameters",
+        partial(sample, logits, out, large, noise=noise, truncation=truncation, processing=processing),
+    )
     yield "greedy", partial(sample, logits, out, large)
     yield "accept", partial(_accept, None, None)
     yield "accept and count", partial(_accept, _ints(4, 49152), _ints(4, 8))

@@ -128,18 +128,19 @@ def test_nodes_past_the_count_of_their_sequence_get_no_slot() -> None:
     assert metadata.slots.tolist() == [*map(int, there), -1, int(page[0, 1]), -1]
 
 
-def test_exactly_one_source_of_tokens_is_needed() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     zeros = torch.zeros(1, dtype=torch.int32)
-    fixed = (
-        empty_metadata(1, 1, 4),
-        poisoned(1, 16),
-        first_norm(1, 16),
-        torch.zeros(5, 16),
-        None,
-        zeros,
-        zeros[None],
-        zeros,
-    )
+    rope = (torch.ones(1, 4), torch.ones(1))
+
+    def run(rows: int = 1, hidden_out: torch.Tensor | None = None, **sources: torch.Tensor) -> None:
+        out = poisoned(rows, 16) if hidden_out is None else hidden_out
+        fixed = (first_norm(rows, 16), torch.zeros(5, 16), None, zeros, zeros[None], zeros)
+        embed_rope(empty_metadata(rows, 1, 4), out, *fixed, *rope, 0, **sources)
+
     for sources in ({}, {"pending": zeros, "ranked": zeros[None]}):
         with pytest.raises(ValueError, match="pending"):
-            embed_rope(*fixed, torch.ones(1, 4), torch.ones(1), 0, **sources)  # type: ignore[arg-type]
+            run(**sources)
+    with pytest.raises(ValueError, match="2 rows are not 1 nodes"):
+        run(rows=2, pending=zeros)
+    with pytest.raises(ValueError, match="contiguous"):
+        run(hidden_out=poisoned(1, 32)[:, ::2], pending=zeros)
