@@ -1,4 +1,4 @@
-"""Models, exits and batches that do what a test says: silent layers, a model that recites, drafts right on demand."""
+"""Models, exits and batches that follow a script: silent layers, a model with a fixed text, drafts of given tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def left_padded(prompts: Sequence[list[int]], pad: int = 0) -> tuple[torch.Tenso
 
 
 def endless(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without an end token of its own: it speaks until it is stopped."""
+    """Removes the model's end token, so that sequences end at their maximum length."""
     model.generation_config.eos_token_id = None
     return model
 
@@ -69,7 +69,7 @@ def silence(model: PreTrainedModel, start_layer: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def reciting_model(tokens: Sequence[int], **overrides: Any) -> PreTrainedModel:
-    """A float64 llama that says `tokens` (all different) in a circle, whatever came before the last token.
+    """A float64 llama that generates `tokens` (all different) again and again; each follows from the one before alone.
 
     All its layers are silent: any exit drafts perfectly and whole paths are accepted.
     """
@@ -85,7 +85,7 @@ def reciting_model(tokens: Sequence[int], **overrides: Any) -> PreTrainedModel:
 
 
 class ScriptedExit(Exit):
-    """Drafts what `script(position)` says, best first, for the token at that position of a batch of one."""
+    """Drafts the tokens `script(position)`, best first, at each position of a batch of one sequence."""
 
     def __init__(self, model: Decoder, layer: int, script: Callable[[int], list[int]]) -> None:
         super().__init__(model, layer)
@@ -104,7 +104,7 @@ class ScriptedExit(Exit):
 
 
 class ScriptedPolicy:
-    """Takes the plan of every step from a list, over and over."""
+    """Takes the plans of steps from a list, again and again."""
 
     def __init__(self, plans: Iterable[str]) -> None:
         self.plans = [Plan.parse(plan) for plan in plans]
@@ -120,8 +120,7 @@ class ScriptedPolicy:
 
 
 class Decoding:
-    """Sequences that decode together in a batch of the reference backend, without a scheduler: a test prefills them and
-    runs their steps one by one."""
+    """A batch on the reference backend without a scheduler: a test prefills its sequences and runs steps one by one."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, steps: int = 1) -> None:
-        """Sequences that have ended return their pages, as in the scheduler."""
+        """Runs steps; returns the pages of sequences that have ended, as the scheduler does."""
         for _ in range(steps):
             self.batch.step()
             for sequence in [of for of in self.batch.running if of.is_finished]:
@@ -187,7 +186,7 @@ class Decoding:
 
     @torch.inference_mode()
     def fill_exit(self) -> None:
-        """The exit's cache catches up with plain steps."""
+        """Fills the exit's KV of plainly decoded tokens."""
         assert self.exit is not None
         self.backend.fill_exit(self.batch.running, self.exit, score=False, before=None)
 

@@ -1,4 +1,4 @@
-"""Requests whose loop a test steps itself, instead of the scheduler's thread."""
+"""Requests in a scheduler whose steps a test runs itself, without the loop's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def enqueue(
     seed: int = 0,
     **settings: Any,
 ) -> Request:
-    """A request that waits for admission. Calling `engine.scheduler.step()` is left to the test."""
+    """Adds a request to the scheduler's waiting sequences. The test calls `engine.scheduler.step()`."""
     speculation = SpeculationRequest(
         speculative_decoding="force" if exit_layer is not None else False, exit_layer=exit_layer, plan=plan
     )

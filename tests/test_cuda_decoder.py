@@ -1,4 +1,4 @@
-"""The decoder's passes as kernels, in Triton's interpreter: every norm finds its input scaled by its own weights."""
+"""The decoder's layers as kernels, in Triton's interpreter: every norm gets its input scaled by its own weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Residual, Scratch
 from selfspec.kernels.norm import scaled_reference, squares_reference
 from selfspec.models.decoder import Layer
 from selfspec.speculation.exit import Exit
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import NONE, Plan
 from tests.interpreted import (
     ONLY_INTERPRETED,
     ScriptedBatch,
@@ -33,23 +33,16 @@ pytestmark = ONLY_INTERPRETED
 def exit_of(kind: str, family: str) -> Exit:
     trained = trained_exit(family)
     assert trained.block is not None
-    if kind == "without recall":
+    if kind == "without features":
         return replace(trained, block=replace(trained.block, recall=None))
     return trained if kind == "trained" else replace(trained, block=None)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("family", "kind", "plan"),
-    [
-        ("llama", "trained", "chain:1"),
-        ("llama", "without recall", "chain:1"),
-        ("llama", "raw", "chain:1"),
-        ("llama", "raw", "none"),
-        ("gemma3_text", "trained", "chain:1"),
-    ],
+    ("family", "kind"), [("llama", "without features"), ("llama", "without a block"), ("gemma3_text", "trained")]
 )
-def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: str) -> None:
+def test_every_layer_reads_states_scaled_by_the_weights_of_its_first_norm(family: str, kind: str) -> None:
     graphs, exit = new_graphs(family), exit_of(kind, family)
     offset, read, store = graphs.model.config.norm_offset, set(), FusedDecoder.write_kv
 
@@ -59,16 +52,15 @@ def test_every_layer_reads_a_stream_scaled_for_it(family: str, kind: str, plan: 
         assert torch.equal(source.scaled, scaled_reference(source.states, layer.attention_norm, offset))
         store(self, layer, spec, cache_layer, source, *rest)
 
-    batch, sequence = ScriptedBatch(cuda_backend(graphs), exit), sequence_of(prompt_of(4, 1), 2, exit=exit)
+    batch, sequence = ScriptedBatch(cuda_backend(graphs), exit), sequence_of(prompt_of(4, 1), 3, exit=exit)
     with mock.patch.object(FusedDecoder, "write_kv", checked):
         batch.admit([sequence])
-        batch.run([Plan.parse(plan)])
-    drafts_with_block = plan != "none" and kind != "raw"
-    assert read == ({0, 1, graphs.cache.exit_layer_index} if drafts_with_block else {0, 1})
+        batch.run([NONE, Plan.parse("chain:1")])
+    assert read == ({0, 1} if kind == "without a block" else {0, 1, graphs.cache.exit_layer_index})
     assert sequence.tokens == plain_tokens(sequence, family)
 
 
-def test_where_triton_cannot_launch_nothing_is_decoded_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_not_used_where_triton_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCompiler:
         @property
         def active(self) -> None:
@@ -81,7 +73,7 @@ def test_where_triton_cannot_launch_nothing_is_decoded_by_kernels(monkeypatch: p
     decoder_module.can_launch.cache_clear()
 
 
-def test_scratch_that_was_outgrown_is_kept_for_steps_that_were_captured_with_it() -> None:
+def test_a_scratch_buffer_that_grew_is_kept_for_graphs_captured_before() -> None:
     scratch = Scratch(torch.device("cpu"))
     small = scratch.take("x", 2, 3, dtype=torch.float32)
     assert scratch.take("x", 3, dtype=torch.float32).data_ptr() == small.data_ptr()

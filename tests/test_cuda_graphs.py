@@ -1,4 +1,4 @@
-"""What outlives a batch: which steps are kept, tables that are given back, and what a step of idle slots changes."""
+"""Captured graphs and slot buffers: which are kept, used again, and unchanged by a step of idle slots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = ONLY_INTERPRETED
 CHAIN, TREE = Plan.parse("chain:1"), Plan.parse("tree:2,1")
 
 
-def test_steps_that_were_used_longest_ago_are_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_step_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
     graphs, exit = new_graphs(), trained_exit()
     buffers = graphs.take_buffers()
@@ -50,7 +50,7 @@ def test_steps_that_were_used_longest_ago_are_given_up_first(monkeypatch: pytest
     assert len(graphs.captured.entries) == 2
 
 
-def test_steps_are_kept_apart_by_everything_that_changes_their_kernels() -> None:
+def test_steps_with_different_kernels_or_buffers_are_captured_separately() -> None:
     graphs, exit = new_graphs(), trained_exit()
     first, second = graphs.take_buffers(), graphs.take_buffers()
     other = replace(exit, block=replace(exit.block, affine_bias=exit.block.affine_bias + 1))
@@ -58,13 +58,13 @@ def test_steps_are_kept_apart_by_everything_that_changes_their_kernels() -> None
     reference = (first, 2, CHAIN, exit, StepOptions(), CONTEXT)
     made = graphs.step(*reference)[0]
     assert graphs.step(first, 2, CHAIN, same, StepOptions(), 5)[0] is made, "the head's rows are in a buffer"
-    for place, value in enumerate((second, 1, TREE, other, StepOptions(samples=True))):
-        different = [*reference[:place], value, *reference[place + 1 :]]
+    for index, value in enumerate((second, 1, TREE, other, StepOptions(samples=True))):
+        different = [*reference[:index], value, *reference[index + 1 :]]
         assert graphs.step(*different)[0] is not made
     assert graphs.step_parts(*reference)[0] is not made
 
 
-def test_a_table_that_is_given_back_is_idle_and_used_again() -> None:
+def test_buffers_that_are_given_back_are_idle_and_used_again() -> None:
     graphs, exit = new_graphs(), accurate_exit()
     with torch.inference_mode():
         batch = ScriptedBatch(cuda_backend(graphs), exit)
@@ -79,8 +79,8 @@ def test_a_table_that_is_given_back_is_idle_and_used_again() -> None:
     assert graphs.take_buffers() is buffers
 
 
-def everything(graphs: Graphs, buffers: SlotBuffers) -> list[torch.Tensor]:
-    """All that a running batch relies on between two steps; pages of sequences, but not the idle one."""
+def batch_state(graphs: Graphs, buffers: SlotBuffers) -> list[torch.Tensor]:
+    """Copies of the tensors that a batch needs between two steps: slots, features, and all pages but the idle one."""
     own = [tensor for tensor in buffers.tensors if tensor is not buffers.features]
     cached = [tensor[:, [page for page in range(tensor.shape[1]) if page != graphs.idle_page]] for tensor in
               (graphs.cache.keys, graphs.cache.values)]  # fmt: skip
@@ -89,8 +89,8 @@ def everything(graphs: Graphs, buffers: SlotBuffers) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("plan", [NONE, TREE], ids=str)
-def test_a_step_of_idle_slots_changes_nothing_that_is_not_saved(plan: Plan) -> None:
-    """Capturing runs a step with all slots idle in the middle of a batch."""
+def test_a_step_of_idle_slots_changes_only_what_was_saved(plan: Plan) -> None:
+    """Capturing runs a step with all slots idle while a batch is running."""
     graphs, exit = new_graphs(), trained_exit()
     batch = ScriptedBatch(cuda_backend(graphs), exit)
     params = SamplingParams(do_sample=True, repetition_penalty=1.3, stop_token_ids=(5,))
@@ -99,19 +99,19 @@ def test_a_step_of_idle_slots_changes_nothing_that_is_not_saved(plan: Plan) -> N
     batch.step()
     buffers = batch.backend._buffers
     step, launch = graphs.step(buffers, 2, plan, exit, StepOptions(samples=True, processes=True), CONTEXT)
-    before = everything(graphs, buffers)
+    before = batch_state(graphs, buffers)
     saved = buffers.save_and_idle()
     assert not buffers.slots.first(4).active.any()
     launch()
     assert not step.report[:, 0].any()
     for tensor, copy in saved:
         tensor.copy_(copy)
-    after = everything(graphs, buffers)
+    after = batch_state(graphs, buffers)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert any(one.any() for one in before[-2:])
 
 
-def test_a_requests_own_tokens_do_not_make_steps_be_captured_anew() -> None:
+def test_the_prompts_own_tokens_do_not_change_the_captured_size_of_the_draft_head() -> None:
     model = decoder()
     large = replace(model.config, vocab_size=100_000)
 
@@ -126,12 +126,12 @@ def test_a_requests_own_tokens_do_not_make_steps_be_captured_anew() -> None:
     assert [capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
 
 
-def test_steps_are_captured_for_powers_of_two() -> None:
+def test_steps_are_captured_for_powers_of_two_of_slots() -> None:
     assert [bucket(count) for count in (1, 2, 3, 4, 5, 64)] == [1, 2, 4, 4, 8, 64]
 
 
 @torch.inference_mode()
-def test_warming_up_leaves_nothing_to_capture_for_the_steps_that_were_expected() -> None:
+def test_steps_that_were_prepared_are_not_captured_again() -> None:
     graphs, exit = new_graphs(), accurate_exit()
     warm_up = WarmUp(graphs, CONTEXT, most_scored=4)
     for plan in (NONE, CHAIN):

@@ -1,4 +1,4 @@
-"""Prompts on the CUDA backend, in Triton's interpreter: they leave what PyTorch's prefill leaves."""
+"""Prefill on the CUDA backend, in Triton's interpreter: the same KV and features as the reference backend's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TEXTS = [prompt_of(9, 1), prompt_of(3, 2)]  # three segments, and one
 
 
 @given(st.lists(st.integers(1, LONGEST), max_size=40))
-def test_texts_are_passed_in_their_order_and_no_pass_is_too_large(lengths: list[int]) -> None:
+def test_prompts_are_grouped_in_order_into_passes_that_are_as_full_as_they_can_be(lengths: list[int]) -> None:
     groups = list(groups_per_pass(lengths))
     assert [index for group in groups for index in group] == list(range(len(lengths)))
     for group in groups:
@@ -61,11 +61,11 @@ def test_texts_are_passed_in_their_order_and_no_pass_is_too_large(lengths: list[
     fuller = [
         sum(segments(lengths[i]) for i in (*one, other[0])) for one, other in zip(groups, groups[1:], strict=False)
     ]
-    assert all(taken > MAX_SEGMENTS for taken in fuller)  # none ends before it has to
+    assert all(taken > MAX_SEGMENTS for taken in fuller)  # the next prompt would not fit
 
 
 def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
-    """One pass over some texts; their pages then hold them."""
+    """Runs one pass over prompts; returns their pages."""
     held = [graphs.cache.open() for _ in texts]
     for kv, text in zip(held, texts, strict=True):
         graphs.cache.reserve(kv, len(text))
@@ -85,8 +85,8 @@ def left_in_cache(cache: Cache, kv: KVPages, count: int) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def of_pytorch(exit: Exit | None, text: list[int], family: str) -> list[torch.Tensor]:
-    """What a prompt leaves: keys and values, what the exit reads next and, of its end, what it is scored by."""
+def of_reference(exit: Exit | None, text: list[int], family: str) -> list[torch.Tensor]:
+    """Keys, values, last feature and prompt end of a prompt that the reference backend has prefilled."""
     backend = torch_backend(family)
     backend._scored_positions = END
     sequence = sequence_of([*text, 5], 1)
@@ -96,8 +96,8 @@ def of_pytorch(exit: Exit | None, text: list[int], family: str) -> list[torch.Te
     if exit is None:
         return [tensor[:-1] for tensor in left]
     assert sequence.previous_feature is not None
-    hidden, previous, known = (states[0] for states in backend._prompt_ends[sequence])
-    return [*left, sequence.previous_feature, torch.cat((hidden, previous, known[:, : hidden.shape[1]]), dim=1)]
+    hidden, previous, features = (states[0] for states in backend._prompt_ends[sequence])
+    return [*left, sequence.previous_feature, torch.cat((hidden, previous, features[:, : hidden.shape[1]]), dim=1)]
 
 
 def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -105,20 +105,20 @@ def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_short_prompts_in_one_pass_leave_what_pytorch_leaves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_in_one_pass_equal_those_of_the_reference_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (short_prefill, exit_module):
         monkeypatch.setattr(module, "PROMPT_END", END)
+    family = "gemma3_text"  # windows, and norms of queries and updates
     graphs, exit = new_graphs(family), trained_exit(family)
     made = ShortPrefill(*small(graphs), exit=exit)
     held = run(graphs, made, TEXTS)
     for number, (text, kv) in enumerate(zip(TEXTS, held, strict=True)):
         ends = made.prompt_end[number, : min(len(text), END)]
         found = [*left_in_cache(graphs.cache, kv, len(text)), made.features[number], ends]
-        assert_alike(found, of_pytorch(exit, text, family))
+        assert_alike(found, of_reference(exit, text, family))
 
 
-def test_a_prompt_leaves_the_same_bits_in_any_company_and_with_or_without_an_exit() -> None:
+def test_a_prompts_kv_does_not_depend_on_other_prompts_or_on_an_exit() -> None:
     graphs, exit = new_graphs(), trained_exit()
     layers, found = graphs.model.config.num_layers, []
     for of_exit, texts in ((exit, TEXTS), (exit, TEXTS[::-1]), (None, TEXTS[:1])):
@@ -129,7 +129,7 @@ def test_a_prompt_leaves_the_same_bits_in_any_company_and_with_or_without_an_exi
     assert torch.equal(found[0][0][layers], found[1][0][layers])  # the exit's own keys
 
 
-def test_sums_of_marks_are_those_of_routing() -> None:
+def test_prompt_embeddings_equal_the_routers() -> None:
     graphs = new_graphs()
     made = PromptEmbedding(*small(graphs), layer=LAYER)
     run(graphs, made, TEXTS)
@@ -138,7 +138,7 @@ def test_sums_of_marks_are_those_of_routing() -> None:
     torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, TEXTS, LAYER), atol=1e-5, rtol=1e-5)
 
 
-def test_marks_leave_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = new_graphs()
     monkeypatch.setattr(graphs, "short_prompt", LONGEST)
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
@@ -151,10 +151,10 @@ def test_marks_leave_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
 @torch.inference_mode()
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["pytorch", "padded"])
-def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
+def test_long_prompts_in_chunks_equal_those_of_the_reference_backend(
     overlaps: bool, drafting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of 16; padded to 32 rows where they would be captured."""
+    """Chunks of 16 tokens, padded to 32 rows in the pass that a GPU captures."""
     for module in (torch_backend_module, prompts_module):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     graphs, exit = new_graphs(), trained_exit() if drafting else None
@@ -168,17 +168,17 @@ def test_long_prompts_chunk_by_chunk_leave_what_pytorch_leaves(
         found = left_in_cache(graphs.cache, sequence.kv, length)
         if drafting:
             assert (sequence in backend._prompts.prompt_ends) == overlaps and sequence.previous_feature is not None
-            assert_alike([*found, sequence.previous_feature], of_pytorch(exit, text, "llama")[:3])
+            assert_alike([*found, sequence.previous_feature], of_reference(exit, text, "llama")[:3])
         else:
-            assert_alike([tensor[:-1] for tensor in found], of_pytorch(None, text, "llama"))
+            assert_alike([tensor[:-1] for tensor in found], of_reference(None, text, "llama"))
         backend.release(sequence)
         assert not backend._prompts.prompt_ends and not backend._prompts._torch._prompt_ends
         graphs.cache.close(sequence.kv)
 
 
 @torch.inference_mode()
-def test_prompts_of_all_kinds_begin_texts_that_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token, some that share a pass, and one too long for that."""
+def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token, two prompts that share a pass, and one too long for that."""
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
     graphs, exit = new_graphs(), trained_exit()
@@ -192,8 +192,8 @@ def test_prompts_of_all_kinds_begin_texts_that_are_exact(monkeypatch: pytest.Mon
 
 
 @torch.inference_mode()
-def test_a_pass_without_pages_fails_and_keeps_none() -> None:
-    graphs = new_graphs(pages=3)  # one of them is the idle slots'
+def test_a_pass_without_free_pages_raises_and_keeps_none() -> None:
+    graphs = new_graphs(pages=3)  # one of them is the idle page
     graphs.short_prompt = LONGEST
     backend = cuda_backend(graphs)
     sequences = [sequence_of(prompt_of(length, 1), 1) for length in (60, 100)]
@@ -204,6 +204,6 @@ def test_a_pass_without_pages_fails_and_keeps_none() -> None:
     assert graphs.cache.free_pages == 2
 
 
-def test_models_that_the_kernels_cannot_run_are_refused() -> None:
+def test_a_model_that_the_kernels_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="kernels need"):
         Engine.from_model(tiny_model("llama"), kernels=True)  # float64

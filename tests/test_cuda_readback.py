@@ -1,4 +1,4 @@
-"""Results on their way to the host: their times, and that free ones are used again."""
+"""Readbacks: the times of their results, and the pool that keeps free ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from selfspec.backends.cuda.readback import Readback, Readbacks
 
 
 class Event:
-    """A timer that was recorded at a time, in milliseconds."""
+    """A device event that was recorded `at` milliseconds."""
 
     def __init__(self, at: float) -> None:
         self.at, self.recorded = at, 0
@@ -21,7 +21,7 @@ class Event:
         return later.at - self.at
 
 
-def test_a_result_tells_the_time_since_its_own_beginning_or_the_result_before() -> None:
+def test_a_readbacks_time_begins_at_its_own_start_or_at_the_arrival_of_the_one_before() -> None:
     before, result = Readback(torch.zeros(1)), Readback(torch.zeros(1))
     before._event, result._own_start, result._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
     result.start(after=before)
@@ -31,7 +31,7 @@ def test_a_result_tells_the_time_since_its_own_beginning_or_the_result_before() 
     assert result.seconds_since(before) == pytest.approx(7e-3)
 
 
-def test_free_ones_are_used_again_for_results_alike() -> None:
+def test_a_free_readback_is_used_again_for_the_same_shape_and_dtype() -> None:
     readbacks = Readbacks()
     first = readbacks.take(torch.zeros(2, 3))
     first.send(torch.ones(2, 3))

@@ -1,4 +1,4 @@
-"""The slot table against a plain Python model of it: writes, moves, idle slots, and what processing leaves behind."""
+"""The slot table against a model of it in plain Python: writes, moves, idle slots, and processing parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "prese
 
 
 class Model:
-    """What each slot should hold, as plain Python values."""
+    """The expected values of each slot."""
 
     def __init__(self) -> None:
         self.slots: list[dict[str, Any]] = [self.idle() for _ in range(CAPACITY)]
@@ -35,16 +35,24 @@ class Model:
     @staticmethod
     def idle() -> dict[str, Any]:
         fields = {name: OFF.get(name, 0) for name in STATE_FIELDS}
-        return {**fields, "unfilled": 0, "stops": (), "seed": 0, "pages": [IDLE_PAGE], "processed": None, "known": None}
+        return {
+            **fields,
+            "unfilled": 0,
+            "stops": (),
+            "seed": 0,
+            "pages": [IDLE_PAGE],
+            "processed": None,
+            "feature": None,
+        }
 
-    def check(self, table: SlotTable, known: torch.Tensor) -> None:
+    def check(self, table: SlotTable, features: torch.Tensor) -> None:
         for count in (1, 2, 4, 8):
             view = table.first(count)
             for slot in range(count):
-                self.check_slot(self.slots[slot], view, slot, table, known)
+                self.check_slot(self.slots[slot], view, slot, table, features)
 
-    def check_slot(self, of: dict[str, Any], view: Any, slot: int, table: SlotTable, known: torch.Tensor) -> None:
-        if of["active"] == IDLE:  # what an idle slot holds beside this is never looked at
+    def check_slot(self, of: dict[str, Any], view: Any, slot: int, table: SlotTable, features: torch.Tensor) -> None:
+        if of["active"] == IDLE:  # other values of an idle slot are not read
             assert [int(getattr(view, name)[slot]) for name in ("active", "lengths", "unfilled")] == [0, 0, 0]
             assert int(view.page_table[slot, 0]) == IDLE_PAGE
             return
@@ -53,7 +61,7 @@ class Model:
         assert int(view.seeds[slot]) == of["seed"]
         assert view.stops[slot].tolist() == [*of["stops"], *[-1] * (MAX_STOPS - len(of["stops"]))]
         assert view.page_table[slot, : len(of["pages"])].tolist() == of["pages"]
-        assert float(known[slot, 0]) == of["known"]
+        assert float(features[slot, 0]) == of["feature"]
         bias, counts = of["processed"] or ([0.0] * VOCABULARY, None)
         assert table.bias[slot].tolist() == bias
         assert counts is None or table.counts[slot].tolist() == counts
@@ -67,7 +75,7 @@ def random_state(dice: random.Random) -> SlotState:
 
 
 def random_processing(dice: random.Random) -> tuple[ProcessingState, tuple[list[float], list[int]]]:
-    """What is written, and the bias and counts that follow."""
+    """A random state to write, and the expected bias and counts."""
     allowed = tuple(sorted(dice.sample(range(VOCABULARY), 6))) if dice.random() < 0.5 else None
     banned = tuple(dice.sample(range(VOCABULARY), dice.randint(0, 2)))
     bias = tuple((token, dice.choice([-2.0, 0.5])) for token in dice.sample(range(VOCABULARY), dice.randint(0, 3)))
@@ -82,12 +90,12 @@ def random_processing(dice: random.Random) -> tuple[ProcessingState, tuple[list[
 
 
 class Driven:
-    """A table and its model, to which a seeded dice does the same."""
+    """A table and its model, to which the same random changes are made, by a seed."""
 
     def __init__(self, seed: int) -> None:
         self.dice, self.model = random.Random(seed), Model()
         self.table = SlotTable(CAPACITY, PAGES, VOCABULARY, torch.device("cpu"), IDLE_PAGE)
-        self.known = torch.zeros(CAPACITY, 1)
+        self.features = torch.zeros(CAPACITY, 1)
 
     def free(self) -> list[int]:
         return [slot for slot, of in enumerate(self.model.slots) if of["active"] == IDLE]
@@ -99,7 +107,7 @@ class Driven:
         return sorted(self.dice.sample(slots, self.dice.randint(0, len(slots))))
 
     def write(self) -> None:
-        """Some free slots are taken, and others become idle in the same write."""
+        """Takes some free slots and makes others idle in the same write."""
         joined, left = self.some(self.free()), self.some(self.taken())
         if not joined and not left:
             return
@@ -113,8 +121,8 @@ class Driven:
         for slot in left:
             self.model.slots[slot] = self.model.idle()
         for slot, state, seed, of_slot in zip(joined, states, seeds, pages, strict=True):
-            self.known[slot] = float(seed % 1000)
-            own = {**vars(state), "seed": seed, "pages": of_slot, "known": float(seed % 1000)}
+            self.features[slot] = float(seed % 1000)
+            own = {**vars(state), "seed": seed, "pages": of_slot, "feature": float(seed % 1000)}
             self.model.slots[slot] = {**self.model.idle(), **own}
             if self.dice.random() < 0.5:
                 written, expected = random_processing(self.dice)
@@ -124,7 +132,7 @@ class Driven:
                 self.table.clear_processing(slot)
 
     def grow(self) -> None:
-        """Some slots' sequences take a page; these slots need not be neighbours."""
+        """Gives some slots' sequences a page; the slots need not be neighbours."""
         slots = [slot for slot in self.some(self.taken()) if len(self.model.slots[slot]["pages"]) < PAGES]
         for slot in slots:
             self.model.slots[slot]["pages"].append(self.dice.randint(0, 90))
@@ -149,25 +157,25 @@ class Driven:
         self.table.first(CAPACITY).unfilled[sources] = 3  # as plain steps count them
         for source in sources:
             self.model.slots[source]["unfilled"] = 3
-        self.table.move(sources, targets, self.known)
+        self.table.move(sources, targets, self.features)
         for source, target in zip(sources, targets, strict=True):
             self.model.slots[target], self.model.slots[source] = self.model.slots[source], self.model.idle()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_slots_hold_what_was_written_wherever_it_was_moved(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_keep_their_values_through_writes_and_moves(seed: int) -> None:
     driven = Driven(seed)
     for _ in range(40):
         driven.dice.choice([driven.write, driven.grow, driven.change_drafting, driven.move])()
-        driven.model.check(driven.table, driven.known)
+        driven.model.check(driven.table, driven.features)
     driven.table.idle()
     driven.model.slots = [Model.idle() for _ in range(CAPACITY)]
-    driven.model.check(driven.table, driven.known)
+    driven.model.check(driven.table, driven.features)
     assert (driven.table.page_table == IDLE_PAGE).all()
 
 
 def test_fields_begin_at_multiples_of_16_bytes() -> None:
-    """Triton compiles a kernel once for all sizes if every pointer is such a multiple."""
+    """Triton then compiles a kernel once for all capacities."""
     for capacity in (1, 2, 3, 16):
         table = SlotTable(capacity, 4, 5, torch.device("cpu"), 0)
         view = table.first(capacity)
@@ -175,7 +183,7 @@ def test_fields_begin_at_multiples_of_16_bytes() -> None:
         assert len(fields) == 16 and not any(field.data_ptr() % 16 for field in fields)
 
 
-def test_a_sequence_whose_logits_the_host_processes_has_no_processing_of_its_own() -> None:
+def test_processing_is_off_in_the_slot_of_a_sequence_with_callables() -> None:
     params = SamplingParams(
         repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_new_tokens=3, stop_token_ids=(2,)
     )
@@ -185,14 +193,14 @@ def test_a_sequence_whose_logits_the_host_processes_has_no_processing_of_its_own
     assert on.temperature == off.temperature == 0.0  # greedy
 
 
-def test_features_are_enough_for_all_sequences_and_one_of_four() -> None:
-    """Each combination is captured apart, so there are few."""
+def test_step_options_cover_all_sequences_and_are_one_of_four() -> None:
+    """Each combination is captured separately, so there are few."""
     greedy, sampled = SamplingParams(top_k=5), SamplingParams(do_sample=True)
-    few, many = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
+    small_top_k, top_p = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
     biased = SamplingParams(logit_bias={1: 1.0})
-    short = StepOptions(samples=True, truncates=True)
+    truncating = StepOptions(samples=True, truncates=True)
     everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
     assert StepOptions.of([greedy]) == StepOptions()
     assert StepOptions.of([greedy, biased]) == StepOptions(processes=True)
-    assert StepOptions.of([greedy, sampled]) == StepOptions.of([sampled, few]) == short
-    assert StepOptions.of([few, many]) == StepOptions.of([sampled, biased]) == everything
+    assert StepOptions.of([greedy, sampled]) == StepOptions.of([sampled, small_top_k]) == truncating
+    assert StepOptions.of([small_top_k, top_p]) == StepOptions.of([sampled, biased]) == everything

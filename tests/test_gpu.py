@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device; skipped cleanly where there is none."""
+"""The reference backend's promises on a CUDA device; skipped where there is none."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_greedy_equals_transformers_for_every_plan(family: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [512, 576, 640])
-def test_training_attention_is_finite_where_all_logits_lie_far_below_zero(keys: int) -> None:
-    """Some kernels' 16-bit backward is not, for some numbers of keys."""
+def test_gradients_of_training_attention_are_finite_for_very_negative_logits(keys: int) -> None:
+    """Some attention kernels' 16-bit backward gives NaN for some numbers of keys."""
     rows, heads, size = 64, 2, 64
     random = torch.Generator("cuda").manual_seed(0)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Batches on the GPU's kernels and graphs: the same bits for every plan and batch, in 16 bit; memory and failures."""
+"""The CUDA backend on a GPU: the same bits for every plan and batch in 16 bit; memory and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY = {"greedy": GREEDY, "sampled": SAMPLED, "cut": CUT, "any_cut": ANY_CUT, "
 
 
 def endless(family: str) -> Any:
-    """A tiny model in bfloat16 that speaks until it is stopped."""
+    """A tiny model in bfloat16 without an end token."""
     model = tiny_model(family, dtype=torch.bfloat16, head_dim=64, hidden_size=64).cuda()
     model.generation_config.eos_token_id = None
     return model
@@ -85,9 +85,9 @@ def test_every_plan_gives_the_tokens_of_plain_decoding(small: Decoder, batch: in
 
 
 @pytest.mark.parametrize("plan", ["none", "tree:3,2,1"])
-def test_requests_of_many_kinds_that_come_and_go_get_the_tokens_that_they_get_alone(small: Decoder, plan: str) -> None:
-    """From several threads, with every kind of sampling side by side, some without drafts, each ending at a time of its
-    own: batches grow and shrink with a step in flight. The second time everything is captured."""
+def test_concurrent_requests_get_the_tokens_that_they_get_alone(small: Decoder, plan: str) -> None:
+    """From 12 threads, with different sampling parameters and lengths, some without drafts: batches grow and shrink
+    with a step in flight. The second time all steps are captured."""
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     kinds = [*EVERY.values(), {**GREEDY, "speculative_decoding": False}, {**SAMPLED, "frequency_penalty": 0.3}]
     requests = [(5 + 37 * place % 140, 4 + 7 * place % 50, kinds[place % len(kinds)]) for place in range(24)]
@@ -104,7 +104,7 @@ def test_requests_of_many_kinds_that_come_and_go_get_the_tokens_that_they_get_al
     assert engine.cache.free_pages == engine.cache.num_pages - 1  # idle slots keep a page to write to
 
 
-def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(small: Decoder) -> None:
+def test_a_prompts_kv_is_the_same_alone_and_together_and_nearly_that_of_pytorch(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     exit = random_exit(small, 2)
     generator = torch.Generator().manual_seed(3)
@@ -123,7 +123,7 @@ def test_prompts_leave_the_same_bits_alone_and_together_and_nearly_pytorchs(smal
 
 
 def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[torch.Tensor]]:
-    """What each of some prompts leaves in the cache, and what is known of its end, passed together by the kernels."""
+    """KV, last feature and prompt end of each of some prompts, prefilled together by the kernels."""
     cache = engine.cache
     sequences = [cache.open() for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
@@ -164,7 +164,7 @@ def _in_cache(
     return [*cached, feature.clone(), end[:count].clone()]
 
 
-def test_warming_up_leaves_nothing_of_usual_requests_to_capture(tmp_path: Path) -> None:
+def test_warm_up_captures_all_steps_of_usual_requests(tmp_path: Path) -> None:
     engine = governed(endless("llama"), tmp_path)
     engine.warmup(3)
     held = set(graphs_of(engine).captured.entries)
@@ -174,7 +174,7 @@ def test_warming_up_leaves_nothing_of_usual_requests_to_capture(tmp_path: Path) 
         assert set(graphs_of(engine).captured.entries) == held
 
 
-def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
+def test_prompt_embeddings_are_nearly_the_routers(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 31, 64, 130, 256, 300, 20, 90)]
@@ -183,7 +183,7 @@ def test_marks_are_nearly_those_of_routing(small: Decoder) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
+def test_every_plan_of_a_trained_exit_gives_the_tokens_of_plain_decoding(family: str) -> None:
     model = endless(family)
     engine = Engine.from_model(model, kernels=True)
     engine.drafters.exits = {2: random_exit(engine.model, 2)}
@@ -196,7 +196,7 @@ def test_families_with_trained_exits_keep_their_tokens(family: str) -> None:
 
 
 def governed(model: Any, folder: Path) -> Engine:
-    """An engine whose profile routes prompts, judges them, and leaves plans to a governor."""
+    """An engine whose profile routes and scores prompts and leaves plans to a governor."""
     decoder = Engine.from_model(model, kernels=False).model
     generator = torch.Generator().manual_seed(5)
     ranks = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
@@ -213,8 +213,10 @@ def governed(model: Any, folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_routed_and_governed_requests_keep_their_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """With a governor that changes its mind all the time."""
+def test_routed_and_governed_requests_get_the_tokens_of_plain_decoding(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """With rules under which the governor changes the plan often."""
     model = endless("llama")
     engine = governed(model, tmp_path)
     assert engine.has_kernels
@@ -228,27 +230,27 @@ def test_routed_and_governed_requests_keep_their_tokens(tmp_path: Path, settings
 
 
 def test_tokens_are_nearly_always_those_of_pytorch(small: Decoder) -> None:
-    """Rounding differs, so a near-tie may fall the other way; most rows of a few tokens are equal."""
+    """Rounding differs, so near-ties may be decided differently; most sequences of 8 tokens are equal."""
     ours = generate(Engine(small, kernels=True, max_length=512), 16, "none", 8, **GREEDY).sequences
     theirs = generate(Engine(small, kernels=False, max_length=512), 16, "none", 8, **GREEDY).sequences
     assert (ours == theirs).all(1).sum() >= 10
 
 
-def test_texts_grow_over_pages_and_ranges(small: Decoder) -> None:
+def test_plans_give_the_same_tokens_across_page_and_attention_range_boundaries(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=2048, max_batch=1)
-    for longest in (900, 1100):  # with others, if there are any, and alone
+    for longest in (900, 1100):  # prefilled as a short prompt, and in chunks
         plain = generate(engine, 1, "none", 400, longest=longest, **GREEDY)
         assert torch.equal(generate(engine, 1, "tree:4,2", 400, longest=longest, **GREEDY).sequences, plain.sequences)
 
 
-def test_callables_keep_the_tokens(small: Decoder) -> None:
+def test_callables_get_the_same_tokens_with_every_plan(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=4)
     settings = {**SAMPLED, "repetition_penalty": 1.2, "logits_processor": [lambda ids, logits: logits * 0.9]}
     plain = generate(engine, 2, "none", 24, **settings)
     assert torch.equal(generate(engine, 2, "tree:3,2", 24, **settings).sequences, plain.sequences)
 
 
-def test_a_speculating_engine_needs_little_more_memory(small: Decoder) -> None:
+def test_drafting_needs_at_most_a_fifth_of_the_weights_in_memory(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=1)
     generate(engine, 1, "none", 16, **GREEDY)
     torch.cuda.reset_peak_memory_stats()

@@ -1,6 +1,6 @@
-"""Memory on a GPU: what a trained exit costs, what a bound leaves, and running out while loading and while decoding.
+"""Memory on a GPU: the cost of a trained exit, memory bounds, and running out while loading and while decoding.
 
-Running out while a step is captured is in `test_gpu_backend`.
+Running out while a step is captured is tested in `test_gpu_backend`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from bench.modes import release
 from bench.synthetic import synthetic
 from selfspec import Engine, Profile
-from selfspec.memory import limit_memory, free_device_bytes, memory_limit
+from selfspec.memory import free_device_bytes, limit_memory, memory_limit
 from selfspec.models.decoder import Decoder
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny import tiny_model
@@ -45,14 +45,14 @@ def _all_memory_afterwards() -> Iterator[None]:
 
 
 def allow_more(nbytes: int) -> None:
-    """From now on this process may hold so much more of the GPU's memory than it does."""
+    """Allows this process to allocate `nbytes` more of the GPU's memory than it holds."""
     release()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + nbytes) / total))
 
 
 def use_up() -> list[torch.Tensor]:
-    """What is left, also between what earlier tests still hold."""
+    """Allocates all memory that is left, also between tensors that earlier tests still hold."""
     held: list[torch.Tensor] = []
     with suppress(torch.OutOfMemoryError):
         while True:
@@ -77,13 +77,13 @@ def generate(engine: Engine, batch: int, length: int, count: int, **settings: An
 @pytest.fixture(scope="module")
 def small() -> Decoder:
     """The shape of the demo model; the exit after layer 2 is often right."""
-    release()  # lest it lie in a part of what an earlier test has left, and the rest stay held
+    release()  # otherwise it might share a segment with memory of an earlier test, which then stays reserved
     return synthetic("smollm2-135m", "cuda", torch.bfloat16, EXIT_LAYER, damping=0.2)
 
 
 @pytest.fixture(scope="module")
 def trained(small: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A profile of an exit that looks trained, over a part of the head."""
+    """A profile of a random exit with a block, over a part of the head."""
     plans = {"1": "tree:4,2,2,1", "2-4": "chain:4", "5-16": "none"}
     profile = profile_of(small, {"all": choice_of(EXIT_LAYER, plans)})
     folder = tmp_path_factory.mktemp("profile")
@@ -92,17 +92,17 @@ def trained(small: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Profile
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that an engine held on the device, its weights included, and what it generated."""
+    """Bytes that an engine held on the device, weights included, and what it generated."""
 
     peak: int
     after: int  # when all was generated
-    told: dict[str, int]  # by the engine itself
+    reported: dict[str, int]  # by `Engine.memory`
     tokens: torch.Tensor
     drafted: int
 
 
 def held_by(model: Decoder, profile: Profile | None, batch: int, length: int) -> Held:
-    """An engine's memory from when it is built until it has generated, everything loaded and captured on the way."""
+    """Builds an engine, generates, and measures its memory, loading and capturing included."""
     release()
     others = torch.cuda.memory_allocated() - model.nbytes
     torch.cuda.reset_peak_memory_stats()
@@ -117,31 +117,31 @@ def held_by(model: Decoder, profile: Profile | None, batch: int, length: int) ->
 def test_a_trained_exit_costs_its_weights_its_cache_and_one_per_cent(
     small: Decoder, trained: Profile, batch: int, length: int
 ) -> None:
-    """Prompts fill a pass of four stretches in both. The cache has its layer for an exit without one too, so what is
-    allowed for it is a margin."""
+    """Prompts fill a pass of four segments in both cases. The cache has a layer for the exit also without one, so its
+    share of the bound is a margin."""
     exit_weights = trained.exit(small, EXIT_LAYER).nbytes
     off, on = held_by(small, None, batch, length), held_by(small, trained, batch, length)
     assert torch.equal(on.tokens, off.tokens)
     assert on.drafted > 0 == off.drafted
-    assert on.told["weights"] == off.told["weights"] and on.told["cache"] == off.told["cache"]
-    exit_cache = on.told["cache"] // (small.config.num_layers + 1)
+    assert on.reported["weights"] == off.reported["weights"] and on.reported["cache"] == off.reported["cache"]
+    exit_cache = on.reported["cache"] // (small.config.num_layers + 1)
     assert on.peak - off.peak <= exit_weights + exit_cache + 0.01 * off.peak
     for held in (off, on):
-        own = sum(held.told[name] for name in ("weights", "cache", "exits", "graphs"))
+        own = sum(held.reported[name] for name in ("weights", "cache", "exits", "graphs"))
         assert held.after == pytest.approx(own, rel=0.02)
 
 
-def test_a_bound_holds_and_what_it_leaves_can_be_had() -> None:
+def test_a_memory_bound_holds_and_memory_below_it_can_be_allocated() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     release()
     bound = torch.cuda.memory_reserved() + 512 * MIB
     limit_memory(bound / 1e9, device)
     assert memory_limit(device) == pytest.approx(bound, rel=0.01)
-    room = free_device_bytes(device)
-    assert 400 * MIB < room == pytest.approx(bound - torch.cuda.memory_allocated(), rel=0.01)
+    free = free_device_bytes(device)
+    assert 400 * MIB < free == pytest.approx(bound - torch.cuda.memory_allocated(), rel=0.01)
     torch.empty(400 * MIB, dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(room + 64 * MIB, dtype=torch.uint8, device=device)
+        torch.empty(free + 64 * MIB, dtype=torch.uint8, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def load(folder: Path) -> Engine:
     return Engine.from_pretrained(folder, device="cuda", dtype="bfloat16", profile=None, kernels=False)
 
 
-def test_weights_that_do_not_fit_say_so_and_can_be_loaded_once_they_do(folder: Path) -> None:
+def test_weights_that_do_not_fit_raise_an_error_and_leave_no_memory_allocated(folder: Path) -> None:
     allow_more(24 * MIB)  # for the first few of them
     before = torch.cuda.memory_allocated()
     with pytest.raises(torch.OutOfMemoryError, match=r"weights need 0\.1 GB in torch\.bfloat16.*cuda:0.*device='cpu'"):
@@ -166,7 +166,7 @@ def test_weights_that_do_not_fit_say_so_and_can_be_loaded_once_they_do(folder: P
     assert generate(load(folder), 1, 8, 4, speculative_decoding=False).sequences.shape == (1, 12)
 
 
-def test_a_live_model_without_room_to_be_fused_says_so_and_can_be_taken_once_there_is(folder: Path) -> None:
+def test_a_live_model_that_cannot_be_fused_for_want_of_memory_says_so_and_stays_usable(folder: Path) -> None:
     hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     hf = hf.cuda()
     allow_more(MIB)
@@ -182,7 +182,7 @@ def test_a_live_model_without_room_to_be_fused_says_so_and_can_be_taken_once_the
 
 
 @pytest.mark.parametrize("plan", ["none", "chain:4"])
-def test_sequences_that_do_not_fit_together_take_turns_and_keep_their_tokens(small: Decoder, plan: str) -> None:
+def test_sequences_that_do_not_fit_together_are_swapped_and_get_the_same_tokens(small: Decoder, plan: str) -> None:
     drafting = {"speculative_decoding": "force", "plan": plan, "exit_layer": EXIT_LAYER}
     settings: dict[str, Any] = {"speculative_decoding": False} if plan == "none" else drafting
     roomy = Engine(small, kernels=True, max_length=1024, max_batch=4)

@@ -1,4 +1,4 @@
-"""Warming up: what is captured ahead is what requests replay."""
+"""Warm-up captures the steps that requests replay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from selfspec import Engine
 from tests.tiny import tiny_model
 
 
-def test_a_warm_up_after_a_request_captures_for_the_slots_of_the_next_one() -> None:
+def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     hf = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, head_dim=16, max_position_embeddings=64)
     engine = Engine.from_model(hf, max_batch=2, kernels=True)
     prompt, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 2, "do_sample": False}
