@@ -81,14 +81,9 @@ class LoopThread:
             self._has_work = True
             self._changed.notify()
 
-    def take(self) -> list[Request | Call]:
-        """All items that were put since the last call."""
-        if not self._items:
-            return []
-        with self._changed:
-            items = list(self._items)
-            self._items.clear()
-            return items
+    def take(self) -> Request | Call | None:
+        """The oldest item that was put and not taken yet; None if there is none."""
+        return self._items.popleft() if self._items else None
 
     def close(self) -> None:
         """Ends the thread after its current pass; waits at most 5 s for it."""
@@ -106,12 +101,13 @@ class LoopThread:
             torch.cuda.set_device(self._device)  # of this thread alone
         while self._wait():
             loop = reference()
-            try:
-                while loop is not None and not self._is_closed and loop.step():
-                    pass
-            except BaseException as error:
-                assert loop is not None
-                loop.fail_everything(error)
+            has_work = True
+            while loop is not None and has_work and not self._is_closed:
+                try:
+                    has_work = loop.step()
+                except BaseException as error:
+                    loop.fail_everything(error)
+                    has_work = bool(self._items)  # of items that were not taken yet
             del loop
 
     def _may_loop(self) -> bool:

@@ -45,6 +45,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self._new_backend = new_backend
+        self._requests: set[Request] = set()  # that have not ended: none may be lost, or its caller waits for ever
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
@@ -127,12 +128,13 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self._is_decoding)
 
     def _take_arrivals(self) -> None:
-        for arrived in self._thread.take():
+        while (arrived := self._thread.take()) is not None:
             if isinstance(arrived, Call):
                 arrived.run()
                 continue
-            self.metrics.add_request()
+            self._requests.add(arrived)
             self.waiting.extend(arrived.sequences)
+            self.metrics.add_request()
             if arrived.is_cancelled:  # `_drop_cancelled` may have run before the request was in any list
                 self._has_cancelled = True
 
@@ -178,6 +180,7 @@ class Scheduler:
                 sequence.swapped = None
                 self.metrics.add_acceptance(sequence.accepted_by_depth, sequence.reached_by_depth)
         finally:
+            self._requests.discard(request)
             request.progress.end(request.sequences[0].new_tokens if request.sequences else 0)
 
     # Admission
@@ -383,7 +386,7 @@ class Scheduler:
 
     def fail_everything(self, error: BaseException) -> None:
         """Ends every request with this error, after a fault of the loop itself: no caller waits for ever."""
-        for request in {sequence.request for sequence in self._sequences()}:
+        for request in list(self._requests):
             request.fail(error)
             with suppress(Exception):  # the backend may be broken too
                 self._remove(request)

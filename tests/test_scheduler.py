@@ -221,7 +221,7 @@ def run(engine: Engine, calls: list[Call]) -> None:
         assert steps < 3000, "the loop does not come to an end"
 
 
-def test_two_texts_that_do_not_fit_together_are_swapped_and_both_end_right() -> None:
+def test_two_sequences_that_do_not_fit_together_take_turns_by_swapping() -> None:
     """Seven pages; each text grows to four, and drafts past its end."""
     engine = new_engine(pages=LEAST_PAGES + 2)
     prompts = [random_prompt(60, seed) for seed in (1, 2)]
@@ -241,7 +241,7 @@ def test_two_texts_that_do_not_fit_together_are_swapped_and_both_end_right() -> 
     assert_all_pages_free(engine)
 
 
-def test_a_prompt_whose_pages_others_have_taken_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five texts of a page each are about to need another; a prompt of two pages is prefilled meanwhile."""
     monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
@@ -268,7 +268,7 @@ def test_a_prompt_whose_pages_others_have_taken_waits_for_them(monkeypatch: pyte
     assert_all_pages_free(engine)
 
 
-def test_a_text_that_needs_pages_of_prompts_in_progress_is_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_needs_the_pages_of_prefilling_prompts_is_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only one that decodes, and needs its third page when two prompts hold the other six."""
     monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
@@ -291,7 +291,7 @@ def test_a_text_that_needs_pages_of_prompts_in_progress_is_swapped_out(monkeypat
     assert_all_pages_free(engine)
 
 
-def test_samples_of_many_prompts_wait_without_keeping_the_pages_of_those_that_ended() -> None:
+def test_waiting_samples_do_not_keep_the_pages_of_ended_ones() -> None:
     engine = new_engine(pages=LEAST_PAGES + 1, max_batch=2)
     prompts = [random_prompt(70, seed) for seed in range(6)]
     options: dict[str, Any] = {"do_sample": True, "seed": 3, "max_new_tokens": 5, "num_return_sequences": 3}
@@ -327,7 +327,7 @@ def test_samples_share_the_full_pages_of_their_prompt_and_return_them_one_by_one
     assert tokens_of(request) == [tokens[:length] for tokens, length in zip(whole, (2, 5, 8), strict=True)]
 
 
-def test_a_text_too_long_for_an_empty_cache_fails_alone() -> None:
+def test_a_sequence_too_long_for_an_empty_cache_fails_alone() -> None:
     engine = new_engine(pages=LEAST_PAGES)
     for sequence in (long := request_of(engine, [random_prompt(40)], **PLAIN)).sequences:
         sequence.max_length = 10**6  # as if the context had been larger than the cache
@@ -526,7 +526,7 @@ def test_a_stream_can_be_dropped_by_a_thread_that_holds_a_lock_of_the_loop(engin
     other.close()
 
 
-def test_a_request_whose_router_finds_no_page_waits_for_one(engine: Engine) -> None:
+def test_a_request_waits_for_the_page_that_its_router_needs(engine: Engine) -> None:
     first, second = (request_of(engine, [PROMPTS[2]], do_sample=False, max_new_tokens=9, **TREE) for _ in range(2))
     find, attempts = second.find_drafter, []
 
@@ -545,7 +545,7 @@ def test_a_request_whose_router_finds_no_page_waits_for_one(engine: Engine) -> N
     assert len(attempts) == 3
 
 
-def test_a_request_is_cancelled_wherever_it_is(engine: Engine) -> None:
+def test_a_request_is_cancelled_while_waiting_prefilling_and_decoding(engine: Engine) -> None:
     """Waiting, in the middle of its prompt, and while it decodes."""
     for steps in range(6):
         request = request_of(engine, [PROMPTS[7], PROMPTS[3]], max_new_tokens=300, **TREE)
@@ -671,7 +671,7 @@ class Sleeps(FailsAt):
 
 
 @pytest.mark.parametrize("what", ["logits_processor", "stopping_criteria", "streamer"])
-def test_time_in_the_users_code_is_charged_to_no_step(engine: Engine, what: str) -> None:
+def test_time_in_callables_and_streamers_is_charged_to_no_step(engine: Engine, what: str) -> None:
     count, slow = 10, Sleeps()
     callables = {what: slow if what == "streamer" else [slow]}
     options = {"max_new_tokens": count, "return_dict_in_generate": True, "do_sample": False}
@@ -813,14 +813,14 @@ def thread_is_over(thread: threading.Thread) -> None:
         thread.join(timeout=0.01)
 
 
-def test_what_runs_between_steps_runs_on_the_loops_thread(engine: Engine) -> None:
+def test_calls_between_steps_run_on_the_loops_thread(engine: Engine) -> None:
     with Beside(engine):
         assert engine.scheduler.call(lambda: threading.current_thread().name) == "selfspec-loop"
         with pytest.raises(Accident):
             engine.scheduler.call(lambda: (_ for _ in ()).throw(Accident))
 
 
-def test_progress_is_told_to_who_follows_every_step() -> None:
+def test_progress_wakes_threads_that_follow_every_step() -> None:
     progress, seen = Progress(), []
     follower = threading.Thread(target=lambda: seen.extend(progress.follow(every_step=True)), daemon=True)
     follower.start()

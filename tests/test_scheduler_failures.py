@@ -1,8 +1,9 @@
-"""What fails, fails alone: swaps, joins, cancellations that come early, and numbers that a slot cannot hold."""
+"""Failures stay alone: of swaps, joins, early cancellations, the loop, and of numbers that a slot cannot hold."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from selfspec import Engine
 from selfspec.backends.cuda.decoder import Scratch
 from selfspec.backends.cuda.graphs import bucket
 from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotTable
+from selfspec.backends.cuda.step import DeviceStep
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.request import SpeculationRequest, read_settings
@@ -82,6 +84,25 @@ def test_an_interrupt_while_a_request_is_queued_cancels_it(monkeypatch: pytest.M
     assert request.progress.is_over and request.sequences[0].new_tokens == 0
 
 
+@pytest.mark.parametrize("where", ["metrics.add_request", "_admit"])
+def test_an_error_of_the_loop_reaches_every_caller(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    engine = engine_of()
+    scheduler, requests = engine.scheduler, [request_of(engine), request_of(engine)]
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken loop")
+
+    with monkeypatch.context() as patch:
+        owner, _, name = where.rpartition(".")
+        patch.setattr(getattr(scheduler, owner) if owner else scheduler, name, broken)
+        for request in requests:
+            scheduler.submit(request)
+        for request in requests:
+            with pytest.raises(RuntimeError, match="broken loop"):
+                scheduler.wait(request)
+    assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
 def test_a_failing_swap_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(pages=6)
     first, second = request_of(engine, 60, 200), request_of(engine, 60, 200)
@@ -109,7 +130,7 @@ def test_a_failing_join_ends_the_requests_of_its_batch(monkeypatch: pytest.Monke
     assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
-def test_what_is_kept_of_a_prompt_is_dropped_when_its_request_is_cancelled() -> None:
+def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
     engine = engine_of()
     request = request_of(engine, 200)
     scheduler = engine.scheduler
@@ -147,16 +168,13 @@ def test_a_forced_plan_fits_the_buffers_of_all_slots(sequences: int) -> None:
     assert len(plan) or sequences > 16
 
 
-def test_a_step_keeps_its_logits_where_captured_launches_know_them() -> None:
-    scratch = Scratch(torch.device("cpu"))
-    small = scratch.take("logits", 1, 8, dtype=torch.float32)
-    scratch.take("logits", 4, 8, dtype=torch.float32)
-    assert scratch.take("logits", 1, 8, dtype=torch.float32).data_ptr() != small.data_ptr(), "a property would move"
-    from selfspec.backends.cuda.step import DeviceStep
-
+def test_a_step_with_callables_keeps_its_logits_at_one_address() -> None:
+    """Captured launches hold that address, and scratch moves when another step asks for more rows."""
     step: Any = DeviceStep.__new__(DeviceStep)
-    step.scratch, step.rows = Scratch(torch.device("cpu")), 1
-    step.fused = step.model = type("Model", (), {"config": type("Config", (), {"vocab_size": 8})})
+    step.chosen = torch.zeros(1, 1)
+    step.decoder = SimpleNamespace(scratch=Scratch(torch.device("cpu")))
+    step.model = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
     before = step.logits.data_ptr()
-    step.scratch.take("logits", 4, 8, dtype=torch.float32)
+    moved = step.decoder.scratch.take("logits", 4, 8, dtype=torch.float32)
+    assert moved.data_ptr() != before
     assert step.logits.data_ptr() == before
