@@ -140,7 +140,7 @@ def test_prompt_embeddings_equal_the_routers() -> None:
 
 def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = new_graphs()
-    monkeypatch.setattr(graphs, "short_prompt", LONGEST)
+    monkeypatch.setattr(graphs, "max_short_prompt", LONGEST)
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
     found = graphs.prompt_embeddings(texts, LAYER)
@@ -182,7 +182,7 @@ def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monke
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
     graphs, exit = new_graphs(), trained_exit()
-    graphs.short_prompt = 12
+    graphs.max_short_prompt = 12
     batch = ScriptedBatch(cuda_backend(graphs), exit)
     sequences = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (4, 10, 1, 20)]
     batch.admit(sequences)
@@ -194,7 +194,7 @@ def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monke
 @torch.inference_mode()
 def test_a_pass_without_free_pages_raises_and_keeps_none() -> None:
     graphs = new_graphs(pages=3)  # one of them is the idle page
-    graphs.short_prompt = LONGEST
+    graphs.max_short_prompt = LONGEST
     backend = cuda_backend(graphs)
     sequences = [sequence_of(prompt_of(length, 1), 1) for length in (60, 100)]
     with pytest.raises(CacheFull):

@@ -60,57 +60,53 @@ class CudaBackend:
         return step
 
     def _launch_captured(self, step: StepInFlight, exit: Exit | None, before: Step | None) -> None:
-        made, replay = self._captured_step(step.sequences, step.record.plan, exit)
-        readback = self.graphs.readbacks.take(made.report)
+        device_step, replay = self._captured_step(step.sequences, step.record.plan, exit)
+        readback = self.graphs.readbacks.take(device_step.report)
         self._times.start(step, readback, before, self.overlaps)
         replay()
-        readback.send(made.report)
+        readback.send(device_step.report)
 
     def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> tuple[DeviceStep, Launch]:
-        placement = self._placement
-        return self.graphs.step(
-            self._buffers, placement.size, plan, exit, placement.options, _max_length(sequences)
-        )  # fmt: skip
+        size, options = self._placement.size, self._placement.options
+        return self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences))
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
-        placement, longest = self._placement, _max_length(step.sequences)
-        parts = self.graphs.step_parts(
-            self._buffers, placement.size, step.record.plan, exit, placement.options, longest
-        )  # fmt: skip
-        self._times.other_work()
+        size, options, longest = self._placement.size, self._placement.options, _max_length(step.sequences)
+        parts = self.graphs.step_parts(self._buffers, size, step.record.plan, exit, options, longest)
+        self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
 
     def read(self, step: Step) -> None:
-        """Waits for the step's report and appends its tokens. Drops those of sequences that have ended since the step
-        was launched."""
+        """Waits for the step's report and appends its tokens. Drops the tokens of sequences that have ended since the
+        step was launched."""
         assert isinstance(step, StepInFlight) and step.readback is not None
         reports, plan = step.readback.read(), step.record.plan
-        kept, lasts = [], []
+        kept, last_nodes = [], []
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
-            walked = step.walked.get(sequence)
-            if sequence.is_finished and walked is None:
+            last = step.appended.get(sequence)
+            if sequence.is_finished and last is None:
                 continue
             report = reports[slot]
-            count, last = report[COUNT], report[LAST]
+            count = report[COUNT]
             sequence.kv.length += count
-            if walked is None:
-                last = append_tokens(sequence, report[TOKENS : TOKENS + count], plan, last)
+            if last is None:
+                last = append_tokens(sequence, report[TOKENS : TOKENS + count], plan, report[LAST])
             kept.append(sequence)
-            lasts.append(last if walked is None else walked)
+            last_nodes.append(last)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
-        step.sequences, step.last_nodes = kept, lasts
+        step.sequences, step.last_nodes = kept, last_nodes
         self._times.stop(step)
 
     # Slots
 
     def _place(self, sequences: Seq[Sequence], exit: Exit | None, before: Step | None) -> None:
-        """Makes the slots on the device those of these sequences."""
+        """Gives the sequences slots and writes all changes to the device, if there are any."""
         placement = self._placement
         if placement.is_current(sequences, exit):
             return
         if exit is not None and placement.size not in (0, bucket(len(sequences))):
-            # Unfilled states are laid out by number of slots: they are used before that changes.
-            self.fill_exit(list(self._unfilled), exit, False, before)
+            # The layout of unfilled states depends on the number of slots: uses them before it changes.
+            self.fill_exit(list(self._unfilled), exit, score=False, before=before)
         placement.place(sequences, exit)
 
     def release(self, sequence: Sequence) -> None:
@@ -124,7 +120,7 @@ class CudaBackend:
         if slot is None:
             return
         if exit is not None:
-            self.fill_exit(list(self._unfilled), exit, False, None)
+            self.fill_exit(list(self._unfilled), exit, score=False, before=None)
         sequence.previous_feature = self._buffers.features[slot].clone()
 
     def close(self) -> None:
@@ -133,7 +129,7 @@ class CudaBackend:
     # Prompts
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
-        self._times.slots_written()
+        self._times.note_slot_writes()
         return self._prompts.run(sequences, exit, captures=self.overlaps)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> None:
@@ -166,16 +162,15 @@ class CudaBackend:
         placed = [sequence for sequence in sequences if sequence in placement.slot_of]
         if not placed:
             return
-        placement.idle_left_slots()
-        self._times.other_work()
-        fill, replay = self.graphs.exit_fill(
-            self._buffers, placement.size, exit, placement.options, _max_length(placed), score
-        )  # fmt: skip
+        placement.idle_vacated_slots()
+        self._times.note_other_work()
+        longest = _max_length(placed)
+        fill, replay = self.graphs.exit_fill(self._buffers, placement.size, exit, placement.options, longest, score)
         replay()
         counts = [self._unfilled.get(sequence, 0) for sequence in placed]
         self._unfilled.clear()
         if score:
-            # A step in flight is a plain one, since a drafting one leaves nothing unfilled.
+            # A step in flight is plain: a drafting step would have filled all positions before.
             in_flight = [] if before is None else before.sequences
             self._exit_scores.send(fill, placed, placement.slots(placed), counts, in_flight)
 
@@ -184,8 +179,9 @@ class CudaBackend:
 
 
 def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) -> int:
-    """Appends a step's tokens: at once where none of them can end the sequence, else one by one up to its end. Returns
-    the last node that belongs to it: `last`, or one before it on its path."""
+    """Appends a step's tokens: at once if none of them can end the sequence, else one by one up to its end. Returns the
+    node after which its last token was chosen: `last`, the last accepted node, or one before it if the sequence ended.
+    """
     can_end = sequence.request.criteria or len(sequence.tokens) + len(tokens) >= sequence.max_length
     if not can_end and sequence.stop_tokens.isdisjoint(tokens) and min(tokens) >= 0:
         sequence.tokens += tokens
@@ -198,4 +194,5 @@ def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) 
 
 
 def _max_length(sequences: Seq[Sequence]) -> int:
+    """Tokens that the longest of these sequences may reach."""
     return max(sequence.max_length for sequence in sequences)

@@ -17,29 +17,29 @@ def run_with_callables(
 ) -> None:
     """Runs a step in its three captured parts: passes; choice; acceptance and commit.
 
-    Depth by depth, processes on the host the logits of the node that each sequence with callables has reached, and
-    repeats the choice. Appends tokens of these sequences; the tokens of the others are in the report, as always.
+    Depth by depth, the callables process the logits of the node that each sequence has reached, and the choice runs
+    again. Appends the tokens of sequences with callables; `read` appends those of the others from the report.
     """
-    made, passes, choose, commit = parts
-    size, seconds_before = made.slots.count, callback_seconds(step.sequences)
+    device_step, passes, choose, commit = parts
+    size, seconds_before = device_step.slots.count, callback_seconds(step.sequences)
     readback.start()
     passes()
-    drafted = made.metadata.tokens.tolist() if len(step.record.plan) else []
+    drafted = device_step.metadata.tokens.tolist() if len(step.record.plan) else []
     walking = {of: (slot, 0) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.processors}
     while walking:
         for sequence, (slot, node) in walking.items():
-            _process(sequence, made.logits[node * size + slot][None])
+            _process(sequence, device_step.logits[node * size + slot][None])
         choose()
-        chosen = made.chosen.view(-1).tolist()
+        chosen = device_step.chosen.view(-1).tolist()
         walking = {
             sequence: (slot, child)
             for sequence, (slot, node) in walking.items()
-            if (child := _walk(step, sequence, node, chosen[slot::size], drafted[slot::size])) is not None
+            if (child := _append(step, sequence, node, chosen[slot::size], drafted[slot::size])) is not None
         }
-    if not step.walked:
+    if not step.appended:
         choose()
     commit()
-    readback.send(made.report)
+    readback.send(device_step.report)
     step.readback = readback
     step.callback_s = callback_seconds(step.sequences) - seconds_before
 
@@ -50,12 +50,12 @@ def _process(sequence: Sequence, logits: torch.Tensor) -> None:
     logits.copy_(sequence.process(values))
 
 
-def _walk(step: StepInFlight, sequence: Sequence, node: int, chosen: list[int], drafted: list[int]) -> int | None:
+def _append(step: StepInFlight, sequence: Sequence, node: int, chosen: list[int], drafted: list[int]) -> int | None:
     """Appends the token chosen at a node. Returns the child that carries it, or None if the walk ends. `chosen` and
     `drafted` are the sequence's tokens by node."""
     token = chosen[node]
     children = step.record.plan.children[node] if sequence.drafts else ()
     child = next((of for of in children if drafted[of] == token), None)
-    step.walked[sequence] = node
+    step.appended[sequence] = node
     sequence.append(token, drafted=child is not None)
     return None if sequence.is_finished else child

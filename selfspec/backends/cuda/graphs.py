@@ -45,26 +45,25 @@ Launch = Callable[[], None]
 
 @dataclass(eq=False)
 class Captured:
-    """Something whose launches were captured. Keeps its tensors alive as long as the graphs that use them."""
+    """A step or pass and its captured launches. Keeps its tensors alive as long as the graphs that use them."""
 
-    made: Any
+    made: Any  # the step or pass
     replays: tuple[Launch, ...]
 
 
 class GraphCache:
-    """The graphs that were used most recently, by key."""
+    """The MAX_GRAPHS steps and passes that were used most recently, by key."""
 
     def __init__(self, device: torch.device) -> None:
         self.compiler = Compiler()
         self.entries: OrderedDict[tuple, Captured] = OrderedDict()
         self._device = device
-        self._pool: Any = None  # memory that all graphs share
-        self._stream: torch.cuda.Stream | None = None  # that graphs are captured on
+        self._pool: Any = None  # memory pool that all graphs share
+        self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
 
     def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> Captured:
-        """Returns what is kept under `key`; on first use calls `build` and captures the named methods of its result.
-        `buffers` are the slots that these methods run on, if they do. While the compiler collects launches, compiles
-        them only, and keeps nothing."""
+        """Returns the step or pass of `key`. On first use builds it and captures its methods named `launches`, which
+        run on the slots of `buffers`, if any. While the compiler collects launches, only compiles, and keeps nothing."""
         found = self.entries.get(key)
         if found is None and self.compiler.collects:
             made = build()
@@ -114,18 +113,18 @@ class Graphs:
         self.capacity = bucket(max_batch)  # slots of a batch
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
         # Prompts up to this many tokens share passes of the kernels that decode; interpreted, these would be too slow.
-        self.short_prompt = longest_short_prompt(model) if model.device.type == "cuda" else 0
+        self.max_short_prompt = longest_short_prompt(model) if model.device.type == "cuda" else 0
         self.new_step: Callable[..., DeviceStep] = DeviceStep  # a benchmark may replace it before the first step
         self.captured = GraphCache(model.device)
         self._buffers: list[SlotBuffers] = []
         self._free_buffers: list[SlotBuffers] = []
-        self._idle = cache.open()
-        cache.reserve(self._idle, MAX_NODES + 1)
+        self._idle_kv = cache.open()
+        cache.reserve(self._idle_kv, MAX_NODES + 1)
 
     @property
     def idle_page(self) -> int:
         """A page that belongs to no sequence: idle slots and padding write to it."""
-        return self._idle.pages[0]
+        return self._idle_kv.pages[0]
 
     def take_buffers(self) -> SlotBuffers:
         """Slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
@@ -204,7 +203,8 @@ class Graphs:
         return found.made, found.replays[0]
 
     def _max_context(self, longest: int) -> int:
-        """Positions that attention is planned for: a power of two and spare ones, so that few values are captured."""
+        """Positions that attention is planned for if sequences reach `longest` tokens: a power of two, so that few
+        sizes are captured, and spare positions for nodes."""
         return min(max(MIN_CONTEXT, _power_of_two(longest)), _power_of_two(self.context)) + SPARE_POSITIONS
 
     # Prefill
@@ -237,7 +237,7 @@ class Graphs:
     def prompt_embeddings(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
         """The prompts' embeddings for the router [P, hidden], on the CPU: mean states after `layer` layers (see
         `profiles.router`). Takes pages for the passes and returns them."""
-        if self.short_prompt < MARKED:
+        if self.max_short_prompt < MARKED:
             return marks_of(self.model, self.cache, prompts, layer)
         ends = [prompt[-MARKED:] for prompt in prompts]
         groups = [ends[group.start : group.stop] for group in groups_per_pass(list(map(len, ends)))]

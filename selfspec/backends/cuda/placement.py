@@ -1,4 +1,7 @@
-"""Which sequence is in which slot, and which pages it writes to: the host's bookkeeping of a batch's slots."""
+"""Decides which sequence of a batch takes which slot, takes pages ahead, and writes both to the device.
+
+`slots.py` is the device side of it. Steps are launched by `backend.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ class PagesAhead:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._owned: set[Sequence] = set()  # sequences that share no page they write to
+        self._owned: set[Sequence] = set()  # sequences that share no page they write to with other samples
         self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
 
     def reserve(self, sequences: Seq[Sequence], plan: Plan, before: Step | None) -> None:
-        """Takes pages for the next step, whatever the step in flight commits, and AHEAD positions more if they are
-        free. Raises CacheFull if pages for the step are not."""
+        """Takes pages for the next step and, if there are more, for AHEAD positions after it. Raises CacheFull if there
+        are too few for the step."""
+        # Slots of root and nodes, and the longest paths that this step and the step in flight may commit.
         needed = plan.depth + len(plan) + 2 + (0 if before is None else before.record.plan.depth + 1)
         short = [
             of for of in sequences if of.kv.length + needed > len(of.kv.pages) * PAGE_SIZE or of not in self._owned
@@ -57,11 +61,11 @@ class SlotPlacement:
         self.slot_of: dict[Sequence, int] = {}
         self.size = 0  # slots of the newest step: a power of two
         self.options = StepOptions()  # of the newest step
-        self.head_exit: Exit | None = None  # whose head rows are in the buffers
-        self._free = list(reversed(range(graphs.capacity)))
-        self._left: list[int] = []  # slots whose sequences have left since the newest step
+        self.head_exit: Exit | None = None  # the exit whose head rows are in the buffers
+        self._free = list(reversed(range(graphs.capacity)))  # the lowest is taken first
+        self._vacated: list[int] = []  # slots whose sequences have left since the newest step
         self._placed: list[Sequence] = []  # sequences of the newest step
-        self._drafting: dict[Sequence, bool] = {}  # as written to the slots
+        self._drafting: dict[Sequence, bool] = {}  # whether drafts are accepted, as written to the slots
 
     def slots(self, sequences: Seq[Sequence]) -> list[int]:
         return [self.slot_of[sequence] for sequence in sequences]
@@ -71,18 +75,18 @@ class SlotPlacement:
         return sequences == self._placed and exit is self.head_exit and not self.pages.changed
 
     def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
-        """Gives every sequence one of the first slots and writes whatever changed since the newest step."""
+        """Gives every sequence one of the first `size` slots, and writes all changes since the newest step."""
         self._placed = list(sequences)
         joined = [sequence for sequence in sequences if sequence not in self.slot_of]
-        idle = dict.fromkeys(self._left)
-        self._left = []
+        idle = dict.fromkeys(self._vacated)
+        self._vacated = []
         for sequence in joined:
             self.slot_of[sequence] = slot = self._free.pop()
             idle.pop(slot, None)
         self._write(joined, list(idle))
         self.size = bucket(len(sequences))
         self._compact()
-        if joined:  # not when sequences leave: the batch goes on with its graph
+        if joined:  # kept when sequences leave, so that no other step has to be captured
             self.options = StepOptions.of([of.params for of in sequences])
             if exit is not None:
                 self._write_features(joined)
@@ -91,24 +95,24 @@ class SlotPlacement:
         self._write_drafting(sequences, joined)
         self._write_changed_pages()
 
-    def idle_left_slots(self) -> None:
+    def idle_vacated_slots(self) -> None:
         """Makes the slots of sequences that have left idle: their pages may belong to other sequences by now."""
-        self._write([], self._left)
+        self._write([], self._vacated)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that has left the batch."""
         slot = self.slot_of.pop(sequence, None)
         if slot is not None:
-            self._left.append(slot)
+            self._vacated.append(slot)
             self._free = sorted([*self._free, slot], reverse=True)
         self._drafting.pop(sequence, None)
         self.pages.release(sequence)
 
     def _write(self, joined: list[Sequence], idle: list[int]) -> None:
-        """Writes the slots of sequences that join, and idle slots."""
+        """Writes the slots of sequences that join, and slots that become idle."""
         if not joined and not idle:
             return
-        self._times.slots_written()
+        self._times.note_slot_writes()
         table, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
         pages = [*(of.kv.pages for of in joined), *([self._idle_page] for _ in idle)]
@@ -121,11 +125,11 @@ class SlotPlacement:
                 table.clear_processing(self.slot_of[sequence])
 
     def _compact(self) -> None:
-        """Moves sequences from slots past the first `size` to free ones among them."""
+        """Moves sequences from slots beyond the first `size` to free ones below."""
         beyond = [sequence for sequence, slot in self.slot_of.items() if slot >= self.size]
         if not beyond:
             return
-        self._times.slots_written()
+        self._times.note_slot_writes()
         free = sorted((slot for slot in self._free if slot < self.size), reverse=True)
         sources, targets = self.slots(beyond), [free.pop() for _ in beyond]
         self._buffers.slots.move(sources, targets, self._buffers.features)
@@ -151,7 +155,7 @@ class SlotPlacement:
             head.fill(exit.head_rows)
 
     def _write_drafting(self, sequences: Seq[Sequence], joined: list[Sequence]) -> None:
-        """Writes for which sequences drafts are accepted, where that has changed; joining has written it."""
+        """Writes which sequences accept drafts, where that has changed; `_write` did it for those that joined."""
         changed = [of for of in sequences if self._drafting.get(of) != of.drafts]
         self._drafting.update({of: of.drafts for of in changed})
         changed = [of for of in changed if of not in joined]

@@ -29,7 +29,7 @@ class PromptPrefill:
     def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:
         """Runs one pass over as many of the sequences, in order, as share it. Returns those whose prompts are in the
         cache then, but for their last token. `captures`: chunks of longer prompts run as CUDA graphs."""
-        first, longest = sequences[0], self.graphs.short_prompt + 1
+        first, longest = sequences[0], self.graphs.max_short_prompt + 1
         if len(first.prompt) == 1:
             return [first]
         if len(first.prompt) > longest:

@@ -86,28 +86,29 @@ class StepInFlight(Step):
     readback: Readback | None = None
     before: Readback | None = None  # of the step that was in flight when this one was launched
     callback_s: float = 0.0  # seconds of it in callables
-    walked: dict[Sequence, int] = field(default_factory=dict)  # last node of each sequence that callables chose for
+    # Last accepted nodes of sequences with callables, whose tokens were appended while the step ran.
+    appended: dict[Sequence, int] = field(default_factory=dict)
 
 
 class StepTimes:
-    """Measures steps, and decides which of their times are typical of their plans."""
+    """Measures the time of each step, and decides whether it is typical of the step's plan."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
         self._newest: Readback | None = None  # of the step launched last, unless other work was launched after it
-        self._slots_written = False  # since the newest step
+        self._has_slot_writes = False  # since the newest step
         self._last_read: Readback | None = None
 
-    def other_work(self) -> None:
-        """Work that belongs to no step is launched: the next step's time does not begin at the newest step's end."""
+    def note_other_work(self) -> None:
+        """Call when work that belongs to no step is launched: the next step does not begin at the newest step's end."""
         self._newest = None
 
-    def slots_written(self) -> None:
-        """Slots or prompts are written: the next step's time is not typical of its plan."""
-        self._newest, self._slots_written = None, True
+    def note_slot_writes(self) -> None:
+        """Call when slots are written or prompts prefilled: the next step's time is not typical of its plan."""
+        self._newest, self._has_slot_writes = None, True
 
     def start(self, step: StepInFlight, readback: Readback, before: Step | None, overlaps: bool) -> None:
-        """Starts the clock of a step that is launched right after; `before` was launched and not read yet."""
+        """Call right before a step is launched; `before` was launched and not read yet."""
         previous = before.readback if isinstance(before, StepInFlight) else None
         step.is_late = previous is not None and previous.is_done and overlaps
         follows = previous is not None and previous is self._newest and not step.is_late
@@ -116,16 +117,16 @@ class StepTimes:
         step.readback, step.before, self._newest = readback, previous, readback
 
     def _is_typical(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
-        """Whether a step's time is the cost of its plan: it was launched behind another step and no slot was written in
-        between. Filling the exit's KV in between is part of the cost of drafting, but not of a plain step. The plain
-        steps that only measure count always: a governor that has just started has no other."""
-        written, self._slots_written = self._slots_written, False
+        """Whether a step's time is the cost of its plan: it is launched behind another step, and no slot was written in
+        between. A pass that fills the exit's KV in between is part of the cost of drafting, but not of a plain step.
+        Plain steps that only measure always count: the governor has no other times yet."""
+        written, self._has_slot_writes = self._has_slot_writes, False
         if not overlaps or step.record.reason == MEASURING:
             return True
         return previous is not None and not written and (len(step.record.plan) > 0 or previous is self._newest)
 
     def stop(self, step: StepInFlight) -> None:
-        """Fills in the times of a step that was read."""
+        """Call after a step's report was read; fills in its times."""
         readback = step.readback
         assert readback is not None
         step.seconds = step.wall_seconds = max(0.0, readback.seconds - step.callback_s)

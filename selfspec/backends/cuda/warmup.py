@@ -36,7 +36,7 @@ class WarmUp:
     def compiling(self) -> Iterator[None]:
         """Within this block `prepare` and `prepare_prompts` only compile; all kernels are compiled in parallel when it
         ends. Does nothing for interpreted kernels."""
-        if not self.graphs.short_prompt:
+        if not self.graphs.max_short_prompt:
             yield
             return
         with self.graphs.captured.compiler.together():
@@ -61,9 +61,9 @@ class WarmUp:
         """Captures passes over up to `batch` short prompts, and over one longer prompt; with `router_layer` also those
         that embed prompts for the router."""
         graphs = self.graphs
-        if not graphs.short_prompt:
+        if not graphs.max_short_prompt:
             return
-        for lengths in lengths_to_capture(batch, min(graphs.short_prompt, 1 << (graphs.context - 1).bit_length())):
+        for lengths in lengths_to_capture(batch, min(graphs.max_short_prompt, 1 << (graphs.context - 1).bit_length())):
             graphs.short_prefill(exit, lengths)
             if router_layer is not None and max(lengths) <= MARKED:
                 graphs.prompt_embedding(lengths, router_layer)
