@@ -195,6 +195,25 @@ def test_processors_whose_order_matters_are_not_folded(own: list[Any], left: lis
     assert [type(processor) for processor in rest] == left
 
 
+@pytest.mark.parametrize(
+    ("own", "processor", "folded"),
+    [
+        ({"min_p": 0.1}, MinPLogitsWarper(0.3), {"min_p": 0.3}),
+        ({"min_p": 0.3}, MinPLogitsWarper(0.1), {"min_p": 0.3}),
+        ({"top_k": 3}, TopKLogitsWarper(5), {"top_k": 3}),
+        ({"top_k": 5}, TopKLogitsWarper(3), {"top_k": 3}),
+        ({"top_p": 0.9}, TopPLogitsWarper(0.8), None),
+        ({"temperature": 0.5}, TemperatureLogitsWarper(0.8), None),
+    ],
+)
+def test_two_warpers_of_a_type_fold_into_one_that_keeps_the_same_tokens(
+    own: dict[str, float], processor: Any, folded: dict[str, float] | None
+) -> None:
+    params = SamplingParams(do_sample=True, **own)  # type: ignore[arg-type]
+    expected = SamplingParams(do_sample=True, **(folded or own))  # type: ignore[arg-type]
+    assert absorb_processors(params, [processor], 3) == (expected, [] if folded else [processor])
+
+
 def test_run_processors_keeps_the_dtype_of_the_logits() -> None:
     halves = [lambda tokens, scores: scores.half(), lambda tokens, scores: (scores + 1).bfloat16()]
     out = run_processors(halves, torch.tensor([[1]]), torch.tensor([[0.5, 2.0]]))
