@@ -21,6 +21,7 @@ from selfspec.governor.rules import TEMPERATURES
 from selfspec.speculation.exit import FEATURE_STATES
 
 _TIMED_ROWS = (1, 33)  # rows of the two passes that are timed
+_WRITTEN_ROWS = 1.5  # rows for each token of text: an invented turn passes twice, when written and when answered
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def expected_duration(setup: Setup) -> Duration:
     given = 60 * settings.minutes
     stages, least = {}, {}
     if settings.train:
-        tokens = settings.tokens or recipe.length * recipe.documents
+        tokens = max(settings.tokens or 0, recipe.length * recipe.documents)  # at least one chunk
         groups = ceil(len(setup.layers) / setup.resources.exits_together)
-        write = cost.of(tokens / setup.engine.max_batch, tokens)
+        write = cost.of(tokens / setup.engine.max_batch, _WRITTEN_ROWS * tokens)
         train = (settings.steps or recipe.least_steps) * training_step_seconds(setup) * groups
         stages = {"write": write, "read": cost.of(0, tokens), "train": train}
         if settings.tokens is None:

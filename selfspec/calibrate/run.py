@@ -52,6 +52,7 @@ class Calibration:
         self.work, self.model = setup.work, setup.model
         self._announce()
         self._announce_duration(expected_duration(setup))
+        self.work.write_json("resources", asdict(setup.resources))  # from here on --resume finds a stopped run
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:
             corpus = self._write()

@@ -116,9 +116,7 @@ class Setup:
         stored = self.work.read_json("resources")
         if stored is not None:
             return Resources(**stored)
-        resources = fit(self.model, len(self.layers), recipe, heads.largest_head(self.vocabulary))
-        self.work.write_json("resources", asdict(resources))
-        return resources
+        return fit(self.model, len(self.layers), recipe, heads.largest_head(self.vocabulary))
 
     def _profile_with_exits(self) -> Profile:
         """The profile in the output folder, else the one that is found for the model; sets the layers to its exits'."""
