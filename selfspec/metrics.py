@@ -116,7 +116,7 @@ class Summary:
         yield "speed against plain", "unknown" if self.speedup is None else f"{self.speedup:.2f}x"
         for plan, share in islice(self.time_share_by_plan.items(), _LISTED):
             steps = _share(self.cycles_by_plan[plan], self.cycles)
-            yield f"  {short(plan)}", f"{share:.1%} of the time, {steps:.1%} of the steps"
+            yield f"  {short_plan_name(plan)}", f"{share:.1%} of the time, {steps:.1%} of the steps"
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.changes_by_reason.items())
         yield "plan changes", f"{self.mode_changes}" + (f" (to plain: {reasons})" if reasons else "")
 
@@ -232,7 +232,7 @@ class Metrics:
         return self._by_plan.setdefault(plan if len(self._by_plan) < MAX_PLANS else OTHERS, _PlanTotals())
 
 
-def short(plan: str) -> str:
+def short_plan_name(plan: str) -> str:
     """Returns a plan's name for one line of text: an irregular plan's own name lists all its nodes."""
     kind, _, nodes = plan.partition(":")
     return f"tree of {nodes.count(',') + 1} nodes" if kind == "nodes" else plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.metrics import MAX_PLANS, OTHERS, WINDOW, Metrics, Percentiles, Summary, short
+from selfspec.metrics import MAX_PLANS, OTHERS, WINDOW, Metrics, Percentiles, Summary, short_plan_name
 from selfspec.speculation.plan import NONE, Plan
 
 TREE = Plan.parse("tree:4,2")
@@ -217,7 +217,7 @@ class TestTable:
         [("none", "none"), ("tree:4,2", "tree:4,2"), ("nodes:0.0,0.2,1.1", "tree of 3 nodes"), (OTHERS, OTHERS)],
     )
     def test_an_irregular_plan_has_a_short_name(self, plan: str, name: str):
-        assert short(plan) == name
+        assert short_plan_name(plan) == name
 
 
 class TestPrometheus:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.commands.display import reasons
-from selfspec.metrics import short
+from selfspec.metrics import short_plan_name
 from selfspec.results import Completion
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _digits(speed: float) -> str:
 
 def name_of(runs: Runs) -> str:
     """Returns the mode's name, with the plan that was forced."""
-    return f"forced {short(runs.turns[-1][0].stats.plan)}" if runs.mode.name == "forced" else runs.mode.name
+    return f"forced {short_plan_name(runs.turns[-1][0].stats.plan)}" if runs.mode.name == "forced" else runs.mode.name
 
 
 def is_measurable(a: Runs, b: Runs) -> bool:

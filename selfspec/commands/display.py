@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from selfspec.metrics import short
+from selfspec.metrics import short_plan_name
 from selfspec.results import Completion, Stats, Stream
 
 STYLES = {"drafted": "green", "decoded": "bold", "plain": "cyan"}  # by a token's origin
@@ -65,7 +65,7 @@ def how_decoded(completion: Completion) -> str:
     if not stats.drafted:
         return f"plain decoding ({reasons(stats)})"
     plans = {change.plan for change in stats.changes} - {"none"}
-    plan = f"plan {short(stats.plan)}" if len(plans) <= 1 else f"mostly plan {short(stats.plan)}"
+    plan = f"plan {short_plan_name(stats.plan)}" if len(plans) <= 1 else f"mostly plan {short_plan_name(stats.plan)}"
     return (
         f"{'drafting at times' if stats.plan == 'none' else plan} after layer {stats.exit_layer}: "
         f"{stats.tokens_per_cycle:.2f} tokens per step, {stats.accept_rate:.0%} of reached depths accepted"
@@ -98,7 +98,7 @@ def changes(stats: Stats) -> Iterator[str]:
     """Yields a line for each change to another plan; a change of the reason alone is none."""
     before = None
     for change in stats.changes:
-        plan = PLAIN if change.plan == "none" else short(change.plan)
+        plan = PLAIN if change.plan == "none" else short_plan_name(change.plan)
         if plan != before:
             how = f"after token {change.token}: {before} -> {plan}" if before else f"from the start: {plan}"
             yield f"{how} ({change.reason})" if change.reason else how
