@@ -1,4 +1,4 @@
-"""The interface of a backend: what a batch asks of it, and the outcome of a step.
+"""The interface that both backends implement, and the outcome of a step.
 
 A backend executes passes and moves their results (KV, lengths, tokens). The caller decides which sequences decode
 together, with which plan, and when the exit is scored.
@@ -23,7 +23,7 @@ class Step:
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
     seconds: float = 0.0  # on the device, without time in callables, after reading
     wall_seconds: float = 0.0  # since the end of the step before if it was launched right before, else `seconds`
-    is_typical: bool = True  # the time contains only this plan's own work, so it tells the plan's cost
+    is_typical: bool = True  # the time contains only this plan's own work, so it is the plan's cost
     is_late: bool = False  # the device had finished the step before when this one was launched
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
 

@@ -236,12 +236,12 @@ class TorchBackend:
             if children:
                 at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
                 of = torch.tensor(indices, device=values.device)[at]
-                depth, place = draft.at(node)
+                depth, index = draft.at(node)
                 ranks = {draft.plan.ranks[child - 1] for child in children}
                 offered = [rank in ranks for rank in range(draft.ranked[depth].shape[2])]
                 p = values[at].softmax(-1)
-                guess, drawn = draft.logits[depth][of, place], draft.ranked[depth][of, place]
-                chosen[at] = reject_or_accept(p, guess, drawn, offered, key.at(at))
+                draft_logits, drafted = draft.logits[depth][of, index], draft.ranked[depth][of, index]
+                chosen[at] = reject_or_accept(p, draft_logits, drafted, offered, key.at(at))
         return torch.where(finite, chosen, -1).tolist()
 
     def commit(

@@ -62,8 +62,8 @@ class GraphCache:
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
 
     def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> Captured:
-        """Returns the step or pass of `key`. On first use builds it and captures its methods named `launches`, which
-        run on the slots of `buffers`, if any. While the compiler collects launches, only compiles, and keeps nothing."""
+        """Returns the step or pass of `key`. On first use builds it and captures its methods named `launches`; they run
+        on the slots of `buffers`, if any. While the compiler collects launches, only compiles and keeps nothing."""
         found = self.entries.get(key)
         if found is None and self.compiler.collects:
             made = build()
@@ -235,8 +235,8 @@ class Graphs:
 
     @torch.inference_mode()
     def prompt_embeddings(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-        """The prompts' embeddings for the router [P, hidden], on the CPU: mean states after `layer` layers (see
-        `profiles.router`). Takes pages for the passes and returns them."""
+        """The prompts' embeddings [P, hidden], on the CPU: means of their normed states after `layer` layers, which
+        `profiles.router` calls marks. Takes pages for the passes and returns them."""
         if self.max_short_prompt < MARKED:
             return marks_of(self.model, self.cache, prompts, layer)
         ends = [prompt[-MARKED:] for prompt in prompts]
@@ -270,12 +270,12 @@ def _power_of_two(count: int) -> int:
 
 
 def _exit_key(exit: Exit | None) -> tuple[int | None, int | None]:
-    """Tells exits apart, but not the rows of the head that they draft from."""
+    """Identifies an exit, whichever rows of the head it drafts from."""
     return (None, None) if exit is None else (exit.layer, None if exit.block is None else id(exit.block))
 
 
 def _drafting_key(exit: Exit | None, model: Decoder) -> tuple[int | None, ...]:
-    """Tells exits apart, and how many rows of the head they draft from at most."""
+    """Identifies an exit, and the number of rows of the head that steps with it are captured for."""
     if exit is None or exit.head_rows is None:
         return (*_exit_key(exit), None)
     return (*_exit_key(exit), draft_head_capacity(exit, model))

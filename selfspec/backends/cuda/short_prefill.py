@@ -132,7 +132,7 @@ class PassInputs:
             "lengths": (count,),  # positions of the prompt before each segment
             "filled": (count,),  # positions of each segment that hold a token
             "pages": (count, longest // PAGE_SIZE),
-            "previous": (count,),  # row of the position before each segment; the first `count` rows are of no position
+            "previous": (count,),  # row of the feature before each segment; rows below `count` are zeros
             "last": (count,),  # row of each prompt's last token
             "end": (count, PROMPT_END),  # rows of each prompt's last tokens, -1 where it has fewer
         }
@@ -221,8 +221,8 @@ class ShortPrefill(PromptPass):
         self.features = feature_buffer(model, self.count)  # of each prompt's last position
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
-        # Row of the feature before each row: row r is that of the position after row r - count, but for each segment's
-        # first position.
+        # For each row, the row of the previous position's feature: the same number, since `count` rows of zeros come
+        # before the features of the pass's rows. `launch` replaces those of the segments' first positions.
         self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
@@ -231,7 +231,7 @@ class ShortPrefill(PromptPass):
 
     def launch(self) -> None:
         decoder, exit, layers = self.decoder, self.exit, self.model.config.num_layers
-        # Before any kernel that may start early and read it without waiting.
+        # Before the first kernel: later ones may start early and read it without waiting.
         self._previous_rows[: self.count].copy_(self.inputs.previous)
         residual = self._embed()
         if exit is None:  # only keys and values are needed

@@ -252,7 +252,7 @@ class ProcessingState:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Optional parts of a captured step: what at least one sequence of the batch needs. Changes no row's bits."""
+    """Optional parts of a captured step, which at least one sequence of the batch needs. They change no row's bits."""
 
     samples: bool = False
     truncates: bool = False  # top-k, top-p or min-p
@@ -281,7 +281,7 @@ class SlotBuffers:
     """A slot table and the exit's buffers for its slots. Captured graphs hold their addresses."""
 
     def __init__(self, number: int, model: Decoder, capacity: int, pages: int, idle_page: int) -> None:
-        self.number, self.model = number, model  # graphs of different buffers are told apart by the number
+        self.number, self.model = number, model  # the number identifies graphs of these buffers
         self.slots = SlotTable(capacity, pages, model.config.vocab_size, model.device, idle_page)
         self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # of each slot, then of each node of a step
         self._unfilled: dict[int, UnfilledStates] = {}  # by number of slots, as `_prompt_ends`

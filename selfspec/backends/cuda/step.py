@@ -75,12 +75,13 @@ class DeviceStep:
         tree = Tree(plan, batch, device)
         self.sampling = SlotSampling(slots, options, tree)
         self.draft_states = Residual.empty(rows, self.model)  # after the layers below the exit
-        # States after later layers; a step without an exit overwrites its draft states.
-        self._late = self.draft_states if exit is None else FusedExit(decoder, exit.exit).block_residual(rows)
+        # After the layers from the exit on; a step without an exit overwrites its draft states.
+        self._verify_states = self.draft_states if exit is None else FusedExit(decoder, exit.exit).block_residual(rows)
         self.metadata = empty_metadata(self.model, rows)
         self.head_input = HeadInput.empty(rows, self.model)  # of the exit; without an exit block also of the model
-        self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)
-        self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)  # the target's token after each row
+        self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)  # accepted nodes
+        # For the host: see `kernels.accept`.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
         self._levels = [_Level(tree, level) for level in plan.levels]
         first_node_row = 0 if exit is None else exit.first_node_row
@@ -181,13 +182,13 @@ class DeviceStep:
         unfilled = None if slot_exit is None or len(self.plan) else slot_exit.unfilled
         if slot_exit is None or slot_exit.features is None:
             layers = range(self._exit_layer, self.model.config.num_layers)
-            last = self.decoder.run(layers, self.draft_states, self._late, all_nodes)
+            last = self.decoder.run(layers, self.draft_states, self._verify_states, all_nodes)
             kept = None if unfilled is None else self.draft_states.states
             self.decoder.final_norm(last, self._verified, hidden=kept, unfilled=unfilled)
             return
         exit = FusedExit(self.decoder, slot_exit.exit)
         last = exit.scratch_residual("last", self.rows)
-        exit.verify(self.draft_states, self._late, all_nodes, self._verified, last, unfilled)
+        exit.verify(self.draft_states, self._verify_states, all_nodes, self._verified, last, unfilled)
         if len(self.plan):
             previous = PreviousFeatures(slot_exit.features, self._previous_rows)
             exit.fill(self.draft_states.states, previous, all_nodes)
