@@ -19,7 +19,7 @@ from selfspec.speculation.plan import MAX_NODES, Plan
 
 MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
-UNFAMILIAR = 0.25  # skill: below it a text is out of distribution; prompts far from every domain begin with it
+UNFAMILIAR = 0.25  # skill: below it a text is out of distribution; texts of prompts unlike every domain begin with it
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
 _KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]  # of the sums, after so many tokens
 LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
@@ -55,7 +55,7 @@ class Skill:
 
     @classmethod
     def of_prompt(cls, is_unfamiliar: bool) -> Skill:
-        """For a sequence whose prompt is far from every domain, or not."""
+        """For a sequence whose prompt is unlike every domain, or not."""
         return cls(UNFAMILIAR if is_unfamiliar else 1.0)
 
     @property
