@@ -335,7 +335,7 @@ class Timed:
             self.ticks += ticks
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timing, "_step_time", step_time)
+            patch.setattr(timing, "step_time", step_time)
             return timing.step_costs(self.engine, exits, batch, advance)
 
 

@@ -13,14 +13,15 @@ from math import ceil
 import torch
 
 from selfspec.calibrate import heads, timing, trial
-from selfspec.calibrate.corpus import Corpus, hidden_states
+from selfspec.calibrate.corpus import Corpus
 from selfspec.calibrate.settings import TRAINING_SHARE, TRYING_SHARE, WRITING_SHARE
 from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.training import Trainer
 from selfspec.governor.rules import TEMPERATURES
 from selfspec.speculation.exit import FEATURE_STATES
+from selfspec.speculation.plan import NONE
 
-_TIMED_ROWS = (1, 33)  # rows of the two passes that are timed
+_TIMED_BATCHES = (1, 16)  # sequences of the plain steps that are timed
 _WRITTEN_ROWS = 1.5  # rows for each token of text: an invented turn passes twice, when written and when answered
 
 
@@ -95,21 +96,11 @@ def expected_duration(setup: Setup) -> Duration:
     return Duration(stages, least)
 
 
-@torch.no_grad()
 def pass_cost(setup: Setup) -> PassCost:
-    """From the times of two passes of different numbers of rows, each the faster of two."""
-    few, many = (min(_pass_seconds(setup, rows) for _ in range(2)) for rows in _TIMED_ROWS)
-    row = max(0.0, many - few) / (_TIMED_ROWS[1] - _TIMED_ROWS[0])
-    return PassCost(max(0.0, few - row * _TIMED_ROWS[0]), row)
-
-
-def _pass_seconds(setup: Setup, rows: int) -> float:
-    model = setup.model
-    batch = Corpus.empty(rows, 1).to(model.device)
-    started = time.perf_counter()
-    *_, hidden = hidden_states(model, batch)
-    model.logits(hidden[:, 0]).cpu()  # waits for the device
-    return time.perf_counter() - started
+    """From the times of plain steps of two batch sizes."""
+    one, many = (timing.step_time(setup.engine, None, NONE, batch) for batch in _TIMED_BATCHES)
+    row = max(0.0, many - one) / (_TIMED_BATCHES[1] - _TIMED_BATCHES[0])
+    return PassCost(max(0.0, one - row), row)
 
 
 def training_step_seconds(setup: Setup) -> float:

@@ -37,16 +37,16 @@ def step_costs(
 ) -> dict[int, StepCost]:
     """Costs of the steps of a batch, by exit layer. The cost of a depth is measured for each exit; the costs of nodes
     and of head rows are about equal for all exits, and measured with the first."""
-    plain = _step_time(engine, None, NONE, batch)
+    plain = step_time(engine, None, NONE, batch)
     chains, depths = {}, {}
     for exit in exits:
-        chains[exit.layer] = _step_time(engine, exit, _CHAIN, batch)
-        further = chains[exit.layer] - _step_time(engine, exit, _STAR, batch)
+        chains[exit.layer] = step_time(engine, exit, _CHAIN, batch)
+        further = chains[exit.layer] - step_time(engine, exit, _STAR, batch)
         depths[exit.layer] = max(0.0, further / (_CHAIN.depth - _STAR.depth))
         progress(1)
     first = exits[0]
     stars = _star_sizes(batch, engine.has_kernels)
-    times = [_step_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
+    times = [step_time(engine, first, Plan.tree((nodes,)), batch) - depths[first.layer] for nodes in stars]
     drafting = tuple((nodes, max(plain, seconds)) for nodes, seconds in zip(stars, times, strict=True))
     head_row = _head_row_cost(engine, first, batch, chains[first.layer])
     progress(1)
@@ -79,7 +79,7 @@ def _star_sizes(batch: int, has_kernels: bool) -> list[int]:
     return [nodes for nodes in wanted if batch <= _LARGEST_TREE_BATCH or nodes <= _MOST_IN_LARGE_BATCHES]
 
 
-def _step_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
+def step_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
     """Seconds of a step of `batch` sequences; runs between the steps of other requests."""
     return _typical(engine.scheduler.call(partial(_time_steps, engine, exit, plan, batch)))
 
@@ -121,7 +121,7 @@ def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> floa
     saved = exit.vocabulary - fewer.vocabulary
     if not saved:
         return 0.0
-    return max(0.0, (chain - _step_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
+    return max(0.0, (chain - step_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
 
 
 def _typical(times: list[float]) -> float:
