@@ -383,7 +383,6 @@ def test_head_rows_are_timed_with_a_quarter_of_the_head(engine: Engine, rows: tu
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_with_kernels_steps_on_both_sides_of_full_tiles_are_timed(engine: Engine, batch: int) -> None:
-
     def by_tiles(exit: Exit | None, plan: Plan, batch: int) -> float:
         rows = batch * (len(plan) + 1)
         return 1.0 + (16 if rows <= 16 else 32 if rows <= 32 else 64) / 16 + plan.depth
@@ -397,7 +396,7 @@ def test_with_kernels_steps_on_both_sides_of_full_tiles_are_timed(engine: Engine
     exit = exits_over(engine, None)[0]
     for nodes in (16 // batch - 1, 16 // batch, 32 // batch - 1, 32 // batch):
         exact = by_tiles(exit, Plan.tree((nodes,)), batch)
-        assert timed(True).of(1, nodes, tiled=batch) == pytest.approx(exact)
+        assert timed(True).of(1, nodes) == pytest.approx(exact)
     assert timed(False).of(1, 32 // batch - 1) > by_tiles(exit, Plan.tree((32 // batch - 1,)), batch)
 
 
