@@ -1,8 +1,8 @@
-"""The sets of prompts that `bench.governor` decodes: text that calibration saw the like of, and text meant to hurt.
+"""The sets of prompts that `bench.governor` decodes: the calibrated domains, and texts whose drafts are often rejected.
 
-Four of the sets force given texts (`bench.forced_text`). In three of them what is written surely changes its kind at a
-known place; each of these has a twin that only asks for such a text and decodes freely. In the fourth it is noise, in
-which drafts surely lose. What is measured of a set is not known here.
+Four sets force given texts (`bench.forced_text`). `noise` forces random tokens, so that nearly every draft is rejected.
+`switch`, `repeat` and `return` force texts that switch to another text at a known token; `switch-asked`, `repeat-asked`
+and `return-asked` have prompts that ask for such texts and force nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from selfspec.text import encode
 
 IN_DOMAIN = ("chat", "code", "math", "summarize")
 FROM_FILES = ("medical", "multilingual")
-HOT = 1.4  # temperature
-AWAY = 64  # hostile tokens before code resumes
-_RANDOM_PROMPT = 64  # tokens
+HIGH_TEMPERATURE = 1.4  # of the set `hot`; the rules switch drafting off above 1.5
+FOREIGN_TOKENS = 64  # tokens in another language before the code in the set `return`: twice `governor_calls.EARLY`
+_RANDOM_PROMPT = 64  # tokens of a random prompt
 
 _FOREIGN = (
     "Der alte Leuchtturmwärter stieg jeden Abend die zweihundert Stufen hinauf, obwohl das Licht längst von allein "
@@ -71,41 +71,41 @@ _TASKS = (
 
 
 class Missing(LookupError):
-    """A set that cannot be made, and why."""
+    """A set cannot be built; the message says why."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one kind, and how they are to be continued."""
+    """Prompts, how many new tokens each gets at most and at which temperature, and the texts forced on them."""
 
     name: str
     prompts: list[list[int]]
     new_tokens: int
     temperature: float = 0.0
-    recital: ForcedTexts | None = None
-    turn: int | None = None  # new tokens after which a recited text becomes another one
-    resumes: bool = False  # what it becomes then is familiar
+    forced: ForcedTexts | None = None  # None: the model chooses every token
+    switch_at: int | None = None  # new tokens after which the forced texts switch to another text
+    ends_in_domain: bool = False  # the text after `switch_at` is in-domain
 
     @property
-    def is_hostile(self) -> bool:
-        return self.name not in IN_DOMAIN
+    def in_domain(self) -> bool:
+        return self.name in IN_DOMAIN
 
 
 @dataclass
 class Source:
-    """Where sets come from."""
+    """Builds sets of prompts for an engine."""
 
     engine: Engine
-    folder: Path | None  # of NAME.jsonl
-    limit: int  # prompts of a set
-    new_tokens: int
+    folder: Path | None  # of NAME.jsonl files
+    limit: int  # prompts of a set at most
+    new_tokens: int  # of a sequence at most
     seed: int = 0
 
     def build(self, name: str) -> PromptSet:
         return BUILDERS[name](self, name)
 
     def prompts(self, name: str) -> list[list[int]]:
-        """Those of a file; where there is none, of the prompts that calibration keeps for measuring."""
+        """Reads the folder's NAME.jsonl; without that file, returns the shipped domain's prompts for measuring."""
         path = None if self.folder is None else self.folder / f"{name}.jsonl"
         if path is not None and path.exists():
             entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -116,14 +116,18 @@ class Source:
         return self.encoded(shipped.measuring)
 
     def encoded(self, prompts: Iterable[Prompt]) -> list[list[int]]:
-        """Their tokens, as a chat where the model knows chats; none so long that its text would not fit."""
-        tokenizer, room = self.engine.tokenizer, self.engine.context - self.new_tokens - AWAY
+        """Tokens of the first `limit` prompts that leave space for the new tokens of every set in the engine's context.
+        A prompt becomes a chat message if the tokenizer has a chat template."""
+        tokenizer, longest = self.engine.tokenizer, self.engine.context - self.new_tokens - FOREIGN_TOKENS
         chats = tokenizer.chat_template is not None
         asked = ([{"role": "user", "content": p}] if chats and isinstance(p, str) else p for p in prompts)
         tokens = [encode(tokenizer, prompt) for prompt in asked]
-        fitting = [prompt for prompt in tokens if len(prompt) < room]
+        fitting = [prompt for prompt in tokens if len(prompt) < longest]
         if not fitting:
-            raise Missing(f"no prompt is short enough to be continued within {self.engine.context} tokens")
+            raise Missing(
+                f"no prompt is short enough: {self.new_tokens} new tokens leave {longest} of the engine's "
+                f"{self.engine.context} tokens; lower --max-new-tokens"
+            )
         return fitting[: self.limit]
 
     @cached_property
@@ -132,30 +136,33 @@ class Source:
 
     @cached_property
     def own_code(self) -> list[list[int]]:
-        """What the model itself answers to the code prompts; where an answer ends early, the next ones follow."""
+        """The model's answers to the code prompts, plainly decoded, without special tokens; an answer with fewer than
+        `new_tokens` tokens is continued with the following answers."""
         write = ours(self.engine, speculative_decoding=False)
         ends = set(self.engine.tokenizer.all_special_ids)
         task, device = Task(self.new_tokens), self.engine.model.device
         answers = [write(Batch([prompt], [0], device), task).tokens[0] for prompt in self.code]
-        spoken = [[token for token in answer if token not in ends] for answer in answers]
-        if not any(spoken):
-            raise Missing("the model answers nothing to the code prompts")
-        return [first(self.new_tokens, cycle(chain(*spoken[i:], *spoken[:i]))) for i in range(len(spoken))]
+        words = [[token for token in answer if token not in ends] for answer in answers]
+        if not any(words):
+            raise Missing("the model answers the code prompts with special tokens alone: leave this set out of --sets")
+        return [first(self.new_tokens, cycle(chain(*words[i:], *words[:i]))) for i in range(len(words))]
 
-    def at_random(self, draw: random.Random, length: int) -> list[list[int]]:
-        """As many random texts as a set has prompts, of so many tokens, none of them special."""
+    def random_texts(self, draw: random.Random, length: int) -> list[list[int]]:
+        """`limit` texts of `length` random tokens, none of them special."""
         special = set(self.engine.tokenizer.all_special_ids)
-        usual = [token for token in range(self.engine.model.config.vocab_size) if token not in special]
-        return [draw.choices(usual, k=length) for _ in range(self.limit)]
+        ordinary = [token for token in range(self.engine.model.config.vocab_size) if token not in special]
+        return [draw.choices(ordinary, k=length) for _ in range(self.limit)]
 
     def foreign(self, number: int, count: int) -> list[int]:
-        return self._recited(_FOREIGN[number % len(_FOREIGN)], count)
+        """`count` tokens of a text that is not English."""
+        return self._repeated(_FOREIGN[number % len(_FOREIGN)], count)
 
     def phrase(self, number: int, count: int) -> list[int]:
-        return self._recited(_PHRASES[number % len(_PHRASES)], count)
+        """`count` tokens of a repeated sentence."""
+        return self._repeated(_PHRASES[number % len(_PHRASES)], count)
 
-    def _recited(self, text: str, count: int) -> list[int]:
-        """So many tokens of a text said over and over."""
+    def _repeated(self, text: str, count: int) -> list[int]:
+        """The first `count` tokens of a text that is repeated without end."""
         return first(count, cycle(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
@@ -164,51 +171,55 @@ def first(count: int, tokens: Iterable[int]) -> list[int]:
 
 
 def of_prompts(source: Source, name: str) -> PromptSet:
+    """The prompts of a file or a shipped domain."""
     return PromptSet(name, source.prompts(name), source.new_tokens)
 
 
-def at_random(source: Source, name: str) -> PromptSet:
+def random_prompts(source: Source, name: str) -> PromptSet:
     """Prompts of random tokens."""
-    return PromptSet(name, source.at_random(random.Random(source.seed), _RANDOM_PROMPT), source.new_tokens)
+    return PromptSet(name, source.random_texts(random.Random(source.seed), _RANDOM_PROMPT), source.new_tokens)
 
 
 def noise(source: Source, name: str) -> PromptSet:
-    """The same prompts; their texts go on at random, too."""
-    prompts = at_random(source, name).prompts
-    texts = source.at_random(random.Random(f"{name} {source.seed}"), source.new_tokens)
-    return PromptSet(name, prompts, source.new_tokens, recital=ForcedTexts(prompts, texts))
+    """Prompts of random tokens, and forced texts of random tokens."""
+    prompts = random_prompts(source, name).prompts
+    texts = source.random_texts(random.Random(f"{name} {source.seed}"), source.new_tokens)
+    return PromptSet(name, prompts, source.new_tokens, forced=ForcedTexts(prompts, texts))
 
 
-def hot(source: Source, name: str) -> PromptSet:
-    """Familiar prompts, one of each kind in turn, at a high temperature."""
-    kinds = zip(*(source.prompts(kind) for kind in IN_DOMAIN), strict=False)
-    return PromptSet(name, list(chain(*kinds))[: source.limit], source.new_tokens, temperature=HOT)
+def at_high_temperature(source: Source, name: str) -> PromptSet:
+    """In-domain prompts, one of each domain and then the next one of each, at a high temperature."""
+    domains = zip(*(source.prompts(domain) for domain in IN_DOMAIN), strict=False)
+    return PromptSet(name, list(chain(*domains))[: source.limit], source.new_tokens, temperature=HIGH_TEMPERATURE)
 
 
-def switch(source: Source, name: str) -> PromptSet:
-    """The model's own code, then half-way another language."""
+def code_then_foreign(source: Source, name: str) -> PromptSet:
+    """Forces the model's own answer for the first half of the new tokens, then another language."""
     half = source.new_tokens // 2
     texts = [own[:half] + source.foreign(i, source.new_tokens - half) for i, own in enumerate(source.own_code)]
-    return PromptSet(name, source.code, source.new_tokens, recital=ForcedTexts(source.code, texts), turn=half)
+    return PromptSet(name, source.code, source.new_tokens, forced=ForcedTexts(source.code, texts), switch_at=half)
 
 
-def repeat(source: Source, name: str) -> PromptSet:
-    """A phrase over and over, which flatters drafts, then half-way another language."""
+def repetition_then_foreign(source: Source, name: str) -> PromptSet:
+    """Forces a repeated sentence, whose drafts are accepted, for the first half of the new tokens, then another
+    language."""
     half, prompts = source.new_tokens // 2, source.prompts("chat")
     count = source.new_tokens - half
     texts = [source.phrase(i, half) + source.foreign(i, count) for i in range(len(prompts))]
-    return PromptSet(name, prompts, source.new_tokens, recital=ForcedTexts(prompts, texts), turn=half)
+    return PromptSet(name, prompts, source.new_tokens, forced=ForcedTexts(prompts, texts), switch_at=half)
 
 
-def come_back(source: Source, name: str) -> PromptSet:
-    """Another language, then the model's own code; the prompts ask for code throughout."""
-    texts = [source.foreign(i, AWAY) + own for i, own in enumerate(source.own_code)]
-    recital = ForcedTexts(source.code, texts)
-    return PromptSet(name, source.code, AWAY + source.new_tokens, recital=recital, turn=AWAY, resumes=True)
+def foreign_then_code(source: Source, name: str) -> PromptSet:
+    """Forces another language for FOREIGN_TOKENS new tokens, then the model's own answer; the prompts ask for code."""
+    texts = [source.foreign(i, FOREIGN_TOKENS) + own for i, own in enumerate(source.own_code)]
+    return PromptSet(
+        name, source.code, FOREIGN_TOKENS + source.new_tokens, forced=ForcedTexts(source.code, texts),
+        switch_at=FOREIGN_TOKENS, ends_in_domain=True,
+    )  # fmt: skip
 
 
 def asked(request: str) -> Callable[[Source, str], PromptSet]:
-    """Prompts that ask for a text of two kinds and leave the writing to the model."""
+    """Builds prompts that ask for a text in two languages or with a repetition; forces nothing."""
     pairs = list(product(_TASKS, _LANGUAGES))
     random.Random(0).shuffle(pairs)
 
@@ -224,12 +235,12 @@ def asked(request: str) -> Callable[[Source, str], PromptSet]:
 
 BUILDERS: dict[str, Callable[[Source, str], PromptSet]] = {
     **dict.fromkeys((*IN_DOMAIN, *FROM_FILES), of_prompts),
-    "random": at_random,
+    "random": random_prompts,
     "noise": noise,
-    "hot": hot,
-    "switch": switch,
-    "repeat": repeat,
-    "return": come_back,
+    "hot": at_high_temperature,
+    "switch": code_then_foreign,
+    "repeat": repetition_then_foreign,
+    "return": foreign_then_code,
     "switch-asked": asked("Write a Python function that {task}. Then explain in {language} how it works."),
     "repeat-asked": asked("Write this sentence ten times: {phrase} After that, write a short story in {language}."),
     "return-asked": asked("First write a short poem in {language}. Then write a Python function that {task}."),

@@ -1,9 +1,9 @@
-"""`python -m bench.replay`: the governor on recorded texts, with step costs of the profile's device, on any machine.
+"""`python -m bench.replay`: simulates the governor on recorded texts with the profile's step times, on any machine.
 
-Answers are written once by plain decoding (recited sets have theirs), and the exit drafts at each of their tokens, as
-in calibration: the ranks found there say what any plan would accept anywhere. Plain decoding, every candidate plan and
-the governor are then replayed with the step costs of the profile. Late hosts, prefill and captures are not part of it:
-this compares policies, not machines.
+Plain decoding writes each answer once (forced texts are taken as given). The exit then drafts at each of its tokens, as
+in calibration; the ranks of the answer's tokens in these drafts determine which nodes any plan accepts at any position.
+Plain decoding, every candidate plan and the governor are simulated with the step times in the profile. Host time,
+prefill and graph captures are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.governor import profile_of, sets_of, shown
+from bench.governor import plan_label, profile_of, sets_of
 from bench.governor_sets import IN_DOMAIN, PromptSet, Source
 from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
@@ -42,24 +42,24 @@ from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
-_SHORTEST = 8  # tokens of a text that is worth replaying
-_CONTEXT = 1  # tokens: all texts are in the bucket of short ones
+_SHORTEST = 8  # new tokens: shorter texts are left out
+_CONTEXT = 1  # tokens of context, for step times: all texts count as short
 
-Seconds = Callable[[int, Plan], float]  # (sequences, plan) -> device time of a step
+Seconds = Callable[[int, Plan], float]  # (sequences, plan) -> device seconds of a step
 
 
 @dataclass(frozen=True)
 class Text:
-    """The ranks that an exit's drafts would have had along an answer."""
+    """An answer: the ranks of its tokens in the exit's drafts, and the scores of its prompt."""
 
     ranks: np.ndarray  # [tokens, DEPTHS]: of the tokens after each position, in drafts that begin there
     domain: str
-    far: bool  # the prompt is far from every domain
-    agreement: float  # of exit and model at the prompt's end
-    positions: int  # there
+    is_unfamiliar: bool  # the prompt is unlike every domain
+    agreement: float  # share of positions at the prompt's end where exit and model choose the same token
+    positions: int  # number of these positions
 
     def last(self, plan: Plan, position: int) -> int:
-        """The last node that a step of this plan would accept at some position."""
+        """The last node that a step with this plan accepts at a position; 0, the root, if it accepts none."""
         node = 0
         while position < len(self.ranks) and plan.depths[node] < DEPTHS:
             rank = self.ranks[position][plan.depths[node]]
@@ -71,12 +71,12 @@ class Text:
 
 
 def record(engine: Engine, prompts: PromptSet) -> list[Text]:
-    """The answers, with the drafts of the exit that each prompt would get."""
+    """Decodes each prompt plainly, or takes its forced text, and ranks the tokens in drafts of its domain's exit."""
     profile, model, write = profile_of(engine), engine.model, ours(engine, speculative_decoding=False)
     task, texts = Task(prompts.new_tokens + DEPTHS, prompts.temperature), []
     for seed, prompt in enumerate(track(prompts.prompts, description=prompts.name)):
-        if prompts.recital is not None:
-            answer = prompts.recital.texts[tuple(prompt)]
+        if prompts.forced is not None:
+            answer = prompts.forced.texts[tuple(prompt)]
         else:
             (answer,) = write(Batch([prompt], [seed], model.device), task).tokens
         if len(answer) < _SHORTEST + DEPTHS:
@@ -86,14 +86,16 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         corpus = Corpus.pack([Document(prompt + answer, len(prompt))], len(prompt) + len(answer))
         answers = Answers(prompts.temperature, corpus)
         (found,) = measure(model, [exit], profile.head_rows(model, domain), answers, seed)
-        far = profile.far(engine.drafters.marks([prompt]), Rules().max_distance)[0] if profile.routes else False
+        marks = engine.drafters.marks([prompt]) if profile.routes else None
+        is_unfamiliar = marks is not None and bool(profile.far(marks, Rules().max_distance)[0])
         positions = min(len(prompt) - 1, PROMPT_END)
-        texts.append(Text(found.ranks[: prompts.new_tokens], domain, bool(far), found.prompt_agreement[0], positions))
+        ranks = found.ranks[: prompts.new_tokens]
+        texts.append(Text(ranks, domain, is_unfamiliar, found.prompt_agreement[0], positions))
     return texts
 
 
 def read_texts(path: Path) -> dict[str, list[Text]]:
-    """Recorded texts by set; none where the file does not exist yet."""
+    """Recorded texts by set; empty if the file does not exist."""
     sets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: [Text(np.array(of.pop("ranks")), **of) for of in texts] for name, texts in sets.items()}
 
@@ -103,31 +105,32 @@ def write_texts(path: Path, sets: dict[str, list[Text]]) -> None:
     path.write_text(json.dumps(entries), encoding="utf-8")
 
 
-class _AtHome(Drafters):
-    """Has the candidates that requests get on the device that the profile was measured on."""
+class _OnProfileDevice(Drafters):
+    """Gives the candidates of the device that the profile was measured on, whatever device the model is on."""
 
     _is_at_home = True  # type: ignore[assignment]
 
 
 @dataclass
-class Stage:
-    """A domain's candidates and the device times of their steps, both on the profile's device."""
+class DomainTiming:
+    """A domain's candidate plans and the device times of their steps, both for the profile's device."""
 
     candidates: PlanCandidates
     choice: DomainChoice
     rules: Rules
 
     @classmethod
-    def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> Stage:
+    def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> DomainTiming:
         profile = profile_of(engine)
         device, choice = profile.device, profile.choice(domain)
         rules = Rules(max_step=max_step).on(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
-        drafters = _AtHome(engine.model, profile, engine.drafters._mark, device is not None and device.kernels)
+        drafters = _OnProfileDevice(engine.model, profile, engine.drafters._mark, device is not None and device.kernels)
         return cls(drafters.candidates(domain, choice, policy), choice, rules)
 
     def seconds(self, sequences: int, plan: Plan) -> float:
-        """Slots are a power of two; plain steps of sizes that were not measured lie on straight lines."""
+        """Device seconds of a step. Slots are a power of two; plain steps of slots that calibration did not measure are
+        interpolated."""
         slots = 1 << (sequences - 1).bit_length()
         measured = {size: self.choice.costs[band].plain for band, size in BATCHES.items() if band in self.choice.costs}
         plain = float(np.interp(slots, list(measured), list(measured.values())))
@@ -135,7 +138,7 @@ class Stage:
 
 
 class Texts:
-    """Texts that decode together, and the position that each has reached."""
+    """A batch of texts, and the position of each."""
 
     def __init__(self, texts: Sequence[Text]) -> None:
         self.texts, self.positions = texts, [0] * len(texts)
@@ -153,7 +156,7 @@ class Texts:
 
 
 def fixed(texts: Sequence[Text], plan: Plan, seconds: Seconds) -> float:
-    """The time of a batch with one plan."""
+    """Device seconds of a batch with one plan."""
     running, total = Texts(texts), 0.0
     while running.active:
         total += seconds(len(running.active), plan)
@@ -162,34 +165,36 @@ def fixed(texts: Sequence[Text], plan: Plan, seconds: Seconds) -> float:
 
 
 class Governed:
-    """A batch under a governor, which chooses each plan while the step before is in flight."""
+    """A batch with a governor, which chooses each plan while the previous step is in flight."""
 
-    def __init__(self, texts: Sequence[Text], stage: Stage, costs: Costs, budget: Budget, noise: float = 0.0) -> None:
-        self.governor = Governor(stage.candidates, costs, stage.rules, budget)
-        self.stage, self.running = stage, Texts(texts)
-        self.skills = [Skill.of_prompt(text.far) for text in texts]
-        self.plans: list[Plan] = []
-        self.total = 0.0
-        self._noise, self._drawn = noise, Random(0)  # of measured times: deviation of their logarithm
-        self._unfilled = 0
+    def __init__(
+        self, texts: Sequence[Text], timing: DomainTiming, costs: Costs, budget: Budget, noise: float = 0.0
+    ) -> None:
+        self.governor = Governor(timing.candidates, costs, timing.rules, budget)
+        self.timing, self.running = timing, Texts(texts)
+        self.skills = [Skill.of_prompt(text.is_unfamiliar) for text in texts]
+        self.plans: list[Plan] = []  # of each step
+        self.total = 0.0  # device seconds
+        self._noise, self._random = noise, Random(0)  # standard deviation of the logarithm of measured times
+        self._unfilled = 0  # plainly decoded positions whose exit block KV is not written
 
     def run(self) -> float:
-        """The time of the batch."""
-        agreement, running = self.stage.choice.prompt_agreement, self.running
-        scores_prompts = agreement is not None and len(running.texts) <= self.stage.rules.max_tree_batch
+        """Device seconds of the batch."""
+        agreement, running = self.timing.choice.prompt_agreement, self.running
+        scores_prompts = agreement is not None and len(running.texts) <= self.timing.rules.max_tree_batch
         if scores_prompts:
-            self._pay_score()
+            self._charge_score()
         plan = self._launch(NONE)
         while running.active:
             following = self._launch(plan)
             count = len(running.active)
-            seconds, outcomes = self.stage.seconds(count, plan), running.step(plan)
-            if not self.plans and scores_prompts and agreement is not None:  # scores come with the first step's tokens
+            seconds, outcomes = self.timing.seconds(count, plan), running.step(plan)
+            if not self.plans and scores_prompts and agreement is not None:  # scores arrive with the first step's tokens
                 for skill, text in zip(self.skills, running.texts, strict=True):
                     skill.observe_prompt(text.agreement, text.positions, agreement.mean)
             active = set(running.active)
             observed = [(self.skills[number] if number in active else None, last) for number, last in outcomes]
-            self.governor.observe(plan, observed, seconds * math.exp(self._drawn.gauss(0, self._noise)), _CONTEXT)
+            self.governor.observe(plan, observed, seconds * math.exp(self._random.gauss(0, self._noise)), _CONTEXT)
             self.total += seconds
             self.plans.append(plan)
             plan = following
@@ -201,54 +206,57 @@ class Governed:
         plan = self.governor.choose([self.skills[number] for number in active], len(active), _CONTEXT, in_use)[0]
         self.governor.launched(plan, len(active), _CONTEXT)
         if len(plan) and self._unfilled:
-            self.total += self.stage.candidates.score_cost * self.stage.seconds(len(active), NONE)
+            self.total += self.timing.candidates.score_cost * self.timing.seconds(len(active), NONE)
         self._unfilled = 0 if len(plan) else self._unfilled + 1
         return plan
 
     def _score(self, active: Sequence[int]) -> None:
-        """As kernels score: the best draft at the oldest of the unfilled positions."""
+        """Scores the exit's best draft at the oldest unfilled positions when as many are unfilled as the CUDA backend
+        waits for."""
         slots = 1 << (len(active) - 1).bit_length()
         scores, capacity = self.governor.may_score, unfilled_capacity(slots)
         if self._unfilled < min(self.governor.score_interval if scores else capacity, capacity):
             return
         if scores:
             count = min(self._unfilled, scored_positions(slots))
-            self._pay_score()
+            self._charge_score()
             for number in active:
                 start = max(0, self.running.positions[number] - self._unfilled)
                 ranks = self.running.texts[number].ranks[start : start + count, 0]
                 self.governor.scored(self.skills[number], ranks.tolist())
         self._unfilled = 0
 
-    def _pay_score(self) -> None:
+    def _charge_score(self) -> None:
         self.governor.charge_score()
-        self.total += self.stage.candidates.score_cost * self.stage.seconds(len(self.running.active), NONE)
+        self.total += self.timing.candidates.score_cost * self.timing.seconds(len(self.running.active), NONE)
 
 
-def compare(texts: Sequence[Text], size: int, stage_of: Callable[[str], Stage], noise: float = 0.0) -> dict[str, Any]:
-    """Batches of so many texts; the last of them may be among the first again. Fixed plans are those of most texts'
-    domain."""
+def compare(
+    texts: Sequence[Text], size: int, timing_of: Callable[[str], DomainTiming], noise: float = 0.0
+) -> dict[str, Any]:
+    """Compares the modes in batches of `size` texts; the first texts fill up the last batch. Fixed plans are the
+    candidates of the domain that most texts have."""
     batches = [[texts[(start + n) % len(texts)] for n in range(size)] for start in range(0, len(texts), size)]
-    stage = stage_of(_most([text.domain for text in texts]))
-    plain = [fixed(batch, NONE, stage.seconds) for batch in batches]
-    plans = stage.candidates.table(size).plans
-    totals = {plan: sum(fixed(batch, plan, stage.seconds) for batch in batches) for plan in plans}
+    timing = timing_of(_most_frequent([text.domain for text in texts]))
+    plain = [fixed(batch, NONE, timing.seconds) for batch in batches]
+    plans = timing.candidates.table(size).plans
+    totals = {plan: sum(fixed(batch, plan, timing.seconds) for batch in batches) for plan in plans}
     best, costs = min(totals, key=lambda plan: totals[plan]), Costs()
-    budget = Budget(stage.rules.budget, stage.rules.budget_refill)
-    stages = [stage_of(_most([text.domain for text in batch])) for batch in batches]
-    taken = [Governed(batch, of, costs, budget, noise).run() for batch, of in zip(batches, stages, strict=True)]
+    budget = Budget(timing.rules.budget, timing.rules.budget_refill)
+    timings = [timing_of(_most_frequent([text.domain for text in batch])) for batch in batches]
+    governed = [Governed(batch, of, costs, budget, noise).run() for batch, of in zip(batches, timings, strict=True)]
     return {
         "batch": size,
         "texts": len(texts),
-        "best_fixed": shown(best),
+        "best_fixed": plan_label(best),
         "best_fixed_against_plain": round(sum(plain) / totals[best], 4),
-        "governor_against_plain": round(sum(plain) / sum(taken), 4),
-        "governor_against_best_fixed": round(totals[best] / sum(taken), 4),
-        "worst_batch_against_plain": round(min(p / t for p, t in zip(plain, taken, strict=True)), 4),
+        "governor_against_plain": round(sum(plain) / sum(governed), 4),
+        "governor_against_best_fixed": round(totals[best] / sum(governed), 4),
+        "worst_batch_against_plain": round(min(p / g for p, g in zip(plain, governed, strict=True)), 4),
     }
 
 
-def _most(domains: Sequence[str]) -> str:
+def _most_frequent(domains: Sequence[str]) -> str:
     return max(sorted(set(domains)), key=domains.count)
 
 
@@ -257,19 +265,20 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--profile", default="auto", help="folder, or 'auto'")
-    add("--sets", nargs="+", default=list(IN_DOMAIN), help="as of bench.governor")
-    add("--prompts", type=Path, help="folder of NAME.jsonl files (default: calibration's prompts for measuring)")
-    add("--texts", type=Path, help="JSON file of recorded texts: sets in it are replayed, others recorded and added")
-    add("--batch", type=int, nargs="+", default=[1, 4, 16])
-    add("--limit", type=int, default=8, help="prompts of each set")
-    add("--max-new-tokens", type=int, default=128)
-    add("--max-step", type=float, help="plain steps that a step of the governor's may take (default: by the device)")
-    add("--noise", type=float, default=0.0, help="deviation of the logarithm of measured step times")
+    add("--sets", nargs="+", default=list(IN_DOMAIN), help="sets of bench.governor (default: the in-domain ones)")
+    add("--prompts", type=Path, help="folder of NAME.jsonl files (default: the shipped domains' prompts for measuring)")
+    add("--texts", type=Path, help="JSON file of recorded texts; sets that it lacks are recorded and added")
+    add("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences of a batch (default: 1 4 16)")
+    add("--limit", type=int, default=8, help="prompts of each set (default: 8)")
+    add("--max-new-tokens", type=int, default=128, help="of each text (default: 128)")
+    add("--max-step", type=float, help="longest step of the governor, in plain steps (default: by device)")
+    add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of measured step times")
     args = parser.parse_args(arguments)
     engine, console = Engine.from_pretrained(args.model, profile=args.profile), Console(width=110)
     device = profile_of(engine).device
-    table = Table(title=f"replayed with step costs of {device.name if device else 'some device'}")
-    for heading in ("set", "batch", "best fixed plan", "against plain", "governor", "of the best", "worst batch"):
+    table = Table(title=f"Simulated with step times of {device.name if device else 'an unnamed device'}")
+    ratios = ("best / plain", "governor / plain", "governor / best", "worst batch / plain")
+    for heading in ("set", "batch", "best fixed plan", *ratios):
         table.add_column(heading, justify="left" if heading in ("set", "best fixed plan") else "right")
     recorded, results = read_texts(args.texts) if args.texts else {}, []
     for prompts in sets_of(Source(engine, args.prompts, args.limit, args.max_new_tokens), args.sets, console):
@@ -277,9 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
         recorded[prompts.name] = texts
         if args.texts:
             write_texts(args.texts, recorded)
-        stage_of = cache(partial(Stage.of, engine, prompts.temperature, args.max_step))
+        timing_of = cache(partial(DomainTiming.of, engine, prompts.temperature, args.max_step))
         for size in args.batch if texts else ():
-            found = compare(texts, size, stage_of, args.noise)
+            found = compare(texts, size, timing_of, args.noise)
             results.append({"set": prompts.name, **found})
             names = ("best_fixed_against_plain", "governor_against_plain", "governor_against_best_fixed")
             speeds = [f"{found[name]:.2f}x" for name in (*names, "worst_batch_against_plain")]

@@ -126,13 +126,13 @@ def forced_set(device: str) -> PromptSet:
     own = call(bench, "plain", free, 3).tokens
     assert END not in own[0] and own[1][3] != FOREIGN[0] and own[2][0] != FOREIGN[0]
     texts = [[own[0][0], END], [*own[1][:3], FOREIGN[0]], FOREIGN]
-    return PromptSet("forced", PROMPTS, NEW_TOKENS, recital=ForcedTexts(PROMPTS, texts))
+    return PromptSet("forced", PROMPTS, NEW_TOKENS, forced=ForcedTexts(PROMPTS, texts))
 
 
 def forced_texts(device: str) -> list[list[int]]:
-    recital = forced_set(device).recital
-    assert recital is not None
-    return [recital.texts[tuple(prompt)] for prompt in PROMPTS]
+    forced = forced_set(device).forced
+    assert forced is not None
+    return [forced.texts[tuple(prompt)] for prompt in PROMPTS]
 
 
 @cache
@@ -162,7 +162,7 @@ def test_captured_steps_write_the_tokens_that_the_processor_forces(
     assert [len(tokens) for tokens in found.tokens] == [2, NEW_TOKENS, NEW_TOKENS]
     assert found.tokens == expected
     assert list(dict.fromkeys(counts))[-3:] in ([4, 2], [4, 2, 1])
-    assert (found.cycles < found.count) == (name != "plain")  # forced tokens may have been drafted
+    assert (found.steps < found.count) == (name != "plain")  # forced tokens may have been drafted
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -171,7 +171,7 @@ def test_exit_scores_rank_the_forced_tokens(device: str, monkeypatch: pytest.Mon
     ranks: list[int] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
     monkeypatch.setattr(Governor, "scored", lambda self, skill, found: ranks.extend(found))
-    prompts = PromptSet("forced", PROMPTS[2:], 10, recital=ForcedTexts(PROMPTS[2:], [FOREIGN]))
+    prompts = PromptSet("forced", PROMPTS[2:], 10, forced=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10
     assert len(ranks) > 3 and [rank == 0 for rank in ranks] == [False] * 3 + [True] * (len(ranks) - 3)

@@ -1,4 +1,4 @@
-"""Replays of texts whose drafts are known: they must be what an engine does with the same plans."""
+"""Replays of recorded texts: a plan takes the steps that an engine takes, and the governor drafts where that pays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from bench import replay
 from bench.forced_text import ForcedTexts
 from bench.governor_sets import PromptSet
-from bench.replay import Stage, Text
+from bench.replay import DomainTiming, Text
 from selfspec import Engine, Rules
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates
@@ -28,16 +28,18 @@ from tests.scripted import endless, random_prompt
 from tests.tiny import tiny_model
 
 RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
-MISSED = 99
+MISSED = 99  # a rank that no plan has
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:2,1")
 
 
 def text(*ranks: list[int], times: int = 1) -> Text:
-    return Text(np.array([[*row, *[MISSED] * (5 - len(row))] for row in ranks] * times), "text", False, 0.5, 20)
+    """A text whose tokens have these ranks by depth, repeated `times` times."""
+    padded = [[*of_token, *[MISSED] * (5 - len(of_token))] for of_token in ranks]
+    return Text(np.array(padded * times), "text", False, 0.5, 20)
 
 
-def stage() -> Stage:
-    """Plain steps of 1 s, and of 1.3 s for four sequences, in a domain in which most drafts are right."""
+def timing() -> DomainTiming:
+    """Plain steps of 1 s, and of 1.3 s for four sequences, in a domain whose drafts are mostly accepted."""
     costs = {
         band: CycleCost(plain=plain, depth=0.1, drafting=[(1, 1.1), (8, 1.2)], head_row=0.0, head_rows=0)
         for band, plain in (("1", 1.0), ("2-4", 1.3))
@@ -45,11 +47,11 @@ def stage() -> Stage:
     agreement, model = Spread(mean=0.5, deviation=0.1), estimated_cost(3, 30)
     acceptance = Acceptance([[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4)
     candidates = PlanCandidates(acceptance, {1: model, 4: model, 16: model}, max_tree_batch=4)
-    return Stage(candidates, choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
+    return DomainTiming(candidates, choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
 
 
 def engine_of(folder: Path, **entries: Any) -> Engine:
-    """A model with a trained exit that is right often, not always."""
+    """A model with a trained exit, some of whose drafts are accepted and some rejected."""
     hf = quieten(endless(tiny_model("llama")), 2, 0.3)
     exit = random_exit(Engine.from_model(hf).model, 2, scale=0.02)
     profile = profile_of(exit.model, {"text": choice_of(2, "chain:2", **{"ranks": RANKS, **entries})})
@@ -58,40 +60,40 @@ def engine_of(folder: Path, **entries: Any) -> Engine:
 
 def test_a_plan_accepts_by_the_ranks_of_its_own_depths() -> None:
     one = text([0, 0], [1, 0], [1, 1], [MISSED])
-    assert [one.last(CHAIN, place) for place in range(5)] == [2, 0, 0, 0, 0]
-    assert [one.last(TREE, place) for place in range(5)] == [3, 4, 2, 0, 0]
+    assert [one.last(CHAIN, position) for position in range(5)] == [2, 0, 0, 0, 0]
+    assert [one.last(TREE, position) for position in range(5)] == [3, 4, 2, 0, 0]
 
 
-@pytest.mark.parametrize(("rank", "cycles"), [(0, ceil(20 / 3)), (MISSED, 20)])
-def test_a_fixed_plan_takes_more_steps_where_its_drafts_are_wrong(rank: int, cycles: int) -> None:
-    assert replay.fixed([text([rank, rank], times=20)], CHAIN, lambda rows, plan: 1.0) == cycles
-    assert replay.fixed([text([rank, rank], times=20)], NONE, lambda rows, plan: 1.0) == 20
+@pytest.mark.parametrize(("rank", "steps"), [(0, ceil(20 / 3)), (MISSED, 20)])
+def test_a_fixed_plan_takes_more_steps_where_its_drafts_are_rejected(rank: int, steps: int) -> None:
+    assert replay.fixed([text([rank, rank], times=20)], CHAIN, lambda sequences, plan: 1.0) == steps
+    assert replay.fixed([text([rank, rank], times=20)], NONE, lambda sequences, plan: 1.0) == 20
 
 
-def test_texts_that_have_ended_take_no_time() -> None:
+def test_a_step_takes_the_time_of_the_sequences_that_have_not_ended() -> None:
     texts = [text([0], times=4), text([0], times=10)]
-    assert replay.fixed(texts, NONE, lambda rows, plan: rows) == 4 * 2 + 6
-    assert stage().seconds(1, NONE) == 1.0
-    assert stage().seconds(2, NONE) == pytest.approx(1.1)
-    assert stage().seconds(3, NONE) == 1.3
+    assert replay.fixed(texts, NONE, lambda sequences, plan: sequences) == 4 * 2 + 6
+    assert timing().seconds(1, NONE) == 1.0
+    assert timing().seconds(2, NONE) == pytest.approx(1.1)
+    assert timing().seconds(3, NONE) == 1.3
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize(("rank", "slowest", "fastest"), [(0, 0, 0.5), (MISSED, 1.0, 1.04)])
-def test_the_governor_drafts_where_drafts_are_right_and_decodes_plainly_elsewhere(
-    rows: int, rank: int, slowest: float, fastest: float, noise: float
+def test_the_governor_drafts_where_drafts_are_accepted_and_decodes_plainly_elsewhere(
+    sequences: int, rank: int, slowest: float, fastest: float, noise: float
 ) -> None:
-    texts = [text([rank] * 5, times=200)] * rows
-    plain = replay.fixed(texts, NONE, stage().seconds)
-    governed = replay.Governed(texts, stage(), Costs(), Budget(4.0, 0.01), noise)
+    texts = [text([rank] * 5, times=200)] * sequences
+    plain = replay.fixed(texts, NONE, timing().seconds)
+    governed = replay.Governed(texts, timing(), Costs(), Budget(4.0, 0.01), noise)
     assert slowest * plain <= governed.run() <= fastest * plain
     drafting = sum(len(plan) > 0 for plan in governed.plans) / len(governed.plans)
     assert drafting < 0.1 if rank == MISSED else drafting > 0.8
 
 
 @pytest.mark.parametrize("plan", ["chain:2", "tree:2,1", "tree:3,2,1"])
-def test_a_replay_has_the_steps_of_an_engine(plan: str, tmp_path: Path) -> None:
+def test_a_replay_takes_as_many_steps_as_an_engine(plan: str, tmp_path: Path) -> None:
     engine, prompt = engine_of(tmp_path), random_prompt(9)
     (one,) = replay.record(engine, PromptSet("text", [prompt], 40))
     forced = {"plan": plan, "speculative_decoding": "force", "do_sample": False, "return_dict_in_generate": True}
@@ -100,10 +102,10 @@ def test_a_replay_has_the_steps_of_an_engine(plan: str, tmp_path: Path) -> None:
     steps = replay.fixed([one], Plan.parse(plan), lambda sequences, plan: 1.0)
     assert len(one.ranks) == 40
     assert stats.cycles == steps
-    assert stats.cycles < 40, "or nothing was accepted, and nothing compared"
+    assert stats.cycles < 40, "nothing was accepted, so that nothing was compared"
 
 
-def test_the_command_compares_all_batches(
+def test_the_command_compares_all_batch_sizes_and_records_texts_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = CycleCost(plain=1.0, depth=0.05, drafting=[(1, 1.0), (8, 1.1)], head_row=0.0, head_rows=0)
@@ -113,7 +115,7 @@ def test_the_command_compares_all_batches(
     monkeypatch.setattr(replay, "sets_of", lambda *_: [prompts])
     texts = tmp_path / "texts.json"
     assert replay.main(["--batch", "1", "2", "--texts", str(texts)]) == 0
-    monkeypatch.setattr(replay, "record", lambda *_: pytest.fail("these texts are recorded"))
+    monkeypatch.setattr(replay, "record", lambda *_: pytest.fail("recorded a set that the file has"))
     capsys.readouterr()
     assert replay.main(["--batch", "1", "2", "--texts", str(texts)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -124,9 +126,9 @@ def test_the_command_compares_all_batches(
     assert all(cell["best_fixed_against_plain"] > 0.5 for cell in found["results"])
 
 
-def test_recited_texts_are_replayed_as_given(tmp_path: Path) -> None:
+def test_forced_texts_are_replayed_as_given(tmp_path: Path) -> None:
     prompt, given = random_prompt(9), random_prompt(30, seed=1)
-    recital = ForcedTexts([prompt], [given])
-    (one,) = replay.record(engine_of(tmp_path), PromptSet("noise", [prompt], 25, recital=recital))
+    forced = ForcedTexts([prompt], [given])
+    (one,) = replay.record(engine_of(tmp_path), PromptSet("noise", [prompt], 25, forced=forced))
     assert len(one.ranks) == 25
-    assert (one.ranks[:, 0] == 0).mean() < 0.5, "the exit would have drafted what the model writes"
+    assert (one.ranks[:, 0] == 0).mean() < 0.5, "the ranks are those of the model's own text"
