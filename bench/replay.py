@@ -189,7 +189,7 @@ class Governed:
             following = self._launch(plan)
             count = len(running.active)
             seconds, outcomes = self.timing.seconds(count, plan), running.step(plan)
-            if not self.plans and scores_prompts and agreement is not None:  # scores arrive with the first step's tokens
+            if not self.plans and scores_prompts and agreement is not None:  # scores come with the first step's tokens
                 for skill, text in zip(self.skills, running.texts, strict=True):
                     skill.observe_prompt(text.agreement, text.positions, agreement.mean)
             active = set(running.active)
