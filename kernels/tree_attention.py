@@ -106,18 +106,18 @@ def tree_attention(
     """Writes the attention of every row to `out`, and returns it.
 
     Few rows take one launch, in which nodes sum their tails while other programs sum the prefix. Many rows of long keys
-    are faster in two: prefix programs can pipeline deeper, node programs do not spin, and nodes that share a program
-    read common keys once. For short keys the second launch costs more than it gains; in the remaining cases a program
-    that holds a bundle beside the range in progress would spill registers.
+    are faster in two where shared memory is large: prefix programs can pipeline deeper, node programs do not spin, and
+    nodes that share a program read common keys once. For short keys the second launch costs more than it gains; in the
+    remaining cases a program that holds a bundle beside the range in progress would spill registers.
     """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
-    group, pdl = q.shape[1] // (kv_heads * dim), use_pdl(q)
+    group, pdl, roomy = q.shape[1] // (kv_heads * dim), use_pdl(q), shared_bytes(q) > _ROOMY_BYTES
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if separate is None:
-        separate = row_tile == 64 and pdl and dim == 128 and 64 % group == 0 and window is None
+        separate = row_tile == 64 and pdl and roomy and dim == 128 and 64 % group == 0 and window is None
     separate = separate and ranges > 0
     many_rows, most_packed = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
     pack = pack or _pack(most_packed, separate, many_rows, batch * rows * kv_heads)
@@ -130,7 +130,7 @@ def tree_attention(
         tickets = _need_tickets(q, node_programs)
     partials = batch * ranges * rows * kv_heads * group
     sums, stats = workspace[: partials * dim], workspace[partials * dim :]
-    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, roomy=shared_bytes(q) > _ROOMY_BYTES)
+    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, roomy=roomy)
     for prefix, nodes in [(True, False), (False, True)] if separate else [(True, True)]:
         tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
