@@ -23,7 +23,7 @@ format: $(STAMP)
 	$(PYTHON) -m ruff format .
 
 bench: $(STAMP)
-	$(PYTHON) -m bench.decode
+	$(PYTHON) -m bench.all
 
 $(PYTHON):
 	python3 -m venv $(ENV)

@@ -67,7 +67,8 @@ class Drafters:
         return own + sum(copy.nbytes for copy in copies)
 
     def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
-        """The request's exit or, for whoever wants to draft without it or a profile, one a quarter up."""
+        """The request's exit layer; without one and without a profile, a quarter of the layers if the request has a
+        plan or forces speculation; else None."""
         if request.exit_layer is not None:
             check_exit_layer(request.exit_layer, self.model.config.num_layers)
             return request.exit_layer
@@ -79,8 +80,8 @@ class Drafters:
     def drafter(
         self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
     ) -> tuple[Drafter | None, Sequence[bool]]:
-        """For one request; also, for each prompt, whether it is unlike anything that calibration saw. Gives the policy
-        the profile's plans. None if nothing will be drafted."""
+        """For one request; also, for each prompt, whether it is farther than `max_distance` from every domain. Gives
+        the policy the profile's plans. None if nothing will be drafted."""
         if self.profile is None:
             assert layer is not None
             return self._checked(Drafter(self.exit(layer)), policy.possible_plans), []
@@ -96,13 +97,13 @@ class Drafters:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
                     return None, []
-        far = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
+        unfamiliar = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
         possible = policy.possible_plans if candidates is None else candidates.all_plans
         usual = choice.prompt_agreement
         agreement = None if usual is None or candidates is None else usual.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
-        return self._checked(Drafter(exit, rows, candidates, agreement), possible), far
+        return self._checked(Drafter(exit, rows, candidates, agreement), possible), unfamiliar
 
     @staticmethod
     def _checked(drafter: Drafter, plans: Sequence[Plan]) -> Drafter:
@@ -156,13 +157,13 @@ class Drafters:
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""
         forced = policy.mode == "force"
-        if not self._is_at_home and not forced:
+        if not self._is_measured_here and not forced:
             return {1: NONE}
         return choice.plans_at(policy.temperature, forced)
 
     @property
-    def _is_at_home(self) -> bool:
-        """Whether the profile was measured on this kind of device, or nowhere."""
+    def _is_measured_here(self) -> bool:
+        """Whether the profile names this type of device, or none."""
         device = self.profile.device if self.profile is not None else None
         return device is None or device.type == self.model.device.type
 
@@ -176,13 +177,13 @@ class Drafters:
         return self._budgets.setdefault(key, Budget(*key))
 
     def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
-        """Whether the governor chooses: the request has no plan of its own, and the profile knows how often drafts are
-        right."""
-        return policy.mode != "force" and policy.plan is None and self._knows_ranks(choice, policy)
+        """Whether the governor chooses: the request has no plan of its own, and the profile has shares of accepted
+        ranks."""
+        return policy.mode != "force" and policy.plan is None and self._has_ranks(choice, policy)
 
     @staticmethod
-    def _knows_ranks(choice: DomainChoice, policy: Policy) -> bool:
-        """Whether drafts were right at all, at a temperature like this."""
+    def _has_ranks(choice: DomainChoice, policy: Policy) -> bool:
+        """Whether calibration saw accepted drafts at the measured temperature nearest to the policy's."""
         return any(map(sum, choice.ranks[choice.nearest(choice.ranks, policy.temperature)])) if choice.ranks else False
 
     def candidates(self, domain: str, choice: DomainChoice, policy: Policy) -> PlanCandidates:
@@ -212,7 +213,7 @@ class Drafters:
     def _calibrated(self, choice: DomainChoice) -> dict[int, CycleCost]:
         """What calibration measured with the same operations on this kind of device, by the size of the batch."""
         device = self.profile.device if self.profile is not None else None
-        alike = self._is_at_home and (device is None or device.kernels == self._kernels)
+        alike = self._is_measured_here and (device is None or device.kernels == self._kernels)
         return {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
 
     @property
@@ -226,7 +227,7 @@ class Drafters:
         for name in domains if policy.reason(batch) is None else ():
             assert self.profile is not None
             choice = self.profile.choice(name)
-            if self._knows_ranks(choice, policy):
+            if self._has_ranks(choice, policy):
                 plans = list(self.candidates(name, choice, policy).table(batch).plans)
                 yield NONE, self.trimmed_exit(name)
             else:

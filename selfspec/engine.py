@@ -236,7 +236,7 @@ class Engine:
         expected = Expected(batch, domain, tuple(temperatures), min(max_length, self.context))
 
         def capture() -> int:
-            self.scheduler.close_idle_batches()  # captured steps belong to a slot table: the one that requests will get
+            self.scheduler.close_idle_batches()  # captured steps belong to the slot buffers that requests will get
             return warm_up(graphs, self.drafters, self.rules, self.generation_config, expected)
 
         return self.scheduler.call(capture)

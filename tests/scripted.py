@@ -68,7 +68,7 @@ def silence(model: PreTrainedModel, start_layer: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def reciting_model(tokens: Sequence[int], **overrides: Any) -> PreTrainedModel:
+def forced_text_model(tokens: Sequence[int], **overrides: Any) -> PreTrainedModel:
     """A float64 llama that generates `tokens` (all different) again and again; each follows from the one before alone.
 
     All its layers are silent: any exit drafts perfectly and whole paths are accepted.

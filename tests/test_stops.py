@@ -22,12 +22,12 @@ from transformers import (
 )
 
 from selfspec import Completion, Engine, GenerateOutput
-from tests.scripted import endless, left_padded, random_prompt, reciting_model
+from tests.scripted import endless, forced_text_model, left_padded, random_prompt
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, spaced_tokenizer, tiny_tokenizer
 
 TEXT = [*"bcd", "stop", *"eéfg", "STOPPED", *"h€", "the", *"i😀j", "two", *"k日lm"]
-RECITED = ids_of(*TEXT)
+FORCED = ids_of(*TEXT)
 PROMPTS = [ids_of("a"), ids_of("x", "y", "c"), ids_of("p", "q", "r", "s", "f")]  # each continues at another token
 LIMIT = 14
 UNSAID = ids_of("</s>")  # transformers pads finished sequences only if there is an end token; the model never says it
@@ -37,13 +37,13 @@ plans = pytest.mark.parametrize("plan", ["none", DEEP])
 
 
 @cache
-def reciter() -> PreTrainedModel:
-    return reciting_model(RECITED)
+def forced_model() -> PreTrainedModel:
+    return forced_text_model(FORCED)
 
 
 @cache
 def engine() -> Engine:
-    return Engine.from_model(reciter(), tokenizer=tiny_tokenizer())
+    return Engine.from_model(forced_model(), tokenizer=tiny_tokenizer())
 
 
 @cache
@@ -54,7 +54,7 @@ def random_engine() -> Engine:
 
 def from_transformers(prompts: list[list[int]], **settings: Any) -> torch.Tensor:
     ids, mask = left_padded(prompts)
-    return reciter().generate(ids, attention_mask=mask, do_sample=False, **settings)
+    return forced_model().generate(ids, attention_mask=mask, do_sample=False, **settings)
 
 
 def from_selfspec(prompts: list[list[int]], plan: str, of: Engine | None = None, **settings: Any) -> GenerateOutput:
@@ -77,9 +77,9 @@ def reasons(output: GenerateOutput) -> list[str]:
     return [stats.finish_reason for stats in output.stats]
 
 
-def test_the_reciting_model_recites_and_accepts_whole_paths() -> None:
+def test_the_model_writes_its_forced_text_and_accepts_whole_paths() -> None:
     output = from_selfspec(PROMPTS[:1], "chain:4", max_new_tokens=10)
-    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[:10]
+    assert output.sequences[0].tolist() == PROMPTS[0] + FORCED[:10]
     assert (output.stats[0].cycles, output.stats[0].accepted) == (2, 8)
 
 
@@ -114,13 +114,13 @@ def test_sequences_end_at_the_token_at_which_transformers_ends_them(name: str, p
 
 @pytest.mark.parametrize("index", [0, 3, 4, 5, 10])
 def test_eos_ends_a_sequence_at_any_node_of_an_accepted_path(index: int) -> None:
-    output = from_selfspec(PROMPTS[:1], "chain:4", eos_token_id=RECITED[index], max_new_tokens=LIMIT)
-    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[: index + 1]
+    output = from_selfspec(PROMPTS[:1], "chain:4", eos_token_id=FORCED[index], max_new_tokens=LIMIT)
+    assert output.sequences[0].tolist() == PROMPTS[0] + FORCED[: index + 1]
     assert reasons(output) == ["stop"]
 
 
 def test_an_eos_as_the_last_allowed_token_gives_the_reason_stop() -> None:
-    output = from_selfspec(PROMPTS[:1], DEEP, eos_token_id=RECITED[7], max_new_tokens=8)
+    output = from_selfspec(PROMPTS[:1], DEEP, eos_token_id=FORCED[7], max_new_tokens=8)
     assert reasons(output) == ["stop"]
 
 
@@ -143,7 +143,7 @@ def test_each_sequence_has_its_own_finish_reason(plan: str) -> None:
 @pytest.mark.parametrize("limit", [1, 4, 5, 6, 12])
 def test_max_new_tokens_is_never_exceeded(limit: int) -> None:
     output = from_selfspec(PROMPTS[:1], DEEP, max_new_tokens=limit)
-    assert output.sequences[0].tolist() == PROMPTS[0] + RECITED[:limit]
+    assert output.sequences[0].tolist() == PROMPTS[0] + FORCED[:limit]
     assert reasons(output) == ["length"]
 
 
@@ -227,7 +227,7 @@ def test_in_a_batch_a_criterion_gets_each_sequence_without_padding() -> None:
 
 
 def test_every_criterion_is_called_for_a_token_at_which_another_one_stops() -> None:
-    first, second = Recorder(RECITED[5]), Recorder()
+    first, second = Recorder(FORCED[5]), Recorder()
     criteria = StoppingCriteriaList([first, second])
     from_selfspec(PROMPTS[:1], DEEP, stopping_criteria=criteria, max_new_tokens=LIMIT)
     assert second.prefixes == first.prefixes
@@ -284,21 +284,21 @@ class StreamRecorder:
 @plans
 def test_a_streamer_gets_the_prompt_then_one_token_at_a_time_then_the_end(plan: str) -> None:
     recorder = StreamRecorder()
-    from_selfspec(PROMPTS[2:], plan, streamer=recorder, eos_token_id=RECITED[0], max_new_tokens=7)
-    tokens = (RECITED * 2)[RECITED.index(PROMPTS[2][-1]) + 1 :][:7]
+    from_selfspec(PROMPTS[2:], plan, streamer=recorder, eos_token_id=FORCED[0], max_new_tokens=7)
+    tokens = (FORCED * 2)[FORCED.index(PROMPTS[2][-1]) + 1 :][:7]
     assert recorder.calls == [[PROMPTS[2]], *([token] for token in tokens), "end"]
 
 
 @plans
 def test_a_streamer_gets_the_calls_that_transformers_makes(plan: str) -> None:
     ours, theirs = StreamRecorder(), StreamRecorder()
-    from_selfspec(PROMPTS[:1], plan, streamer=ours, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
-    from_transformers(PROMPTS[:1], streamer=theirs, eos_token_id=RECITED[9], max_new_tokens=LIMIT)
+    from_selfspec(PROMPTS[:1], plan, streamer=ours, eos_token_id=FORCED[9], max_new_tokens=LIMIT)
+    from_transformers(PROMPTS[:1], streamer=theirs, eos_token_id=FORCED[9], max_new_tokens=LIMIT)
     assert ours.calls == theirs.calls
 
 
 def test_transformers_text_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    from_selfspec(PROMPTS[:1], DEEP, streamer=TextStreamer(tiny_tokenizer()), max_new_tokens=len(RECITED))
+    from_selfspec(PROMPTS[:1], DEEP, streamer=TextStreamer(tiny_tokenizer()), max_new_tokens=len(FORCED))
     assert capsys.readouterr().out == "a" + "".join(TEXT) + "\n"
 
 
@@ -318,8 +318,8 @@ def pieces_of(prompt: str, of: Engine | None = None, **options: Any) -> list[str
 
 
 def test_a_completion_has_the_text_tokens_and_reason_of_its_sequence() -> None:
-    completion = complete("a", plan=DEEP, max_new_tokens=len(RECITED))
-    assert (completion.text, completion.tokens) == ("".join(TEXT), RECITED)
+    completion = complete("a", plan=DEEP, max_new_tokens=len(FORCED))
+    assert (completion.text, completion.tokens) == ("".join(TEXT), FORCED)
     assert completion.finish_reason == "length"
 
 
@@ -330,14 +330,14 @@ def test_a_completion_ends_with_its_stop_string() -> None:
 
 def test_an_end_token_is_in_the_tokens_and_not_in_the_text() -> None:
     end = tiny_tokenizer().eos_token_id
-    speaker = Engine.from_model(reciting_model([*RECITED[:6], end]), tokenizer=tiny_tokenizer())
-    completion = complete("a", of=speaker, plan=DEEP, eos_token_id=end)
-    assert (completion.text, completion.tokens) == ("bcdstope\ufffd", [*RECITED[:6], end])
+    other_engine = Engine.from_model(forced_text_model([*FORCED[:6], end]), tokenizer=tiny_tokenizer())
+    completion = complete("a", of=other_engine, plan=DEEP, eos_token_id=end)
+    assert (completion.text, completion.tokens) == ("bcdstope\ufffd", [*FORCED[:6], end])
 
 
 @plans
 def test_pieces_of_a_stream_are_whole_characters_and_make_up_the_text(plan: str) -> None:
-    pieces = pieces_of("a", plan=plan, max_new_tokens=len(RECITED))
+    pieces = pieces_of("a", plan=plan, max_new_tokens=len(FORCED))
     assert "".join(pieces) == "".join(TEXT)
     assert not any("\ufffd" in piece for piece in pieces)
     assert len(pieces) > 1
@@ -345,7 +345,7 @@ def test_pieces_of_a_stream_are_whole_characters_and_make_up_the_text(plan: str)
 
 @pytest.mark.parametrize("shown", range(4))
 def test_a_stream_that_ends_inside_a_character_has_the_completions_text(shown: int) -> None:
-    whole = RECITED.index(ids_of("€")[0])  # tokens before the three of this character
+    whole = FORCED.index(ids_of("€")[0])  # tokens before the three of this character
     options: dict[str, Any] = {"plan": DEEP, "max_new_tokens": whole + shown}
     text = complete("a", **options).text
     assert (
@@ -362,9 +362,9 @@ def test_pieces_of_a_stream_with_invalid_bytes_make_up_the_completion(seed: int)
 
 
 def test_pieces_of_a_stream_keep_the_spaces_between_words() -> None:
-    speaker = Engine.from_model(reciter(), tokenizer=spaced_tokenizer())
-    options: dict[str, Any] = {"of": speaker, "plan": "chain:4", "max_new_tokens": 7}
-    text = "".join(f" w{token}" for token in RECITED[:7])  # with the first word's space: it follows the prompt's word
+    other_engine = Engine.from_model(forced_model(), tokenizer=spaced_tokenizer())
+    options: dict[str, Any] = {"of": other_engine, "plan": "chain:4", "max_new_tokens": 7}
+    text = "".join(f" w{token}" for token in FORCED[:7])  # with the first word's space: it follows the prompt's word
     assert "".join(pieces_of("w3", **options)) == text
     assert complete("w3", **options).text == text
 
@@ -374,7 +374,7 @@ def test_a_stream_has_its_completion_once_it_is_exhausted() -> None:
     assert stream.completion is None
     text = "".join(stream)
     assert stream.completion is not None
-    assert (stream.completion.text, stream.completion.tokens) == (text, RECITED[:9])
+    assert (stream.completion.text, stream.completion.tokens) == (text, FORCED[:9])
     assert (stream.completion.finish_reason, stream.completion.stats.cycles) == ("length", 2)
 
 
