@@ -57,6 +57,7 @@ class RandomBatch:
         self.batch = ScriptedBatch(cuda_backend(self.graphs, overlaps), self.exit)
         self.sequences: list[Sequence] = []
         self.swapped: list[Sequence] = []
+        self.swaps = 0
 
     @property
     def cache(self) -> Cache:
@@ -98,6 +99,7 @@ class RandomBatch:
             self.batch.leave([newest])
             newest.swapped = self.cache.swap_out(newest.kv)
             self.swapped.append(newest)
+            self.swaps += 1
 
     def swap_in(self) -> None:
         sequence = self.swapped.pop()
@@ -124,7 +126,7 @@ class RandomBatch:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("seed", "overlaps", "changes"), [(3, False, 5), (4, True, 12)])
+@pytest.mark.parametrize(("seed", "overlaps", "changes"), [(16, False, 8), (12, True, 10)])
 def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
     seed: int, overlaps: bool, changes: int
 ) -> None:
@@ -145,7 +147,7 @@ def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
         assert got == expected, sequence.params
         if sequence.request.drafter is None and sequence.steps:
             assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
-    assert sum(sequence.accepted for sequence in random_batch.sequences) > 0
+    assert sum(sequence.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
     random_batch.batch.drain()
     placement = random_batch.batch.backend._placement
     assert random_batch.cache.free_pages == random_batch.cache.num_pages - 1  # idle slots keep a page to write to
