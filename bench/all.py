@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -192,8 +193,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def measure_all(args: argparse.Namespace) -> Result:
     """Opens the model and runs the sections in order; results.json is written after each."""
     sizes = QUICK if args.quick else Sizes()
-    with tempfile.TemporaryDirectory() as kernel_cache:
-        os.environ["TRITON_CACHE_DIR"] = kernel_cache  # empty, so that start-up times include compilation
+    with tempfile.TemporaryDirectory() as kernel_cache, mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernel_cache):
+        # An empty kernel cache, so that start-up times include compilation.
         start = time.perf_counter()
         target = open_target(
             model_arguments(args, sizes), max(sizes.load.max_batch, *sizes.batches), sizes.load.longest

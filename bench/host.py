@@ -61,7 +61,7 @@ class IdleBackend:
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
         seconds = 1e-3 * (1 + 0.1 * record.plan.depth)
         lasts = [self._last(record.plan) for _ in sequences]
-        return Step(list(sequences), record, lasts, seconds, seconds, is_typical=before is not None)
+        return Step(list(sequences), record, lasts, seconds, is_typical=before is not None)
 
     def _last(self, plan: Plan) -> int:
         node = 0
@@ -90,7 +90,8 @@ class IdleBackend:
         scores, self._scores = self._scores, []
         return scores
 
-    def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> None: ...
+    def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
+        return False
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
         return {}

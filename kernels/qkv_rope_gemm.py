@@ -73,6 +73,14 @@ def _norm_heads(
 
 
 @jit
+def _finite(value, dtype: tl.constexpr):
+    """Rounds to `dtype` and replaces values that are not finite by 0: a weight of 0 would not cancel them when a later
+    sequence attends over a page with masked slots."""
+    rounded = value.to(dtype)
+    return tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), rounded, 0.0)
+
+
+@jit
 def _store_halves(at, pair, first, second, inside, HALF: tl.constexpr):
     """Stores both halves of a head to rows that begin at `at`, in two stores of neighbouring elements each."""
     dtype: tl.constexpr = at.dtype.element_ty
@@ -138,10 +146,11 @@ def _qkv_kernel(
         _store_halves(q_out + row.to(tl.int64) * q_stride + head * (2 * HALF), pair, first, second, inside, HALF)
     elif head < Q_HEADS + KV_HEADS:
         at = keys + page * key_page_stride + offset * key_slot_stride + (head - Q_HEADS) * key_head_stride
-        _store_halves(at, pair, first, second, stored, HALF)
+        _store_halves(at, pair, _finite(first, dtype), _finite(second, dtype), stored, HALF)
     else:
         at = values + page * value_page_stride + offset * value_slot_stride
-        _store_halves(at + (head - Q_HEADS - KV_HEADS) * value_head_stride, pair, first, second, stored, HALF)
+        at += (head - Q_HEADS - KV_HEADS) * value_head_stride
+        _store_halves(at, pair, _finite(first, dtype), _finite(second, dtype), stored, HALF)
 
 
 def qkv_linear(

@@ -15,7 +15,8 @@ from contextlib import suppress
 from selfspec.backends.base import Backend, Step
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.drafters import Drafters
-from selfspec.governor.governor import Governor
+from selfspec.governor.acceptance import Skill
+from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import Policy
 from selfspec.metrics import Metrics
 from selfspec.sequence import Sequence, StepRecord
@@ -34,16 +35,20 @@ class Batch:
         self.exit: Exit | None = None  # over the rows of the head that its sequences draft from; None: none drafts
         self.governor: Governor | None = None
         self._costs = drafters.costs(None)  # of steps of batches like this one
-        self._reasons: list[str | None] = []  # by sequence, the rule that forbids to draft for it
+        self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
         self._plan: Plan | None = None  # of the newest step that was read
-        self._unfilled = 0  # plain steps that the exit's cache lacks, those in flight included
+        self._in_use = NONE  # plan of the newest step that was launched, but for plain steps that only measure
+        self._unfilled = 0  # plain steps since the exit's KV was filled, the one in flight included
+        self._unscored = 0  # plain steps since the exit was scored, likewise
 
     # Membership
 
     def join(self, sequences: Seq[Sequence]) -> None:
         """Prefilled sequences decode from the next step on."""
         if not self.running:
-            self._unfilled, self._plan = 0, None
+            self.drain()  # of sequences that have ended
+            self._unfilled = self._unscored = 0
+            self._plan, self._in_use = None, NONE
         self.running += sequences
         self._update(joined=True)
         self._score_prompts(sequences)
@@ -89,7 +94,8 @@ class Batch:
             self.governor = Governor(candidates, self._costs, policy.rules, self.drafters.budget(policy.rules))
 
     def _cost_kind(self) -> Hashable:
-        """What makes a step's cost differ beside plan, batch size and length."""
+        """Key of measured costs beside plan, batch size and length: the exit layer; whether any sequence samples,
+        processes logits, has callables, uses the rejection rule."""
         params = [sequence.params for sequence in self.running]
         requests = [sequence.request for sequence in self.running]
         return (
@@ -115,7 +121,7 @@ class Batch:
 
     @property
     def _overlaps(self) -> bool:
-        """Callables need the tokens of the step before."""
+        """Whether the next step is launched before this one is read; not with callables, which need its tokens."""
         return self.backend.overlaps and not any(of.request.processors for of in self.running)
 
     def drain(self) -> None:
@@ -128,7 +134,9 @@ class Batch:
     def launch(self, before: Step | None) -> Step:
         """Launches the next step; `before` was launched and not read yet."""
         self._score_exit(before)
-        chosen, reason = self._choose_plan(before)
+        chosen, reason = self._choose_plan()
+        if reason != MEASURING:
+            self._in_use = chosen
         plan = chosen if self.backend.overlaps else chosen.truncated(max(of.tokens_left for of in self.running) - 1)
         if self._unfilled and len(plan):
             self._fill_exit(before, score=False)
@@ -136,8 +144,11 @@ class Batch:
         step.reasons = {of: why for of, why in zip(self.running, self._reasons, strict=True) if why is not None}
         if self.governor is not None:
             self.governor.launched(plan, len(self.running), self._context)
-        if self.exit is not None and not len(plan):
+        if len(plan):
+            self._unscored = 0
+        elif self.exit is not None:
             self._unfilled += 1
+            self._unscored += 1
         return step
 
     def _goes_on(self, step: Step) -> bool:
@@ -146,10 +157,10 @@ class Batch:
         return any(of.tokens_left > of.usual_tokens(plan) for of in self.running if not of.is_finished)
 
     def _rule(self) -> str | None:
-        """The rule that forbids to draft for every sequence; None if one may be drafted for."""
+        """The rule that forbids drafting for every sequence; None if one may be drafted for."""
         return None if None in self._reasons or not self._reasons else self._reasons[0]
 
-    def _choose_plan(self, before: Step | None) -> tuple[Plan, str | None]:
+    def _choose_plan(self) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason."""
         rule = self._rule()
         if rule is not None:
@@ -159,9 +170,8 @@ class Batch:
             plan, reason = policy.choose(len(self.running))
         else:
             assert self.governor is not None
-            newest = before.record.chosen if before is not None else self._plan
             skills = [of.skill for of in self.running if of.drafts]
-            plan, reason = self.governor.choose(skills, len(self.running), self._context, newest or NONE)
+            plan, reason = self.governor.choose(skills, len(self.running), self._context, self._in_use)
         return self._bounded(plan), reason
 
     def _own_plan(self) -> Policy | None:
@@ -173,7 +183,7 @@ class Batch:
         return None
 
     def _bounded(self, plan: Plan) -> Plan:
-        """Without the deepest nodes where the nodes of all sequences together would be too many rows."""
+        """Drops the deepest levels until the rows of all slots fit MAX_STEP_ROWS."""
         depth = plan.depth
         slots = self.backend.slots_for(len(self.running))
         while depth and (len(plan) + 1) * slots > MAX_STEP_ROWS:
@@ -191,13 +201,13 @@ class Batch:
     def _score_exit(self, before: Step | None) -> None:
         """Scores the exit's drafts at plainly decoded tokens when that is due, and fills its KV for them; only fills it
         when the backend can hold no more of them."""
-        governor, most = self.governor, float(self.backend.max_unfilled)
-        scores = governor is not None and governor.may_score
-        if scores and governor is not None:
-            most = min(most, governor.score_interval)
+        governor, most, scores = self.governor, float(self.backend.max_unfilled), False
+        if governor is not None and governor.may_score and self._unscored >= governor.score_interval:
+            most, scores = min(most, governor.score_interval), True
         if self.exit is not None and self._unfilled >= most:
             self._fill_exit(before, scores)
             if scores and governor is not None:
+                self._unscored = 0
                 governor.charge_score()
                 self._learn_scores()
 
@@ -214,8 +224,7 @@ class Batch:
         own = [
             sequence for sequence in sequences if sequence.parent is None and _prompt_agreement(sequence) is not None
         ]
-        if own and governor.may_score:
-            self.backend.score_prompts(own, self.exit)
+        if own and governor.may_score and self.backend.score_prompts(own, self.exit):
             governor.charge_score()
             self._learn_scores()
 
@@ -238,7 +247,8 @@ class Batch:
         if not step.sequences:
             return
         record, plan, depths = step.record, step.record.plan, step.record.plan.depths
-        context, outcomes = 0, []  # tokens of the longest sequence before the step
+        context = 0  # tokens of the longest sequence before the step
+        outcomes: list[tuple[Skill | None, int]] = []
         for sequence, last in zip(step.sequences, step.last_nodes, strict=True):
             rule = step.reasons.get(sequence)
             sequence.records.append(record if rule is None else StepRecord.of(NONE, NONE, rule))

@@ -97,13 +97,13 @@ class LoopThread:
     def _run(self, reference: weakref.ref[Loop]) -> None:
         if not self._may_loop():
             return
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread alone
         while self._wait():
             loop = reference()
             has_work = True
             while loop is not None and has_work and not self._is_closed:
                 try:
+                    if self._device.type == "cuda":
+                        torch.cuda.set_device(self._device)  # of this thread alone
                     has_work = loop.step()
                 except BaseException as error:
                     loop.fail_everything(error)

@@ -27,7 +27,7 @@ from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
-_MARGIN = 2 * (MAX_NODES + 1)  # positions beyond the prompt that admission asks pages for: the nodes of two steps
+_MARGIN = 2 * (MAX_NODES + 1)  # positions past the prompt that admission needs free pages for: two steps
 
 BackendFactory = Callable[[bool], Backend]  # (whether `acceptance="rejection"` was asked for) -> a batch's backend
 
@@ -45,7 +45,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self._new_backend = new_backend
-        self._requests: set[Request] = set()  # that have not ended: none may be lost, or its caller waits for ever
+        self._requests: set[Request] = set()  # that have not ended; `fail_everything` ends them
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
@@ -117,7 +117,7 @@ class Scheduler:
         """One pass of the loop: a prefill chunk and a step for every batch. Returns whether work is left.
 
         Admission comes last, while the step just launched runs: finding a prompt's domain takes about as long as a
-        step, and running sequences wait for it or for a prefill chunk in one pass, never for both."""
+        step, and running sequences do not wait in one pass for a prompt's domain and for its first chunk."""
         self._take_arrivals()
         self._drop_cancelled()
         for batch in list(self.batches.values()):
@@ -204,7 +204,7 @@ class Scheduler:
             if needed > spare and self._admitted:
                 return  # running sequences will return some
             if sequence.swapped is not None and self.prefilling:
-                return  # its next steps would take the pages that these prompts were admitted with
+                return  # its next steps would take the pages counted for these prompts at admission
             try:
                 sequence.request.prepare()
                 batch = self._batch(sequence)
@@ -285,7 +285,7 @@ class Scheduler:
                 return
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
-                self._continue_prompt(sequence, sequence.parent)
+                self._share_prompt(sequence, sequence.parent)
         for request in dict.fromkeys(of.request for of in sequences):
             ready = [of for of in sequences if of.request is request]
             if all(of.is_prefilled for of in ready):
@@ -297,13 +297,13 @@ class Scheduler:
         for sequence in members:
             sequence.elapsed_s += seconds
 
-    def _continue_prompt(self, sequence: Sequence, parent: Sequence) -> None:
+    def _share_prompt(self, sequence: Sequence, parent: Sequence) -> None:
         """Gives a further sample of a prompt the pages of that prompt, shared."""
         sequence.kv = self.cache.fork(parent.prompt_kv or parent.kv)
         sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
 
     def _keep_prompts(self, ready: list[Sequence]) -> None:
-        """Keeps a prompt's pages while further samples of it wait for admission; returns them after the last."""
+        """Keeps a prompt's pages while further samples of it wait for admission; frees them once all have joined."""
         for parent in dict.fromkeys(sequence.parent or sequence for sequence in ready):
             samples = (of for of in parent.request.sequences if of.parent is parent)
             if any(not sample.is_prefilled for sample in samples):
@@ -390,6 +390,9 @@ class Scheduler:
             request.fail(error)
             with suppress(Exception):  # the backend may be broken too
                 self._remove(request)
+        for batch in self.batches.values():
+            with suppress(Exception):
+                batch.backend.close()
         self.waiting.clear()
         self.prefilling.clear()
         self.batches.clear()

@@ -93,7 +93,7 @@ class ScriptedBatch(Batch):
     def _learn_scores(self) -> None:
         self.scores += self.backend.exit_scores()
 
-    def _choose_plan(self, before: Any) -> tuple[Plan, str | None]:
+    def _choose_plan(self) -> tuple[Plan, str | None]:
         rule = self._rule()
         return (self.plan, None) if rule is None else (NONE, rule)
 

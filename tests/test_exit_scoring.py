@@ -114,7 +114,7 @@ def governed(
 def follow(running: Decoding, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Makes the batch take plan and reason from the returned list; the governor does not observe its steps."""
     chosen: list[Any] = [NONE, "goodput"]
-    monkeypatch.setattr(running.batch, "_choose_plan", lambda before: tuple(chosen))
+    monkeypatch.setattr(running.batch, "_choose_plan", lambda: tuple(chosen))
     monkeypatch.setattr(running.batch.governor, "observe", lambda *args: None)
     return chosen
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from selfspec import Engine
-from selfspec.backends.base import Step
 from selfspec.batch import Batch
 from selfspec.generate import PROMPT, main, parse, read_prompts
 from selfspec.speculation.plan import NONE, Plan
@@ -253,7 +252,7 @@ def test_show_counts_drafted_tokens(run, engine):
 
 
 def test_a_run_switched_off_half_way_is_shown(run, engine, monkeypatch):
-    def choose_plan(batch: Batch, before: Step | None) -> tuple[Plan, str | None]:
+    def choose_plan(batch: Batch) -> tuple[Plan, str | None]:
         drafts = batch.exit is not None and batch.running[0].steps < 3
         return (Plan.parse("tree:3,2"), None) if drafts else (NONE, "goodput")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from selfspec.governor.acceptance import MEMORY, UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates
-from selfspec.governor.costs import Costs, estimated_cost
+from selfspec.governor.costs import PLAIN_INTERVAL, PLAIN_SAMPLES, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
 from selfspec.speculation.plan import NONE, Plan
@@ -32,7 +32,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
         Acceptance(SHARES), {16: model}, max_tree_batch=4, max_step=rules.step_limit, score_cost=SCORE_COST
     )
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
-    if measured:
+    for _ in range(PLAIN_SAMPLES if measured else 0):
         governor.costs.observe(governor.costs.cell(batch, CONTEXT), NONE, 1.0, 1.0)
     return governor
 
@@ -61,13 +61,23 @@ def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> No
 # Start, stop, switch
 
 
-def test_the_first_steps_in_a_bucket_are_plain_until_one_was_measured() -> None:
+def test_the_first_steps_in_a_bucket_are_plain_until_enough_were_measured() -> None:
     governor = governor_of(measured=False)
-    assert choose(governor, skilled(1.0)) == (NONE, MEASURING)
-    governor.observe(NONE, [(skilled(1.0), 0)], None, CONTEXT)
-    assert choose(governor, skilled(1.0)) == (NONE, MEASURING), "that step's time was not its plan's alone"
-    governor.observe(NONE, [(skilled(1.0), 0)], 1.0, CONTEXT)
+    for seconds in (None, *[1.0] * PLAIN_SAMPLES):  # the first step's time is not its plan's alone
+        assert choose(governor, skilled(1.0)) == (NONE, MEASURING)
+        governor.observe(NONE, [(skilled(1.0), 0)], seconds, CONTEXT)
     assert choose(governor, skilled(1.0))[1] is None
+
+
+def test_plain_steps_are_measured_again_while_drafting() -> None:
+    governor, skill = governor_of(), skilled(1.0)
+    plan, _ = choose(governor, skill)
+    for _ in range(PLAIN_INTERVAL):
+        assert choose(governor, skill, in_use=plan)[1] is None
+        governor.costs.observe(governor.costs.cell(1, CONTEXT), plan, 1.2, 1.2)
+    assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
+    governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
+    assert choose(governor, skill, in_use=plan)[1] is None
 
 
 def test_the_fastest_plan_is_chosen() -> None:

@@ -216,6 +216,17 @@ def test_qkv_linear_matches_the_reference(
         assert cached[~written].isnan().all()
 
 
+def test_keys_and_values_that_are_not_finite_are_stored_as_0() -> None:
+    """A later sequence that gets the page has these slots masked, and 0 * nan is nan. The query is not changed."""
+    arguments = qkv_arguments(3, 2, 1, 64, FULL)
+    arguments["x"][1] = torch.nan
+    q, keys, values = run_qkv(arguments, 1, 64)
+    at = arguments["slots"]
+    for cached in (keys, values):
+        assert (cached.view(-1, 64)[at[1]] == 0).all() and cached.view(-1, 64)[at[[0, 2]]].isfinite().all()
+    assert q[1].isnan().all() and q[[0, 2]].isfinite().all()
+
+
 def test_without_queries_the_same_keys_and_values_are_written() -> None:
     arguments = qkv_arguments(3, 2, 1, 64, FULL)
     _, keys, values = run_qkv(arguments, 1, 64)

@@ -111,7 +111,7 @@ class OverlappingBackend(HostBackend):
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
         self.done += 1
-        return Step(list(sequences), record, [self.done - 1], 1e-3, 1e-3)
+        return Step(list(sequences), record, [self.done - 1], 1e-3)
 
     def read(self, step: Step) -> None:
         scripted, launched = self.script[step.last_nodes[0]], step.sequences
@@ -136,7 +136,7 @@ class ScriptedBatch(Batch):
         super().__init__(backend(script, self.sequences), None, drafters, Metrics())
         self.join(self.sequences)
 
-    def _choose_plan(self, before: Step | None) -> tuple[Plan, str | None]:
+    def _choose_plan(self) -> tuple[Plan, str | None]:
         step = self.script[self.backend.done]  # type: ignore[attr-defined]
         return step.plan, step.reason
 

@@ -22,9 +22,7 @@ class Step:
     record: StepRecord
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
     seconds: float = 0.0  # on the device, without time in callables, after reading
-    wall_seconds: float = 0.0  # since the end of the step before if it was launched right before, else `seconds`
     is_typical: bool = True  # the time contains only this plan's own work, so it is the plan's cost
-    is_late: bool = False  # the device had finished the step before when this one was launched
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
 
 
@@ -59,8 +57,9 @@ class Backend(Protocol):
         whose prompts are in the cache then, but for their last token."""
         ...
 
-    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> None:
-        """Compares exit and model at the last positions of prompts that were prefilled and not decoded yet."""
+    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
+        """Compares exit and model at the last positions of prompts that were prefilled and not decoded yet. Returns
+        whether a pass was run: some prompts are too short or too long."""
         ...
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:

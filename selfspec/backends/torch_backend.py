@@ -90,13 +90,14 @@ class TorchBackend:
         joined = [torch.cat(pair, dim=1) for pair in zip(before, states, strict=True)]
         self._prompt_ends[sequence] = [state[:, -self._scored_positions :] for state in joined]
 
-    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> None:
+    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
         for sequence in sequences:
             if (end := self._prompt_ends.pop(sequence, None)) is not None:
                 hidden, previous, features = end
                 final = features[..., : self.model.config.hidden_size]
                 (share,) = exit_scoring.prompt_agreement(exit, self.cache, [sequence.kv], hidden, previous, final)
                 self._prompt_scores[sequence] = share, hidden.shape[1]
+        return bool(self._prompt_scores)
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
         scores, self._prompt_scores = self._prompt_scores, {}
@@ -119,7 +120,7 @@ class TorchBackend:
             raise
         self.commit(sequences, draft, features, paths, exit)
         seconds = time.perf_counter() - started - (callback_seconds(sequences) - callbacks)
-        return Step(sequences, record, [path[-1] for path in paths], seconds, seconds)
+        return Step(sequences, record, [path[-1] for path in paths], seconds)
 
     def read(self, step: Step) -> None:
         """Does nothing: `launch` has run the step."""

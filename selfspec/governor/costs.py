@@ -19,6 +19,8 @@ RowCost = Callable[[int], float]  # rows -> what a pass over them takes, in pass
 
 _ROW = 0.008  # plain passes over one row that each further row takes on a GPU, which waits for the weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
+PLAIN_SAMPLES = 3  # plain steps that are measured before drafting starts; the fastest counts, since others may stall
+PLAIN_INTERVAL = 128  # drafted steps after which a plain step is measured again: less than 1% of the time
 _OUTLIER = 2.0  # times the average: a longer sample counts as this long, so one stall does not rule a plan out
 
 
@@ -69,11 +71,12 @@ class _Average:
     seconds: float = 0.0
     samples: int = 0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> float:
         self.samples += 1
         if self.samples > 1:
             seconds = min(seconds, _OUTLIER * self.seconds)
         self.seconds += (seconds - self.seconds) / min(self.samples, MEMORY)
+        return self.seconds
 
 
 @dataclass
@@ -81,7 +84,27 @@ class Cell:
     """Average device times of the steps in one bucket of batch sizes and lengths."""
 
     averages: dict[Plan, _Average] = field(default_factory=dict)
-    plain: float | None = None  # seconds of a plain step; None before one was measured
+    plain: float | None = None  # seconds of a plain step; None before PLAIN_SAMPLES were measured
+    drafted: int = 0  # steps since a plain step was measured
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next step is to be plain, to measure it."""
+        return self.plain is None or self.drafted >= PLAIN_INTERVAL
+
+    def observe(self, plan: Plan, seconds: float) -> float:
+        """Adds the time of a step; returns its plan's average."""
+        average = self.averages.get(plan) or self.averages.setdefault(plan, _Average())
+        if len(plan):
+            self.drafted += 1
+            return average.add(seconds)
+        self.drafted = 0
+        if self.plain is None and average.samples:
+            average.seconds = seconds = min(seconds, average.seconds)
+        average.add(seconds)
+        if average.samples >= PLAIN_SAMPLES:
+            self.plain = average.seconds
+        return average.seconds
 
 
 class Costs:
@@ -101,13 +124,10 @@ class Costs:
 
     def observe(self, cell: Cell, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step, whose cost by the cost model is `modelled`."""
-        average = cell.averages.get(plan) or cell.averages.setdefault(plan, _Average())
-        average.add(max(seconds, 1e-9))  # a clock may stand still
-        if not len(plan):
-            cell.plain = average.seconds
-        elif cell.plain is not None:
+        average = cell.observe(plan, max(seconds, 1e-9))  # a clock may stand still
+        if len(plan) and cell.plain is not None:
             self._corrections += 1
-            error = min(average.seconds / cell.plain / modelled, _OUTLIER * self.correction)
+            error = min(average / cell.plain / modelled, _OUTLIER * self.correction)
             self.correction += (error - self.correction) / min(self._corrections, MEMORY)
 
     def ratio(self, cell: Cell, plan: Plan, modelled: float) -> float:

@@ -16,7 +16,7 @@ from selfspec.governor.costs import Cell, Costs
 from selfspec.governor.rules import Rules
 from selfspec.speculation.plan import NONE, Plan
 
-MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and lengths are plain: all costs refer to them
+MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and lengths are plain, and 1 in 128 later
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Governor:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
         draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step."""
         cell = self.costs.cell(batch, context)
-        if cell.plain is None:
+        if cell.wants_plain:
             return NONE, MEASURING
         table = self.candidates.table(batch)
         speeds = self._speeds(skills, batch, table, cell)

@@ -28,9 +28,12 @@ def installed() -> Callable[..., torch.Tensor] | None:
 
 
 def is_usable(q: torch.Tensor) -> bool:
-    """Whether flash-attn can compute attention of these queries [B, M, Hq, D]: one sequence, 16 bits, on a GPU."""
+    """Whether flash-attn can compute attention of these queries [B, M, Hq, D]: one sequence, 16 bits, on a
+    GPU from sm_80 on."""
     is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_16_bit and len(q) == 1 and q.shape[-1] <= MAX_HEAD_DIM and installed() is not None
+    if not q.is_cuda or not is_16_bit or len(q) > 1 or q.shape[-1] > MAX_HEAD_DIM or installed() is None:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def flash_attention(

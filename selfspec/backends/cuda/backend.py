@@ -132,13 +132,13 @@ class CudaBackend:
         self._times.note_slot_writes()
         return self._prompts.run(sequences, exit, captures=self.overlaps)
 
-    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> None:
+    def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
         """Launches one pass over all slots; its scores arrive with the next step. Does nothing while other scores are
         in flight."""
         placement, ends = self._placement, self._prompts.prompt_ends
         scored = [sequence for sequence in sequences if sequence in ends]
         if not scored or not self._prompt_scores.is_empty:
-            return
+            return False
         self._place([*placement.slot_of, *(of for of in scored if of not in placement.slot_of)], exit, None)
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
@@ -146,6 +146,7 @@ class CudaBackend:
             score.prompt_end[:, slot].copy_(ends.pop(sequence))
         replay()
         self._prompt_scores.send(score, scored, slots)
+        return True
 
     def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
         return self._prompt_scores.read(wait)

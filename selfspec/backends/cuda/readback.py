@@ -56,12 +56,6 @@ class Readback:
             return self._clock[1] - self._clock[0]
         return self._began.elapsed_time(self._event) / 1e3
 
-    def seconds_since(self, before: Readback) -> float:
-        """Seconds from another result's arrival to this one's; call after both were read."""
-        if before._event is None or self._event is None:
-            return self._clock[1] - before._clock[1]
-        return before._event.elapsed_time(self._event) / 1e3
-
 
 class Readbacks:
     """A pool of readbacks, because allocating pinned memory is slow."""
@@ -84,7 +78,6 @@ class StepInFlight(Step):
 
     slots: list[int] = field(default_factory=list)  # of its sequences
     readback: Readback | None = None
-    before: Readback | None = None  # of the step that was in flight when this one was launched
     callback_s: float = 0.0  # seconds of it in callables
     # Last accepted nodes of sequences with callables, whose tokens were appended while the step ran.
     appended: dict[Sequence, int] = field(default_factory=dict)
@@ -110,11 +103,11 @@ class StepTimes:
     def start(self, step: StepInFlight, readback: Readback, before: Step | None, overlaps: bool) -> None:
         """Call right before a step is launched; `before` was launched and not read yet."""
         previous = before.readback if isinstance(before, StepInFlight) else None
-        step.is_late = previous is not None and previous.is_done and overlaps
-        follows = previous is not None and previous is self._newest and not step.is_late
+        is_late = previous is not None and previous.is_done and overlaps  # the device is idle
+        follows = previous is not None and previous is self._newest and not is_late
         step.is_typical = self._is_typical(step, previous, overlaps)
         readback.start(previous if follows else None)
-        step.readback, step.before, self._newest = readback, previous, readback
+        step.readback, self._newest = readback, readback
 
     def _is_typical(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
         """Whether a step's time is the cost of its plan: it is launched behind another step, and no slot was written in
@@ -129,9 +122,7 @@ class StepTimes:
         """Call after a step's report was read; fills in its times."""
         readback = step.readback
         assert readback is not None
-        step.seconds = step.wall_seconds = max(0.0, readback.seconds - step.callback_s)
-        if step.before is not None and step.before is self._last_read:
-            step.wall_seconds = readback.seconds_since(step.before)
+        step.seconds = max(0.0, readback.seconds - step.callback_s)
         if self._last_read is not None:
             self._readbacks.give_back(self._last_read)
         self._last_read = readback
