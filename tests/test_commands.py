@@ -134,6 +134,21 @@ def test_errors_that_say_what_to_do_are_one_line_and_faults_keep_their_traceback
         run(raising(ZeroDivisionError()))
 
 
+@pytest.mark.parametrize("kind", [ValueError, ModuleNotFoundError])
+def test_an_interrupt_that_a_library_turns_into_another_error_is_an_interrupt(capsys, kind):
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise kind("could not import") from None
+        return 0
+
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(command) == 130
+    assert capsys.readouterr().err == "error: could not import\nselfspec: stopped\n"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def start(*arguments: str, **kwargs) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "selfspec", *arguments]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,8 +26,9 @@ _NAMED = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=([^\s,.;:)])?)")
 
 def run(command: Callable[[], int], verbose: bool = False) -> int:
     """Runs a command and returns its exit code. `verbose` prints what the engine logs."""
+    interrupts: list[int] = []
     try:
-        with one_line_warnings(), _log_lines() if verbose else nullcontext():
+        with _recorded(interrupts), one_line_warnings(), _log_lines() if verbose else nullcontext():
             return command()
     except KeyboardInterrupt:
         print("\nselfspec: stopped", file=sys.stderr)
@@ -34,10 +37,31 @@ def run(command: Callable[[], int], verbose: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes standard output once more
         return PIPE_CLOSED
     except Exception as error:
-        if not isinstance(error, _expected_errors()):
+        if not interrupts and not isinstance(error, _expected_errors()):
             raise
         print(f"error: {for_command(str(error))}", file=sys.stderr)
-        return FAILED
+        if interrupts:
+            note("stopped")
+        return INTERRUPTED if interrupts else FAILED
+
+
+@contextmanager
+def _recorded(interrupts: list[int]) -> Iterator[None]:
+    """Adds the signal's number to `interrupts` at every Ctrl-C, which still raises KeyboardInterrupt: a library that is
+    being imported may turn that into another error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
