@@ -1,4 +1,5 @@
-"""Every kernel compiles for sm_80, sm_90 and sm_120, fits their shared memory, and spills no registers."""
+"""Kernels compile, fit the shared memory and spill no registers: single operations for sm_120, whole steps for sm_90,
+and one whole step each for sm_80 and sm_120."""
 
 from __future__ import annotations
 
