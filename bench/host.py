@@ -21,7 +21,7 @@ import torch
 
 from bench import tables
 from bench.timing import percentile
-from selfspec.backends.base import ExitScores, Step
+from selfspec.backends.base import Step
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates
@@ -53,7 +53,7 @@ class IdleBackend:
 
     def __init__(self, accepted: float = 1.0, seed: int = 0) -> None:
         self._accepted, self._drawn = accepted, random.Random(seed)
-        self._scores: list[ExitScores] = []
+        self._scores: list[tuple[Sequence, list[bool]]] = []
 
     def prefill(self, sequences: Seq[Sequence], exit: Any) -> list[Sequence]:
         return list(sequences)
@@ -83,17 +83,16 @@ class IdleBackend:
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Any, score: bool, before: Step | None) -> None:
         if score:
-            ranks = [[int(not self._accepts()) for _ in range(_SCORED)] for _ in sequences]
-            self._scores.append(ExitScores(list(sequences), ranks, offered=1))
+            self._scores += [(sequence, [self._accepts() for _ in range(_SCORED)]) for sequence in sequences]
 
-    def exit_scores(self) -> list[ExitScores]:
+    def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
         scores, self._scores = self._scores, []
         return scores
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
         return False
 
-    def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
+    def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return {}
 
     def release(self, sequence: Sequence) -> None: ...

@@ -223,7 +223,7 @@ class Governed:
             for number in active:
                 start = max(0, self.running.positions[number] - self._unfilled)
                 ranks = self.running.texts[number].ranks[start : start + count, 0]
-                self.governor.scored(self.skills[number], ranks.tolist())
+                self.governor.scored(self.skills[number], (ranks == 0).tolist())
         self._unfilled = 0
 
     def _charge_score(self) -> None:

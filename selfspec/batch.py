@@ -230,10 +230,9 @@ class Batch:
 
     def _learn_scores(self) -> None:
         """Scores that have arrived of plainly decoded tokens and of prompts."""
-        for scores in self.backend.exit_scores():
-            for sequence, ranks in zip(scores.sequences, scores.ranks, strict=True):
-                if self.governor is not None:
-                    self.governor.scored(sequence.skill, ranks)
+        for sequence, right in self.backend.exit_scores():
+            if self.governor is not None:
+                self.governor.scored(sequence.skill, right)
         for sequence, (share, positions) in self.backend.prompt_scores().items():
             usual = _prompt_agreement(sequence)
             for sample in sequence.request.sequences:

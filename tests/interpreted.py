@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec.backends.base import Backend, ExitScores
+from selfspec.backends.base import Backend
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.torch_backend import TorchBackend
@@ -88,10 +88,10 @@ class ScriptedBatch(Batch):
     def __init__(self, backend: Backend, exit: Exit | None) -> None:
         super().__init__(backend, exit, Drafters(backend.model, None, lambda *_: torch.empty(0)), Metrics())
         self.plan = NONE
-        self.scores: list[ExitScores] = []
+        self.scores: dict[Sequence, list[bool]] = {}
 
     def _learn_scores(self) -> None:
-        self.scores += self.backend.exit_scores()
+        self.scores |= self.backend.exit_scores()
 
     def _choose_plan(self) -> tuple[Plan, str | None]:
         rule = self._rule()

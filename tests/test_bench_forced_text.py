@@ -166,15 +166,15 @@ def test_captured_steps_write_the_tokens_that_the_processor_forces(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_exit_scores_rank_the_forced_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exit ranks the model's own tokens first, not forced ones."""
-    ranks: list[int] = []
+def test_exit_scores_compare_drafts_with_the_forced_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit drafts the model's own tokens, not forced ones."""
+    right: list[bool] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
-    monkeypatch.setattr(Governor, "scored", lambda self, skill, found: ranks.extend(found))
+    monkeypatch.setattr(Governor, "scored", lambda self, skill, found: right.extend(found))
     prompts = PromptSet("forced", PROMPTS[2:], 10, forced=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10
-    assert len(ranks) > 3 and [rank == 0 for rank in ranks] == [False] * 3 + [True] * (len(ranks) - 3)
+    assert len(right) > 3 and right == [False] * 3 + [True] * (len(right) - 3)
 
 
 # The second engine

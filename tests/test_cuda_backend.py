@@ -279,15 +279,14 @@ def test_plain_steps_are_scored_as_by_the_reference_backend() -> None:
         batch._fill_exit(score=True, before=batch.in_flight)
         batch.step()
         batch.drain()
-        ranks = {of: ranks for scores in batch.scores for of, ranks in zip(scores.sequences, scores.ranks, strict=True)}
         keys = [exit_keys(backend.cache, of, len(of.prompt) + 1) for of in sequences]
-        found.append(([[int(rank > 0) for rank in ranks[of]] for of in sequences], keys))
+        found.append(([batch.scores[of] for of in sequences], keys))
     (ours, our_keys), (theirs, their_keys) = found
     torch.testing.assert_close(our_keys, their_keys, atol=5e-4, rtol=5e-4)
-    assert [len(ranks) for ranks in theirs] == [5, 5, 5, 2]
-    assert [len(ranks) for ranks in ours] == [6, 6, 6, 2]
-    assert [ranks[: len(of)] for ranks, of in zip(ours, theirs, strict=True)] == theirs
-    assert {rank for ranks in theirs for rank in ranks} == {0, 1}
+    assert [len(right) for right in theirs] == [5, 5, 5, 2]
+    assert [len(right) for right in ours] == [6, 6, 6, 2]
+    assert [right[: len(of)] for right, of in zip(ours, theirs, strict=True)] == theirs
+    assert {is_right for right in theirs for is_right in right} == {False, True}
 
 
 @torch.inference_mode()
@@ -307,7 +306,7 @@ def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.Monk
         joining = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (1, 12, 6)]
         batch.admit(joining)
         backend.score_prompts(joining, exit)
-        scores = backend.prompt_scores(wait=True)
+        scores = backend.prompt_scores()
         found.append([scores.get(of) for of in joining])
         batch.run()
         assert [of.tokens for of in (running, *joining)] == [plain_tokens(of) for of in (running, *joining)]

@@ -1,4 +1,4 @@
-"""Exit scoring during plain decoding: ranks and agreements equal those of the drafts that were not made."""
+"""Exit scoring during plain decoding: scores and agreements equal those of the drafts that were not made."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plainly_decoded(exit: Exit, params: SamplingParams = GREEDY) -> Decoding:
     return running
 
 
-def ranks(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS) -> list[list[int]]:
-    """The ranks of all tokens that were decoded plainly."""
+def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS) -> list[list[bool]]:
+    """Of all tokens that were decoded plainly: whether the exit would have drafted them."""
     assert running.exit is not None
     sequences = running.sequences
     unfilled = [sequence.unfilled for sequence in sequences]
@@ -51,36 +51,33 @@ def ranks(running: Decoding, params: SamplingParams = GREEDY, steps: int = STEPS
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
     positions = [at for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
     key = running.backend._noise_key([of for of in sequences for _ in range(steps)], positions)
-    return exit_scoring.ranks(running.exit, read, tokens, [params] * len(sequences), key).tolist()
+    return exit_scoring.is_drafted(running.exit, read, tokens, [params] * len(sequences), key).tolist()
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_ranks_are_those_in_the_exits_logits_as_a_model_of_its_own(family: str) -> None:
+def test_the_best_draft_is_that_of_the_exits_logits_as_a_model_of_its_own(family: str) -> None:
     trained = trained_once(family)
     running = plainly_decoded(trained.exit)
-    for sequence, got in zip(running.sequences, ranks(running), strict=True):
-        order = trained.hf_exit_logits(sequence.tokens[:-1])[-STEPS:].argsort(descending=True)
-        expected = [order[at].tolist().index(token) for at, token in enumerate(sequence.tokens[-STEPS:])]
-        assert got == [min(rank, exit_scoring.OFFERED) for rank in expected]
+    for sequence, got in zip(running.sequences, is_drafted(running), strict=True):
+        best = trained.hf_exit_logits(sequence.tokens[:-1])[-STEPS:].argmax(-1)
+        assert got == (best == torch.tensor(sequence.tokens[-STEPS:])).tolist()
         assert len(set(got)) > 1, "some drafts must be right and some wrong"
 
 
-def test_ranks_of_sampled_tokens_are_those_of_drafts_with_the_same_noise() -> None:
+def test_sampled_tokens_are_compared_with_drafts_with_the_same_noise() -> None:
     exit = trained_once("llama").exit
     running = plainly_decoded(exit, WARM)
-    for sequence, got in zip(running.sequences, ranks(running, WARM), strict=True):
+    for sequence, got in zip(running.sequences, is_drafted(running, WARM), strict=True):
         for place in range(STEPS):
             text, token = sequence.tokens[: place - STEPS], sequence.tokens[place - STEPS]
-            offered = drafted(exit, text, f"tree:{exit_scoring.OFFERED}", WARM)
-            assert got[place] == (offered.index(token) if token in offered else exit_scoring.OFFERED)
+            assert got[place] == (drafted(exit, text, "chain:1", WARM) == [token])
 
 
 def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
     exit = trained_once("llama").exit
     said = {token for sequence in plainly_decoded(exit).sequences for token in sequence.tokens[-STEPS:]}
     lacking = torch.tensor([token for token in range(VOCABULARY) if token not in said])
-    missed = ranks(plainly_decoded(replace(exit, head_rows=lacking)))
-    assert {rank for of_sequence in missed for rank in of_sequence} == {exit_scoring.OFFERED}
+    assert not any(map(any, is_drafted(plainly_decoded(replace(exit, head_rows=lacking)))))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(STEPS - 4, STEPS), (2, 5)])
@@ -170,7 +167,7 @@ def test_plain_decoding_is_scored_once_per_interval(count: int, monkeypatch: pyt
     prompts = [random_tokens(20 + 10 * index) for index in range(count)]
     running = governed(trained_once("llama").exit, prompts, cost=3.0).prefill()
     chosen, scored = follow(running, monkeypatch), []
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, ranks: scored.append((step, len(ranks))))
+    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: scored.append((step, len(right))))
     for step in range(170):
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
@@ -180,18 +177,18 @@ def test_plain_decoding_is_scored_once_per_interval(count: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_score_has_the_ranks_of_the_newest_tokens(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_compares_the_newest_tokens(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     exit, prompts = trained_once("llama").exit, [random_tokens(20), random_tokens(9, seed=1)]
-    newest: list[list[int]] = []
+    newest: list[list[bool]] = []
     running, other = (governed(exit, prompts, params).prefill() for _ in range(2))
     for each in (running, other):
         follow(each, monkeypatch)
         each.step(20)
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, ranks: newest.append(ranks))
+    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: newest.append(right))
     running.step()
-    expected = ranks(other, params, steps=20)
+    expected = is_drafted(other, params, steps=20)
     assert newest == [of_sequence[-exit_scoring.FEW :] for of_sequence in expected]
-    assert len({rank for of_sequence in newest for rank in of_sequence}) > 1
+    assert len({is_right for of_sequence in newest for is_right in of_sequence}) > 1
 
 
 def test_plain_decoding_is_not_scored_if_a_rule_forbids_drafting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ class Run:
         if self.unfilled >= self.governor.score_interval and self.governor.may_score:
             self.governor.charge_score()
             self.lost += SCORE_COST
-            self.governor.scored(self.skill, [int(not is_right)] * self.unfilled)
+            self.governor.scored(self.skill, [is_right] * self.unfilled)
             self.unfilled = 0
 
     def drafts_after(self, token: int) -> int | None:
@@ -274,8 +274,8 @@ def test_scores_use_at_most_half_of_the_refills() -> None:
 
 def test_a_score_counts_best_drafts_that_were_right() -> None:
     governor, right, wrong = governor_of(), Skill(), Skill()
-    governor.scored(right, [0] * MEMORY)
-    governor.scored(wrong, [3, 1, *[8] * (MEMORY - 2)])
+    governor.scored(right, [True] * MEMORY)
+    governor.scored(wrong, [False] * MEMORY)
     assert wrong.value < 0.5 and right.value > 1.2
 
 
@@ -306,7 +306,7 @@ def test_losses_never_exceed_the_capacity_and_the_refills(
     for kind, right, seconds in events:
         if kind == "score" and governor.may_score:
             governor.charge_score()
-            governor.scored(skills[0], [int(random.random() > right) for _ in range(8)])
+            governor.scored(skills[0], [random.random() <= right for _ in range(8)])
             lost += SCORE_COST
         plan = governor.choose(skills, batch, CONTEXT, in_use)[0]
         before = governor.budget.left

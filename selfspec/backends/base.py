@@ -26,15 +26,6 @@ class Step:
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
 
 
-@dataclass(eq=False)
-class ExitScores:
-    """Ranks of plainly decoded tokens among the tokens that the exit would have drafted."""
-
-    sequences: list[Sequence]
-    ranks: list[list[int]]  # for each sequence, one rank for each scored position
-    offered: int  # draft tokens that were compared; a rank of `offered` is a miss
-
-
 class Backend(Protocol):
     """Executes prefill passes and steps of one batch: sequences that share an exit."""
 
@@ -62,9 +53,9 @@ class Backend(Protocol):
         whether a pass was run: some prompts are too short or too long."""
         ...
 
-    def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
-        """Returns scores that have arrived since the last call, with `wait` all that were launched: the share of
-        positions at which the exit's best token is the model's, and the number of positions."""
+    def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
+        """Returns scores that have arrived since the last call: the share of positions at which the exit's best token
+        is the model's, and the number of positions."""
         ...
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
@@ -79,8 +70,9 @@ class Backend(Protocol):
         """Fills the exit block's KV for plainly decoded tokens; with `score` also scores drafts at some of them."""
         ...
 
-    def exit_scores(self) -> list[ExitScores]:
-        """Returns scores that have arrived since the last call."""
+    def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
+        """Returns scores that have arrived since the last call: at each scored position of a sequence, whether the
+        exit's best draft token is the decoded one."""
         ...
 
     def release(self, sequence: Sequence) -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from selfspec.backends.base import ExitScores, Step
+from selfspec.backends.base import Step
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Decoder
@@ -49,7 +49,7 @@ class TorchBackend:
         self._shapes: dict[tuple[Plan, int, int], Shape] = {}
         self._prompt_ends: dict[Sequence, list[torch.Tensor]] = {}
         self._prompt_scores: dict[Sequence, tuple[float, int]] = {}
-        self._scores: list[ExitScores] = []
+        self._scores: list[tuple[Sequence, list[bool]]] = []
         # On a CPU every row of a pass costs; on a GPU a pass over 32 rows takes about as long as one over 8.
         self._scored_positions = exit_scoring.FEW if model.device.type == "cpu" else exit_scoring.PROMPT_END
 
@@ -99,7 +99,7 @@ class TorchBackend:
                 self._prompt_scores[sequence] = share, hidden.shape[1]
         return bool(self._prompt_scores)
 
-    def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
+    def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         scores, self._prompt_scores = self._prompt_scores, {}
         return scores
 
@@ -288,10 +288,9 @@ class TorchBackend:
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
         read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
-        ranks = exit_scoring.ranks(exit, read, tokens, params, key).tolist()
-        self._scores.append(ExitScores(sequences, ranks, exit_scoring.OFFERED))
+        self._scores += zip(sequences, exit_scoring.is_drafted(exit, read, tokens, params, key).tolist(), strict=True)
 
-    def exit_scores(self) -> list[ExitScores]:
+    def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
         scores, self._scores = self._scores, []
         return scores
 

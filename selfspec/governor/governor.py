@@ -129,7 +129,6 @@ class Governor:
     def charge_score(self) -> None:
         self.budget.charge(self.candidates.score_cost)
 
-    def scored(self, skill: Skill, ranks: Sequence[int]) -> None:
-        """Learns from the ranks that plainly decoded tokens have among the drafts there."""
-        right = sum(rank == 0 for rank in ranks)
-        skill.observe_share(right, len(ranks), self.candidates.acceptance.first_exposure)
+    def scored(self, skill: Skill, right: Sequence[bool]) -> None:
+        """Learns from some plainly decoded positions: whether the exit's best draft token was right there."""
+        skill.observe_share(sum(right), len(right), self.candidates.acceptance.first_exposure)

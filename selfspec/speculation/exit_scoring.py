@@ -1,8 +1,8 @@
 """Fills the exit block's keys and values of plainly decoded tokens, many positions at a time, and scores its drafts.
 
 A plain step computes the states that the exit needs but does not run the exit. This module keeps these states, runs the
-exit over them later, and ranks each decoded token among the tokens that the exit would have drafted. The governor
-decides by these ranks; nothing here drafts or changes a token.
+exit over them later, and compares each decoded token with the one that the exit would have drafted. The governor
+decides by these scores; nothing here drafts or changes a token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from selfspec.kernels.philox import gumbel, uniform
 from selfspec.sampling import TARGET, NoiseKey, SamplingParams
 from selfspec.speculation.exit import Exit
 
-OFFERED = 8  # draft tokens that are ranked for each position; a decoded token that is not among them is a miss
 PROMPT_END = 32  # positions at the end of a prompt at which the exit is compared with the model
 FEW = 8  # positions scored at a time on a CPU, where a pass takes longer with every row; also those of a first score
-_NOISY = 256  # best draft tokens that get noise when sampling: one beyond them is hardly ever among the best 8
+_NOISY = 256  # best draft tokens that get noise when sampling: one beyond them is hardly ever the best
 
 
 class UnfilledStates:
@@ -99,14 +98,14 @@ def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int
 
 
 @torch.inference_mode()
-def ranks(
+def is_drafted(
     exit: Exit, read: torch.Tensor, tokens: torch.Tensor, params: Seq[SamplingParams], key: NoiseKey
 ) -> torch.Tensor:
-    """Returns the rank [B, M] that each decoded token [B, M] has among the exit's draft tokens at its position, OFFERED
-    for a miss. `read` are the exit's normed states, `params` the B sequences', `key` has B * M entries."""
+    """Returns whether each decoded token [B, M] is the exit's best draft token at its position. `read` are the exit's
+    normed states, `params` the B sequences', `key` has B * M entries."""
     logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
     samples = any(of.do_sample for of in params)
-    values, columns = logits.topk(min(_NOISY if samples else OFFERED, logits.shape[-1]), dim=-1)
+    values, columns = logits.topk(min(_NOISY if samples else 1, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
     if samples:
         temperature = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
@@ -114,10 +113,8 @@ def ranks(
         temperature, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (temperature, sampled))
         noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
         values = values / temperature + torch.where(sampled, noise, 0.0)
-        drafted = drafted.gather(1, values.topk(min(OFFERED, values.shape[-1]), dim=-1).indices)
-    found = drafted == tokens.flatten()[:, None]
-    rank = torch.where(found.any(1), found.int().argmax(1), OFFERED)
-    return rank.view(tokens.shape)
+        drafted = drafted.gather(1, values.argmax(-1, keepdim=True))
+    return drafted.view(tokens.shape) == tokens
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from selfspec.backends.base import ExitScores, Step
+from selfspec.backends.base import Step
 from selfspec.backends.cuda.callables import run_with_callables
 from selfspec.backends.cuda.exit_scoring import ExitScoresInFlight
 from selfspec.backends.cuda.graphs import Graphs, Launch, bucket
@@ -148,8 +148,8 @@ class CudaBackend:
         self._prompt_scores.send(score, scored, slots)
         return True
 
-    def prompt_scores(self, wait: bool = False) -> dict[Sequence, tuple[float, int]]:
-        return self._prompt_scores.read(wait)
+    def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
+        return self._prompt_scores.read()
 
     # The exit's KV while nothing is drafted
 
@@ -175,7 +175,7 @@ class CudaBackend:
             in_flight = [] if before is None else before.sequences
             self._exit_scores.send(fill, placed, placement.slots(placed), counts, in_flight)
 
-    def exit_scores(self) -> list[ExitScores]:
+    def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
         return self._exit_scores.read()
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.backends.base import ExitScores
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Tree
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.readback import Readback, Readbacks
@@ -23,7 +22,6 @@ from selfspec.models.decoder import Decoder
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE
 
-OFFERED = 1  # draft tokens that are scored at each position: more would need the scores of the whole head
 _MIN_POSITIONS = 4  # of each sequence that are scored at once
 _ENOUGH_ROWS = 64  # of all sequences together: with more sequences, fewer positions of each are scored
 
@@ -57,7 +55,7 @@ class ExitFill:
         scored = scored_positions(slots.count) if scores else 0
         self.scored = self.nodes.first(scored)
         # The best draft token after each position that is scored, position-major.
-        self.report = torch.zeros(scored * slots.count, OFFERED, dtype=torch.int32, device=model.device)
+        self.report = torch.zeros(scored * slots.count, 1, dtype=torch.int32, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -76,7 +74,7 @@ class ExitFill:
             head_input, previous = exit.head_input(rows), PreviousFeatures(unfilled.previous[:rows], None)
             exit.read(unfilled.hidden[:rows], previous, self.scored, head_input)
             noise = self.sampling.noise(self.scored.metadata)
-            ranking = exit.rank(slot_exit.head, head_input, OFFERED, noise, None)
+            ranking = exit.rank(slot_exit.head, head_input, 1, noise, None)
             topk_tokens(ranking.scores, self.report, token_ids=ranking.token_ids)
         unfilled.counts.zero_()
 
@@ -98,17 +96,17 @@ class _InFlight:
         sequences = zip(self.sequences, self.ends, strict=True)
         return self.readback.is_done and all(of.is_finished or len(of.tokens) >= end for of, end in sequences)
 
-    def scores(self, drafts: list[list[int]]) -> ExitScores:
-        """Ranks of the decoded tokens of sequences that go on: 0 where the draft was the decoded token, else 1."""
-        sequences, ranks = [], []
+    def scores(self, drafts: list[list[int]]) -> list[tuple[Sequence, list[bool]]]:
+        """Of sequences that go on: at each scored position, whether the draft is the decoded token."""
+        scores = []
         for sequence, slot, count, end in zip(self.sequences, self.slots, self.counts, self.ends, strict=True):
             positions = min(count, scored_positions(self.size))
             tokens = sequence.tokens[end - count : end - count + positions]
             drafted = drafts[slot :: self.size][:positions]
             if positions and not sequence.is_finished:
-                sequences.append(sequence)
-                ranks.append([int(token != draft) for token, (draft,) in zip(tokens, drafted, strict=True)])
-        return ExitScores(sequences, ranks, OFFERED)
+                right = [token == draft for token, (draft,) in zip(tokens, drafted, strict=True)]
+                scores.append((sequence, right))
+        return scores
 
 
 class ExitScoresInFlight:
@@ -133,13 +131,11 @@ class ExitScoresInFlight:
         ends = [len(sequence.tokens) + (sequence in in_flight) for sequence in sequences]
         self._in_flight.append(_InFlight(sequences, slots, counts, ends, fill.count, readback))
 
-    def read(self) -> list[ExitScores]:
+    def read(self) -> list[tuple[Sequence, list[bool]]]:
         """Scores that have arrived since the last call, in the order of their passes."""
-        arrived = []
+        arrived: list[tuple[Sequence, list[bool]]] = []
         while self._in_flight and self._in_flight[0].is_comparable:
             scored = self._in_flight.pop(0)
-            scores = scored.scores(scored.readback.read())
+            arrived += scored.scores(scored.readback.read())
             self._readbacks.give_back(scored.readback)
-            if scores.sequences:
-                arrived.append(scores)
         return arrived

@@ -92,10 +92,9 @@ class PromptScoresInFlight:
         readback.send(score.agreement)
         self._in_flight = sequences, slots, readback
 
-    def read(self, wait: bool) -> dict[Sequence, tuple[float, int]]:
-        """Share of positions at which exit and model agree, and number of positions, by sequence. Nothing while none
-        are in flight or, unless `wait`, have not arrived."""
-        if self._in_flight is None or not (wait or self._in_flight[2].is_done):
+    def read(self) -> dict[Sequence, tuple[float, int]]:
+        """Share of positions at which exit and model agree, and number of positions, by sequence, once they arrived."""
+        if self._in_flight is None or not self._in_flight[2].is_done:
             return {}
         (sequences, slots, readback), self._in_flight = self._in_flight, None
         shares = readback.read()
