@@ -216,15 +216,6 @@ class CacheEvents(RuleBasedStateMachine):
         return drafted, written
 
     @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        sequence = self.some_sequence(data)
-        length = max(0, sequence.kv.length - data.draw(st.integers(0, 2 * self.page_size)))
-        self.cache.truncate(sequence.kv, length)
-        sequence.tokens = sequence.tokens[: length + 1]
-        _, feature = fresh_prefill(self.family, tuple(sequence.tokens[:-1]))  # the cache does not hold it
-        sequence.previous_feature = feature
-
-    @rule(data=st.data())
     def swap(self, data: st.DataObject) -> None:
         """Swaps a sequence out, lets another sequence take its pages, and swaps it in."""
         sequence, other = self.some_sequence(data), self.cache.open()
@@ -298,18 +289,6 @@ def test_a_write_after_a_fork_does_not_change_the_other_sequence(length: int, wr
     assert torch.equal(contents(cache, other.kv), before)
 
 
-@pytest.mark.parametrize("writer", ["parent", "fork"])
-def test_a_write_after_a_truncation_into_a_shared_page_does_not_change_the_other_sequence(writer: str) -> None:
-    cache = llama_cache()
-    parent = prefilled(cache, 2 * PAGE_SIZE)
-    forked = fork(cache, parent)
-    one, other = (parent, forked) if writer == "parent" else (forked, parent)
-    before = contents(cache, other.kv)
-    cache.truncate(one.kv, PAGE_SIZE + 10)
-    extend(cache, one, [1, 2, 3])
-    assert torch.equal(contents(cache, other.kv), before)
-
-
 def test_forks_share_their_full_pages() -> None:
     cache = llama_cache()
     parent = prefilled(cache, 3 * PAGE_SIZE)
@@ -337,9 +316,6 @@ def test_released_pages_are_taken_again_in_ascending_order() -> None:
         sequence = prefilled(cache, 3 * PAGE_SIZE)
         first = sequence.kv.pages[0]
         assert sequence.kv.pages == [first, first + 1, first + 2]
-        cache.truncate(sequence.kv, PAGE_SIZE)
-        cache.reserve(sequence.kv, 3 * PAGE_SIZE)
-        assert sequence.kv.pages == [first, first + 1, first + 2]
         cache.close(sequence.kv)
 
 
@@ -349,22 +325,6 @@ def test_a_closed_sequence_takes_no_pages() -> None:
     cache.close(sequence)
     with pytest.raises(ValueError, match="closed"):
         cache.reserve(sequence, 1)
-
-
-def test_a_truncation_releases_the_pages_past_the_length() -> None:
-    cache = llama_cache()
-    sequence = prefilled(cache, 3 * PAGE_SIZE)
-    free = cache.free_pages
-    cache.truncate(sequence.kv, PAGE_SIZE)
-    assert cache.free_pages == free + 2
-
-
-@pytest.mark.parametrize("length", [-1, 11])
-def test_a_truncation_to_an_impossible_length_is_refused(length: int) -> None:
-    cache = llama_cache()
-    sequence = prefilled(cache, 10)
-    with pytest.raises(ValueError, match=rf"10 positions to {length}"):
-        cache.truncate(sequence.kv, length)
 
 
 def test_a_reservation_that_does_not_fit_takes_no_page() -> None:
@@ -391,17 +351,6 @@ def test_a_fork_for_whose_last_page_no_copy_is_free_takes_no_page() -> None:
     for sequence in (*forks, parent.kv):
         cache.close(sequence)
     assert cache.free_pages == cache.num_pages == 3
-
-
-def test_a_truncated_fork_for_whose_last_page_no_copy_is_free_stays_unwritable() -> None:
-    cache = llama_cache(pages=2)
-    parent = prefilled(cache, 2 * PAGE_SIZE)
-    forked = cache.fork(parent.kv)
-    with pytest.raises(CacheFull):
-        cache.truncate(forked, PAGE_SIZE + 10)
-        cache.reserve(forked, forked.length + 1)
-    with pytest.raises(CacheFull):
-        cache.reserve(forked, forked.length + 1)
 
 
 def test_a_cache_that_does_not_fit_into_memory_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,18 +157,6 @@ class Cache:
         for sequence in sequences:
             sequence.drafted = sequence.verified = 0
 
-    def truncate(self, sequence: KVPages, length: int) -> None:
-        """Reduces the committed length and releases the pages past it."""
-        if not 0 <= length <= sequence.length:
-            raise ValueError(
-                f"cannot truncate a sequence of {sequence.length} positions to {length}; give a length from 0 to "
-                f"{sequence.length}"
-            )
-        keep = -(-length // PAGE_SIZE)
-        self._release(sequence.pages[keep:])
-        del sequence.pages[keep:]
-        sequence.length, sequence.drafted, sequence.verified = length, 0, 0
-
     def swap_out(self, sequence: KVPages) -> SwappedPages:
         """Copies the committed pages to host memory and releases all of the sequence's pages."""
         pages = self._indices(sequence.pages[: -(-sequence.length // PAGE_SIZE)])
