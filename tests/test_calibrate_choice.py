@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 from selfspec.calibrate import timing
 from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, rank_paths
-from selfspec.calibrate.outcome import without_refuted
 from selfspec.calibrate.trial import Setting, Trials
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
-from selfspec.profiles.profile import PlanChoice, Run
 from selfspec.results import GenerateOutput
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, NONE, Plan
@@ -441,20 +439,6 @@ def test_real_steps_are_timed_with_any_head(engine: Engine) -> None:
     costs = timing.step_costs(engine, exits_over(engine, None, 80), 2)
     assert [cost.head_rows for cost in costs.values()] == [VOCABULARY, 80]
     assert all(cost.plain > 0 and 0 <= cost.head_row * cost.head_rows <= cost.depth + 1e-12 for cost in costs.values())
-
-
-# Plans that were not measured
-
-
-@pytest.mark.parametrize("plan, kept", [("none", "none"), ("chain:3", "chain:2")], ids=["slower", "faster"])
-def test_a_plan_that_was_not_measured_is_dropped_where_its_batch_was_slower_greedily(plan: str, kept: str) -> None:
-    figures = {"plan": "chain:3", "tokens_per_cycle": 2.0, "accept_rate": 0.5, "plain_tokens_per_second": 9.0}
-    greedy = PlanChoice(plan=plan, measured=Run(tokens_per_second=5.0 if plan == "none" else 10.0, **figures))
-    plans = {"0": {"1": PlanChoice(plan="none"), "2-4": greedy}}
-    plans |= {"0.7": {"1": PlanChoice(plan="chain:1"), "2-4": PlanChoice(plan="chain:2")}}
-    found = without_refuted(plans)
-    assert found["0.7"]["2-4"].plan == kept
-    assert found["0"] == plans["0"] and found["0.7"]["1"].plan == "chain:1", "other batches are kept"
 
 
 # Trials

@@ -106,8 +106,6 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
                 plans[setting.temperature][setting.batch] = _after(planned, trials.run(planned.plan, setting))
                 stage.advance(1, domain.name)
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
-            plans[_GREEDY][_ONE] = _faster(plans[_GREEDY][_ONE], chain)
-            plans = without_refuted(plans)
             stage.advance(1)
             domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain})
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
@@ -121,27 +119,6 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
     """Replaces a plan that was slower than plain decoding by `none`, and keeps the measurement."""
     plan = "none" if measured is not None and measured.speedup < 1 else planned.plan
     return planned.model_copy(update={"plan": plan, "measured": measured})
-
-
-def without_refuted(plans: dict[str, dict[str, PlanChoice]]) -> dict[str, dict[str, PlanChoice]]:
-    """Replaces each plan that was not measured by `none` where the greedy plan of the same batch was measured slower
-    than plain decoding: fewer tokens are accepted at higher temperatures."""
-    slower = {band for band, of in plans[_GREEDY].items() if of.measured is not None and of.plan == "none"}
-    none = {"plan": "none"}
-    return {
-        temperature: {
-            band: of.model_copy(update=none) if band in slower and of.measured is None else of
-            for band, of in of_batch.items()
-        }
-        for temperature, of_batch in plans.items()
-    }
-
-
-def _faster(planned: PlanChoice, chain: Run | None) -> PlanChoice:
-    """Takes the chain where it was faster than plain decoding and the chosen plan was not."""
-    if planned.plan != "none" or chain is None or chain.speedup <= 1:
-        return planned
-    return planned.model_copy(update={"plan": chain.plan, "measured": chain})
 
 
 def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:

@@ -24,8 +24,9 @@ def verdict(profile: Profile) -> str:
     where = f" on {profile.device.name}" if profile.device else ""
     if profile.drafts and not known:
         return f"For one greedy sequence, no plan is faster than plain decoding{where}; in other cases some are."
-    speedup, plan, name = max(runs, default=(0.0, "", ""))
-    tried = f": the fastest that was tried, {_short(plan)} on {name}, is {speedup:.2f}x as fast" if runs else ""
+    tried = ""
+    for speedup, plan, name in sorted(run for run in runs if run[0] <= 1)[-1:]:
+        tried = f": the fastest that was tried, {_short(plan)} on {name}, is {speedup:.2f}x as fast"
     return f"No plan is faster than plain decoding{where}{tried}."
 
 
