@@ -1,0 +1,200 @@
+"""QuantizedTensor: the values of a quantized weight without the layout of the file that it comes from.
+
+Every reader of this package returns one. Values are exact: `dequantize` gives the reference library's float32 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import gcd
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_Q_DTYPES = {4: (torch.uint8,), 8: (torch.int8, torch.float8_e4m3fn)}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight [N, K] of small numbers q with a scale for each group of `group` columns of a row:
+
+    w = scale * (q - zero) - minimum
+
+    Where `super_scale` is given, `scale` holds int8 and scale * super_scale is the group's scale; likewise `minimum`.
+    """
+
+    q: torch.Tensor  # [N, K]: uint8 of 0..15 (4 bits), int8 or float8_e4m3fn (8 bits)
+    bits: int
+    scale: torch.Tensor  # [N, K / group]
+    group: int  # K: one scale per row
+    zero: torch.Tensor | int = 0  # one for all weights, or [N, K / group] of q's dtype
+    super_scale: torch.Tensor | None = None  # [N, K / 256] float16
+    minimum: torch.Tensor | None = None  # [N, K / group]
+    super_minimum: torch.Tensor | None = None  # [N, K / 256] float16
+
+    def __post_init__(self) -> None:
+        if self.q.ndim != 2 or self.q.dtype not in _Q_DTYPES.get(self.bits, ()):
+            raise ValueError(f"q is {list(self.q.shape)} {self.q.dtype}, which is no weight of {self.bits} bits")
+        n, k = self.q.shape
+        if self.group < 1 or k % self.group:
+            raise ValueError(f"{k} columns cannot be divided into groups of {self.group}")
+        if isinstance(self.zero, torch.Tensor):
+            _check("zero", self.zero, (n, k // self.group), (self.q.dtype,))
+        for name, fine, coarse in (
+            ("scale", self.scale, self.super_scale),
+            ("minimum", self.minimum, self.super_minimum),
+        ):
+            if fine is not None:
+                _check(name, fine, (n, k // self.group), FLOATS if coarse is None else (torch.int8,))
+            if coarse is not None:
+                _check(f"super_{name}", coarse, (n, coarse.shape[-1]), (torch.float16,))
+                if fine is None or coarse.shape[1] == 0 or fine.shape[1] % coarse.shape[1]:
+                    raise ValueError(f"super_{name} is {list(coarse.shape)}, which does not fit the groups")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.q.shape[1]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Memory per weight with q packed to `bits` and everything else as it is here."""
+        others = self._tensors()
+        others.pop("q")
+        return self.bits + 8 * sum(tensor.nbytes for tensor in others.values()) / self.q.numel()
+
+    def scales(self) -> torch.Tensor:
+        """Returns the scale of each group in float32, which holds scale * super_scale exactly: [N, K / group]."""
+        return _product(self.scale, self.super_scale)
+
+    def minimums(self) -> torch.Tensor | None:
+        """Returns the minimum of each group in float32, exactly: [N, K / group]; None if all are 0."""
+        return None if self.minimum is None else _product(self.minimum, self.super_minimum)
+
+    def dequantize(self) -> torch.Tensor:
+        """Returns the weight in float32: [N, K]."""
+        zero = self.zero.float()[..., None] if isinstance(self.zero, torch.Tensor) else self.zero
+        weight = (self.q.float().unflatten(1, (-1, self.group)) - zero) * self.scales()[..., None]
+        minimums = self.minimums()
+        if minimums is not None:
+            weight -= minimums[..., None]
+        return weight.flatten(1)
+
+    def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
+        """Returns the rows that an index along N selects, in its order."""
+        return self._map(lambda tensor: tensor[index])
+
+    def regrouped(self, group: int) -> QuantizedTensor:
+        """Returns the same weight in smaller groups, whose size divides the group's."""
+        if group < 1 or self.group % group:
+            raise ValueError(f"groups of {self.group} columns cannot be divided into groups of {group}")
+        repeats = self.group // group
+        if repeats == 1:
+            return self
+        changed: dict[str, Any] = {
+            name: tensor.repeat_interleave(repeats, 1)
+            for name, tensor in self._tensors().items()
+            if name in ("scale", "zero", "minimum")
+        }
+        return replace(self, group=group, **changed)
+
+    def check_values(self, name: str) -> QuantizedTensor:
+        """Returns itself; raises ValueError, which names the tensor, for a value that is not finite."""
+        for field, tensor in self._tensors().items():
+            if tensor.dtype == torch.float8_e4m3fn:  # its only non-finite values are the NaNs 0x7f and 0xff
+                finite = not ((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()
+            else:
+                finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
+            if not finite:
+                raise ValueError(
+                    f"{name} is damaged: its {field} holds a value that is not finite; download the file again"
+                )
+        return self
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)
+
+
+def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Returns one weight with the rows of all parts; no value changes.
+
+    Parts may differ in format: the result has 8 bits if one part has, the smallest common group, and float32 scales
+    where no narrower dtype holds all of them. float8 parts go only with float8 parts.
+    """
+    if len({part.shape[1] for part in parts}) != 1 or len({part.q.dtype.is_floating_point for part in parts}) != 1:
+        raise ValueError(
+            "weights cannot be concatenated: "
+            + ", ".join(f"{list(part.shape)} {part.q.dtype}" for part in parts)
+            + "; all need as many columns, and either all or none are float8"
+        )
+    group = reduce(gcd, (part.group for part in parts))
+    parts = [part.regrouped(group) for part in parts]
+    q = torch.cat([part.q.to(_common([part.q for part in parts])) for part in parts])
+    bits = max(part.bits for part in parts)
+    scale, super_scale = _join([(part.scale, part.super_scale) for part in parts])
+    minimum, super_minimum = None, None
+    if any(part.minimum is not None for part in parts):
+        minimum, super_minimum = _join(_minimum_pairs(parts))
+    return QuantizedTensor(q, bits, scale, group, _join_zeros(parts, q.dtype), super_scale, minimum, super_minimum)
+
+
+def _common(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """Returns the dtype that holds the values of all tensors: of uint8 (0..15) and int8, int8."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
+
+
+def _join(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Concatenates scales, or minimums, with those above them; multiplies them out unless all parts have them alike."""
+    coarse = [above for _, above in pairs if above is not None]
+    if len(coarse) == len(pairs) and len({above.shape[1] for above in coarse}) == 1:
+        return torch.cat([fine for fine, _ in pairs]), torch.cat(coarse)
+    fine = [values if above is None else _product(values, above) for values, above in pairs]
+    return torch.cat([values.to(_common(fine)) for values in fine]), None
+
+
+def _minimum_pairs(parts: Sequence[QuantizedTensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns minimum and super_minimum of each part; zeros, of another part's dtypes, where a part has none."""
+    minimum, above = next((part.minimum, part.super_minimum) for part in parts if part.minimum is not None)
+
+    def zeros(like: torch.Tensor, part: QuantizedTensor) -> torch.Tensor:
+        return like.new_zeros(part.shape[0], like.shape[1])
+
+    return [
+        (part.minimum, part.super_minimum)
+        if part.minimum is not None
+        else (zeros(minimum, part), None if above is None else zeros(above, part))
+        for part in parts
+    ]
+
+
+def _join_zeros(parts: Sequence[QuantizedTensor], dtype: torch.dtype) -> torch.Tensor | int:
+    first = parts[0].zero
+    if isinstance(first, int) and all(isinstance(part.zero, int) and part.zero == first for part in parts):
+        return first
+    return torch.cat(
+        [
+            part.zero.to(dtype)
+            if isinstance(part.zero, torch.Tensor)
+            else torch.full(part.scale.shape, part.zero, dtype=dtype, device=part.q.device)
+            for part in parts
+        ]
+    )
+
+
+def _product(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:
+    if coarse is None:
+        return fine.float()
+    return fine.float() * coarse.float().repeat_interleave(fine.shape[1] // coarse.shape[1], 1)
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype} instead of {list(shape)} {wanted}")

