@@ -9,8 +9,9 @@ import torch
 
 from selfspec.backends.cuda import graphs as graphs_module
 from selfspec.backends.cuda.exit import draft_head_capacity
-from selfspec.backends.cuda.graphs import Graphs, bucket
-from selfspec.backends.cuda.slots import SlotBuffers, StepOptions
+from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
+from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
@@ -61,7 +62,7 @@ def test_steps_with_different_kernels_or_buffers_are_captured_separately() -> No
     for index, value in enumerate((second, 1, TREE, other, StepOptions(samples=True))):
         different = [*reference[:index], value, *reference[index + 1 :]]
         assert graphs.step(*different)[0] is not made
-    assert graphs.step_parts(*reference)[0] is not made
+    assert graphs.step(*reference, *DeviceStep.PARTS)[0] is not made
 
 
 def test_buffers_that_are_given_back_are_idle_and_used_again() -> None:

@@ -11,8 +11,7 @@ import torch
 
 from selfspec import Engine
 from selfspec.backends.cuda.decoder import Scratch
-from selfspec.backends.cuda.graphs import bucket
-from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotTable
+from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotTable, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache

@@ -12,11 +12,12 @@ from collections.abc import Sequence as Seq
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.callables import run_with_callables
 from selfspec.backends.cuda.exit_scoring import ExitScoresInFlight
-from selfspec.backends.cuda.graphs import Graphs, Launch, bucket
+from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.placement import SlotPlacement
 from selfspec.backends.cuda.prompt_scoring import PromptScoresInFlight
 from selfspec.backends.cuda.prompts import PromptPrefill
 from selfspec.backends.cuda.readback import StepInFlight, StepTimes
+from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
@@ -66,13 +67,12 @@ class CudaBackend:
         replay()
         readback.send(device_step.report)
 
-    def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> tuple[DeviceStep, Launch]:
+    def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str) -> tuple:
         size, options = self._placement.size, self._placement.options
-        return self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences))
+        return self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
-        size, options, longest = self._placement.size, self._placement.options, _max_length(step.sequences)
-        parts = self.graphs.step_parts(self._buffers, size, step.record.plan, exit, options, longest)
+        parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
 

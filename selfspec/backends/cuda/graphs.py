@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from selfspec.backends.cuda.compiler import Compiler
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
 from selfspec.backends.cuda.exit import draft_head_capacity
 from selfspec.backends.cuda.exit_scoring import ExitFill
-from selfspec.backends.cuda.prefill import SMALLEST, Prefill, padded
+from selfspec.backends.cuda.prefill import SMALLEST, Prefill
 from selfspec.backends.cuda.prompt_scoring import PromptScore
 from selfspec.backends.cuda.readback import Readbacks
 from selfspec.backends.cuda.short_prefill import (
@@ -29,7 +28,7 @@ from selfspec.backends.cuda.short_prefill import (
     pass_size,
     segments,
 )
-from selfspec.backends.cuda.slots import SlotBuffers, StepOptions
+from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
@@ -43,39 +42,31 @@ MIN_CONTEXT = 2048  # positions that attention is planned for at least, so that 
 Launch = Callable[[], None]
 
 
-@dataclass(eq=False)
-class Captured:
-    """A step or pass and its captured launches. Keeps its tensors alive as long as the graphs that use them."""
-
-    made: Any  # the step or pass
-    replays: tuple[Launch, ...]
-
-
 class GraphCache:
-    """The MAX_GRAPHS steps and passes that were used most recently, by key."""
+    """The MAX_GRAPHS steps and passes that were used most recently, by key, each followed by its captured launches.
+    Keeps their tensors alive as long as the graphs that use them."""
 
     def __init__(self, device: torch.device) -> None:
         self.compiler = Compiler()
-        self.entries: OrderedDict[tuple, Captured] = OrderedDict()
+        self.entries: OrderedDict[tuple, tuple] = OrderedDict()
         self._device = device
         self._pool: Any = None  # memory pool that all graphs share
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
 
-    def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> Captured:
-        """Returns the step or pass of `key`. On first use builds it and captures its methods named `launches`; they run
-        on the slots of `buffers`, if any. While the compiler collects launches, only compiles and keeps nothing."""
+    def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> tuple:
+        """Returns the step or pass of `key` and its captured launches. On first use builds it and captures its methods
+        named `launches`; they run on the slots of `buffers`, if any. While the compiler collects, only compiles."""
         found = self.entries.get(key)
         if found is None and self.compiler.collects:
             made = build()
             for launch in launches:
                 self.compiler.compile(getattr(made, launch))
-            return Captured(made, tuple(lambda: None for _ in launches))
+            return (made, *(lambda: None for _ in launches))
         if found is None:
             if len(self.entries) >= MAX_GRAPHS:
                 self._evict()
             made = build()
-            replays = tuple(self._capture(buffers, getattr(made, launch)) for launch in launches)
-            found = self.entries[key] = Captured(made, replays)
+            found = self.entries[key] = made, *(self._capture(buffers, getattr(made, launch)) for launch in launches)
         self.entries.move_to_end(key)
         return found
 
@@ -141,45 +132,29 @@ class Graphs:
     @property
     def nbytes(self) -> int:
         """Bytes of slots, scratch and captured steps, without the memory that CUDA keeps for graphs."""
-        tensors = [tensor for of in list(self.captured.entries.values()) for tensor in of.made.tensors]
+        tensors = [tensor for made, *_ in list(self.captured.entries.values()) for tensor in made.tensors]
         tensors += [tensor for buffers in self._buffers for tensor in buffers.tensors]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     # Steps. Each takes the batch's slot buffers, the number of slots, and the longest length that a sequence may reach.
 
     def step(
-        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int
-    ) -> tuple[DeviceStep, Launch]:
-        """A whole step with this plan."""
-        key = ("step", *self._step_key(buffers, count, plan, exit, options, longest))
-        build = partial(self._new_step, buffers, count, plan, exit, options, longest)
-        found = self.captured.find(key, buffers, build, "launch")
-        return found.made, found.replays[0]
+        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int,
+        *parts: str,
+    ) -> tuple:  # fmt: skip
+        """A step with this plan, and the launch of the whole step, or of each of these `parts` of it."""
+        max_context = self._max_context(longest)
 
-    def step_parts(
-        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int
-    ) -> tuple[DeviceStep, Launch, Launch, Launch]:
-        """The same in three parts, between which callables process logits: passes; choice; acceptance and commit."""
-        key = ("parts", *self._step_key(buffers, count, plan, exit, options, longest))
-        build = partial(self._new_step, buffers, count, plan, exit, options, longest)
-        found = self.captured.find(key, buffers, build, "launch_passes", "choose_processed", "accept_and_commit")
-        passes, choose, commit = found.replays
-        return found.made, passes, choose, commit
+        def build() -> DeviceStep:
+            slots = buffers.slots.first(count)
+            if options.processes:
+                _ = buffers.slots.bias, buffers.slots.counts  # allocated before the graph is captured
+            decoder = FusedDecoder(self.model, self.cache, self.scratch, slots, max_context)
+            return self.new_step(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
 
-    def _step_key(
-        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int
-    ) -> tuple:
-        return buffers.number, count, plan, *_drafting_key(exit, self.model), options, self._max_context(longest)
-
-    def _new_step(
-        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int
-    ) -> DeviceStep:
-        slots = buffers.slots.first(count)
-        if options.processes:
-            _ = buffers.slots.bias, buffers.slots.counts  # allocated before the graph is captured
-        decoder = FusedDecoder(self.model, self.cache, self.scratch, slots, self._max_context(longest))
-        slot_exit = None if exit is None else buffers.exit(exit, count)
-        return self.new_step(decoder, slots, plan, slot_exit, options)
+        launches = parts or ("launch",)
+        key = "step", launches, buffers.number, count, plan, *_drafting_key(exit, self.model), options, max_context
+        return self.captured.find(key, buffers, build, *launches)
 
     def exit_fill(
         self, buffers: SlotBuffers, count: int, exit: Exit, options: StepOptions, longest: int, scores: bool
@@ -192,46 +167,41 @@ class Graphs:
             parts = self.model, self.cache, self.scratch, buffers.slots.first(count), self._max_context(longest)
             return ExitFill(*parts, buffers.exit(exit, count), options, scores)
 
-        found = self.captured.find(key, buffers, build, "launch")
-        return found.made, found.replays[0]
+        return self.captured.find(key, buffers, build, "launch")
 
     def prompt_score(self, buffers: SlotBuffers, count: int, exit: Exit, longest: int) -> tuple[PromptScore, Launch]:
         """The pass that compares exit and model at the prompt ends in the buffers."""
         key = ("prompt score", buffers.number, count, self._max_context(longest), *_exit_key(exit))
         parts = self.model, self.cache, self.scratch, buffers.slots.first(count), self._max_context(longest)
-        found = self.captured.find(key, buffers, lambda: PromptScore(*parts, exit, buffers.prompt_end(count)), "launch")
-        return found.made, found.replays[0]
+        return self.captured.find(key, buffers, lambda: PromptScore(*parts, exit, buffers.prompt_end(count)), "launch")
 
     def _max_context(self, longest: int) -> int:
         """Positions that attention is planned for if sequences reach `longest` tokens: a power of two, so that few
         sizes are captured, and spare positions for nodes."""
-        return min(max(MIN_CONTEXT, _power_of_two(longest)), _power_of_two(self.context)) + SPARE_POSITIONS
+        return min(bucket(longest, MIN_CONTEXT), bucket(self.context)) + SPARE_POSITIONS
 
     # Prefill
 
     def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
         """The pass over a chunk of `count` prompt tokens that ends before position `end`."""
-        rows = padded(count, SMALLEST)
-        slots = padded(end - count + rows, PAGE_SIZE)
+        rows = bucket(count, SMALLEST)
+        slots = bucket(end - count + rows, PAGE_SIZE)
         key = ("prefill", rows, slots, *_exit_key(exit))
         parts = self.model, self.cache, exit, rows, slots, self.idle_page
-        found = self.captured.find(key, None, lambda: Prefill(*parts), "launch")
-        return found.made, found.replays[0]
+        return self.captured.find(key, None, lambda: Prefill(*parts), "launch")
 
     def short_prefill(self, exit: Exit | None, lengths: Sequence[int]) -> tuple[ShortPrefill, Launch]:
         """The pass over several short prompts of these lengths."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
         key = ("short prefill", *size, *_exit_key(exit))
-        found = self.captured.find(key, None, lambda: ShortPrefill(*parts, *size, self.idle_page, exit=exit), "launch")
-        return found.made, found.replays[0]
+        return self.captured.find(key, None, lambda: ShortPrefill(*parts, *size, self.idle_page, exit=exit), "launch")
 
     def prompt_embedding(self, lengths: Sequence[int], layer: int) -> tuple[PromptEmbedding, Launch]:
         """The pass that sums the states of prompts of these lengths after `layer` layers, for the router."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
         key = ("prompt embedding", *size, layer)
         build = partial(PromptEmbedding, *parts, *size, self.idle_page, layer=layer)
-        found = self.captured.find(key, None, build, "launch")
-        return found.made, found.replays[0]
+        return self.captured.find(key, None, build, "launch")
 
     @torch.inference_mode()
     def prompt_embeddings(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
@@ -258,15 +228,6 @@ class Graphs:
         finally:
             for kv in kvs:
                 self.cache.close(kv)
-
-
-def bucket(count: int) -> int:
-    """The number of slots that a step of `count` sequences is captured for: the next power of two."""
-    return _power_of_two(count)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _exit_key(exit: Exit | None) -> tuple[int | None, int | None]:

@@ -11,9 +11,9 @@ from contextlib import suppress
 import torch
 
 from selfspec.backends.base import Step
-from selfspec.backends.cuda.graphs import Graphs, bucket
+from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.readback import StepTimes
-from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, to_device
+from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, bucket, to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit

@@ -21,11 +21,6 @@ from selfspec.speculation.exit_scoring import PROMPT_END
 SMALLEST = max(32, PROMPT_END)  # rows: chunks are padded to at least this many
 
 
-def padded(count: int, least: int) -> int:
-    """The next power of two, at least `least`."""
-    return max(least, 1 << (count - 1).bit_length())
-
-
 class Causal:
     """The layout of a chunk's rows, as `cache.layout.Rows` gives it, in tensors of fixed shape for a captured graph."""
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Scratch
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, feature_buffer, prompt_end_buffer
-from selfspec.backends.cuda.slots import to_device
+from selfspec.backends.cuda.slots import bucket, to_device
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.kernels.embed_rope import embed_rope
 from selfspec.kernels.norm import squares_per_row
@@ -61,7 +61,7 @@ def pass_size(lengths: Sequence[int]) -> tuple[int, int, int]:
     two), positions per segment, tokens of the longest prompt."""
     count, longest = sum(map(segments, lengths)), max(lengths)
     segment = SHORTEST_SEGMENT if longest <= SHORTEST_SEGMENT else SEGMENT
-    return 1 << (count - 1).bit_length(), segment, SHORT if longest <= SHORT else LONGEST
+    return bucket(count), segment, SHORT if longest <= SHORT else LONGEST
 
 
 def lengths_to_capture(prompts: int, longest: int) -> Iterator[list[int]]:

@@ -30,6 +30,12 @@ _FIELDS = (*_INTS, *_FLOATS)
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
+def bucket(count: int, least: int = 1) -> int:
+    """The number of slots, rows or positions that graphs for `count` of them are captured for: the next power of two,
+    at least `least`."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Slots:
     """Views of the first `count` slots of a table: one tensor per field."""

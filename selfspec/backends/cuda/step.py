@@ -66,6 +66,8 @@ class DeviceStep:
     A plain step does not run the exit: it keeps the states from which `exit_scoring.py` fills the exit's KV later.
     """
 
+    PARTS = "launch_passes", "choose_processed", "accept_and_commit"  # between which callables process logits
+
     def __init__(
         self, decoder: FusedDecoder, slots: Slots, plan: Plan, exit: SlotExit | None, options: StepOptions
     ) -> None:
@@ -107,8 +109,7 @@ class DeviceStep:
         self.commit()
 
     def launch_passes(self) -> None:
-        """Draft and verify, then all logits, for callables to process: the first part of a step with callables, before
-        `choose_processed` and `accept_and_commit`."""
+        """Draft and verify, then all logits, for callables to process."""
         self.draft()
         self.verify()
         lm_head_logits(self.final_states, self.model.head, self.logits, softcap=self.model.config.logit_softcap)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from selfspec.backends.cuda.graphs import Graphs, bucket
+from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import lengths_to_capture
-from selfspec.backends.cuda.slots import StepOptions
+from selfspec.backends.cuda.slots import StepOptions, bucket
 from selfspec.profiles.router import MARKED
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
@@ -63,7 +63,7 @@ class WarmUp:
         graphs = self.graphs
         if not graphs.max_short_prompt:
             return
-        for lengths in lengths_to_capture(batch, min(graphs.max_short_prompt, 1 << (graphs.context - 1).bit_length())):
+        for lengths in lengths_to_capture(batch, min(graphs.max_short_prompt, bucket(graphs.context))):
             graphs.short_prefill(exit, lengths)
             if router_layer is not None and max(lengths) <= MARKED:
                 graphs.prompt_embedding(lengths, router_layer)
