@@ -10,7 +10,8 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
     Reads the words' bytes in the order of a little-endian machine.
     """
-    values = words.contiguous().view(torch.uint8)
+    # Flat first: torch calls a single column contiguous whatever its stride, and then cannot view it as bytes.
+    values = words.contiguous().flatten().view(torch.uint8).view(*words.shape[:-1], -1)
     return values if bits == 8 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
 
 
