@@ -86,8 +86,8 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         corpus = Corpus.pack([Document(prompt + answer, len(prompt))], len(prompt) + len(answer))
         answers = Answers(prompts.temperature, corpus)
         (found,) = measure(model, [exit], profile.head_rows(model, domain), answers, seed)
-        marks = engine.drafters.marks([prompt]) if profile.routes else None
-        is_unfamiliar = marks is not None and bool(profile.far(marks, Rules().max_distance)[0])
+        embeddings = engine.drafters.prompt_embeddings([prompt]) if profile.routes else None
+        is_unfamiliar = embeddings is not None and profile.are_unfamiliar(embeddings, Rules().max_distance)[0]
         positions = min(len(prompt) - 1, PROMPT_END)
         ranks = found.ranks[: prompts.new_tokens]
         texts.append(Text(ranks, domain, is_unfamiliar, found.prompt_agreement[0], positions))
@@ -125,7 +125,8 @@ class DomainTiming:
         device, choice = profile.device, profile.choice(domain)
         rules = Rules(max_step=max_step).on(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
-        drafters = _OnProfileDevice(engine.model, profile, engine.drafters._mark, device is not None and device.kernels)
+        kernels = device is not None and device.kernels
+        drafters = _OnProfileDevice(engine.model, profile, engine.drafters._embed, kernels)
         return cls(drafters.candidates(domain, choice, policy), choice, rules)
 
     def seconds(self, sequences: int, plan: Plan) -> float:

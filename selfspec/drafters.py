@@ -24,7 +24,7 @@ from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
 from selfspec.speculation.exit_scoring import FEW, PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
-Marker = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their marks, as in `routing`
+Embed = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their embeddings, see `router`
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,12 @@ class Drafters:
         self,
         model: Decoder,
         profile: Profile | None,
-        mark: Marker,
+        embed: Embed,
         kernels: bool = False,
         time_rows: Callable[[], RowCost] | None = None,  # called where the profile lacks costs; None: as on a GPU
     ) -> None:
         self.model, self.profile = model, profile
-        self._mark, self._kernels = mark, kernels
+        self._embed, self._kernels = embed, kernels
         self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: of all
@@ -86,8 +86,8 @@ class Drafters:
             assert layer is not None
             return self._checked(Drafter(self.exit(layer)), policy.possible_plans), []
         routed = request.domain == "auto" and self.profile.routes
-        marks = self.marks(prompts) if routed else None
-        domain = request.domain if request.domain != "auto" else self.profile.route(marks)
+        embeddings = self.prompt_embeddings(prompts) if routed else None
+        domain = request.domain if request.domain != "auto" else self.profile.route(embeddings)
         choice, candidates = self.profile.choice(domain), None
         if layer is None:
             layer = choice.exit_layer
@@ -97,7 +97,8 @@ class Drafters:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
                     return None, []
-        unfamiliar = [] if marks is None else self.profile.far(marks, policy.rules.max_distance)
+        most = policy.rules.max_distance
+        unfamiliar = [] if embeddings is None else self.profile.are_unfamiliar(embeddings, most)
         possible = policy.possible_plans if candidates is None else candidates.all_plans
         usual = choice.prompt_agreement
         agreement = None if usual is None or candidates is None else usual.mean
@@ -149,10 +150,10 @@ class Drafters:
             self._in_use[id(trimmed)] = trimmed
         return trimmed
 
-    def marks(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """What the profile's router tells prompts apart by, [P, hidden]."""
+    def prompt_embeddings(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The vectors by which the profile's router finds the domain of prompts, [P, hidden]."""
         assert self.profile is not None
-        return self._mark(prompts, self.profile.router_layer)
+        return self._embed(prompts, self.profile.router_layer)
 
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""

@@ -27,7 +27,7 @@ from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import time_rows
 from selfspec.models.tokenizer import load_generation_config, load_tokenizer
 from selfspec.profiles.profile import Profile
-from selfspec.profiles.router import marks_of
+from selfspec.profiles.router import prompt_embeddings
 from selfspec.request import (
     PlanLike,
     Settings,
@@ -78,9 +78,10 @@ class Engine:
         self.cache = Cache(model.config, model.device, model.dtype, pages)
         self.context = min(context, (pages - 1) * PAGE_SIZE - SPARE_POSITIONS)
         self._graphs = self._build_graphs(kernels)
-        mark = partial(marks_of, model, self.cache) if self._graphs is None else self._graphs.prompt_embeddings
-        timed = partial(time_rows, model, self.cache) if self._graphs is None else None
-        self.drafters = Drafters(model, self.profile, mark, self.has_kernels, timed)
+        graphs = self._graphs
+        embed = partial(prompt_embeddings, model, self.cache) if graphs is None else graphs.prompt_embeddings
+        timed = partial(time_rows, model, self.cache) if graphs is None else None
+        self.drafters = Drafters(model, self.profile, embed, self.has_kernels, timed)
         self._metrics = Metrics()
         self.scheduler = Scheduler(self.cache, self.drafters, self._metrics, self.new_backend, self.max_batch)
         self._requests = RequestBuilder(model, self.drafters, self.rules, self.context, self.has_kernels)

@@ -33,18 +33,18 @@ def warm_up(
 ) -> int:
     """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many."""
     profile = drafters.profile
-    marked = profile.router_layer if profile is not None and profile.routes else None
+    router_layer = profile.router_layer if profile is not None and profile.routes else None
     scored = profile is not None and any(choice.prompt_agreement for choice in profile.domains.values())
     steps = list(dict.fromkeys(expected_steps(drafters, rules, generation_config, expected)))
     preparing = WarmUp(graphs, expected.max_length, rules.max_tree_batch if scored else 0)
     exits = dict.fromkeys(step.exit for step in steps)
     with preparing.compiling():
         for exit in exits:
-            preparing.prepare_prompts(exit, expected.batch, marked)
+            preparing.prepare_prompts(exit, expected.batch, router_layer)
         for step in steps:
             preparing.prepare(step)
     for exit in exits:
-        preparing.prepare_prompts(exit, expected.batch, marked)
+        preparing.prepare_prompts(exit, expected.batch, router_layer)
     for step in track(steps, description="capturing steps", console=Console(stderr=True), transient=True):
         preparing.prepare(step)
     return len(steps)

@@ -33,7 +33,7 @@ from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
 from selfspec.governor.rules import BATCHES, TEMPERATURES
-from selfspec.profiles.router import mark
+from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 from selfspec.text import encode
@@ -211,8 +211,8 @@ def test_distances_are_of_measuring_prompts_to_the_centroid_of_their_domain(plac
     directions = {name: normalize(torch.tensor(of.centroid), dim=0) for name, of in whole.profile.domains.items()}
     for name, choice in whole.profile.domains.items():
         prompts = [prompt[0].tolist() for prompt in place.measuring_prompts(engine, name)]
-        marks = torch.stack([mark(engine.model, engine.cache, prompt, layer) for prompt in prompts])
-        own, other = (1 - normalize(marks, dim=1) @ directions[to] for to in (name, "ab".replace(name, "")))
+        embeddings = prompt_embeddings(engine.model, engine.cache, prompts, layer)
+        own, other = (1 - normalize(embeddings, dim=1) @ directions[to] for to in (name, "ab".replace(name, "")))
         assert choice.distance is not None
         assert choice.distance.mean == pytest.approx(own.mean().item(), rel=1e-3)
         assert choice.distance.deviation == pytest.approx(own.std(correction=0).item(), rel=1e-2)

@@ -26,7 +26,7 @@ from selfspec.backends.cuda.short_prefill import (
     segments,
 )
 from selfspec.cache.kv_cache import Cache, CacheFull, KVPages, flat_slot
-from selfspec.profiles.router import marks_of
+from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from tests.interpreted import (
     LAYER,
@@ -135,7 +135,7 @@ def test_prompt_embeddings_equal_the_routers() -> None:
     run(graphs, made, TEXTS)
     sums = torch.stack([of_text.sum(0) for of_text in made.sums.split([3, 1])])
     found = sums / torch.tensor([[len(text)] for text in TEXTS])
-    torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, TEXTS, LAYER), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, prompt_embeddings(graphs.model, graphs.cache, TEXTS, LAYER), atol=1e-5, rtol=1e-5)
 
 
 def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
     found = graphs.prompt_embeddings(texts, LAYER)
-    torch.testing.assert_close(found, marks_of(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, prompt_embeddings(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
     assert graphs.cache.free_pages == free
 
 

@@ -17,7 +17,7 @@ from selfspec.backends.cuda.graphs import Graphs
 from selfspec.cache.kv_cache import CacheFull, KVPages, flat_slot
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Spread
-from selfspec.profiles.router import marks_of
+from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny import FAMILIES, tiny_model
@@ -178,7 +178,7 @@ def test_prompt_embeddings_are_nearly_the_routers(small: Decoder) -> None:
     engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(3, 40000, (n,), generator=generator).tolist() for n in (1, 31, 64, 130, 256, 300, 20, 90)]
-    found, expected = graphs_of(engine).prompt_embeddings(texts, 3), marks_of(small, engine.cache, texts, 3)
+    found, expected = graphs_of(engine).prompt_embeddings(texts, 3), prompt_embeddings(small, engine.cache, texts, 3)
     assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.999
 
 

@@ -1,4 +1,4 @@
-"""Routing: marks of prompts, the fitted router, and the domains that requests get."""
+"""Routing: embeddings of prompts, the fitted router, and the domains that requests get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
 from selfspec.profiles.profile import Spread
-from selfspec.profiles.router import Router, distances, mark
+from selfspec.profiles.router import Router, distances, prompt_embedding
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.stepping import enqueue
@@ -45,15 +45,17 @@ def new_cache(model: Decoder) -> Cache:
     return Cache(model.config, model.device, model.dtype, num_pages=6)
 
 
-def mark_of(model: Decoder, prompt: list[int]) -> torch.Tensor:
-    return mark(model, new_cache(model), prompt, LAYER)
+def embedding_of(model: Decoder, prompt: list[int]) -> torch.Tensor:
+    return prompt_embedding(model, new_cache(model), prompt, LAYER)
 
 
 @cache
 def router_of(family: str) -> Router:
     """Fitted to twelve prompts of each domain."""
     model = model_of(family)
-    return Router.fit([torch.stack([mark_of(model, prompt_of(kind, seed)) for seed in range(12)]) for kind in KINDS])
+    return Router.fit(
+        [torch.stack([embedding_of(model, prompt_of(kind, seed)) for seed in range(12)]) for kind in KINDS]
+    )
 
 
 def entries(router: Router, index: int) -> dict[str, Any]:
@@ -84,55 +86,55 @@ def domain_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
 
 @pytest.mark.parametrize("layer", [1, 2])
 @families
-def test_a_mark_is_the_mean_of_the_normed_states_of_a_prompt(family: str, layer: int) -> None:
+def test_an_embedding_is_the_mean_of_the_normed_states_of_a_prompt(family: str, layer: int) -> None:
     prompt, hf, model = random_prompt(20), tiny_model(family), model_of(family)
     with torch.no_grad():
         states = hf(torch.tensor([prompt]), output_hidden_states=True).hidden_states[layer][0]
-    got = mark(model, new_cache(model), prompt, layer)
+    got = prompt_embedding(model, new_cache(model), prompt, layer)
     assert (got.dtype, got.device.type, got.shape) == (torch.float32, "cpu", (32,))
     normed = states / states.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(got, normed.mean(0).float(), atol=1e-4, rtol=0)
 
 
-def test_the_mark_of_a_long_prompt_is_of_its_last_256_tokens() -> None:
+def test_the_embedding_of_a_long_prompt_is_of_its_last_256_tokens() -> None:
     model, prompt = model_of("llama"), random_prompt(300)
-    assert torch.equal(mark_of(model, prompt), mark_of(model, prompt[-256:]))
-    assert not torch.equal(mark_of(model, prompt), mark_of(model, prompt[-255:]))
+    assert torch.equal(embedding_of(model, prompt), embedding_of(model, prompt[-256:]))
+    assert not torch.equal(embedding_of(model, prompt), embedding_of(model, prompt[-255:]))
 
 
 @pytest.mark.parametrize("length", [1, PAGE_SIZE, PAGE_SIZE + 1, 300])
-def test_a_mark_returns_its_pages(length: int) -> None:
+def test_an_embedding_returns_its_pages(length: int) -> None:
     model, prompt = model_of("llama"), random_prompt(length)
     cache = new_cache(model)
-    mark(model, cache, prompt, LAYER)
-    again = [mark(model, cache, prompt, LAYER) for _ in range(3)]
+    prompt_embedding(model, cache, prompt, LAYER)
+    again = [prompt_embedding(model, cache, prompt, LAYER) for _ in range(3)]
     assert cache.free_pages == cache.num_pages
-    assert all(torch.equal(other, mark_of(model, prompt)) for other in again), "marks do not depend on earlier ones"
+    assert all(torch.equal(other, embedding_of(model, prompt)) for other in again), "each is independent"
 
 
-def test_a_mark_does_not_change_running_sequences() -> None:
+def test_an_embedding_does_not_change_running_sequences() -> None:
     engine = engine_of()
     requests = []
     for interrupted in (True, False):
         requests.append(enqueue(engine, [random_prompt(70)], 2, "tree:2,1", max_new_tokens=12))
         while engine.scheduler.step():
             if interrupted:
-                mark(engine.model, engine.cache, random_prompt(90), LAYER)
+                prompt_embedding(engine.model, engine.cache, random_prompt(90), LAYER)
     first, second = (request.sequences[0].tokens for request in requests)
     assert first == second
     assert engine.cache.free_pages == engine.cache.num_pages
 
 
-def test_a_mark_that_fails_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_that_fails_returns_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = model_of("llama"), new_cache(model_of("llama"))
-    mark(model, cache, random_prompt(70), LAYER)
+    prompt_embedding(model, cache, random_prompt(70), LAYER)
 
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(Decoder, "run", fails)
     with pytest.raises(ZeroDivisionError):
-        mark(model, cache, random_prompt(70), LAYER)
+        prompt_embedding(model, cache, random_prompt(70), LAYER)
     assert cache.free_pages == cache.num_pages > 0
 
 
@@ -154,10 +156,10 @@ def test_coordinates_with_a_smaller_variance_count_more() -> None:
 
 def test_differences_of_scores_are_log_odds() -> None:
     clouds = [cloud((-1.0, 0.0), (1.0, 0.5), 0), cloud((1.0, 0.5), (1.0, 0.5), 1)]
-    marks = torch.tensor([[0.0, 0.0], [1.5, -0.5], [-2.0, 0.7]])
-    gaps = torch.from_numpy(np.diff(Router.fit(clouds).scores(marks)))[:, 0]
+    embeddings = torch.tensor([[0.0, 0.0], [1.5, -0.5], [-2.0, 0.7]])
+    gaps = torch.from_numpy(np.diff(Router.fit(clouds).scores(embeddings)))[:, 0]
     scale = torch.tensor([1.0, 0.5])
-    distances = [(((marks - torch.tensor(c)) / scale) ** 2).sum(1) for c in ((-1.0, 0.0), (1.0, 0.5))]
+    distances = [(((embeddings - torch.tensor(c)) / scale) ** 2).sum(1) for c in ((-1.0, 0.0), (1.0, 0.5))]
     torch.testing.assert_close(gaps, 0.5 * (distances[0] - distances[1]), atol=0.2, rtol=0.1)
 
 
@@ -171,33 +173,35 @@ def test_several_prompts_get_the_domain_that_is_most_likely_for_all_together() -
 
 def test_a_router_can_be_fitted_to_fewer_prompts_than_coordinates() -> None:
     generator = torch.Generator().manual_seed(0)
-    marks = [torch.randn(5, 64, generator=generator) + shift for shift in (0.0, 1.0)]
-    router = Router.fit(marks)
-    assert [router.route(of_domain) for of_domain in marks] == [0, 1]
-    assert np.isfinite(router.scores(marks[0])).all()
+    embeddings = [torch.randn(5, 64, generator=generator) + shift for shift in (0.0, 1.0)]
+    router = Router.fit(embeddings)
+    assert [router.route(of_domain) for of_domain in embeddings] == [0, 1]
+    assert np.isfinite(router.scores(embeddings[0])).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_domain_of_several_prompts_maximizes_the_product_of_their_probabilities(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     router = Router(*(torch.randn(*shape, generator=generator) for shape in ((4, 8), (4, 8), (4,))))
-    marks = torch.randn(3, 8, generator=generator)
-    scores = marks @ router.directions.T + router.offsets
-    torch.testing.assert_close(torch.from_numpy(router.scores(marks)), scores)
-    assert router.route(marks) == scores.softmax(-1).prod(0).argmax()
+    embeddings = torch.randn(3, 8, generator=generator)
+    scores = embeddings @ router.directions.T + router.offsets
+    torch.testing.assert_close(torch.from_numpy(router.scores(embeddings)), scores)
+    assert router.route(embeddings) == scores.softmax(-1).prod(0).argmax()
 
 
 # Distances
 
 
 def test_distances_do_not_depend_on_lengths() -> None:
-    marks, centroids = torch.randn(3, 8), torch.randn(2, 8)
-    expected = [[1 - F.cosine_similarity(mark, centroid, dim=0) for centroid in centroids] for mark in marks]
-    torch.testing.assert_close(torch.from_numpy(distances(marks, centroids)), torch.tensor(expected))
+    embeddings, centroids = torch.randn(3, 8), torch.randn(2, 8)
+    expected = [
+        [1 - F.cosine_similarity(of_prompt, centroid, dim=0) for centroid in centroids] for of_prompt in embeddings
+    ]
+    torch.testing.assert_close(torch.from_numpy(distances(embeddings, centroids)), torch.tensor(expected))
     assert distances(torch.zeros(1, 2), torch.ones(1, 2)).tolist() == [[1.0]], "no direction is half-way to any"
 
 
-def test_a_far_mark_exceeds_the_distances_of_every_domain_that_has_them() -> None:
+def test_an_unfamiliar_prompt_exceeds_the_distances_of_every_domain_that_has_them() -> None:
     routed = {"direction": [1.0, 0.0], "ranks": {}}
     domains = {
         "right": choice_of(1, "chain:1", centroid=[2.0, 0.0], distance=Spread(mean=0.5, deviation=0.25), **routed),
@@ -205,12 +209,12 @@ def test_a_far_mark_exceeds_the_distances_of_every_domain_that_has_them() -> Non
         "left": choice_of(1, "chain:1", centroid=[-1.0, 0.0], **routed),
     }
     profile = profile_of(model_of("llama"), domains)
-    marks = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, -1.0]])  # 0, 1, 1 and 1.7 from the right
-    assert profile.far(marks, 2.0) == [False, False, False, True], "1 from the right equals the limit"
-    assert profile.far(marks, 1.0) == [False, False, True, True]
-    assert profile.far(marks, 10.0) == [False] * 4
+    embeddings = torch.tensor([[5.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, -1.0]])  # 0, 1, 1 and 1.7 from the right
+    assert profile.are_unfamiliar(embeddings, 2.0) == [False, False, False, True], "1 from the right equals the limit"
+    assert profile.are_unfamiliar(embeddings, 1.0) == [False, False, True, True]
+    assert profile.are_unfamiliar(embeddings, 10.0) == [False] * 4
     unknown = {name: choice.model_copy(update={"distance": None}) for name, choice in domains.items()}
-    assert profile_of(model_of("llama"), unknown).far(marks, 0.0) == [False] * 4
+    assert profile_of(model_of("llama"), unknown).are_unfamiliar(embeddings, 0.0) == [False] * 4
 
 
 # Requests
@@ -223,7 +227,7 @@ def test_other_prompts_of_a_domain_are_routed_to_it(family: str, kind: str) -> N
     assert profile is not None
     for seed in range(100, 110):
         for length in (30, 90):
-            assert profile.route(mark_of(model, prompt_of(kind, seed, length))[None]) == kind, f"{seed}, {length}"
+            assert profile.route(embedding_of(model, prompt_of(kind, seed, length))[None]) == kind, f"{seed}, {length}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,7 +238,7 @@ def test_an_engine_routes_its_requests(kind: str) -> None:
 
 def test_routing_is_deterministic() -> None:
     model, prompt = model_of("llama"), random_prompt(40)
-    assert torch.equal(mark_of(model, prompt), mark_of(model, prompt))
+    assert torch.equal(embedding_of(model, prompt), embedding_of(model, prompt))
     assert len({domain_of(engine_of(), [prompt]) for _ in range(4)}) == 1
 
 
@@ -250,14 +254,14 @@ def test_routing_does_not_depend_on_order_or_padding() -> None:
     assert {domain_of(engine_of(), list(order)) for order in permutations(batch)} == {"high"}
 
 
-def test_marks_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
     def spy(model: Decoder, cache: Cache, prompt: list[int], layer: int) -> torch.Tensor:
         seen.append(list(prompt))
-        return mark(model, cache, prompt, layer)
+        return prompt_embedding(model, cache, prompt, layer)
 
-    monkeypatch.setattr("selfspec.profiles.router.mark", spy)
+    monkeypatch.setattr("selfspec.profiles.router.prompt_embedding", spy)
     batch = [prompt_of("low", 100, 9), prompt_of("low", 101, 70)]
     domain_of(engine_of(), batch)
     assert seen == batch
@@ -279,25 +283,25 @@ def test_routing_does_not_change_any_token() -> None:
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes computing a mark fail."""
+    """Makes computing an embedding fail."""
 
     def never(*_: Any) -> None:
         raise AssertionError("a prompt was looked at")
 
-    monkeypatch.setattr("selfspec.profiles.router.mark", never)
+    monkeypatch.setattr("selfspec.profiles.router.prompt_embedding", never)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_named_domain_needs_no_mark(kind: str, blind: None) -> None:
+def test_a_named_domain_needs_no_embedding(kind: str, blind: None) -> None:
     assert domain_of(engine_of(), [prompt_of("low", 100)], domain=kind) == kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_router_requests_get_the_first_domain_and_need_no_mark(kind: str, blind: None) -> None:
+def test_without_a_router_requests_get_the_first_domain_and_need_no_embedding(kind: str, blind: None) -> None:
     assert domain_of(engine_of(routes=False), [prompt_of(kind, 100)]) == "low"
 
 
-def test_a_profile_with_one_domain_needs_no_mark() -> None:
+def test_a_profile_with_one_domain_needs_no_embedding() -> None:
     profile = profile_of(model_of("llama"), {"a": choice_of(1, "chain:2", **entries(router_of("llama"), 0))})
     assert not profile.routes
     assert profile.route(torch.ones(1, 32)) == "a"
@@ -321,13 +325,13 @@ def test_a_router_layer_that_the_model_lacks_is_refused(layer: int) -> None:
         Engine.from_model(tiny_model("llama"), profile=profile_of(model_of("llama"), domains, router_layer=layer))
 
 
-def test_requests_without_speculation_need_no_mark(blind: None) -> None:
+def test_requests_without_speculation_need_no_embedding(blind: None) -> None:
     ids = torch.tensor([prompt_of("low", 100)])
     out = engine_of().generate(ids, max_new_tokens=3, speculative_decoding=False, return_dict_in_generate=True)
     assert out.stats[0].disabled_reason == "request"
 
 
-def test_a_routed_request_needs_a_mark(blind: None) -> None:
+def test_a_routed_request_needs_an_embedding(blind: None) -> None:
     with pytest.raises(AssertionError, match="looked at"):
         domain_of(engine_of(), [prompt_of("low", 100)])
 

@@ -33,7 +33,7 @@ from selfspec.profiles.profile import (
     Run,
     Spread,
 )
-from selfspec.profiles.router import Router, distances, marks_of
+from selfspec.profiles.router import Router, distances, prompt_embeddings
 
 COMPARED_CHAIN = "chain:4"
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
@@ -49,8 +49,8 @@ def build(
     seconds: float,
 ) -> Profile:
     """The profile before its plans are tried; the calibration has taken `seconds` so far."""
-    router = Router.fit([_marks(setup, domain, domain.training) for domain in setup.domains])
-    measuring = [_marks(setup, domain, domain.measuring) for domain in setup.domains]
+    router = Router.fit([_embeddings(setup, domain, domain.training) for domain in setup.domains])
+    measuring = [_embeddings(setup, domain, domain.measuring) for domain in setup.domains]
     domains = {}
     for index, domain in enumerate(setup.domains):
         choice = choices[domain.name]
@@ -178,16 +178,16 @@ def _exit_rates(
     return rates
 
 
-def _marks(setup: Setup, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
-    """Marks [P, hidden] of a domain's prompts, for the router."""
+def _embeddings(setup: Setup, domain: Domain, prompts: Sequence[Prompt]) -> torch.Tensor:
+    """Embeddings [P, hidden] of a domain's prompts, for the router."""
     tokens = setup.fitting(domain.name, prompts)
-    return marks_of(setup.model, setup.engine.cache, tokens, setup.router_layer)
+    return prompt_embeddings(setup.model, setup.engine.cache, tokens, setup.router_layer)
 
 
-def _accuracy(router: Router, marks: list[torch.Tensor]) -> float:
-    """The share of prompts that the router sends to their own domain, given the marks of each domain's prompts."""
-    right = sum(int((router.scores(own).argmax(-1) == index).sum()) for index, own in enumerate(marks))
-    return _rounded(right / sum(map(len, marks)))
+def _accuracy(router: Router, embeddings: list[torch.Tensor]) -> float:
+    """The share of prompts that the router sends to their own domain, given the embeddings of each domain's."""
+    right = sum(int((router.scores(own).argmax(-1) == index).sum()) for index, own in enumerate(embeddings))
+    return _rounded(right / sum(map(len, embeddings)))
 
 
 def _spread(values: list[float]) -> Spread | None:

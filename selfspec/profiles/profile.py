@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
 
@@ -25,7 +26,7 @@ from selfspec.models.decoder import Decoder
 from selfspec.models.loading import fingerprint, same_fingerprint
 from selfspec.profiles.exits_file import ExitsFile
 from selfspec.profiles.paths import profiles_dir, shipped_dir
-from selfspec.profiles.router import DomainDistances, Router
+from selfspec.profiles.router import Router, distances
 from selfspec.speculation.exit import Exit, check_exit_layer
 from selfspec.speculation.plan import MAX_NODES, Plan
 
@@ -173,9 +174,9 @@ class DomainChoice(Entry):
     costs: dict[str, CycleCost] = {}  # batch -> costs of steps with the chosen exit
     prompt_agreement: Spread | None = None  # of the exit with the model on the last positions of prompts
     text_agreement: Spread | None = None  # of the exit with the model on answers
-    centroid: list[float] = []  # mean of the marks of the domain's training prompts, see `router`
+    centroid: list[float] = []  # mean embedding of the domain's training prompts, see `router`
     distance: Spread | None = None  # of measuring prompts to the centroid
-    direction: list[float] = []  # the router's score of a mark: its product with this vector, plus the offset
+    direction: list[float] = []  # the router's score of an embedding: its product with this vector, plus the offset
     offset: float = 0.0
 
     @classmethod
@@ -340,16 +341,20 @@ class Profile(Entry):
             raise ValueError(f"the profile has no domain {domain!r}; choose from {', '.join(self.domains)} and 'auto'")
         return self.domains[domain]
 
-    def route(self, marks: torch.Tensor | None) -> str:
-        """The domain of a request whose prompts have these marks [P, hidden]; the first domain without a router."""
+    def route(self, embeddings: torch.Tensor | None) -> str:
+        """The domain of a request whose prompts have these embeddings [P, hidden]; without a router the first one."""
         names = list(self.domains)
-        return names[0] if marks is None or not self.routes else names[self._router.route(marks)]
+        return names[0] if embeddings is None or not self.routes else names[self._router.route(embeddings)]
 
-    def far(self, marks: torch.Tensor, deviations: float) -> list[bool]:
-        """For each mark, whether its distance to every centroid exceeds the mean of the domain's prompts by more than
-        so many standard deviations."""
-        known = self.routes and self._distances
-        return known.exceeds(marks, deviations) if known else [False] * len(marks)
+    def are_unfamiliar(self, embeddings: torch.Tensor, deviations: float) -> list[bool]:
+        """For each prompt embedding [P, hidden], whether its distance to every centroid exceeds the mean of the
+        domain's prompts by more than so many standard deviations."""
+        spreads = {number: of.distance for number, of in enumerate(self.domains.values()) if of.distance}
+        if not self.routes or not spreads:
+            return [False] * len(embeddings)
+        limits = np.array([of.mean + deviations * of.deviation for of in spreads.values()])
+        exceeds = distances(embeddings, self._router.centroids[list(spreads)]) > limits
+        return [bool(of.all()) for of in exceeds]
 
     @property
     def drafts(self) -> bool:
@@ -367,15 +372,6 @@ class Profile(Entry):
         choices = self.domains.values()
         centroids, directions = (torch.tensor([getattr(c, n) for c in choices]) for n in ("centroid", "direction"))
         return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
-
-    @cached_property
-    def _distances(self) -> DomainDistances | None:
-        """Of the domains with measured distances; None where no domain has them."""
-        known = [(choice.centroid, choice.distance) for choice in self.domains.values() if choice.distance]
-        if not known:
-            return None
-        centroids, spreads = zip(*known, strict=True)
-        return DomainDistances(torch.tensor(centroids), [of.mean for of in spreads], [of.deviation for of in spreads])
 
     def exit(self, model: Decoder, layer: int) -> Exit:
         """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where

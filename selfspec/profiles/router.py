@@ -1,8 +1,8 @@
 """Routing: finds the domain of a prompt from its hidden states after a few layers.
 
-The *mark* of a prompt is the mean of its tokens' RMS-normed states after the router's layer. The router is a linear
-discriminant analysis: a prompt gets the domain whose centroid, the mean of its prompts' marks, is nearest by the
-Mahalanobis distance of the marks' covariance within domains.
+The *embedding* of a prompt is the mean of its tokens' RMS-normed states after the router's layer. The router is a
+linear discriminant analysis: a prompt gets the domain whose centroid, the mean of its prompts' embeddings, is nearest
+by the Mahalanobis distance of the embeddings' covariance within domains.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.models.decoder import Decoder
 
-MARKED = 256  # the last tokens of a prompt, of which the mark is made
+EMBEDDED_TOKENS = 256  # the last tokens of a prompt, of which its embedding is made
 _SHRINKAGE = 0.5  # weight of the covariance's diagonal: there are more coordinates than prompts
 _TINY = 1e-12  # the least norm to divide by
 
 
 @torch.inference_mode()
-def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> torch.Tensor:
-    """The mark [hidden] of a prompt, from its states after `layer` layers: float32, on the CPU. Needs free pages of the
-    cache for its tokens, and returns them."""
-    tokens = list(prompt[-MARKED:])
-    sequence = cache.open()
+def prompt_embedding(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> torch.Tensor:
+    """The embedding [hidden] of a prompt, from its states after `layer` layers: float32, on the CPU. Needs free pages
+    of the cache for its tokens, and returns them."""
+    tokens, sequence = list(prompt[-EMBEDDED_TOKENS:]), cache.open()
     try:
         cache.reserve(sequence, len(tokens))
         rows = Rows.causal([sequence], len(tokens), model.device)
@@ -38,17 +37,17 @@ def mark(model: Decoder, cache: Cache, prompt: Sequence[int], layer: int) -> tor
         cache.close(sequence)
 
 
-def marks_of(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-    """The marks [P, hidden] of prompts, one pass each."""
-    return torch.stack([mark(model, cache, prompt, layer) for prompt in prompts])
+def prompt_embeddings(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
+    """The embeddings [P, hidden] of prompts, one pass each."""
+    return torch.stack([prompt_embedding(model, cache, prompt, layer) for prompt in prompts])
 
 
 # Small products for each request, in numpy: PyTorch would start its threads for them.
 
 
-def distances(marks: torch.Tensor, centroids: torch.Tensor) -> np.ndarray:
-    """Cosine distances [P, D] of marks [P, hidden] and centroids [D, hidden]: from 0, the same direction, to 2."""
-    return 1 - _normalised(marks) @ _normalised(centroids).T
+def distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> np.ndarray:
+    """Cosine distances [P, D] of embeddings [P, hidden] and centroids [D, hidden]: from 0, the same direction, to 2."""
+    return 1 - _normalised(embeddings) @ _normalised(centroids).T
 
 
 def _normalised(vectors: torch.Tensor) -> np.ndarray:
@@ -56,43 +55,29 @@ def _normalised(vectors: torch.Tensor) -> np.ndarray:
     return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), _TINY)
 
 
-class DomainDistances:
-    """The distances of D domains' prompts to the domains' centroids."""
-
-    def __init__(self, centroids: torch.Tensor, means: Sequence[float], deviations: Sequence[float]) -> None:
-        self._centroids = _normalised(centroids)  # [D, hidden]
-        self._means, self._deviations = np.array(means), np.array(deviations)  # [D] of the distances
-
-    def exceeds(self, marks: torch.Tensor, deviations: float) -> list[bool]:
-        """For each of the marks [P, hidden], whether its distance to every centroid exceeds the domain's mean by more
-        than so many standard deviations."""
-        off = 1 - _normalised(marks) @ self._centroids.T
-        return (off > self._means + deviations * self._deviations).all(1).tolist()
-
-
 @dataclass(frozen=True)
 class Router:
-    """Scores marks for each of D domains; the domain with the highest score is the nearest."""
+    """Scores embeddings for each of D domains; the domain with the highest score is the nearest."""
 
     centroids: torch.Tensor  # [D, hidden]
     directions: torch.Tensor  # [D, hidden]
     offsets: torch.Tensor  # [D]
 
     @classmethod
-    def fit(cls, marks: list[torch.Tensor]) -> Router:
-        """Fits the router to the marks [P, hidden] of each domain's prompts."""
-        centroids = torch.stack([of_domain.mean(0) for of_domain in marks]).double()
-        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in marks]).double()
+    def fit(cls, embeddings: list[torch.Tensor]) -> Router:
+        """Fits the router to the embeddings [P, hidden] of each domain's prompts."""
+        centroids = torch.stack([of_domain.mean(0) for of_domain in embeddings]).double()
+        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in embeddings]).double()
         scatter = off.T @ off / len(off)
         scatter = torch.lerp(scatter, scatter.diag().diag(), _SHRINKAGE)
         scatter += 1e-6 * torch.eye(len(scatter), dtype=scatter.dtype)  # invertible where a coordinate is constant
         directions = torch.linalg.solve(scatter, centroids.T).T
         return cls(centroids.float(), directions.float(), -0.5 * (directions * centroids).sum(1).float())
 
-    def scores(self, marks: torch.Tensor) -> np.ndarray:
-        """[P, D] for marks [P, hidden]; differences between domains are log odds."""
-        return marks.numpy() @ self.directions.numpy().T + self.offsets.numpy()
+    def scores(self, embeddings: torch.Tensor) -> np.ndarray:
+        """[P, D] for embeddings [P, hidden]; differences between domains are log odds."""
+        return embeddings.numpy() @ self.directions.numpy().T + self.offsets.numpy()
 
-    def route(self, marks: torch.Tensor) -> int:
+    def route(self, embeddings: torch.Tensor) -> int:
         """The most likely domain of several prompts together: the log odds of independent prompts add up."""
-        return int(self.scores(marks).sum(0).argmax())
+        return int(self.scores(embeddings).sum(0).argmax())

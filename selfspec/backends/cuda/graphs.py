@@ -32,7 +32,7 @@ from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
-from selfspec.profiles.router import MARKED, marks_of
+from selfspec.profiles.router import EMBEDDED_TOKENS, prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
@@ -205,11 +205,10 @@ class Graphs:
 
     @torch.inference_mode()
     def prompt_embeddings(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-        """The prompts' embeddings [P, hidden], on the CPU: means of their normed states after `layer` layers, which
-        `profiles.router` calls marks. Takes pages for the passes and returns them."""
-        if self.max_short_prompt < MARKED:
-            return marks_of(self.model, self.cache, prompts, layer)
-        ends = [prompt[-MARKED:] for prompt in prompts]
+        """The prompts' embeddings [P, hidden], see `profiles.router`. Takes pages for the passes and returns them."""
+        if self.max_short_prompt < EMBEDDED_TOKENS:
+            return prompt_embeddings(self.model, self.cache, prompts, layer)
+        ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
         groups = [ends[group.start : group.stop] for group in groups_per_pass(list(map(len, ends)))]
         sums = torch.cat([self._segment_sums(group, layer) for group in groups]).cpu()
         by_prompt = sums.split([segments(len(end)) for end in ends])

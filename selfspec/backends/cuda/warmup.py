@@ -9,7 +9,7 @@ from typing import NamedTuple
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import lengths_to_capture
 from selfspec.backends.cuda.slots import StepOptions, bucket
-from selfspec.profiles.router import MARKED
+from selfspec.profiles.router import EMBEDDED_TOKENS
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
@@ -65,5 +65,5 @@ class WarmUp:
             return
         for lengths in lengths_to_capture(batch, min(graphs.max_short_prompt, bucket(graphs.context))):
             graphs.short_prefill(exit, lengths)
-            if router_layer is not None and max(lengths) <= MARKED:
+            if router_layer is not None and max(lengths) <= EMBEDDED_TOKENS:
                 graphs.prompt_embedding(lengths, router_layer)
