@@ -24,7 +24,7 @@ from bench.timing import percentile
 from selfspec.backends.base import Step
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
-from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, estimated_cost
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import Policy, Rules
@@ -108,7 +108,8 @@ def idle_scheduler(
     """A scheduler with one waiting request of `count` sequences, governed or plain."""
     params, rules = SamplingParams(), Rules()
     budget = Budget(rules.budget, rules.budget_refill)
-    candidates = PlanCandidates(Acceptance([[0.75, 0.1]]), {16: estimated_cost(1, 30)}, max_tree_batch=4)
+    parts = Acceptance([[0.75, 0.1]]), {16: estimated_cost(1, 30)}
+    candidates = PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4))
     sequences = [Sequence([1] * PROMPT, seed, 0, PROMPT + new_tokens, params) for seed in range(count)]
     policy = Policy(rules, params, mode=None if governed else False)
     drafter = Drafter(_EXIT, candidates=candidates) if governed else None

@@ -8,13 +8,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from weakref import WeakValueDictionary
 
 import torch
 
-from selfspec.governor.acceptance import Acceptance
-from selfspec.governor.candidates import PlanCandidates
-from selfspec.governor.costs import CostModel, Costs, RowCost, StepCost, calibrated_cost, estimated_cost, gpu_rows
+from selfspec.governor.acceptance import Acceptance, mean_shares
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
+from selfspec.governor.costs import (
+    CostModel,
+    Costs,
+    RowCost,
+    StepCost,
+    calibrated_cost,
+    estimated_cost,
+    gpu_rows,
+    mean_cost,
+)
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.models.decoder import Decoder
@@ -56,6 +67,7 @@ class Drafters:
         self._costs: dict[Hashable, Costs] = {}  # by the kind of batch
         self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
+        self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
         self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
 
     @property
@@ -192,11 +204,24 @@ class Drafters:
         rules, temperature = policy.rules, round(policy.temperature, 1)
         key = domain, temperature, rules.max_tree_batch, rules.step_limit
         if key not in self._candidates:
-            models = {size: self._cost_model(choice, size) for size in BATCHES.values()}
-            widest = choice.head_rows or self.model.config.vocab_size
-            limits = rules.max_tree_batch, widest, rules.step_limit, self._score_cost
-            self._candidates[key] = PlanCandidates(Acceptance(choice.ranks_at(temperature)), models, *limits)
+            shared = self._shared_plans(choice.exit_layer, rules.max_tree_batch, rules.step_limit)
+            acceptance = Acceptance(choice.ranks_at(temperature))
+            self._candidates[key] = PlanCandidates(acceptance, self._cost_models(choice), shared, self._score_cost)
         return self._candidates[key]
+
+    def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, step_limit: float) -> SharedPlans:
+        """The plans of all governed domains that draft with this exit."""
+        assert self.profile is not None
+        choices = [of for of in self.profile.domains.values() if of.exit_layer == exit_layer and of.ranks]
+        models = [self._cost_models(choice) for choice in choices]
+        costs = {size: mean_cost([of[size] for of in models]) for size in BATCHES.values()}
+        widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
+        acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]))
+        return SharedPlans(acceptance, costs, max_tree_batch, widest, step_limit)
+
+    def _cost_models(self, choice: DomainChoice) -> dict[int, CostModel]:
+        """By the largest batch each is for."""
+        return {size: self._cost_model(choice, size) for size in BATCHES.values()}
 
     def _cost_model(self, choice: DomainChoice, batch: int) -> CostModel:
         """As calibration measured it, else by the numbers of layers and rows."""
@@ -224,18 +249,30 @@ class Drafters:
         return any(choice.ranks and len(self._calibrated(choice)) < len(BATCHES) for choice in domains)
 
     def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
-        """Which cycles requests of these domains may run, with which exits."""
+        """Which steps requests of these domains may run, with which exits. Sequences of several domains share a head;
+        what domains have in common counts once."""
+        seen: set[tuple] = set()
         for name in domains if policy.reason(batch) is None else ():
-            assert self.profile is not None
-            choice = self.profile.choice(name)
-            if self._has_ranks(choice, policy):
-                plans = list(self.candidates(name, choice, policy).table(batch).plans)
-                yield NONE, self.trimmed_exit(name)
-            else:
-                policy.plans = self.plans(choice, policy)
-                plans = [plan for plan in [policy.choose(batch)[0]] if len(plan)]
-            for plan in plans:
-                yield plan, self.trimmed_exit(name)
+            for plan, exit in product(self._expected_plans(name, batch, policy), self._expected_exits(name, batch)):
+                key = plan, exit.layer, exit.vocabulary
+                if key not in seen:
+                    seen.add(key)
+                    yield plan, exit
+
+    def _expected_plans(self, domain: str, batch: int, policy: Policy) -> list[Plan]:
+        assert self.profile is not None
+        choice = self.profile.choice(domain)
+        if self._has_ranks(choice, policy):
+            return [NONE, *self.candidates(domain, choice, policy).table(batch).plans]
+        policy.plans = self.plans(choice, policy)
+        return [plan for plan in [policy.choose(batch)[0]] if len(plan)]
+
+    def _expected_exits(self, domain: str, batch: int) -> list[Exit]:
+        """The domain's exit and, for several sequences, that of all domains."""
+        trimmed = self.trimmed_exit(domain)
+        if batch == 1 or trimmed.block is None:
+            return [trimmed]
+        return [trimmed, self.exit(trimmed.layer).offering(self.head_rows_of(None), [])]
 
     def trimmed_exit(self, domain: str) -> Exit:
         """The exit of a domain over its rows of the head."""

@@ -17,7 +17,7 @@ from bench.governor_sets import PromptSet
 from bench.replay import DomainTiming, Text
 from selfspec import Engine, Rules
 from selfspec.governor.acceptance import Acceptance
-from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, estimated_cost
 from selfspec.governor.governor import Budget
 from selfspec.profiles.profile import CycleCost, Spread
@@ -46,7 +46,8 @@ def timing() -> DomainTiming:
     }
     agreement, model = Spread(mean=0.5, deviation=0.1), estimated_cost(3, 30)
     acceptance = Acceptance([[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4)
-    candidates = PlanCandidates(acceptance, {1: model, 4: model, 16: model}, max_tree_batch=4)
+    models = {1: model, 4: model, 16: model}
+    candidates = PlanCandidates(acceptance, models, SharedPlans(acceptance, models, max_tree_batch=4))
     return DomainTiming(candidates, choice_of(1, "none", costs=costs, prompt_agreement=agreement), Rules())
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import MEMORY, Acceptance, Skill
-from selfspec.governor.candidates import PlanCandidates, likeliest
+from selfspec.governor.acceptance import MEMORY, Acceptance, Skill, mean_shares
+from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest
 from selfspec.governor.costs import PLAIN_SAMPLES, Costs, StepCost, calibrated_cost, estimated_cost, gpu_rows
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
@@ -129,12 +129,25 @@ def test_a_clock_that_stands_still_divides_nothing_by_zero() -> None:
 
 def candidates(max_step: float = inf, row: float = 0.02, **options: int) -> PlanCandidates:
     models = {size: estimated_cost(3, 30, size, row_cost=lambda rows: 1 + (rows - 1) * row) for size in (1, 4, 16)}
-    return PlanCandidates(Acceptance(SHARES), models, max_tree_batch=4, max_step=max_step, **options)
+    parts = Acceptance(SHARES), models
+    return PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4, max_step=max_step, **options))
 
 
 def speed(of: PlanCandidates, batch: int, plan: Plan, skill: float) -> float:
     length = of.acceptance.lengths(plan)[Skill(skill).level]
     return float(length) / of.cost(plan, batch)
+
+
+def test_domains_share_plans_and_have_their_own_lengths() -> None:
+    models = {16: estimated_cost(3, 30)}
+    shared = SharedPlans(Acceptance(mean_shares([SHARES, [[0.2, 0.1]]])), models, max_tree_batch=4)
+    good, bad = (PlanCandidates(Acceptance(of), models, shared).table(1) for of in (SHARES, [[0.2, 0.1]]))
+    assert good.plans == bad.plans
+    assert (good.lengths > bad.lengths).all()
+
+
+def test_the_mean_of_shares_continues_each_domains_last_depth() -> None:
+    assert mean_shares([[[0.5, 0.1], [0.25]], [[0.25]]]) == [[0.375, 0.05], [0.25]]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.backends import torch_backend
 from selfspec.governor.acceptance import Acceptance, Skill
-from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.governor import Governor
 from selfspec.governor.rules import Policy, Rules
 from selfspec.sampling import SamplingParams
@@ -102,7 +102,8 @@ def governed(
     exit: Exit, prompts: list[list[int]], params: SamplingParams = GREEDY, samples: int = 1, cost: float = 1.1
 ) -> Decoding:
     """With a governor to which a drafting step costs `cost` plain steps; drafting pays up to a cost of about 1.4."""
-    candidates = PlanCandidates(Acceptance([[0.5, 0.1]]), {16: lambda depth, nodes: cost}, max_tree_batch=4)
+    parts: tuple = Acceptance([[0.5, 0.1]]), {16: lambda depth, nodes: cost}
+    candidates = PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4))
     options: dict[str, Any] = {"params": params, "samples": samples, "seed": SEED, "new_tokens": 400}
     options |= {"candidates": candidates, "agreement": 0.5}
     return Decoding(exit.model, new_cache(exit.model), prompts, exit, **options)

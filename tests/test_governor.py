@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.governor.acceptance import MEMORY, UNFAMILIAR, Acceptance, Skill
-from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import PLAIN_INTERVAL, PLAIN_SAMPLES, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
@@ -28,9 +28,8 @@ PLAN = Plan.parse("tree:4")
 def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17, batch: int = 1) -> Governor:
     """With a cost model in which a depth takes so many plain steps; plain steps are measured unless told otherwise."""
     model = estimated_cost(round(30 * depth) - 2, 30)
-    candidates = PlanCandidates(
-        Acceptance(SHARES), {16: model}, max_tree_batch=4, max_step=rules.step_limit, score_cost=SCORE_COST
-    )
+    parts = Acceptance(SHARES), {16: model}
+    candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
     for _ in range(PLAIN_SAMPLES if measured else 0):
         governor.costs.observe(governor.costs.cell(batch, CONTEXT), NONE, 1.0, 1.0)

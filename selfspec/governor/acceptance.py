@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
-from math import log, log2
+from itertools import zip_longest
+from math import fsum, log, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -130,6 +131,13 @@ class Acceptance:
 
     def _at(self, depth: int) -> Sequence[float]:
         return self._shares[min(depth, len(self._shares) - 1)]
+
+
+def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """The mean over domains of shares [depth][rank]; past its last depth a domain's last one counts."""
+    depths = range(max(map(len, domains)))
+    by_depth = ([of[min(depth, len(of) - 1)] for of in domains] for depth in depths)
+    return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
 
 
 def exposure_of(shares: Sequence[float]) -> float:

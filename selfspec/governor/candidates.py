@@ -1,13 +1,14 @@
 """The plans that the governor chooses from: for texts of several skills the one that the cost model makes fastest.
 
-Made once for a domain and temperature, from the acceptance model and the cost model alone.
+All domains and temperatures of an exit share the plans, so that few steps are captured; each domain has its own
+expected lengths and costs of them. Made once, from the acceptance model and the cost model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from heapq import heappop, heappush
 from math import inf
 
@@ -17,9 +18,7 @@ from selfspec.governor.acceptance import LEVELS, Acceptance, Skill
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, Plan
 
-_SKILLS = tuple(
-    2 ** (half / 2) for half in range(-4, 4)
-)  # of texts that a plan is made for: each twice as well guessed as the one before
+_SKILLS = (0.125, 0.25, 0.5, 1.0, 2.0)  # of texts that a plan is made for; half as many plans lose 1% of the speed
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
 
 Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
@@ -38,8 +37,8 @@ class PlanTable:
         return {plan: place for place, plan in enumerate(self.plans)}
 
 
-class PlanCandidates:
-    """The plans of one domain and temperature for every batch."""
+class SharedPlans:
+    """The plans for every batch, made for the mean chances of all domains."""
 
     def __init__(
         self,
@@ -48,50 +47,29 @@ class PlanCandidates:
         max_tree_batch: int,  # larger batches draft chains only
         widest: int = MAX_NODES,  # ranks that the exit can offer
         max_step: float = inf,  # plain steps that a step may take
-        score_cost: float = 0.1,  # plain steps that scoring the exit takes
     ) -> None:
-        self.acceptance, self.score_cost = acceptance, score_cost
-        self._costs, self._max_tree_batch = dict(sorted(costs.items())), max_tree_batch
+        self._acceptance, self._costs, self._max_tree_batch = acceptance, costs, max_tree_batch
         self._widest, self._max_step = min(widest, _WIDEST), max_step
-        self._tables: dict[tuple[int, bool], PlanTable] = {}
-        self.cost = lru_cache(maxsize=256)(self._cost)
+        self.plans = cache(self._plans)
 
-    def table(self, batch: int) -> PlanTable:
-        """The plans for a batch: those of the smallest size with a cost model that it fits in."""
-        size = self._size(batch)
-        key = size, batch > self._max_tree_batch
-        if key not in self._tables:
-            self._tables[key] = self._build(self._costs[size], chains=key[1])
-        return self._tables[key]
-
-    def _cost(self, plan: Plan, batch: int) -> float:
-        """Plain steps that a step of any plan takes, by the cost model."""
-        return self._costs[self._size(batch)](plan.depth, len(plan)) if len(plan) else 1.0
-
-    def _size(self, batch: int) -> int:
-        return next((size for size in self._costs if batch <= size), max(self._costs))
-
-    @property
-    def all_plans(self) -> list[Plan]:
-        """For any batch."""
-        return [plan for size in (1, *self._costs) for plan in self.table(size).plans]
-
-    def _build(self, cost: CostModel, chains: bool) -> PlanTable:
-        """The fastest plan for each skill and two small ones, which pay where larger ones take longer than modelled."""
+    def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
+        """The fastest plan for each skill and two small ones, which pay where larger ones take longer than modelled;
+        the smallest first. `size` is one of the cost models' batches."""
         width = 1 if chains else self._widest
         plans = {Plan.tree((1,)), Plan.tree((min(4, width),))} if self._max_step >= 1 else set()
-        plans |= {plan for skill in _SKILLS if (plan := self._fastest(skill, width, cost)) is not None}
-        ordered = tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
-        lengths = [self.acceptance.lengths(plan) for plan in ordered]
-        costs = tuple(cost(plan.depth, len(plan)) for plan in ordered)
-        return PlanTable(ordered, costs, np.array(lengths).reshape(-1, len(LEVELS)).T)
+        plans |= {plan for skill in _SKILLS if (plan := self._fastest(skill, width, self._costs[size])) is not None}
+        return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
+
+    def for_batch(self, batch: int) -> tuple[Plan, ...]:
+        """The plans of the smallest size with a cost model that the batch fits in."""
+        return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
     def _fastest(self, skill: float, width: int, cost: CostModel) -> Plan | None:
         """The plan with most expected tokens per time, of those that take at most `max_step`; None: plain decoding.
         Nodes are taken in the order of their chances, for each depth that a plan may have."""
         level, best, speed = Skill(skill).level, None, 1.0
         for depth in range(1, DEEPEST_PLAN + 1):
-            chances = [[self.acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
+            chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
             nodes, length = likeliest(chances), 1.0
             for count, (chance, _) in enumerate(nodes, start=1):
                 length += chance
@@ -99,6 +77,42 @@ class PlanCandidates:
                 if taken <= self._max_step and length / taken > speed:
                     best, speed = nodes[:count], length / taken
         return None if best is None else Plan.from_paths([path for _, path in best])
+
+
+class PlanCandidates:
+    """The plans, and what is expected of them in one domain at one temperature."""
+
+    def __init__(
+        self,
+        acceptance: Acceptance,
+        costs: dict[int, CostModel],  # by the largest batch each is for
+        shared: SharedPlans,
+        score_cost: float = 0.1,  # plain steps that scoring the exit takes
+    ) -> None:
+        self.acceptance, self.score_cost = acceptance, score_cost
+        self._costs, self._shared = costs, shared
+        self.cost, self.table = lru_cache(maxsize=256)(self._cost), cache(self._table)
+
+    def _table(self, batch: int) -> PlanTable:
+        """The plans for a batch."""
+        plans, cost = self._shared.for_batch(batch), self._costs[size_of(batch, self._costs)]
+        lengths = np.array([self.acceptance.lengths(plan) for plan in plans])
+        costs = tuple(cost(plan.depth, len(plan)) for plan in plans)
+        return PlanTable(plans, costs, lengths.reshape(-1, len(LEVELS)).T)
+
+    def _cost(self, plan: Plan, batch: int) -> float:
+        """Plain steps that a step of any plan takes, by the cost model."""
+        return self._costs[size_of(batch, self._costs)](plan.depth, len(plan)) if len(plan) else 1.0
+
+    @property
+    def all_plans(self) -> list[Plan]:
+        """For any batch."""
+        return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
+
+
+def size_of(batch: int, costs: Iterable[int]) -> int:
+    """The smallest size with a cost model that a batch fits in, or the largest."""
+    return min((size for size in costs if batch <= size), default=max(costs))
 
 
 def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:

@@ -5,9 +5,10 @@ An engine keeps one `Costs` per kind of batch for all its requests. How many tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 
@@ -50,6 +51,10 @@ class StepCost:
 def calibrated_cost(cost: StepCost, head_rows: int | None = None) -> CostModel:
     """From what calibration measured on this kind of device."""
     return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain))
+
+
+def mean_cost(models: Sequence[CostModel]) -> CostModel:
+    return lambda depth, nodes: fmean(model(depth, nodes) for model in models)
 
 
 def gpu_rows(rows: int) -> float:
