@@ -133,12 +133,19 @@ class Drafters:
         return self.exits[layer]
 
     @property
+    def most_used_exit(self) -> Exit | None:
+        """The exit that most domains of the profile use; None without a profile."""
+        return None if self._most_used_layer is None else self.exit(self._most_used_layer)
+
+    @property
     def usual_exit(self) -> Exit | None:
-        """The exit that most domains of the profile use, once some request has drafted with it; None without one."""
-        if self.profile is None:
-            return None
-        layers = Counter(choice.exit_layer for choice in self.profile.domains.values())
-        return self.exits.get(layers.most_common(1)[0][0])
+        """The same, once some request has drafted with it."""
+        return None if self._most_used_layer is None else self.exits.get(self._most_used_layer)
+
+    @property
+    def _most_used_layer(self) -> int | None:
+        layers = Counter(choice.exit_layer for choice in self.profile.domains.values()) if self.profile else Counter()
+        return layers.most_common(1)[0][0] if layers else None
 
     def head_rows_of(self, domain: str | None) -> HeadRows | None:
         """The rows of the head that a domain drafts from; with None those of all domains together."""

@@ -83,7 +83,9 @@ class Engine:
         timed = partial(time_rows, model, self.cache) if graphs is None else None
         self.drafters = Drafters(model, self.profile, embed, self.has_kernels, timed)
         self._metrics = Metrics()
-        self.scheduler = Scheduler(self.cache, self.drafters, self._metrics, self.new_backend, self.max_batch)
+        self.scheduler = Scheduler(
+            self.cache, self.drafters, self._metrics, self.new_backend, self.max_batch, self._compile_first(graphs)
+        )
         self._requests = RequestBuilder(model, self.drafters, self.rules, self.context, self.has_kernels)
         self._shared_embedding: Any = None  # the parameter of a live model whose storage is shared
         self._log_state()
@@ -336,6 +338,14 @@ class Engine:
             self.scheduler.cancel(request)
             raise
         streamer.end()
+
+    def _compile_first(self, graphs: Graphs | None) -> Callable[[Request], None] | None:
+        """What the scheduler calls before the first request; None without kernels."""
+        if graphs is None:
+            return None
+        from selfspec.warmup import compile_first  # imports Triton
+
+        return partial(compile_first, graphs, self.drafters)
 
     def _build_graphs(self, kernels: bool | None) -> Graphs | None:
         """Returns what steps run with as kernels and CUDA graphs: on a GPU that can run them, unless switched off."""

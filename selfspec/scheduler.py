@@ -42,9 +42,10 @@ class Scheduler:
         metrics: Metrics,
         new_backend: BackendFactory,
         max_decoding: int = MAX_DECODING,
+        before_first: Callable[[Request], None] | None = None,  # called once, with the first request
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
-        self._new_backend = new_backend
+        self._new_backend, self._before_first = new_backend, before_first
         self._requests: set[Request] = set()  # that have not ended; `fail_everything` ends them
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
@@ -206,6 +207,9 @@ class Scheduler:
             if sequence.swapped is not None and self.prefilling:
                 return  # its next steps would take the pages counted for these prompts at admission
             try:
+                if self._before_first is not None:
+                    before, self._before_first = self._before_first, None
+                    before(sequence.request)
                 sequence.request.prepare()
                 batch = self._batch(sequence)
                 if sequence.swapped is not None:

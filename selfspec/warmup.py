@@ -14,7 +14,9 @@ from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Policy, Rules
+from selfspec.profiles.profile import Profile
 from selfspec.request import read_settings
+from selfspec.sequence import Request
 from selfspec.speculation.plan import NONE
 
 
@@ -33,7 +35,7 @@ def warm_up(
 ) -> int:
     """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many."""
     profile = drafters.profile
-    router_layer = profile.router_layer if profile is not None and profile.routes else None
+    router_layer = _router_layer(profile)
     scored = profile is not None and any(choice.prompt_agreement for choice in profile.domains.values())
     steps = list(dict.fromkeys(expected_steps(drafters, rules, generation_config, expected)))
     preparing = WarmUp(graphs, expected.max_length, rules.max_tree_batch if scored else 0)
@@ -48,6 +50,26 @@ def warm_up(
     for step in track(steps, description="capturing steps", console=Console(stderr=True), transient=True):
         preparing.prepare(step)
     return len(steps)
+
+
+def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
+    """Compiles side by side what an engine's first request needs up to its first token: the passes that find its
+    domain, prefill its prompts and score them, and a plain step. Each would compile its own kernels when it runs."""
+    if graphs.captured.entries or not graphs.max_short_prompt:
+        return  # after a warm-up; or kernels are interpreted
+    profile, policy = drafters.profile, request.policy
+    if policy is None or policy.off_for_good:
+        profile = None
+    exit = drafters.most_used_exit if profile is not None else None
+    step = ExpectedStep(len(request.sequences), NONE, exit, request.sequences[0].params)
+    prompts = [of.prompt for of in request.sequences if of.parent is None]
+    preparing = WarmUp(graphs, max(of.max_length for of in request.sequences), len(prompts))
+    with preparing.compiling():
+        preparing.prepare_first(step, prompts, _router_layer(profile))
+
+
+def _router_layer(profile: Profile | None) -> int | None:
+    return profile.router_layer if profile is not None and profile.routes else None
 
 
 def expected_steps(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import lengths_to_capture
+from selfspec.backends.cuda.short_prefill import groups_per_pass, lengths_to_capture
 from selfspec.backends.cuda.slots import StepOptions, bucket
 from selfspec.profiles.router import EMBEDDED_TOKENS
 from selfspec.sampling import SamplingParams
@@ -57,6 +57,24 @@ class WarmUp:
         finally:
             graphs.give_back(buffers)
 
+    def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
+        """Captures the passes that route, prefill and score these prompts, and the step after them. Of prompts that
+        need several passes only the first ones; longer prompts need no kernels to prefill."""
+        graphs, size = self.graphs, bucket(step.sequences)
+        short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_short_prompt + 1]
+        if router_layer is not None:
+            ends = [min(len(prompt), EMBEDDED_TOKENS) for prompt in prompts]
+            graphs.prompt_embedding(_first_pass(ends), router_layer)
+        if short:
+            graphs.short_prefill(step.exit, _first_pass(short))
+        buffers = graphs.take_buffers()
+        try:
+            graphs.step(buffers, size, step.plan, step.exit, StepOptions.of([step.params]), self.longest)
+            if step.exit is not None and size // 2 < self.most_scored:
+                graphs.prompt_score(buffers, size, step.exit, self.longest)
+        finally:
+            graphs.give_back(buffers)
+
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
         """Captures passes over up to `batch` short prompts, and over one longer prompt; with `router_layer` also those
         that embed prompts for the router."""
@@ -67,3 +85,8 @@ class WarmUp:
             graphs.short_prefill(exit, lengths)
             if router_layer is not None and max(lengths) <= EMBEDDED_TOKENS:
                 graphs.prompt_embedding(lengths, router_layer)
+
+
+def _first_pass(lengths: Sequence[int]) -> Sequence[int]:
+    """Those of the first prompts that fit into one pass."""
+    return lengths[: next(groups_per_pass(lengths)).stop]
