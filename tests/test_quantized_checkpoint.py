@@ -162,8 +162,10 @@ SIZES = {"n": st.sampled_from([16, 24, 40]), "k": st.sampled_from([64, 128, 192]
 def test_the_weight_has_the_values_of_the_reference(name, n, k, dtype, seed):
     torch.manual_seed(seed)
     stored = BUILDERS[name](n, k, dtype)
-    ours = read_weight(MODULE, stored.scheme, stored.shape, stored.tensors).dequantize()
+    tensor = read_weight(MODULE, stored.scheme, stored.shape, stored.tensors)
+    ours = tensor.dequantize()
     assert ours.shape == stored.shape and ours.dtype == torch.float32
+    assert torch.equal(tensor.rows(torch.tensor([2, 0])).dequantize(), ours[[2, 0]])
     assert torch.equal(ours.to(dtype), stored.weight)  # the reference rounds each product to the scales' dtype
 
 

@@ -5,7 +5,7 @@ Every reader of this package returns one. Values are exact: `dequantize` gives t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
@@ -85,7 +85,8 @@ class QuantizedTensor:
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
         """Returns the rows that an index along N selects, in its order."""
-        return self._map(lambda tensor: tensor[index])
+        selected: dict[str, Any] = {name: tensor[index] for name, tensor in self._tensors().items()}
+        return replace(self, **selected)
 
     def regrouped(self, group: int) -> QuantizedTensor:
         """Returns the same weight in smaller groups, whose size divides the group's."""
@@ -116,10 +117,6 @@ class QuantizedTensor:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
-        return replace(self, **changed)
 
 
 def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
