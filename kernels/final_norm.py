@@ -2,7 +2,7 @@
 
 Reads the last layer's states [R, hidden] and writes their norm to out[:, :hidden], which the LM head reads. With the
 states of a middle layer, writes their norm without weights to out[:, hidden:]: both halves together are the position's
-*feature*, which an exit with recall reads at the next position. In a plain step the same launch also saves the exit's
+*feature*, which an exit block reads at the next position. In a plain step the same launch also saves the exit's
 input and the feature of the previous position to `UnfilledStates`, so that not drafting costs no further launch;
 `backends/cuda/exit_scoring.py` later fills the exit block's KV from them.
 

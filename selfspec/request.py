@@ -31,52 +31,19 @@ from selfspec.speculation.plan import Plan
 
 PlanLike = str | Plan | Sequence[tuple[int, int]]
 
-SUPPORTED = (
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "sequence_bias",
-    "bad_words_ids",
-    "suppress_tokens",
-    "allowed_token_ids",
-    "eos_token_id",
-    "stop_token_ids",
-    "pad_token_id",
-    "stop_strings",
-    "num_return_sequences",
+SUPPORTED = tuple(
+    "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
+    "presence_penalty frequency_penalty logit_bias sequence_bias bad_words_ids suppress_tokens allowed_token_ids "
+    "eos_token_id stop_token_ids pad_token_id stop_strings num_return_sequences".split()
 )
 
 # Fields of a GenerationConfig that do not change the tokens of a decoder-only model, greedy or sampling.
-_WITHOUT_EFFECT = {
-    "transformers_version",
-    "_from_model_config",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "return_dict_in_generate",
-    "early_stopping",
-    "length_penalty",
-    "cache_implementation",
-    "cache_config",
-    "disable_compile",
-    "compile_config",
-    "continuous_batching_config",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "target_lookbehind",
-}
+_WITHOUT_EFFECT = set(
+    "transformers_version _from_model_config bos_token_id decoder_start_token_id return_dict_in_generate "
+    "early_stopping length_penalty cache_implementation cache_config disable_compile compile_config "
+    "continuous_batching_config is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+    "assistant_confidence_threshold assistant_lookbehind target_lookbehind".split()
+)
 
 # Values at which an unsupported field is accepted, because they switch it off. None, False and empty always do.
 _SWITCHED_OFF = {

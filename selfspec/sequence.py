@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -279,22 +280,14 @@ class Request:
         for sequence in self.sequences:
             sequence.finish_reason = "error"
 
-    def callback(self) -> _Callback:
-        """A context manager for running the user's callables."""
-        return _Callback(self)
-
-
-class _Callback:
-    """Adds the time of its block to the request's callback time, and fails the request with any error raised in it."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        self._request.callback_s += time.perf_counter() - self._started
-        if error is not None:
-            self._request.fail(error)
-        return True
+    @contextmanager
+    def callback(self) -> Iterator[None]:
+        """Runs the user's callables: adds the time of its block to `callback_s`, and fails the request with any error
+        raised in it."""
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self.callback_s += time.perf_counter() - started

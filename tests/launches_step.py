@@ -10,7 +10,7 @@ from bench.synthetic import config_of
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
 from selfspec.backends.cuda.exit import DraftHead, SlotExit, feature_buffer
 from selfspec.backends.cuda.exit_scoring import ExitFill
-from selfspec.backends.cuda.slots import SlotTable, StepOptions
+from selfspec.backends.cuda.slots import AllSlots, StepOptions
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.final_norm import UnfilledStates
@@ -42,8 +42,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """With a trained exit; those after the first share most of their kernels with it."""
     model = _model()
     cache = Cache(model.config, META, model.dtype, num_pages=64)
-    table = SlotTable(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
-    slots = table.first(SLOTS)
+    all_slots = AllSlots(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
+    slots = all_slots.first(SLOTS)
     unfilled = UnfilledStates.empty(slots.unfilled, model.config.hidden_size, model.dtype)
     features = feature_buffer(model, SLOTS + 64 * SLOTS)
     exit = SlotExit(_exit(model), DraftHead.empty(16384, META), features, SLOTS, unfilled)

@@ -316,8 +316,8 @@ def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert sum(row.reached_by_depth) == row.accepted + row.rejections
         assert all(a <= r for a, r in zip(row.accepted_by_depth, row.reached_by_depth, strict=True))
         assert sorted(row.reached_by_depth, reverse=True) == row.reached_by_depth
-        assert [change.cycle for change in row.changes] == sorted({change.cycle for change in row.changes})
-        assert row.changes[0].cycle == row.changes[0].token == 0
+        assert [change.step for change in row.changes] == sorted({change.step for change in row.changes})
+        assert row.changes[0].step == row.changes[0].token == 0
         assert all((change.plan == "none") == (change.reason is not None) for change in row.changes)
     summary = engine.metrics()
     assert summary.tokens == sum(row.new_tokens for row in sequences)

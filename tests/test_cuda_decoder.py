@@ -34,7 +34,7 @@ def exit_of(kind: str, family: str) -> Exit:
     trained = trained_exit(family)
     assert trained.block is not None
     if kind == "without features":
-        return replace(trained, block=replace(trained.block, recall=None))
+        return replace(trained, block=replace(trained.block, feature_weight=None))
     return trained if kind == "trained" else replace(trained, block=None)
 
 

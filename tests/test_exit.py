@@ -373,7 +373,7 @@ def test_features_change_the_drafts() -> None:
 def without_recall(exit: Exit) -> Exit:
     """The same exit without its recall."""
     assert exit.block is not None
-    return replace(exit, block=replace(exit.block, recall=None))
+    return replace(exit, block=replace(exit.block, feature_weight=None))
 
 
 def test_a_block_without_recall_does_not_read_features() -> None:

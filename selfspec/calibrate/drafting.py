@@ -33,7 +33,7 @@ def drafted_reads(
     assert block is not None and exit.norm is not None
     spec = model.config.layers[exit.layer]
     before = features.roll(1, dims=1).masked_fill((batch.positions == 0)[..., None], 0)
-    verified = block.enter(hidden, before)
+    verified = block.add_feature(hidden, before)
     _, keys, values = model.queries_keys_values(block.layer, verified, model.rotations(batch.positions)[spec.rope])
     seen = [(keys, values)]
     places = batch.positions.gather(1, roots)
@@ -42,9 +42,9 @@ def drafted_reads(
         mask = _visible(batch, roots, depth, spec.window)
         attend = partial(_attend, seen=seen, root=depth == 0, mask=mask, scale=model.config.attention_scale)
         at = (roots + depth).clamp(max=batch.length - 1)[..., None].expand(-1, -1, hidden.shape[-1])
-        entered = block.enter(hidden.gather(1, at), drafted[-1]) if drafted else verified.gather(1, at)
+        entered = block.add_feature(hidden.gather(1, at), drafted[-1]) if drafted else verified.gather(1, at)
         state = model.run_layer(block.layer, spec, entered, model.rotations(places + depth), attend)
-        drafted.append(model.normalise(block.leave(state), exit.norm))
+        drafted.append(model.normalise(block.add_affine(state), exit.norm))
     return drafted
 
 

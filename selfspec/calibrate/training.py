@@ -72,7 +72,7 @@ class Student:
         zeros = {
             "affine_weight": (hidden, hidden),
             "affine_bias": (hidden,),
-            "recall": (hidden, FEATURE_STATES * hidden),
+            "feature_weight": (hidden, FEATURE_STATES * hidden),
         }
         start |= {name: model.norm.new_zeros(shape) for name, shape in zeros.items()}
         self.parameters = {name: tensor.detach().clone().float().requires_grad_() for name, tensor in start.items()}
@@ -84,7 +84,7 @@ class Student:
             name: torch.cat([own[f"{name}.{index}"] for index in range(len(sizes))])
             for name, sizes in self.pieces.items()
         }
-        block = ExitBlock(Layer(**fused), own["affine_weight"], own["affine_bias"], own["recall"])
+        block = ExitBlock(Layer(**fused), own["affine_weight"], own["affine_bias"], own["feature_weight"])
         return Exit(self.model, self.layer, own["norm"], block)
 
 

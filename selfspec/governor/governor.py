@@ -23,7 +23,7 @@ MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and le
 class Change:
     """A sequence continues with another plan."""
 
-    cycle: int
+    step: int  # the sequence's first one with it
     token: int  # new tokens so far
     plan: str
     reason: str | None  # why nothing is drafted; None where something is

@@ -81,7 +81,8 @@ def exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
     """Copies of an exit's tensors, by name."""
     tensors = {"norm": exit.norm}
     if exit.block is not None:
-        tensors |= {name: getattr(exit.block, name) for name in ("affine_weight", "affine_bias", "recall")}
+        tensors |= {"affine_weight": exit.block.affine_weight, "affine_bias": exit.block.affine_bias}
+        tensors |= {"recall": exit.block.feature_weight}
         tensors |= {f"block.{name}": tensor for name, tensor in vars(exit.block.layer).items()}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
@@ -102,7 +103,7 @@ def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tens
             for name, parts in layer_parts(model.config, "").items()
         }
         own = Layer(**{name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
-        recall = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
-        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), recall)
+        feature_weight = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
+        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), feature_weight)
     norm = weight("norm", hidden) if "norm" in tensors else None
     return Exit(model, layer, norm, block)

@@ -31,16 +31,16 @@ class ExitBlock:
     layer: Layer
     affine_weight: torch.Tensor  # [hidden, hidden]
     affine_bias: torch.Tensor  # [hidden]
-    recall: torch.Tensor | None = None  # [hidden, 2 * hidden]: projects the feature; None: the block reads no feature
+    feature_weight: torch.Tensor | None = None  # [hidden, 2 * hidden]: projects the feature; None: it reads no feature
 
-    def enter(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def add_feature(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Returns the layer's input: states after layer N plus the projected features of the previous positions,
         [..., 2 * hidden] after committed tokens and [..., hidden] (the exit's normed state) after drafted ones."""
-        if self.recall is None:
+        if self.feature_weight is None:
             return hidden
-        return hidden + F.linear(previous, self.recall[:, : previous.shape[-1]])
+        return hidden + F.linear(previous, self.feature_weight[:, : previous.shape[-1]])
 
-    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+    def add_affine(self, hidden: torch.Tensor) -> torch.Tensor:
         """Adds the affine map of the layer's output to it."""
         return hidden + F.linear(hidden, self.affine_weight, self.affine_bias)
 
@@ -128,7 +128,7 @@ class Exit:
         if self.norm is not None and self.norm is not self.model.norm:
             tensors.append(self.norm)
         if self.block is not None:
-            own = [self.block.affine_weight, self.block.affine_bias, self.block.recall]
+            own = [self.block.affine_weight, self.block.affine_bias, self.block.feature_weight]
             tensors += [tensor for tensor in (*own, *vars(self.block.layer).values()) if tensor is not None]
         return self.head_nbytes + _nbytes(tensors)
 
@@ -139,9 +139,9 @@ class Exit:
         if self.block is not None:
             spec = self._block_config
             attend = self.model.attend_cached(spec, cache.exit_layer_index, rows, cache)
-            hidden = self.block.enter(hidden, previous)
+            hidden = self.block.add_feature(hidden, previous)
             hidden = self.model.run_layer(self.block.layer, spec, hidden, self.model.rotations_of(rows), attend)
-            hidden = self.block.leave(hidden)
+            hidden = self.block.add_affine(hidden)
         return self.model.normalise(hidden, self.norm)
 
     def logits(self, read: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Exit:
         if self.block is None:
             return
         rotation = self.model.rotations_of(rows)[self._block_config.rope]
-        hidden = self.block.enter(hidden, previous)
+        hidden = self.block.add_feature(hidden, previous)
         _, k, v = self.model.queries_keys_values(self.block.layer, hidden, rotation)
         cache.write(cache.exit_layer_index, rows.flat_slots, k, v)
 

@@ -189,12 +189,12 @@ class FusedExit:
     def _block_input(self, block: ExitBlock, states: torch.Tensor, previous: PreviousFeatures) -> Residual:
         """The block's input: the states after layer N plus the projected features of the previous positions."""
         residual, norm = self.block_residual(len(states)), block.layer.attention_norm
-        if block.recall is None:
+        if block.feature_weight is None:
             residual.states.copy_(states)
             residual.squares.copy_(squares_reference(states))
             residual.scaled.copy_(scaled_reference(states, norm, self.decoder.model.config.norm_offset))
             return residual
-        columns = block.recall[:, : previous.features.shape[1]]
+        columns = block.feature_weight[:, : previous.features.shape[1]]
         next_norm = self.decoder.next_norm(norm, residual)
         linear(
             previous.features, columns, residual.states, norm=self._norm(previous.squares), residual=states,

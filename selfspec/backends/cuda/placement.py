@@ -113,16 +113,16 @@ class SlotPlacement:
         if not joined and not idle:
             return
         self._times.note_slot_writes()
-        table, slots = self._buffers.slots, [*self.slots(joined), *idle]
+        all_slots, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
         pages = [*(of.kv.pages for of in joined), *([self._idle_page] for _ in idle)]
-        table.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
+        all_slots.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:
-                table.write_processing(self.slot_of[sequence], _processing_state(sequence))
+                all_slots.write_processing(self.slot_of[sequence], _processing_state(sequence))
             else:
-                table.clear_processing(self.slot_of[sequence])
+                all_slots.clear_processing(self.slot_of[sequence])
 
     def _compact(self) -> None:
         """Moves sequences from slots beyond the first `size` to free ones below."""

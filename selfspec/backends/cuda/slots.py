@@ -38,10 +38,10 @@ def bucket(count: int, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Slots:
-    """Views of the first `count` slots of a table: one tensor per field."""
+    """Views of the first `count` slots of a batch: one tensor per field."""
 
     count: int
-    table: SlotTable
+    all_slots: AllSlots
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
@@ -61,7 +61,7 @@ class Slots:
     frequency: torch.Tensor
 
 
-class SlotTable:
+class AllSlots:
     """All slots of a batch, as the host writes them."""
 
     def __init__(self, capacity: int, pages: int, vocabulary: int, device: torch.device, idle_page: int) -> None:
@@ -284,11 +284,11 @@ class StepOptions:
 
 
 class SlotBuffers:
-    """A slot table and the exit's buffers for its slots. Captured graphs hold their addresses."""
+    """All slots of a batch and the exit's buffers for them. Captured graphs hold their addresses."""
 
     def __init__(self, number: int, model: Decoder, capacity: int, pages: int, idle_page: int) -> None:
         self.number, self.model = number, model  # the number identifies graphs of these buffers
-        self.slots = SlotTable(capacity, pages, model.config.vocab_size, model.device, idle_page)
+        self.slots = AllSlots(capacity, pages, model.config.vocab_size, model.device, idle_page)
         self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # of each slot, then of each node of a step
         self._unfilled: dict[int, UnfilledStates] = {}  # by number of slots, as `_prompt_ends`
         self._prompt_ends: dict[int, torch.Tensor] = {}

@@ -52,9 +52,9 @@ class SlotSampling:
         all nodes, which penalties count along a node's path."""
         if not self.options.processes:
             return None
-        slots, table, count = self.slots, self.slots.table, self.slots.count
+        slots, every, count = self.slots, self.slots.all_slots, self.slots.count
         return Processing(
-            slots.repetition, slots.presence, slots.frequency, table.bias[:count], table.counts[:count],
+            slots.repetition, slots.presence, slots.frequency, every.bias[:count], every.counts[:count],
             slots.min_length, slots.stops, rows.next_positions, self.tree.paths, self.tree.depths, all_rows.tokens,
             first_node,
         )  # fmt: skip
@@ -238,7 +238,7 @@ class DeviceStep:
         """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
         tokens and token counts."""
         slots = self.slots
-        counts = slots.table.counts[: slots.count] if self.sampling.options.processes else None
+        counts = slots.all_slots.counts[: slots.count] if self.sampling.options.processes else None
         accept(
             self.chosen.view(-1), self.metadata.tokens, self.sampling.tree.children, slots.active, slots.lengths,
             slots.lengths_before, slots.pending, self.paths, self.report, counts=counts, stops=slots.stops,
