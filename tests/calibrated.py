@@ -92,7 +92,7 @@ def linear_cost(
 
 def cheap_drafting(engine: Engine, exits: list[Exit]) -> dict[tuple[int, int], StepCost]:
     """Equal costs for every exit and batch, with which drafting is faster than plain decoding."""
-    cost = linear_cost(1.0, cycle=0.02, depth=0.03, node=0.002)
+    cost = linear_cost(1.0, cycle=0.02, depth=0.03, node=0.02)
     return {(exit.layer, batch): cost for exit in exits for batch in BATCHES.values()}
 
 

@@ -44,9 +44,10 @@ from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 pytestmark = pytest.mark.xdist_group("calibration")  # one calibration serves most tests
 
 WORK = ".selfspec-calibration"
-LENGTH = 128  # tokens of a row of text
-AMOUNTS = ["--tokens", "3500", "--steps", "80", "--exits", "1,2"]  # three chunks
-SHORT_TRIALS = (Setting("0", "1", 2, 4), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 1))
+LENGTH = 64  # tokens of a row of text
+WARM_UP = 5  # training steps before the full learning rate, of a calibration with a given time
+AMOUNTS = ["--tokens", "1000", "--steps", "40", "--exits", "1,2"]  # three chunks
+SHORT_TRIALS = (Setting("0", "1", 2, 3), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 0.5))
 
 
 class Outcome(NamedTuple):
@@ -119,7 +120,7 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Calibration", partial(run.Calibration, measure_costs=distinct_costs))
         recipe = Recipe.for_device
-        patch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=16))
+        patch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=8, length=LENGTH))
         patch.setattr(setup, "_MEASURED_WITHOUT_GPU", (24, 32))
         patch.setattr(duration, "training_step_seconds", lambda _: 0.01)
         patch.setattr(duration, "pass_cost", lambda _: duration.PassCost(1e-5, 1e-6))
@@ -140,7 +141,7 @@ def quickly(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A chat model whose upper layers change little, so that drafts of an exit below them are accepted at times."""
     here = Place(tmp_path_factory.mktemp("calibration"))
-    quieten(tiny_model("llama", torch.float32, num_hidden_layers=5), 2, 0.7).save_pretrained(here.model)
+    quieten(tiny_model("llama", torch.float32, num_hidden_layers=4), 2, 0.7).save_pretrained(here.model)
     chat_tokenizer().save_pretrained(here.model)
     for name, letters in (("a", "abcdefgh"), ("b", "opqrstuv")):
         write_prompts(here.folder / f"{name}.jsonl", letters)
@@ -163,7 +164,7 @@ def test_a_calibration_writes_a_profile_and_a_report_and_removes_its_work(place:
     assert f"<h1>Calibration of {place.model}</h1>" in (whole.out / "report.html").read_text()
     profile = whole.profile
     assert list(profile.domains) == ["a", "b"] and profile.objective == "throughput"
-    assert profile.trained["steps"] == 80 and 0 < profile.trained["tokens"] < 6000
+    assert profile.trained["steps"] == 40 and 0 < profile.trained["tokens"] < 6000
     assert profile.trained["router_accuracy"] > 0.5
     for choice in profile.domains.values():
         assert set(choice.plans) == set(TEMPERATURES)
@@ -291,7 +292,7 @@ def test_a_run_stopped_in_every_stage_gives_the_same_profile(place: Place, whole
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
-        stop_at(patch, Trainer, "train_step", lambda trainer: trainer.step == 30)
+        stop_at(patch, Trainer, "train_step", lambda trainer: trainer.step == 15)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
         assert [number for _, _, number, *_ in written] == [1, 2], "the first chunk is not written again"
     damaged = out / WORK / "chunk-0001.safetensors"
@@ -303,14 +304,14 @@ def test_a_run_stopped_in_every_stage_gives_the_same_profile(place: Place, whole
         stop_at(patch, run, "measure", lambda *_: True)
         assert place.calibrate(out, *AMOUNTS, "--resume").code == 130
         assert [number for _, _, number, *_ in written] == [1]
-        assert len(trained) == 50, "thirty of eighty steps are not trained again"
+        assert len(trained) == 25, "fifteen of forty steps are not trained again"
 
     with pytest.MonkeyPatch.context() as patch:
         written = stop_at(patch, Writer, "chunk", lambda *_: False)
         trained = stop_at(patch, Trainer, "train_step", lambda *_: False)
         last = place.calibrate(out, *AMOUNTS, "--resume")
         assert last.code == 0 and not written and not trained
-        assert "80 steps; loss " in last.text and "loss 0.000" not in last.text
+        assert "40 steps; loss " in last.text and "loss 0.000" not in last.text
     assert (last.out / "exits.safetensors").read_bytes() == (whole.out / "exits.safetensors").read_bytes()
     assert last.content == whole.content
     assert not (out / WORK).exists()
@@ -377,10 +378,12 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
     write_prompts(here.folder / "a.jsonl", "abcdefgh")
     chats = [{"messages": [{"role": "user", "content": f"number {number}"}]} for number in range(9)]
     write_lines(here.folder / "b.jsonl", [json.dumps(chat) for chat in chats])
-    own = write_lines(tmp_path / "own.txt", ["zyx" * 60])
+    own = write_lines(tmp_path / "own.txt", ["zyx" * 32])
 
     quickly.setattr(run, "Calibration", run.Calibration.func)
     fitting = setup.fit
+    recipe = Recipe.for_device
+    quickly.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), warmup=WARM_UP))
     quickly.setattr(setup, "fit", lambda *arguments: replace(fitting(*arguments), exits_together=1))
     corpora: list[Corpus] = []
 
@@ -391,7 +394,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
             super().__init__(model, layers, corpus, *arguments, **options)
 
     quickly.setattr(run, "Trainer", Recorded)
-    done = here.calibrate(None, "--minutes", "0.3", "--text", str(own))
+    done = here.calibrate(None, "--minutes", "0.1", "--text", str(own))
     assert done.code == 0, done.text
     assert "takes about " in done.text and "\ntime " in done.text
     assert len(corpora) == 2, "two groups of one exit"
@@ -399,11 +402,11 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
     (folder,) = (tmp_path / "home" / "profiles").iterdir()
     profile = Profile.load(folder)
     assert set(profile.domains["a"].exits) == {1, 2}
-    assert profile.trained["steps"] >= 40
+    assert profile.trained["steps"] >= 2 * WARM_UP
     assert here.engine("auto").profile.folder == folder
 
     texts = {tuple(d.tokens): d for row in range(len(corpora[0])) for d in documents_of(corpora[0], row)}
-    expected = (*ids_of(*"zyx") * 60, *ids_of("\n"))
+    expected = (*ids_of(*"zyx") * 32, *ids_of("\n"))
     for piece in (expected[:LENGTH], expected[LENGTH:]):
         assert texts[piece].predicts == [True] * (len(piece) - 1) + [False]
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec import Engine
 from selfspec.cache.layout import Rows
+from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.models.loading import resolve
 from selfspec.text import encode
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
 
-NEW_TOKENS = 72  # so that every text crosses the end of a page
+NEW_TOKENS = 32  # the shortest prompt has 36 tokens, so every text crosses the end of its first page
 # An end that the model never says: every row is as long, past the end of its answer.
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
 TIE = 1e-4  # logits closer than this may change places
@@ -85,8 +86,8 @@ def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTraine
     ("rows", "speculation"),
     [
         (slice(0, 8), {"speculative_decoding": False}),
-        (slice(0, 4), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
-        (slice(4, 8), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
+        (slice(1, 3), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(5, 7), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
     ],
     ids=["plain", "chain", "tree"],
 )
@@ -95,6 +96,7 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
     ids, mask = batch[0][rows], batch[1][rows]
     out = engine.generate(ids, mask, return_dict_in_generate=True, **GREEDY, **speculation)
     assert out.sequences.shape == (len(ids), ids.shape[1] + NEW_TOKENS)
+    assert mask.sum(1).max() < PAGE_SIZE < mask.sum(1).min() + NEW_TOKENS, "every text crosses the end of a page"
     if "plan" in speculation:
         assert min(stats.accepted for stats in out.stats) > 10, "drafts are accepted, so the tree is walked"
     for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
@@ -103,11 +105,11 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
 
 
 @pytest.mark.parametrize(
-    ("plan", "least"), [("chain:2", 1.7), ("tree:3,2,1", 2.0)], ids=["chain", "tree"]
+    ("plan", "least"), [("chain:2", 1.9), ("tree:3,2,1", 2.5)], ids=["chain", "tree"]
 )  # an untrained exit as early gives 1.0 to 1.15
 @torch.no_grad()
 def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, batch, expected, plan, least):
-    rows = slice(4, 8)
+    rows = slice(2, 4)
     ids, mask = batch[0][rows], batch[1][rows]
     out = profiled.generate(ids, mask, return_dict_in_generate=True, speculative_decoding="force", plan=plan, **GREEDY)
     assert {stats.exit_layer for stats in out.stats} == {1}
@@ -183,7 +185,7 @@ def test_the_answers_make_sense(engine, question, word):
 
 def test_a_stream_says_what_a_completion_says(engine):
     chat = [{"role": "user", "content": "Name three colours."}]
-    settings = {"max_new_tokens": 16, "do_sample": False, "speculative_decoding": "force", "plan": "chain:1"}
+    settings = {"max_new_tokens": 8, "do_sample": False, "speculative_decoding": "force", "plan": "chain:1"}
     pieces = list(engine.stream(chat, **settings))
     assert len(pieces) > 3
     assert "".join(pieces) == engine.complete(chat, **settings).text
