@@ -38,15 +38,18 @@ ONLY_INTERPRETED = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="in Triton's interpreter, where there is no GPU"
 )
 LAYER = 1  # exit layer N of the tests' exits: half of the model
-CONTEXT = 256  # tokens per sequence at most; every further range of attention is one more interpreted program
+CONTEXT = 192  # tokens per sequence at most; every further range of attention is one more interpreted program
 SLOTS = 4  # sequences of a batch at most
 
 
 @cache
 @torch.inference_mode(False)
 def decoder(family: str = "llama") -> Decoder:
-    """A model of two layers in float32, whose logits differ clearly."""
+    """A model of two layers in float32, whose logits differ clearly. A llama has one key-value head, the other families
+    two: every head is one more interpreted program per node."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": CONTEXT}
+    if family == "llama":
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     return loading.adopt(tiny_model(family, dtype=torch.float32, **sizes))
 
 
