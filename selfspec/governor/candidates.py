@@ -18,7 +18,7 @@ from selfspec.governor.acceptance import LEVELS, Acceptance, Skill
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, Plan
 
-_SKILLS = (0.125, 0.25, 0.5, 1.0, 2.0)  # of texts that a plan is made for; half as many plans lose 1% of the speed
+_SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # of texts that a tree is made for: 1/8 to 2
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
 
 Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
@@ -53,12 +53,17 @@ class SharedPlans:
         self.plans = cache(self._plans)
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
-        """The fastest plan for each skill and two small ones, which pay where larger ones take longer than modelled;
-        the smallest first. `size` is one of the cost models' batches."""
-        width = 1 if chains else self._widest
-        plans = {Plan.tree((1,)), Plan.tree((min(4, width),))} if self._max_step >= 1 else set()
-        plans |= {plan for skill in _SKILLS if (plan := self._fastest(skill, width, self._costs[size])) is not None}
-        return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
+        """The fastest plan for each skill and smaller ones, which pay where larger ones take longer than modelled: all
+        shorter chains, or two small trees. The smallest first. `size` is one of the cost models' batches."""
+        if self._max_step < 1:
+            return ()
+        width, cost = 1 if chains else self._widest, self._costs[size]
+        plans = {plan for skill in _SKILLS if (plan := self._fastest(skill, width, cost)) is not None}
+        if width == 1:
+            plans |= {Plan.tree((1,) * depth) for depth in range(1, max((plan.depth for plan in plans), default=1))}
+        return tuple(
+            sorted(plans | {Plan.tree((1,)), Plan.tree((min(4, width),))}, key=lambda plan: (len(plan), str(plan)))
+        )
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
         """The plans of the smallest size with a cost model that the batch fits in."""
