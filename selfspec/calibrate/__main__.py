@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfspec.calibrate.arguments import parse
 from selfspec.calibrate.settings import Settings
@@ -62,28 +62,12 @@ def _fail(console: Console, message: str) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
+    given: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in vars(args).items()}
     try:
-        exits = tuple(int(layer) for layer in args.exits.split(",") if layer.strip())
+        given["exits"] = tuple(int(layer) for layer in args.exits.split(",") if layer.strip())
     except ValueError:
         raise ValueError(f"--exits {args.exits!r} must be layer numbers like 1,2,3") from None
-    return Settings(
-        model=args.model,
-        domains=tuple(args.domain),
-        out=args.out,
-        exits=exits,
-        minutes=args.minutes,
-        objective=args.objective,
-        train=not args.no_train,
-        resume=args.resume,
-        restart=args.restart,
-        text=tuple(args.text),
-        tokens=args.tokens,
-        steps=args.steps,
-        memory_gb=args.memory_gb,
-        device=args.device,
-        dtype=args.dtype,
-        seed=args.seed,
-    )
+    return Settings(**given)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     add = parser.add_argument
     add("--model", default="demo", help="folder, .gguf file, hub name, or 'demo' (default)")
     domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: six that ship)"
-    add("--domain", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
+    add("--domain", dest="domains", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
     add("--out", type=Path, help="folder of the profile (default: the folder that profile='auto' searches)")
     add("--exits", default="", metavar="1,2,3", help="layers after which exits are trained (default: three)")
     minutes = "time for the whole run (default: %(default)g); on a slow machine it takes longer, and says so"
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=minutes)
     objective = "choose the exit with the most tokens per second (default) or the highest accept rate"
     add("--objective", choices=OBJECTIVES, default="throughput", help=objective)
-    add("--no-train", action="store_true", help="measure and choose only, with the exits of the model's profile")
+    without = "measure and choose only, with the exits of the model's profile"
+    add("--no-train", dest="train", action="store_false", help=without)
     add("--resume", action="store_true", help="continue the stopped run in the profile's folder")
     add("--restart", action="store_true", help="drop the stopped run in the profile's folder and start again")
     add("--text", action="append", default=[], type=Path, metavar="FILE", help="also train on this text; repeatable")

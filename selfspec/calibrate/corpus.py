@@ -124,7 +124,8 @@ class Corpus:
 
 def attend_packed(documents: torch.Tensor, window: int | None, scale: float) -> Attend:
     """Causal attention within each document, given the document numbers [B, T]."""
-    back = _distances(torch.arange(documents.shape[1], device=documents.device))
+    slots = torch.arange(documents.shape[1], device=documents.device)
+    back = slots[:, None] - slots
     mask = (documents[:, :, None] == documents[:, None, :]) & (back >= 0)
     if window is not None:
         mask = mask & (back < window)
@@ -133,10 +134,6 @@ def attend_packed(documents: torch.Tensor, window: int | None, scale: float) -> 
         return scaled_attention(q, k, v, mask, scale)
 
     return attend
-
-
-def _distances(slots: torch.Tensor) -> torch.Tensor:
-    return slots[:, None] - slots
 
 
 def scaled_attention(

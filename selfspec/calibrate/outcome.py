@@ -54,6 +54,7 @@ def build(
     domains = {}
     for index, domain in enumerate(setup.domains):
         choice = choices[domain.name]
+        chosen = choice.exit_layer, choice.head_rows
         place = [exit.layer for exit in trained.exits].index(choice.exit_layer)
         greedy = measured[domain.name, _GREEDY][place]
         accepting = choose(paths[domain.name], costs, "accept").exit_layer
@@ -68,7 +69,7 @@ def build(
             head_coverage=_rounded((greedy.paths(head_rows)[:, 0] >= 0).mean()) if len(greedy.ranks) else 0.0,
             exits=_exit_rates(setup, trained, measured[domain.name, _GREEDY], paths[domain.name], costs),
             most_accepting_exit=accepting,
-            ranks=_ranks(paths[domain.name], choice),
+            ranks={name: paths[domain.name][*chosen, name].shares() for name in choice.plans},
             costs={band: _cycle_cost(costs[choice.exit_layer, batch]) for band, batch in BATCHES.items()},
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
@@ -137,11 +138,6 @@ def _plan_choice(candidate: Candidate) -> PlanChoice:
         speedup=_rounded(candidate.speedup),
     )
     return PlanChoice(plan=str(candidate.plan), expected=expected)
-
-
-def _ranks(paths: Measured, choice: Choice) -> dict[str, list[list[float]]]:
-    """The rank shares of the chosen exit and head, by temperature."""
-    return {name: paths[choice.exit_layer, choice.head_rows, name].shares() for name in choice.plans}
 
 
 def _cycle_cost(cost: StepCost) -> CycleCost:

@@ -97,7 +97,8 @@ class Calibration:
 
     def _write(self) -> Corpus:
         """Writes chunks of training text, or reads those of the stopped run, until there is enough."""
-        prompts, recipe = self.setup.training_prompts(), self.setup.recipe
+        recipe = self.setup.recipe
+        prompts = [self.setup.fitting(domain.name, domain.training) for domain in self.setup.domains]
         chunks: list[Corpus] = []
         with self.display.stage("write", self.settings.tokens) as stage:
             for number in count():

@@ -42,6 +42,8 @@ class Setup:
         self.engine = Engine.from_pretrained(settings.model, settings.device, settings.dtype, profile=None)
         if self.engine.tokenizer is None:
             raise ValueError(f"{settings.model} has no tokenizer, and prompts are text: add one to its folder")
+        on_gpu = self.model.device.type == "cuda"
+        self._most_measured, self.answer_tokens = _MEASURED if on_gpu else _MEASURED_WITHOUT_GPU
         self.layers = settings.exit_layers(self.model.config.num_layers)
         self.identity = ModelIdentity.of(self.model)
         self.out = settings.out or profiles_dir() / self.identity.name
@@ -66,17 +68,8 @@ class Setup:
         """The router reads prompts' states after this layer."""
         return min(max(_ROUTER_LAYER, *self.layers), self.model.config.num_layers - 1)
 
-    @property
-    def answer_tokens(self) -> int:
-        """The most tokens of an answer that exits are measured on."""
-        return self._measured[1]
-
     def measuring_prompts(self, domain: Domain) -> list[list[int]]:
-        return self.fitting(domain.name, domain.measuring)[: self._measured[0]]
-
-    def training_prompts(self) -> list[list[list[int]]]:
-        """For each domain, the tokens of its prompts."""
-        return [self.fitting(domain.name, domain.training) for domain in self.domains]
+        return self.fitting(domain.name, domain.measuring)[: self._most_measured]
 
     def fitting(self, name: str, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Prompts as tokens, without those longer than half of the model's context."""
@@ -88,10 +81,6 @@ class Setup:
                 "tokens; shorten them"
             )
         return fitting
-
-    @property
-    def _measured(self) -> tuple[int, int]:
-        return _MEASURED if self.model.device.type == "cuda" else _MEASURED_WITHOUT_GPU
 
     def _tokens_of(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens, through the chat template where the tokenizer has one."""

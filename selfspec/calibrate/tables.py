@@ -9,7 +9,7 @@ from rich.table import Table
 from selfspec.calibrate.outcome import COMPARED_CHAIN
 from selfspec.calibrate.verdict import verdict
 from selfspec.governor.rules import DEFAULT_TREE
-from selfspec.profiles.profile import Profile, Run
+from selfspec.profiles.profile import Profile
 from selfspec.speculation.plan import Plan
 
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
@@ -77,14 +77,8 @@ def _compared_table(profile: Profile) -> tuple[str, Table]:
     for name, choice in profile.domains.items():
         pair = (choice.chain, choice.plans[_GREEDY][_ONE].measured)
         cells = [
-            tuple(f"{value:{form}}" for value, form in zip(_figures(run), (".1%", ".2f", ".2f"), strict=True))
-            if run
-            else ("-",) * 3
+            (f"{run.accept_rate:.1%}", f"{run.tokens_per_cycle:.2f}", f"{run.speedup:.2f}") if run else ("-",) * 3
             for run in pair
         ]
         table.add_row(escape(name), *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
     return f"{COMPARED_CHAIN} | the chosen plan, one greedy sequence", table
-
-
-def _figures(run: Run) -> tuple[float, float, float]:
-    return run.accept_rate, run.tokens_per_cycle, run.speedup

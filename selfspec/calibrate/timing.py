@@ -80,8 +80,10 @@ def _star_sizes(batch: int, has_kernels: bool) -> list[int]:
 
 
 def step_time(engine: Engine, exit: Exit | None, plan: Plan, batch: int) -> float:
-    """Seconds of a step of `batch` sequences; runs between the steps of other requests."""
-    return _typical(engine.scheduler.call(partial(_time_steps, engine, exit, plan, batch)))
+    """Seconds of a step of `batch` sequences, as the mean of the faster half: interruptions only make steps slower.
+    Runs between the steps of other requests."""
+    times = sorted(engine.scheduler.call(partial(_time_steps, engine, exit, plan, batch)))
+    return mean(times[: len(times) // 2 + 1])
 
 
 def _time_steps(engine: Engine, exit: Exit | None, plan: Plan, size: int) -> list[float]:
@@ -122,8 +124,3 @@ def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> floa
     if not saved:
         return 0.0
     return max(0.0, (chain - step_time(engine, fewer, _CHAIN, batch)) / (_CHAIN.depth * saved))
-
-
-def _typical(times: list[float]) -> float:
-    """The mean of the faster half: interruptions only make steps slower."""
-    return mean(sorted(times)[: len(times) // 2 + 1])

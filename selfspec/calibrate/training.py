@@ -19,7 +19,6 @@ import torch
 
 from selfspec.calibrate.corpus import Corpus, hidden_states
 from selfspec.calibrate.drafting import drafted_reads
-from selfspec.calibrate.graphs import captured
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
@@ -266,3 +265,18 @@ class _Places:
         """`count` roots of each row, drawn with replacement: [rows, count]."""
         drawn = (random.random((len(rows), count)) * self.counts[rows][:, None]).astype(np.int64)
         return self.places[self.starts[rows][:, None] + drawn]
+
+
+def captured(compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Returns a function that replays the computation on the same tensors in one CUDA graph, since launching small
+    kernels from Python dominates; without a GPU, the computation itself. It must have run before; capturing does not
+    run it."""
+    if device.type != "cuda":
+        return compute
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        compute()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay

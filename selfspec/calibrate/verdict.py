@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.profiles.profile import PlanChoice, Profile, Run
+from selfspec.profiles.profile import Profile, Run
 from selfspec.speculation.plan import Plan
 
 
@@ -10,7 +10,7 @@ def verdict(profile: Profile) -> str:
     """The speed of one greedy sequence in each domain, relative to plain decoding; or that no plan is faster."""
     greedy = {name: choice.plans.get("0", {}).get("1") for name, choice in profile.domains.items()}
     drafting = {name: choice for name, choice in greedy.items() if choice is not None and len(Plan.parse(choice.plan))}
-    known = {name: speedup for name, choice in drafting.items() if (speedup := _speedup(choice)) is not None}
+    known = {name: of.speedup for name, choice in drafting.items() if (of := choice.measured or choice.expected)}
     faster = {name: speedup for name, speedup in known.items() if speedup > 1}
     if faster:
         be = "is" if all(drafting[name].measured for name in faster) else "is expected to be"
@@ -34,12 +34,6 @@ def _short(plan: str) -> str:
     """A plan as text; long trees by their size."""
     parsed = Plan.parse(plan)
     return plan if len(plan) <= 20 else f"a tree of {len(parsed)} nodes and depth {parsed.depth}"
-
-
-def _speedup(choice: PlanChoice) -> float | None:
-    """As measured, else as expected; None where neither is known."""
-    known = choice.measured or choice.expected
-    return None if known is None else known.speedup
 
 
 def _runs(profile: Profile, name: str) -> list[Run]:

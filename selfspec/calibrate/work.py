@@ -58,10 +58,7 @@ class Work:
             return None
 
     def write_json(self, name: str, value: Any) -> None:
-        path = self._listed(f"{name}.json")
-        part = _part_of(path)
-        part.write_text(json.dumps(value), encoding="utf-8")
-        os.replace(part, path)
+        _replace(self._listed(f"{name}.json"), value)
 
     def read_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         path = self.folder / f"{name}.safetensors"
@@ -124,10 +121,14 @@ class Work:
         return self.folder / name
 
     def _write_marker(self) -> None:
-        path = self.folder / _MARKER
-        part = _part_of(path)
-        part.write_text(json.dumps(self._made), encoding="utf-8")
-        os.replace(part, path)
+        _replace(self.folder / _MARKER, self._made)
+
+
+def _replace(path: Path, value: Any) -> None:
+    """Writes a value as JSON in place of the file, in one operation."""
+    part = _part_of(path)
+    part.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(part, path)
 
 
 def _part_of(path: Path) -> Path:
