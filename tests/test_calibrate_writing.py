@@ -238,23 +238,26 @@ def test_greedy_documents_are_those_of_transformers(
 def test_sampled_tokens_have_their_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean surprise of turns and of sampled answers is that of their temperature, within four deviations."""
     monkeypatch.setattr(writing, "_TURN_TOKENS", 30)
+    monkeypatch.setattr(writing, "_ANSWER_TOKENS", 60)
     flat = tiny_model("llama")
     with torch.no_grad():
         flat.lm_head.weight.mul_(0.5)  # a distribution with many likely tokens
     excess: dict[float, list[torch.Tensor]] = {0.9: [], 0.8: [], 0.4: []}
     for script, document in scripted_documents(writer(CHAT, flat), monkeypatch, documents=100, length=500):
         owners = expected_owners(document, script, CHAT, {END, SEMICOLON})
-        logits = hf_logits(flat, document.tokens)
-        for place, owner in enumerate(owners):
-            temperature = {"turn": 0.9, "answer": script.temperature}.get(owner, 0)
-            if temperature and document.tokens[place] not in (END, SEMICOLON):
-                chances = logits[place - 1] / temperature
-                chances[[END, SEMICOLON]] -= torch.inf  # the template's tokens replace the end of a turn
+        logits, tokens = hf_logits(flat, document.tokens), torch.tensor(document.tokens)
+        drawn = (tokens != END) & (tokens != SEMICOLON)
+        for part, temperature in (("turn", 0.9), ("answer", script.temperature)):
+            places = torch.tensor([owner == part for owner in owners]).logical_and(drawn).nonzero()[:, 0]
+            if temperature:
+                chances = logits[places - 1] / temperature
+                chances[:, [END, SEMICOLON]] -= torch.inf  # the template's tokens replace the end of a turn
                 chances = chances.softmax(-1)
                 surprise = -chances.clamp(min=1e-30).log()
-                mean = (chances * surprise).sum()
-                deviation = (chances * (surprise - mean) ** 2).sum()
-                excess[temperature].append(torch.stack((surprise[document.tokens[place]] - mean, deviation)))
+                mean = (chances * surprise).sum(-1)
+                deviation = (chances * (surprise - mean[:, None]) ** 2).sum(-1)
+                found = surprise.gather(1, tokens[places, None])[:, 0]
+                excess[temperature] += torch.stack((found - mean, deviation), dim=1)
     for found in excess.values():
         sums = torch.stack(found).sum(0)
         assert len(found) > 100

@@ -6,10 +6,13 @@ import importlib.util
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from selfspec.calibrate import outcome, setup, timing
+from selfspec.calibrate.training import Recipe
 from tests.commanding import save_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -55,8 +58,13 @@ def test_metrics_are_printed(run):
     assert "weights " in out and "for Prometheus:" in out
 
 
-def test_calibrating_writes_a_profile_that_drafts(run, tmp_path):
-    amounts = ("--tokens", "400", "--steps", "2")
+def test_calibrating_writes_a_profile_that_drafts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "_MEASURED_WITHOUT_GPU", (2, 16))  # prompts, and tokens of an answer
+    monkeypatch.setattr(timing, "_TIMED", 1)  # steps of each plan
+    monkeypatch.setattr(outcome, "SETTINGS", outcome.SETTINGS[:1])
+    recipe = Recipe.for_device
+    monkeypatch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=4, length=64))
+    amounts = ("--tokens", "100", "--steps", "2")
     out = run("calibrate_for_my_prompts.py", "--out", str(tmp_path / "mine"), *amounts, *SHORT)
     assert (tmp_path / "mine" / "profile.json").is_file()
     assert "same tokens as plain decoding: True" in out
