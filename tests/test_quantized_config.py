@@ -139,7 +139,8 @@ def test_modules_that_are_not_converted_are_whole_parts_of_names():
     ends = {module for module in MODULES if module.endswith("mlp.down_proj")}
     assert left_out(read_quantization_config(AWQ)) == {HEAD} | ends
     in_layer = {module for module in MODULES if module.startswith("model.layers.10.")}
-    assert left_out(read_quantization_config(AWQ | {"modules_to_not_convert": ["model.layers.1"]})) == {HEAD}
+    for part in ("model.layers.1", "attn.q_proj", "up"):
+        assert left_out(read_quantization_config(AWQ | {"modules_to_not_convert": [part]})) == {HEAD}
     assert left_out(read_quantization_config(AWQ | {"modules_to_not_convert": ["layers.10"]})) == {HEAD} | in_layer
 
 

@@ -124,6 +124,12 @@ def test_a_field_that_does_not_fit_is_refused(data, bits):
         QuantizedTensor(**fields)
 
 
+def test_a_group_larger_than_what_a_super_scale_covers_is_refused():
+    fields = parts()
+    with pytest.raises(ValueError, match="super_scale is given, but no scale in groups that divide 256 columns"):
+        QuantizedTensor(fields["q"], 4, fields["scale"][:, :1], K, 8, fields["super_scale"])
+
+
 @pytest.mark.parametrize("name", ["super_scale", "super_minimum"])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_is_refused_by_name(name, value):
