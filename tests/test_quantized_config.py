@@ -62,6 +62,7 @@ CONFIGS: dict[str, tuple[dict, Scheme]] = {
         compressed("float-quantized", **FP8_WEIGHTS | {"strategy": "block", "block_structure": [128, 64]}),
         Scheme("float-quantized", 8, (128, 64)),
     ),
+    "FP8 without activations": (compressed("naive-quantized", **FP8_WEIGHTS), Scheme("float-quantized", 8, (1, 0))),
     "W8A8": (
         compressed("int-quantized", num_bits=8, group_size=None, strategy="channel"),
         Scheme("int-quantized", 8, (1, 0)),

@@ -60,12 +60,14 @@ def _config_group(config: Mapping[str, Any], name: str, group: Any) -> tuple[tup
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise _bad(f"{where}weights", None, "only groups that quantize weights are supported")
     weights, where_weights = group["weights"], f"{where}weights."
-    layout = _text(config, "format") if group.get("format") is None else _text(group, "format", where=where)
+    stored = _text(config, "format") if group.get("format") is None else _text(group, "format", where=where)
+    kind = _text(weights, "type", "int", where_weights)
+    layout = {"naive-quantized": f"{kind}-quantized"}.get(stored, stored)
     kinds = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
     if layout not in kinds:
-        raise _bad("format", layout, f"selfspec reads {', '.join(kinds)}")
-    if _text(weights, "type", "int", where_weights) != kinds[layout]:
-        raise _bad(f"{where_weights}type", weights.get("type"), f"{layout} weights have type {kinds[layout]}")
+        raise _bad("format", stored, f"selfspec reads {', '.join(kinds)} and naive-quantized with 8 bits")
+    if kind != kinds[layout]:
+        raise _bad(f"{where_weights}type", kind, f"{layout} weights have type {kinds[layout]}")
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _bad(f"{where_weights}actorder", weights["actorder"], "use a checkpoint whose actorder is weight or null")
     if _flag(weights, "dynamic", False, where_weights):
