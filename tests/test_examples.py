@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.calibrate import outcome, setup, timing
+from selfspec.calibrate import setup, timing, trial
 from selfspec.calibrate.training import Recipe
 from tests.commanding import save_model
 
@@ -61,7 +61,7 @@ def test_metrics_are_printed(run):
 def test_calibrating_writes_a_profile_that_drafts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "_MEASURED_WITHOUT_GPU", (2, 16))  # prompts, and tokens of an answer
     monkeypatch.setattr(timing, "_TIMED", 1)  # steps of each plan
-    monkeypatch.setattr(outcome, "SETTINGS", outcome.SETTINGS[:1])
+    monkeypatch.setattr(trial, "_LONGEST", 16)  # tokens of an answer with a chosen plan
     recipe = Recipe.for_device
     monkeypatch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=4, length=64))
     amounts = ("--tokens", "100", "--steps", "2")
