@@ -143,10 +143,10 @@ class Section:
 # Budgets add up to 470 s; loading and begun items that end after their budget may take a minute more.
 SECTIONS = {
     "startup": Section("Start-up", startup, tables.startup, 60),
-    "decode": Section("Decoding", decoding, tables.decode, 240),
-    "options": Section("Options", request_options, tables.options, 50),
-    "serving": Section("Serving", serve, tables.serving, 60),
-    "exactness": Section("Exactness", compare, tables.exactness, 60),
+    "decode": Section("Decoding", decoding, tables.decode, 170),
+    "options": Section("Options", request_options, tables.options, 70),
+    "serving": Section("Serving", serve, tables.serving, 70),
+    "exactness": Section("Exactness", compare, tables.exactness, 100),
     "memory": Section("Memory", memory, tables.memory, 0),
 }
 

@@ -73,12 +73,12 @@ def sleep(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def measure(target: Target, options: dict[str, Options], new_tokens: int, repeat: int, limit: Limit) -> dict[str, Any]:
-    """All options and modes take turns on each prompt; the first one changes from turn to turn. With kernels one turn
-    that is not timed comes first, which captures graphs."""
+    """All options and modes take turns on each prompt; the first one changes from turn to turn. With kernels turns on
+    two prompts come first, which are not timed and capture graphs."""
     ways = [(name, mode) for name in options for mode in target.modes]
     speeds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     texts: dict[tuple[str, str], list[list[int]]] = {way: [] for way in ways}
-    untimed = int(target.engine.has_kernels)
+    untimed = min(2, len(target.prompts)) if target.engine.has_kernels else 0
     turns = [*range(untimed), *(place for _ in range(repeat) for place in range(len(target.prompts)))]
     for turn, place in enumerate(turns):
         if turn > untimed and limit.is_spent:  # one timed turn at least: every option has a figure

@@ -96,19 +96,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> dict[str, list[Result]]:
-    """Runs the parts in order until the budget is spent; with kernels each runs once before, which captures graphs."""
+    """Runs the parts in order until the budget is spent. With kernels the engine is warmed up as for a server, and each
+    part runs once before; `captured` counts the graphs that are still captured while it is measured."""
     found: dict[str, list[Result]] = {part: [] for part in parts}  # empty: not reached
     scheduler = target.engine.scheduler
     max_decoding = scheduler.max_decoding
+    target.engine.warmup(load.max_batch, max_length=load.longest)
     try:
         for part in limit.over(parts):
             bench = Bench(target, load, found.get("throughput", []))
             if target.engine.has_kernels:
                 PARTS[part](bench)
-            found[part] = PARTS[part](bench)
+            before = _captured(target)
+            results = PARTS[part](bench)
+            found[part] = [{**of, "captured": _captured(target) - before} for of in results]
     finally:
         scheduler.max_decoding = max_decoding
     return found
+
+
+def _captured(target: Target) -> int:
+    graphs = target.engine._graphs
+    return 0 if graphs is None else len(graphs.captured.entries)
 
 
 @dataclass(frozen=True)
@@ -182,13 +191,15 @@ def joining(bench: Bench) -> list[Result]:
 
 
 def join(bench: Bench, mode: str, options: Options) -> Result:
-    """The longest gap between tokens of running sequences, beside its bound: one prefill chunk and two steps."""
+    """The longest gap between tokens of running sequences, beside its bound: the longest prefill chunk, which is the
+    last, and two steps."""
     load, engine = bench.load, bench.target.engine
     engine.scheduler.max_decoding = load.running + 1
     length = min(load.long_prompt, engine.context - _JOINED)
     tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), length))
-    alone = TimedRequest(engine, tokens, 0, _JOINED, options)
-    run_together([alone])
+    chunks = max(1, -(-(len(tokens) - 1) // PREFILL_CHUNK))
+    alone = _first_token_s(bench, tokens, options)
+    chunk = alone - _first_token_s(bench, tokens[:-PREFILL_CHUNK], options) if chunks > 1 else alone  # the last one
     longest = engine.context - max(map(len, bench.target.prompts))
     running = bench.requests(load.running, [options], min(load.running_tokens, longest))
     for request in running:
@@ -203,8 +214,7 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
     first_at = joined.submitted_at + joined.first_token_s
     during = [gap for of in running for gap in of.gaps(joined.submitted_at, first_at)]
     before = [gap for of in running for gap in of.gaps(of.submitted_at, joined.submitted_at)]
-    chunks = max(1, -(-(len(tokens) - 1) // PREFILL_CHUNK))
-    step, chunk = median(before or [math.nan]), alone.first_token_s / chunks
+    step = median(before or [math.nan])
     return {
         "mode": mode,
         "running": load.running,
@@ -215,8 +225,16 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
         "bound_ms": round(1e3 * (chunk + 2 * step), 3),
         "longest_gap_ms": round(1e3 * max(during, default=math.nan), 3),
         "first_token_ms": round(1e3 * joined.first_token_s, 3),
-        "first_token_alone_ms": round(1e3 * alone.first_token_s, 3),
+        "first_token_alone_ms": round(1e3 * alone, 3),
     }
+
+
+def _first_token_s(bench: Bench, tokens: list[int], options: Options) -> float:
+    """Seconds to the first token of a request alone: the median of the load's repeats."""
+    requests = [TimedRequest(bench.target.engine, tokens, 0, _JOINED, options) for _ in range(bench.load.repeat)]
+    for request in requests:
+        run_together([request])
+    return median(request.first_token_s for request in requests)
 
 
 def _wait_for_tokens(requests: Sequence[TimedRequest], count: int) -> None:

@@ -37,7 +37,7 @@ from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
 MAX_GRAPHS = 512  # kept at a time; the least recently used one is dropped first
-MIN_CONTEXT = 2048  # positions that attention is planned for at least, so that short sequences share graphs
+MIN_CONTEXT = 8192  # positions that attention is planned for at least, so that most sequences share graphs
 
 Launch = Callable[[], None]
 
