@@ -248,7 +248,7 @@ class Bench:
         settings = read_settings(self.engine.generation_config, None, kwargs)
         processors = [] if prompts.forced is None or self.forces_in_steps else [prompts.forced]
         copies = [list(prompt) for prompt in batch.prompts]
-        return self.engine._request(copies, batch.width, settings, batch.seeds, processors, None, options)
+        return self.engine._requests.build(copies, batch.width, settings, batch.seeds, processors, None, options)
 
 
 def at_switch(prompts: PromptSet, plain: Mode, fixed: Sequence[Mode], governor: Mode) -> dict[str, Any]:

@@ -190,7 +190,9 @@ class TimedRequest:
             engine.generation_config, None, {"eos_token_id": None, "max_new_tokens": new_tokens, **kwargs}
         )
         self.engine, self.submitted_at, self.times = engine, 0.0, TokenTimes()
-        self.request = engine._request([list(prompt)], len(prompt), settings, seed, processors, None, speculation)
+        self.request = engine._requests.build(
+            [list(prompt)], len(prompt), settings, seed, processors, None, speculation
+        )
         self.request.progress = self.times
 
     def submit(self) -> None:

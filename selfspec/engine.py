@@ -30,7 +30,6 @@ from selfspec.profiles.profile import Profile
 from selfspec.profiles.router import prompt_embeddings
 from selfspec.request import (
     PlanLike,
-    Settings,
     SpeculationRequest,
     check_rules,
     read_input_ids,
@@ -178,8 +177,11 @@ class Engine:
         prompts = read_prompts(input_ids, attention_mask, settings)
         if streamer is not None and len(prompts) * settings.num_return_sequences > 1:
             raise ValueError("a streamer can follow one sequence only: pass one prompt and num_return_sequences=1")
-        request = self._request(
-            prompts, input_ids.shape[1], settings, seed, logits_processor, stopping_criteria, speculation, tokenizer
+        self._check_shared_weights()
+        reads_stops = tokenizer if tokenizer is not None else self.tokenizer
+        callables = logits_processor, stopping_criteria
+        request = self._requests.build(
+            prompts, input_ids.shape[1], settings, seed, *callables, speculation, reads_stops
         )
         if streamer is None:
             self._run(request)
@@ -303,22 +305,6 @@ class Engine:
             raise ValueError("text needs a tokenizer: pass one to Engine.from_model, or call generate() with token ids")
         self._check_shared_weights()
         return self._requests.build_for_text(self.tokenizer, self.generation_config, prompts, options)
-
-    def _request(
-        self,
-        prompts: list[list[int]],
-        width: int,
-        settings: Settings,
-        seed: int | Sequence[int] | None,
-        processors: Sequence[Callable] | None,
-        criteria: Sequence[Callable] | None,
-        speculation: SpeculationRequest,
-        tokenizer: Any = None,
-    ) -> Request:
-        """Builds a request for the scheduler, see `RequestBuilder.build`."""
-        self._check_shared_weights()
-        tokenizer = tokenizer if tokenizer is not None else self.tokenizer
-        return self._requests.build(prompts, width, settings, seed, processors, criteria, speculation, tokenizer)
 
     def _run(self, request: Request) -> None:
         self.scheduler.submit(request)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -25,28 +26,18 @@ class Loop(Protocol):
         ...
 
 
-class Call:
-    """A function that runs on the loop's thread, and its result."""
+class Call(Future):
+    """The result of a function that runs on the loop's thread."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
         self._function = function
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._result = self._function()
+            self.set_result(self._function())
         except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    def result(self) -> Any:
-        """Waits until the function has run; returns its result or raises its error."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+            self.set_exception(error)
 
 
 class LoopThread:

@@ -142,19 +142,14 @@ class Summary:
             yield "selfspec_speedup", "Speed over that of plain decoding", "", {"": self.speedup}
 
 
-@dataclass
-class _PlanTotals:
-    seconds: float = 0.0
-    steps: int = 0
-
-
 class Metrics:
     """Adds up totals while an engine runs; any thread may call `summary` at any time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._requests = self._tokens = self._emissions = 0
-        self._by_plan: dict[Plan | str, _PlanTotals] = {}
+        self._seconds: dict[Plan | str, float] = {}  # of the steps of each plan
+        self._steps: Counter[Plan | str] = Counter()  # of each plan
         self._compared = 0.0  # seconds of the steps for which the time of a plain step was known
         self._plainly = 0.0  # seconds that plain decoding would have taken for the tokens of these steps
         self._accepted: list[int] = []
@@ -172,9 +167,9 @@ class Metrics:
         same sequences (None: unknown)."""
         emitted, sequences = sum(tokens), len(tokens)
         with self._lock:
-            totals = self._by_plan.get(plan) or self._new_totals(plan)
-            totals.seconds += seconds
-            totals.steps += 1
+            name = plan if plan in self._seconds or len(self._seconds) < MAX_PLANS else OTHERS
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._steps[name] += 1
             self._tokens += emitted
             self._emissions += sequences
             self._recent.append((seconds, tuple(tokens)))
@@ -199,7 +194,7 @@ class Metrics:
     def seconds(self) -> float:
         """`Summary.seconds`, without the cost of a summary."""
         with self._lock:
-            return sum(totals.seconds for totals in self._by_plan.values())
+            return sum(self._seconds.values())
 
     def summary(self) -> Summary:
         with self._lock:
@@ -208,16 +203,15 @@ class Metrics:
         time_per_token = Percentiles.of((time / count, count) for time, tokens in recent for count in tokens if count)
         gap = Percentiles.of((time, len(tokens)) for time, tokens in recent)
         with self._lock:
-            totals = {str(plan): of_plan for plan, of_plan in self._by_plan.items()}
-            longest_first = sorted(totals, key=lambda plan: -totals[plan].seconds)
+            longest_first = sorted(self._seconds, key=lambda plan: -self._seconds[plan])
             return Summary(
                 requests=self._requests,
                 tokens=self._tokens,
-                cycles=sum(of_plan.steps for of_plan in totals.values()),
+                cycles=self._steps.total(),
                 emissions=self._emissions,
-                seconds=sum(of_plan.seconds for of_plan in totals.values()),
-                seconds_by_plan={plan: totals[plan].seconds for plan in longest_first},
-                cycles_by_plan={plan: totals[plan].steps for plan in longest_first},
+                seconds=sum(self._seconds.values()),
+                seconds_by_plan={str(plan): self._seconds[plan] for plan in longest_first},
+                cycles_by_plan={str(plan): self._steps[plan] for plan in longest_first},
                 accepted_by_depth=list(self._accepted),
                 reached_by_depth=list(self._reached),
                 time_per_token=time_per_token,
@@ -226,10 +220,6 @@ class Metrics:
                 mode_changes=self._changes.total(),
                 changes_by_reason={reason: count for reason, count in self._changes.most_common() if reason},
             )
-
-    def _new_totals(self, plan: Plan) -> _PlanTotals:
-        """Returns the totals of a plan that has none yet: new ones, or those of OTHERS once there are MAX_PLANS."""
-        return self._by_plan.setdefault(plan if len(self._by_plan) < MAX_PLANS else OTHERS, _PlanTotals())
 
 
 def short_plan_name(plan: str) -> str:

@@ -24,7 +24,7 @@ def enqueue(
     )
     wanted = read_settings(engine.generation_config, None, {"do_sample": False, **settings})
     width = max(map(len, prompts))
-    request = engine._request([list(prompt) for prompt in prompts], width, wanted, seed, None, None, speculation)
+    request = engine._requests.build([list(prompt) for prompt in prompts], width, wanted, seed, None, None, speculation)
     engine.scheduler.waiting.extend(request.sequences)
     return request
 

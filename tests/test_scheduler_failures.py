@@ -30,7 +30,7 @@ def engine_of(pages: int = 40, **options: Any) -> Engine:
 
 def request_of(engine: Engine, length: int = 8, new_tokens: int = 4, **kwargs: Any) -> Request:
     settings = read_settings(engine.generation_config, None, {"max_new_tokens": new_tokens, **kwargs})
-    return engine._request([[5] * length], length, settings, None, None, None, SpeculationRequest())
+    return engine._requests.build([[5] * length], length, settings, None, None, None, SpeculationRequest())
 
 
 def test_a_request_cancelled_before_the_loop_has_taken_it_ends_at_once() -> None:

@@ -21,12 +21,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", default="auto", help="float32, bfloat16, float16 (default: by device)")
     add("--profile", default="auto", help="profile folder, or 'none' (default: the newest made for this model)")
-    add(
-        "--max-length",
-        metavar="N",
-        type=int,
-        help="tokens of a sequence with its prompt (default: the context)",
-    )
+    add("--max-length", metavar="N", type=int, help="tokens of a sequence with its prompt (default: the context)")
     add("--kv-cache-gb", metavar="GB", type=float, help="size of the KV cache (default: by free memory)")
     add("-v", "--verbose", action="store_true", help="print what is loaded, and where")
 

@@ -12,14 +12,14 @@ from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 NAME = "exits.safetensors"
+HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
 
 class ExitsFile:
-    """Reads and writes the file in a profile's folder. Errors name the file; `fix` says what to do about them."""
+    """Reads and writes the file in a profile's folder."""
 
-    def __init__(self, folder: Path | None, fix: str) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.path = folder / NAME if folder else None
-        self._fix = fix
 
     def write(self, exits: list[Exit], head_rows: dict[str, torch.Tensor]) -> None:
         """Writes exits by layer, and the rows of each domain's trimmed head."""
@@ -74,7 +74,7 @@ class ExitsFile:
             raise self._unusable(f"cannot be read ({error})") from error
 
     def _unusable(self, why: str) -> ValueError:
-        return ValueError(f"{self.path}: {why}; {self._fix}")
+        return ValueError(f"{self.path}: {why}; {HOW_TO_CALIBRATE}")
 
 
 def exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from selfspec.governor.acceptance import hotter
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import fingerprint, same_fingerprint
-from selfspec.profiles.exits_file import ExitsFile
+from selfspec.profiles.exits_file import HOW_TO_CALIBRATE, ExitsFile
 from selfspec.profiles.paths import profiles_dir, shipped_dir
 from selfspec.profiles.router import Router, distances
 from selfspec.speculation.exit import Exit, check_exit_layer
@@ -32,7 +32,6 @@ from selfspec.speculation.plan import MAX_NODES, Plan
 
 SCHEMA = 2
 _ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
-HOW_TO_CALIBRATE = "calibrate this model again (python -m selfspec.calibrate), or pass profile=None"
 
 # Counts fit in 31 bits; the bound keeps arithmetic with damaged numbers within float64.
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -296,7 +295,7 @@ class Profile(Entry):
         folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        ExitsFile(folder, HOW_TO_CALIBRATE).write(exits, head_rows or {})
+        ExitsFile(folder).write(exits, head_rows or {})
         text = json.dumps(self.model_dump(mode="json", exclude={"folder"}), indent=1)
         (folder / "profile.json").write_text(_numbers_on_one_line(text) + "\n", encoding="utf-8")
         return self.model_copy(update={"folder": folder})
@@ -388,7 +387,7 @@ class Profile(Entry):
 
     @property
     def _exits_file(self) -> ExitsFile:
-        return ExitsFile(self.folder, HOW_TO_CALIBRATE)
+        return ExitsFile(self.folder)
 
 
 def _last_written(path: Path) -> float:

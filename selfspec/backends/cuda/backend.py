@@ -137,7 +137,7 @@ class CudaBackend:
         in flight."""
         placement, ends = self._placement, self._prompts.prompt_ends
         scored = [sequence for sequence in sequences if sequence in ends]
-        if not scored or not self._prompt_scores.is_empty:
+        if not scored or self._prompt_scores.in_flight is not None:
             return False
         self._place([*placement.slot_of, *(of for of in scored if of not in placement.slot_of)], exit, None)
         slots = placement.slots(scored)

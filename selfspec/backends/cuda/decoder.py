@@ -102,7 +102,8 @@ class Tree:
         self.plan, self.sequences, self.device = plan, sequences, device
         widest = max(1, *map(len, plan.children))
         self.depths = self._ints(list(plan.depths))  # [n + 1]
-        self.paths = self._ints([self._path(node) for node in range(len(plan) + 1)])  # [n + 1, depth + 1]
+        paths = [plan.path(node) for node in range(len(plan) + 1)]
+        self.paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])  # [n + 1, depth + 1]
         self.children = self._ints([[*kids, *[-1] * (widest - len(kids))] for kids in plan.children])  # [n + 1, W]
 
     def parents(self, level: range) -> torch.Tensor:
@@ -124,12 +125,6 @@ class Tree:
         parents = [first_node_row + self.plan.parents[node - 1] * self.sequences if node else 0 for node in nodes]
         rows = [parent + sequence for parent in parents for sequence in range(self.sequences)]
         return torch.tensor(rows, device=self.device)
-
-    def _path(self, node: int) -> list[int]:
-        path = [node]
-        while path[0]:
-            path.insert(0, self.plan.parents[path[0] - 1])
-        return path + [0] * (self.plan.depth + 1 - len(path))
 
     def _ints(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -80,23 +80,19 @@ class PromptScoresInFlight:
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
-        self._in_flight: tuple[list[Sequence], list[int], Readback] | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self._in_flight is None
+        self.in_flight: tuple[list[Sequence], list[int], Readback] | None = None
 
     def send(self, score: PromptScore, sequences: list[Sequence], slots: list[int]) -> None:
         """Copies the shares of these sequences' slots to the host, without waiting."""
         readback = self._readbacks.take(score.agreement)
         readback.send(score.agreement)
-        self._in_flight = sequences, slots, readback
+        self.in_flight = sequences, slots, readback
 
     def read(self) -> dict[Sequence, tuple[float, int]]:
         """Share of positions at which exit and model agree, and number of positions, by sequence, once they arrived."""
-        if self._in_flight is None or not self._in_flight[2].is_done:
+        if self.in_flight is None or not self.in_flight[2].is_done:
             return {}
-        (sequences, slots, readback), self._in_flight = self._in_flight, None
+        (sequences, slots, readback), self.in_flight = self.in_flight, None
         shares = readback.read()
         self._readbacks.give_back(readback)
         scored = zip(sequences, slots, strict=True)

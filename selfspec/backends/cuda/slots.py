@@ -27,6 +27,7 @@ _MAX_INT32 = 2**31 - 1
 _INTS = ("lengths", "pending", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
+_ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
@@ -174,9 +175,8 @@ class AllSlots:
         for tensor in rows:
             tensor.index_copy_(0, to, tensor.index_select(0, of))
         self._words.index_copy_(1, to, self._words.index_select(1, of))
-        self._words[_FIELDS.index("active")].index_fill_(0, of, IDLE)
-        self._words[_FIELDS.index("lengths")].index_fill_(0, of, 0)
-        self._words[_FIELDS.index("unfilled")].index_fill_(0, of, 0)
+        for name in _ZERO_IN_IDLE_SLOTS:
+            self._words[_FIELDS.index(name)].index_fill_(0, of, 0)
         self.page_table.index_fill_(0, of, self.idle_page)
 
     @property
@@ -186,7 +186,7 @@ class AllSlots:
 
     def idle(self) -> None:
         """Makes all slots idle: steps then write their KV to the idle page, which belongs to no sequence."""
-        for name in ("active", "lengths", "unfilled"):
+        for name in _ZERO_IN_IDLE_SLOTS:
             self._words[_FIELDS.index(name)].zero_()
         self.page_table.fill_(self.idle_page)
 
