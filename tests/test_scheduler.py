@@ -85,7 +85,7 @@ def request_of(engine: Engine, prompts: list[list[int]], **options: Any) -> Requ
         **{name: options.pop(name) for name in list(options) if name in SpeculationRequest.__dataclass_fields__}
     )
     settings = read_settings(engine.generation_config, None, options)
-    return engine._request(prompts, max(map(len, prompts)), settings, seed, processors, criteria, wishes)
+    return engine._requests.build(prompts, max(map(len, prompts)), settings, seed, processors, criteria, wishes)
 
 
 def tokens_of(request: Request) -> list[list[int]]:
