@@ -214,10 +214,11 @@ def measure(
     batches: Sequence[int] = BATCHES,
     arrivals: int = ARRIVALS,
 ) -> dict[str, Any]:
-    """The checks by name; each gets an equal part of the time budget."""
+    """The checks by name; each gets an equal part of the time that is left."""
     found: dict[str, Any] = {}
-    for check in checks:
-        limit = Limit(seconds / len(checks))
+    budget = Limit(seconds)
+    for number, check in enumerate(checks):
+        limit = budget.part(1 / (len(checks) - number))
         if check == "plans":
             write = writer(target.engine, new_tokens, target.speculation.get("exit_layer"))
             tallies = check_plans(write, target.prompts, wanted, limit, batches=batches)
