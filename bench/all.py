@@ -140,13 +140,13 @@ class Section:
     seconds: float
 
 
-# Budgets add up to 470 s; loading and begun items that end after their budget may take a minute more.
+# Budgets add up to 400 s; loading and begun items that end after their budget may take a minute more.
 SECTIONS = {
     "startup": Section("Start-up", startup, tables.startup, 60),
-    "decode": Section("Decoding", decoding, tables.decode, 170),
-    "options": Section("Options", request_options, tables.options, 70),
-    "serving": Section("Serving", serve, tables.serving, 70),
-    "exactness": Section("Exactness", compare, tables.exactness, 100),
+    "decode": Section("Decoding", decoding, tables.decode, 130),
+    "options": Section("Options", request_options, tables.options, 60),
+    "serving": Section("Serving", serve, tables.serving, 60),
+    "exactness": Section("Exactness", compare, tables.exactness, 90),
     "memory": Section("Memory", memory, tables.memory, 0),
 }
 

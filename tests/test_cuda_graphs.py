@@ -89,6 +89,15 @@ def batch_state(graphs: Graphs, buffers: SlotBuffers) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
+def test_the_first_buffers_are_used_again_before_others() -> None:
+    """Most steps are captured for them."""
+    graphs = new_graphs()
+    first, second = graphs.take_buffers(), graphs.take_buffers()
+    for buffers in (first, second):
+        graphs.give_back(buffers)
+    assert [graphs.take_buffers(), graphs.take_buffers()] == [first, second]
+
+
 @pytest.mark.parametrize("plan", [NONE, TREE], ids=str)
 def test_a_step_of_idle_slots_changes_only_what_was_saved(plan: Plan) -> None:
     """Capturing runs a step with all slots idle while a batch is running."""

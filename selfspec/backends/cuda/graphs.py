@@ -120,7 +120,9 @@ class Graphs:
     def take_buffers(self) -> SlotBuffers:
         """Slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
         if self._free_buffers:
-            return self._free_buffers.pop()
+            buffers = min(self._free_buffers, key=lambda of: of.number)  # most steps are captured for the first ones
+            self._free_buffers.remove(buffers)
+            return buffers
         pages = -(-(self.context + SPARE_POSITIONS) // PAGE_SIZE)
         self._buffers.append(SlotBuffers(len(self._buffers), self.model, self.capacity, pages, self.idle_page))
         return self._buffers[-1]
