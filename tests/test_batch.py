@@ -28,6 +28,7 @@ from selfspec.governor.rules import BATCHES
 from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import RowTimes
 from selfspec.profiles.profile import CycleCost, Device, Spread
+from selfspec.profiles.router import prompt_embedding
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of
@@ -35,7 +36,7 @@ from tests.scripted import endless, left_padded, random_prompt
 from tests.strategies import SETTINGS
 from tests.test_exit import Trained
 
-RESTLESS = Rules(start_gain=0.0, hysteresis=0.0, max_step=inf, score_every=3, budget=50, budget_refill=1)
+RESTLESS = Rules(start_gain=0.0, max_step=inf, score_every=3, budget=50, budget_refill=1)
 RANKS = {"0": [[0.6, 0.1, 0.05], [0.6, 0.1], [0.5]], "1": [[0.5, 0.1], [0.4]]}
 PROMPTS = [random_prompt(length) for length in (9, 3, 20, 9, 5)]
 
@@ -278,8 +279,8 @@ def test_a_prompt_far_from_every_domain_begins_with_the_skill_of_unfamiliar_text
     """Two domains around the first prompt; the second lies elsewhere."""
     exit = trained("llama").exit
     engine = Engine.from_model(trained("llama").hf)
-    marks = [runtime_mark(engine, PROMPTS[index]) for index in (0, 2)]
-    near = {"direction": marks[0].tolist(), "centroid": marks[0].tolist(), "ranks": RANKS}
+    embedding = prompt_embedding(engine.model, engine.cache, PROMPTS[0], 1).tolist()
+    near = {"direction": embedding, "centroid": embedding, "ranks": RANKS}
     choice = choice_of(exit.layer, "chain:2", distance=Spread(mean=0.0, deviation=0.01), **near)
     profile = profile_of(exit.model, {"a": choice, "b": choice})
     governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"far{prompt}", [exit]))
@@ -300,12 +301,6 @@ def joined_with(engine: Engine, prompt: list[int]) -> list[Sequence]:
         patch.setattr(Batch, "join", remember)
         generate(engine, [prompt], 1)
     return seen
-
-
-def runtime_mark(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    from selfspec.profiles.router import mark
-
-    return mark(engine.model, engine.cache, prompt, 1)
 
 
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

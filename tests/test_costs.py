@@ -172,7 +172,6 @@ def test_a_table_has_the_modelled_costs_and_expected_lengths_of_its_plans() -> N
     found = candidates()
     table = found.table(4)
     for place, plan in enumerate(table.plans):
-        assert table.places[plan] == place
         assert table.costs[place] == found.cost(plan, 4)
         assert table.lengths[:, place] == pytest.approx(found.acceptance.lengths(plan))
     assert found.cost(NONE, 4) == 1.0

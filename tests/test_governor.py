@@ -110,8 +110,8 @@ def test_drafting_stops_only_below_plain_speed(gain: float, continues: bool) -> 
     assert reason in (None, "goodput")
 
 
-@pytest.mark.parametrize(("gain", "switches"), [(0.005, False), (0.02, True)])
-def test_another_plan_replaces_that_in_use_only_above_the_hysteresis(gain: float, switches: bool) -> None:
+@pytest.mark.parametrize(("gain", "switches"), [(-0.02, False), (0.02, True)])
+def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switches: bool) -> None:
     governor = governor_of()
     first, other, *rest = governor.candidates.table(1).plans
     for plan in rest:
@@ -120,7 +120,6 @@ def test_another_plan_replaces_that_in_use_only_above_the_hysteresis(gain: float
     set_cost(governor, first, lengths[first] / 1.2)
     set_cost(governor, other, lengths[other] / (1.2 * (1 + gain)))
     assert choose(governor, skilled(1.0), in_use=first)[0] == (other if switches else first)
-    assert choose(governor, skilled(1.0))[0] == other
 
 
 def test_no_plan_takes_longer_than_a_step_may() -> None:

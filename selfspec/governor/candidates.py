@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from heapq import heappop, heappush
 from math import inf
 
@@ -31,10 +31,6 @@ class PlanTable:
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
     lengths: np.ndarray  # [levels, plans] expected accepted lengths
-
-    @cached_property
-    def places(self) -> dict[Plan, int]:
-        return {plan: place for place, plan in enumerate(self.plans)}
 
 
 class SharedPlans:

@@ -66,9 +66,6 @@ class Governor:
         speeds = self._speeds(skills, batch, table, cell)
         best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
         if best is not None and speeds[best] > 0:
-            place = table.places.get(in_use)
-            if place is not None and speeds[best] <= (1 + self.rules.hysteresis) * speeds[place]:
-                best = place
             needed = 1.0 if len(in_use) else 1 + self.rules.start_gain
             if speeds[best] > needed or (not len(in_use) and self.budget.is_full):
                 return table.plans[best], None

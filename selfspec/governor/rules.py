@@ -33,7 +33,6 @@ class Rules:
     max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
     max_step: float | None = None  # plain steps that a step of the governor's may take; None: by the device, see `on`
     start_gain: float = 0.05  # expected gain over plain decoding at which drafting begins
-    hysteresis: float = 0.01  # expected gain over the plan in use at which another one replaces it
     score_every: int = 16  # plain steps after which the exit is scored; 0: never
     budget: float = 4.0  # plain steps that drafting and scoring may lose
     budget_refill: float = 0.01  # plain steps that each plain step adds to the budget, up to its capacity
