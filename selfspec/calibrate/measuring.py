@@ -63,19 +63,15 @@ def measure(
     random = torch.Generator(device=model.device).manual_seed(seed)
     long_enough = (answers.corpus.predicts.sum(1) > DEPTHS).nonzero()[:, 0]
     for rows in long_enough.split(_MEASURED_TOGETHER) if len(long_enough) else ():
-        some = _cut(answers.corpus.rows(rows))
+        some = answers.corpus.rows(rows)
+        longest = int((some.documents == 1).sum(1).max())
+        some = Corpus(*(tensor[:, :longest] for tensor in vars(some).values()))
         for found in _measure_rows(model, exits, head_rows, some, answers.temperature, random):
             for of_exit, measured in zip(parts, found, strict=True):
                 of_exit.append(measured)
         progress(len(rows))
     progress(len(answers.corpus) - len(long_enough))
     return [_joined(of_exit) for of_exit in parts]
-
-
-def _cut(some: Corpus) -> Corpus:
-    """Only as long as the longest document."""
-    length = int((some.documents == 1).sum(1).max())
-    return Corpus(*(tensor[:, :length] for tensor in vars(some).values()))
 
 
 def _measure_rows(
@@ -91,7 +87,9 @@ def _measure_rows(
     features = text_features(model, some, len(some), model.device)
     states = hidden_states(model, batch)
     below = [next(states) for _ in range(max(exit.layer for exit in exits) + 1)]
-    firsts, lasts = _ranges(some)
+    # The first root of every answer, and the end of its roots: DEPTHS tokens follow each of them.
+    firsts: list[int] = some.predicts.int().argmax(1).tolist()
+    lasts: list[int] = ((some.documents == 1).sum(1) - DEPTHS).tolist()
     longest = max(last - first for first, last in zip(firsts, lasts, strict=True))
     steps = torch.arange(longest, device=model.device)
     # [rows, longest] roots from each answer's first prediction on; shorter answers repeat their last one, unused.
@@ -101,8 +99,11 @@ def _measure_rows(
     at_ends = [drafted_reads(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
         reads = features[row, :, : model.config.hidden_size]
-        answer = _Answer(batch.tokens[row, : last + DEPTHS], first, last, temperature, None, reads)
-        answer.noise = answer.draw_noise(model, random) if temperature else None
+        tokens, noise = batch.tokens[row, : last + DEPTHS], None
+        if temperature:
+            logits = model.project(reads[first : len(tokens) - 1], model.head) / temperature
+            noise = noise_behind(logits, tokens[first + 1 :], random)
+        answer = _Answer(tokens, first, last, temperature, noise, reads)
         yield [
             answer.measured(
                 exit.offering(head_rows, [answer.prompt]),
@@ -113,14 +114,7 @@ def _measure_rows(
         ]
 
 
-def _ranges(some: Corpus) -> tuple[list[int], list[int]]:
-    """The first root of every answer, and the end of its roots: DEPTHS tokens follow each of them."""
-    firsts = some.predicts.int().argmax(1)
-    lengths = (some.documents == 1).sum(1)
-    return firsts.tolist(), (lengths - DEPTHS).tolist()
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Answer:
     """One answer, and what the LM head reads of the model along it."""
 
@@ -134,10 +128,6 @@ class _Answer:
     @property
     def prompt(self) -> list[int]:
         return self.tokens[: self.first + 1].tolist()
-
-    def draw_noise(self, model: Decoder, random: torch.Generator) -> torch.Tensor:
-        logits = model.project(self.reads[self.first : len(self.tokens) - 1], model.head) / self.temperature
-        return noise_behind(logits, self.tokens[self.first + 1 :], random)
 
     def measured(self, exit: Exit, drafted: list[torch.Tensor], at_end: torch.Tensor) -> Measurement:
         roots = torch.arange(self.first, self.last, device=self.tokens.device)
