@@ -55,7 +55,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a plain step that keeps unfilled states", DeviceStep(decoder, slots, NONE, exit, few).launch
     yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
-    fill = ExitFill(model, cache, Scratch(META), slots, MAX_CONTEXT, exit, few, scores=True)
+    fill = ExitFill(decoder, slots, exit, few, scores=True)
     yield "a pass that fills and scores the exit", fill.launch
     parts = DeviceStep(decoder, slots, tree, exit, everything)
     yield "passes for callables", parts.launch_passes

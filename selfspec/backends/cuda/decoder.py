@@ -7,6 +7,7 @@ kernel gives a row the same bits whichever other rows are in the pass. `step.py`
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -192,6 +193,12 @@ class FusedDecoder:
     def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, contexts: Contexts, max_context: int) -> None:
         self.model, self.cache, self.scratch, self.contexts = model, cache, scratch, contexts
         self.ranges = ranges_for(max_context)
+
+    def over(self, contexts: Contexts) -> FusedDecoder:
+        """The same over rows that attend to other contexts."""
+        other = copy(self)
+        other.contexts = contexts
+        return other
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:

@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch, Tree
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Tree
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import Slots, StepOptions
 from selfspec.backends.cuda.step import SlotSampling
-from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.kernels.topk import topk_tokens
-from selfspec.models.decoder import Decoder
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE
 
@@ -35,20 +33,12 @@ class ExitFill:
     """The pass over the unfilled positions of B slots: of each a chain that begins where the exit's KV ends."""
 
     def __init__(
-        self,
-        model: Decoder,
-        cache: Cache,
-        scratch: Scratch,
-        slots: Slots,
-        max_context: int,
-        slot_exit: SlotExit,
-        options: StepOptions,
-        scores: bool,
+        self, decoder: FusedDecoder, slots: Slots, slot_exit: SlotExit, options: StepOptions, scores: bool
     ) -> None:
-        self.slots, self.slot_exit = slots, slot_exit
+        model, self.slots, self.slot_exit = decoder.model, slots, slot_exit
         self.count, self.page_table = slots.count, slots.page_table
         self.lengths = torch.zeros_like(slots.lengths)  # positions whose exit KV is filled
-        self.decoder = FusedDecoder(model, cache, scratch, self, max_context)
+        self.decoder = decoder.over(self)
         self.nodes = Nodes.chain(model, slot_exit.unfilled.capacity, slots.count)
         # Drafts are scored without processing: it would need the token counts of each position.
         self.sampling = SlotSampling(slots, replace(options, processes=False), Tree(NONE, slots.count, model.device))

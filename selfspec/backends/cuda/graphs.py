@@ -28,7 +28,7 @@ from selfspec.backends.cuda.short_prefill import (
     pass_size,
     segments,
 )
-from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
+from selfspec.backends.cuda.slots import SlotBuffers, Slots, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
@@ -151,7 +151,7 @@ class Graphs:
             slots = buffers.slots.first(count)
             if options.processes:
                 _ = buffers.slots.bias, buffers.slots.counts  # allocated before the graph is captured
-            decoder = FusedDecoder(self.model, self.cache, self.scratch, slots, max_context)
+            decoder = self._decoder(slots, max_context)
             return self.new_step(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
 
         launches = parts or ("launch",)
@@ -163,19 +163,26 @@ class Graphs:
     ) -> tuple[ExitFill, Launch]:
         """The pass that fills the exit's KV for unfilled positions and, with `scores`, drafts at some of them."""
         exit_key = (*_drafting_key(exit, self.model), options) if scores else _exit_key(exit)
-        key = ("fill", buffers.number, count, self._max_context(longest), scores, *exit_key)
+        slots, max_context = buffers.slots.first(count), self._max_context(longest)
+        key = ("fill", buffers.number, count, max_context, scores, *exit_key)
 
         def build() -> ExitFill:
-            parts = self.model, self.cache, self.scratch, buffers.slots.first(count), self._max_context(longest)
-            return ExitFill(*parts, buffers.exit(exit, count), options, scores)
+            return ExitFill(self._decoder(slots, max_context), slots, buffers.exit(exit, count), options, scores)
 
         return self.captured.find(key, buffers, build, "launch")
 
     def prompt_score(self, buffers: SlotBuffers, count: int, exit: Exit, longest: int) -> tuple[PromptScore, Launch]:
         """The pass that compares exit and model at the prompt ends in the buffers."""
-        key = ("prompt score", buffers.number, count, self._max_context(longest), *_exit_key(exit))
-        parts = self.model, self.cache, self.scratch, buffers.slots.first(count), self._max_context(longest)
-        return self.captured.find(key, buffers, lambda: PromptScore(*parts, exit, buffers.prompt_end(count)), "launch")
+        slots, max_context = buffers.slots.first(count), self._max_context(longest)
+        key = ("prompt score", buffers.number, count, max_context, *_exit_key(exit))
+
+        def build() -> PromptScore:
+            return PromptScore(self._decoder(slots, max_context), slots, exit, buffers.prompt_end(count))
+
+        return self.captured.find(key, buffers, build, "launch")
+
+    def _decoder(self, slots: Slots, max_context: int) -> FusedDecoder:
+        return FusedDecoder(self.model, self.cache, self.scratch, slots, max_context)
 
     def _max_context(self, longest: int) -> int:
         """Positions that attention is planned for if sequences reach `longest` tokens: a power of two, so that few

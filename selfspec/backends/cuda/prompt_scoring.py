@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Scratch
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures
 from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import Slots
-from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.topk import Scores, topk_tokens
-from selfspec.models.decoder import Decoder
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import FEATURE_STATES, Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -24,23 +22,15 @@ from selfspec.speculation.exit_scoring import PROMPT_END
 class PromptScore:
     """The pass over the prompt ends of B slots. Writes no KV: prefill has filled these positions."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: Cache,
-        scratch: Scratch,
-        slots: Slots,
-        max_context: int,
-        exit: Exit,
-        prompt_end: torch.Tensor,
-    ) -> None:
+    def __init__(self, decoder: FusedDecoder, slots: Slots, exit: Exit, prompt_end: torch.Tensor) -> None:
+        model = decoder.model
         self.slots, self.exit, self.prompt_end = slots, exit, prompt_end  # see `exit.prompt_end_buffer`
         self.count, self.page_table = slots.count, slots.page_table
         self.counts = torch.zeros_like(slots.lengths)  # positions that are scored
         self._written = torch.zeros_like(slots.lengths)  # rows of each slot whose KV is written: none
         self.lengths = torch.zeros_like(slots.lengths)  # positions before those that are scored
         self.agreement = torch.zeros(slots.count, device=model.device)  # share of positions, by slot
-        self.decoder = FusedDecoder(model, cache, scratch, self, max_context)
+        self.decoder = decoder.over(self)
         self.nodes = Nodes.chain(model, len(prompt_end), slots.count)
 
     @property
