@@ -508,6 +508,7 @@ def test_a_stream_that_is_left_returns_its_pages(engine: Engine, pieces: int, ho
             next(stream)
         if how == "close":
             stream.close()
+            assert stream._request.progress.is_over or not pieces, "closing waits until the pages are free"
             stream.close()
             assert list(stream) == [] and stream.completion is None
         elif how == "error":
