@@ -45,11 +45,8 @@ SLOTS = 4  # sequences of a batch at most
 @cache
 @torch.inference_mode(False)
 def decoder(family: str = "llama") -> Decoder:
-    """A model of two layers in float32, whose logits differ clearly. A llama has one key-value head, the other families
-    two: every head is one more interpreted program per node."""
+    """A model of two layers in float32, whose logits differ clearly."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": CONTEXT}
-    if family == "llama":
-        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     return loading.adopt(tiny_model(family, dtype=torch.float32, **sizes))
 
 

@@ -126,7 +126,7 @@ class RandomBatch:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("seed", "overlaps", "changes"), [(16, False, 8), (12, True, 8)])
+@pytest.mark.parametrize(("seed", "overlaps", "changes"), [(16, False, 8), (12, True, 10)])
 def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
     seed: int, overlaps: bool, changes: int
 ) -> None:
@@ -148,6 +148,8 @@ def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
         if sequence.request.drafter is None and sequence.steps:
             assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
     assert sum(sequence.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
+    assert "stop" in {sequence.finish_reason for sequence in random_batch.sequences}
+    assert len(random_batch.sequences) >= len(PARAMS) or not overlaps, "every entry of PARAMS is used"
     random_batch.batch.drain()
     placement = random_batch.batch.backend._placement
     assert random_batch.cache.free_pages == random_batch.cache.num_pages - 1  # idle slots keep a page to write to
