@@ -224,6 +224,12 @@ def test_the_page_ends_with_the_lines_of_python_that_use_the_profile(folder, tmp
     assert (f'Engine.from_pretrained("{NAME}", profile="/home/me/profiles/mine")' in text) == bool(folder)
 
 
+@pytest.mark.parametrize(("plan", "says_depth"), [("chain:4", True), ("chain:5", False)])
+def test_columns_of_a_deep_tree_are_labelled_by_numbers_alone(plan, says_depth, tmp_path):
+    html = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path).text
+    assert ("depth 1 1 node" in " ".join(html.split())) == says_depth
+
+
 @pytest.mark.parametrize("plan", ["chain:3", "none", "tree:4,2"])
 def test_the_page_of_a_profile_that_was_not_measured_says_so(plan, tmp_path):
     page = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path)
