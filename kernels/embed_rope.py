@@ -16,6 +16,10 @@ import torch
 from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.norm import NextNorm, columns_per_square, next_scale, next_tensors, shrink
 from selfspec.kernels.pdl import release, wait
+from selfspec.kernels.quantized_format import format_of
+from selfspec.kernels.quantized_launch import Weight, weight_arguments
+from selfspec.kernels.quantized_tile import dequantize_row
+from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import Ranking, nth_best
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -46,7 +50,7 @@ class RowMetadata:
 
 def embed_rope_reference(
     tokens: torch.Tensor,  # [R]
-    embedding: torch.Tensor,  # [V, hidden]
+    embedding: Weight,  # [V, hidden]
     scale: torch.Tensor | None,  # scalar, in the model's dtype
     lengths: torch.Tensor,  # [B]
     page_table: torch.Tensor,  # [B, P]
@@ -54,8 +58,11 @@ def embed_rope_reference(
     depths: torch.Tensor,  # [M]
     inv_freq: torch.Tensor,  # [ropes, D / 2] float32
     rope_scaling: torch.Tensor,  # [ropes] float32
+    dtype: torch.dtype | None = None,  # of the model; None: that of the embedding
 ) -> tuple[torch.Tensor, RowMetadata]:
     """Embeddings [R, hidden] of `tokens`, and the metadata of the rows of these nodes."""
+    embedding = embedding.dequantize() if isinstance(embedding, QuantizedWeight) else embedding
+    embedding = embedding.to(dtype or embedding.dtype)
     hidden = embedding[tokens] if scale is None else embedding[tokens] * scale
     sequences = torch.arange(len(lengths), device=lengths.device).repeat(len(nodes))
     node, depth = (x.repeat_interleave(len(lengths)).long() for x in (nodes, depths))
@@ -78,7 +85,7 @@ def _embed_rope_kernel(
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
     WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, BEGINS: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    STRIDE: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row.
 
@@ -127,7 +134,11 @@ def _embed_rope_kernel(
 
     block = tl.arange(0, SQUARES_P2)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [SQUARES_P2, BLOCK]: one row
-    state = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+    if FORMAT is None:
+        state = tl.load(embedding + token.to(tl.int64) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+    else:
+        values = dequantize_row(embedding, token.to(tl.int64), column, column < HIDDEN, STRIDE, FORMAT)
+        state = values.to(hidden_out.dtype.element_ty)
     if scale is not None:
         state = (state.to(tl.float32) * tl.load(scale).to(tl.float32)).to(hidden_out.dtype.element_ty)
     tl.store(hidden_out + row * HIDDEN + column, state, mask=column < HIDDEN)
@@ -141,7 +152,7 @@ def embed_rope(
     metadata: RowMetadata,  # of R rows, to fill
     hidden_out: torch.Tensor,  # [R, hidden], to fill
     next_norm: NextNorm,  # the first layer's norm
-    embedding: torch.Tensor,  # [V, hidden]
+    embedding: Weight,  # [V, hidden]
     scale: torch.Tensor | None,  # scalar in the model's dtype: embeddings are multiplied by it
     lengths: torch.Tensor,  # [B] int32: committed tokens of each sequence
     page_table: torch.Tensor,  # [B, P] int32
@@ -162,7 +173,11 @@ def embed_rope(
         raise ValueError("tokens come either from `pending` (the root) or from `ranked` (all other nodes)")
     if rows != sequences * depths.shape[0]:
         raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
-    if not all(t.is_contiguous() for t in (hidden_out, next_norm.scaled, embedding, metadata.tokens, metadata.slots)):
+    quantized = embedding if isinstance(embedding, QuantizedWeight) else None
+    contiguous = (hidden_out, next_norm.scaled, metadata.tokens, metadata.slots)
+    if not all(t.is_contiguous() for t in contiguous) or (
+        isinstance(embedding, torch.Tensor) and not embedding.is_contiguous()
+    ):
         raise ValueError("embedding, hidden_out, scaled, tokens and slots must be contiguous")
     next_norm.check(hidden_out)
     squares, half = next_norm.squares.shape[1], inv_freq.shape[1]
@@ -171,8 +186,9 @@ def embed_rope(
     ranking = ranked if isinstance(ranked, Ranking) else None
     tensors, sizes = ((None,) * 3, (0,) * 3) if ranking is None else (ranking.tensors, ranking.sizes)
     ranking_constants = {"WIDTH": 0, "NT": 0, "TILE": 0} if ranking is None else ranking.constants
+    stored, stride = weight_arguments(embedding)
     _embed_rope_kernel[(rows,)](
-        pending, tokens, *tensors, parents, ranks, embedding, scale, lengths, page_table, depths,
+        pending, tokens, *tensors, parents, ranks, stored, scale, lengths, page_table, depths,
         inv_freq, rope_scaling,
         metadata.tokens, metadata.positions, metadata.next_positions, metadata.slots, metadata.cos, metadata.sin,
         hidden_out, *next_tensors(next_norm), counts, sequences, first_node, page_table.stride(0),
@@ -181,5 +197,6 @@ def embed_rope(
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
         **ranking_constants, BEGINS=first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
+        STRIDE=stride, FORMAT=None if quantized is None else format_of(quantized, hidden_out.dtype, 1),
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -17,14 +17,13 @@ from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
     check_output,
-    choose_tile,
-    launch_settings,
     matmul_reference,
-    matmul_tile,
     norm_squares,
 )
 from selfspec.kernels.norm import Norm
 from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
+from selfspec.kernels.quantized_tile import weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -37,7 +36,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def gated_linear_reference(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     *,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
@@ -67,7 +66,7 @@ def _gated_kernel(
     x_stride, weight_stride, out_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): out [BM, BN / 2]; N is the number of output columns.
 
@@ -78,14 +77,15 @@ def _gated_kernel(
     column = first + tl.arange(0, BN // 2)
     index = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
-    weight_rows = (tl.minimum(first + index // 2, N - 1) + (index % 2) * N).to(tl.int64) * weight_stride
-    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
+    weight_rows = tl.minimum(first + index // 2, N - 1) + (index % 2) * N
+    weight_offsets = weight_rows.to(tl.int64) * weight_stride
+    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)
-    both = matmul_tile(
-        x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
-        K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
+    both = weight_tile(
+        x, weight, squares, row < row_count, source * x_stride, weight_rows, weight_offsets,
+        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
     )  # fmt: skip
     if not RELEASE_EARLY:
         release(PDL)
@@ -104,7 +104,7 @@ def _gated_kernel(
 
 def gated_linear(
     x: torch.Tensor,  # [R, K]
-    weight: torch.Tensor,  # [2I, K]
+    weight: Weight,  # [2I, K]
     out: torch.Tensor,  # [R, I]
     *,
     bias: torch.Tensor | None = None,  # [2I]
@@ -120,11 +120,12 @@ def gated_linear(
         raise ValueError(f"weight must hold as many rows for gate as for up, got {weight.shape[0]} in all")
     rows, n = x.shape[0], weight.shape[0] // 2
     check_output("out", out, x, n)
-    config = config or choose_tile("gate_up", 2 * n, x.shape[1], rows)
-    settings = launch_settings(x, weight, norm, config)
+    config = config or choose_weight_tile("gate_up", weight, rows)
+    settings = weight_settings(x, weight, norm, config)
     squares, squares_stride = norm_squares(norm)
+    tensors, weight_stride = weight_arguments(weight)
     _gated_kernel[(-(-rows // settings["BM"]), -(-n // (settings["BN"] // 2)))](
-        x, weight, out, bias, squares, rows,
-        x.stride(0), weight.stride(0), out.stride(0), squares_stride,
+        x, tensors, out, bias, squares, rows,
+        x.stride(0), weight_stride, out.stride(0), squares_stride,
         N=n, ACTIVATION=activation, RELEASE_EARLY=config.release_early, **settings,
     )  # fmt: skip

@@ -13,10 +13,7 @@ from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
     check_output,
-    choose_tile,
-    launch_settings,
     matmul_reference,
-    matmul_tile,
     norm_squares,
 )
 from selfspec.kernels.norm import (
@@ -30,12 +27,14 @@ from selfspec.kernels.norm import (
     tree_sum_groups,
 )
 from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
+from selfspec.kernels.quantized_tile import weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 
 def linear_reference(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     *,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
@@ -56,7 +55,7 @@ def _linear_kernel(
     x_stride, weight_stride, out_stride, residual_stride, squares_out_stride, scaled_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): out [BM, BN]. WIDTH: columns per entry of `squares_out`."""
@@ -66,19 +65,20 @@ def _linear_kernel(
     x_row = source
     if gather is not None:  # read before `wait`: no kernel of the pass writes it
         x_row = tl.load(gather + source)
-    weight_rows = tl.minimum(column, N - 1).to(tl.int64) * weight_stride
+    weight_rows = tl.minimum(column, N - 1)
+    weight_offsets = weight_rows.to(tl.int64) * weight_stride
     inside = (row < row_count)[:, None] & (column < N)[None, :]
     if next_weight is not None:
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
-    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
+    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)
     if residual is not None:  # loaded early, needed late; may be `out`: a program reads only what it overwrites itself
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
-    result = matmul_tile(
-        x, weight, squares, row < row_count, x_row * x_stride, weight_rows, x_row * squares_stride,
-        K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
+    result = weight_tile(
+        x, weight, squares, row < row_count, x_row * x_stride, weight_rows, weight_offsets,
+        x_row * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
     )  # fmt: skip
     if not RELEASE_EARLY:
         release(PDL)
@@ -104,7 +104,7 @@ def _linear_kernel(
 
 def linear(
     x: torch.Tensor,  # [R, K], or any rows that `gather` takes from
-    weight: torch.Tensor,  # [N, K]
+    weight: Weight,  # [N, K]
     out: torch.Tensor,  # [R, N]
     *,
     bias: torch.Tensor | None = None,  # [N]
@@ -127,15 +127,16 @@ def linear(
         raise ValueError("gathered rows must be given as contiguous int64")
     if next_norm is not None:
         next_norm.check(out)
-    config = config or choose_tile("linear", n, x.shape[1], rows)
-    settings = launch_settings(taken, weight, norm, config)
+    config = config or choose_weight_tile("linear", weight, rows)
+    settings = weight_settings(taken, weight, norm, config)
     width = columns_per_square(n)
     if next_norm is not None and settings["BN"] % width:
         raise ValueError(f"tiles of {settings['BN']} columns cannot sum squares over {width}")
     squares, squares_stride = norm_squares(norm)
+    tensors, weight_stride = weight_arguments(weight)
     _linear_kernel[(-(-rows // settings["BM"]), -(-n // settings["BN"]))](
-        x, gather, weight, out, bias, residual, *next_tensors(next_norm), squares, rows,
-        x.stride(0), weight.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0,
+        x, gather, tensors, out, bias, residual, *next_tensors(next_norm), squares, rows,
+        x.stride(0), weight_stride, out.stride(0), residual.stride(0) if residual is not None else 0,
         *next_strides(next_norm), squares_stride,
         N=n, WIDTH=width, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0,
         RELEASE_EARLY=config.release_early, **settings,

@@ -27,6 +27,7 @@ from selfspec.kernels.norm import (
     squares_per_row,
     tree_sum,
 )
+from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.triton_compat import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
@@ -39,10 +40,11 @@ _MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles woul
 
 
 def matmul_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
+    x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, norm: Norm | None
 ) -> torch.Tensor:
     """bias + x @ weight^T [R, N] before rounding, in at least float32. With a norm x is the scaled stream."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
     sums = F.linear(x.to(wide), weight.to(wide))
     if norm is not None:
         mean_square = norm.squares.to(wide).sum(-1, keepdim=True) / x.shape[1]
@@ -268,14 +270,17 @@ def norm_squares(norm: Norm | None) -> tuple[torch.Tensor | None, int]:
     return (None, 0) if norm is None else (norm.squares, norm.squares.stride(0))
 
 
-def check_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+def check_matmul(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, norm: Norm | None
+) -> None:
+    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [R, K] and [N, K]")
     if x.shape[0] < 1 or x.shape[1] % 16:
         raise ValueError(f"x {tuple(x.shape)} needs at least one row, and columns in multiples of 16")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or weight.dtype != x.dtype:
-        raise ValueError(f"x and weight must be of one dtype of 16 or 32 bits, got {x.dtype} and {weight.dtype}")
-    if x.stride(1) != 1 or weight.stride(1) != 1:
+    dtype = x.dtype if isinstance(weight, QuantizedWeight) else weight.dtype
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or dtype != x.dtype:
+        raise ValueError(f"x and weight must be of one dtype of 16 or 32 bits, got {x.dtype} and {dtype}")
+    if x.stride(1) != 1 or (isinstance(weight, torch.Tensor) and weight.stride(1) != 1):
         raise ValueError("the rows of x and weight must be contiguous")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
         raise ValueError(f"bias must be contiguous [{weight.shape[0]}], got {tuple(bias.shape)}")

@@ -14,6 +14,8 @@ sequence, or a maximum of integers. So a row's result does not depend on the oth
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,6 +46,16 @@ from selfspec.kernels.noise import (
 )
 from selfspec.kernels.norm import Norm, check_squares
 from selfspec.kernels.pdl import release, wait
+from selfspec.kernels.quantized_format import format_of
+from selfspec.kernels.quantized_launch import (
+    Weight,
+    choose_height,
+    choose_weight_tile,
+    fit_stages,
+    weight_arguments,
+)
+from selfspec.kernels.quantized_tile import quantized_sums
+from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import TILE, Scores, num_tiles
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -53,7 +65,7 @@ BLOCK_K_BYTES = 256  # of a row of x or weight in one pipeline stage: 128 column
 
 
 def lm_head_reference(
-    x: torch.Tensor, weight: torch.Tensor, softcap: float | None = None, norm: Norm | None = None
+    x: torch.Tensor, weight: Weight, softcap: float | None = None, norm: Norm | None = None
 ) -> torch.Tensor:
     """Logits [R, V] of x [R, K], in float64 if x is."""
     logits = matmul_reference(x, weight, None, norm)
@@ -87,7 +99,7 @@ def _lm_head_kernel(
     sequences, first_node, path_stride,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     GATHER: tl.constexpr, STREAM: tl.constexpr,
-    BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program scores BM rows at TILE columns; consecutive programs read the same tile of the weight."""
     row_tiles = tl.cdiv(R, BM)
@@ -114,22 +126,28 @@ def _lm_head_kernel(
     if processing is not None:
         loaded = load_processing(processing, safe_row, sequence)
 
-    inner = tl.arange(0, BK)
-    x_at = x + safe_row[:, None] * x_stride + inner[None, :]
-    weight_at = weight + source[None, :] * weight_stride + inner[:, None]
-    values = tl.zeros((BM, TILE), tl.float32)
-    stop = K
-    if count is not None:
-        stop = tl.where(tile * TILE < limit, K, 0)  # a tile without columns reads nothing
-    for first in range(0, stop, BK):
-        if K % BK == 0:
-            x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
-            weight_part = tl.load(weight_at + first)
-        else:
-            inside = first + inner < K
-            x_part = tl.load(x_at + first, mask=inside[None, :] & (row < R)[:, None], other=0.0)
-            weight_part = tl.load(weight_at + first, mask=inside[:, None], other=0.0)
-        values = tl.dot(x_part, weight_part, values, input_precision="ieee")
+    if FORMAT is not None:
+        is_needed = None if count is None else tile * TILE < limit
+        values = quantized_sums(
+            x, weight, row < R, safe_row * x_stride, source, weight_stride, is_needed, K, BM, TILE, FORMAT
+        )
+    else:
+        inner = tl.arange(0, BK)
+        x_at = x + safe_row[:, None] * x_stride + inner[None, :]
+        weight_at = weight + source[None, :] * weight_stride + inner[:, None]
+        values = tl.zeros((BM, TILE), tl.float32)
+        stop = K
+        if count is not None:
+            stop = tl.where(tile * TILE < limit, K, 0)  # a tile without columns reads nothing
+        for first in range(0, stop, BK):
+            if K % BK == 0:
+                x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
+                weight_part = tl.load(weight_at + first)
+            else:
+                inside = first + inner < K
+                x_part = tl.load(x_at + first, mask=inside[None, :] & (row < R)[:, None], other=0.0)
+                weight_part = tl.load(weight_at + first, mask=inside[:, None], other=0.0)
+            values = tl.dot(x_part, weight_part, values, input_precision="ieee")
     release(PDL)
 
     if squares is not None:
@@ -165,7 +183,7 @@ def _lm_head_kernel(
 
 def lm_head_scores(
     x: torch.Tensor,  # [R, K], normed, or with a norm the scaled stream
-    weight: torch.Tensor,  # [V, K]
+    weight: Weight,  # [V, K]
     scores: Scores,
     *,
     token_ids: torch.Tensor | None = None,
@@ -200,7 +218,7 @@ def lm_head_scores(
 
 def lm_head_logits(
     x: torch.Tensor,  # [R, K], normed
-    weight: torch.Tensor,  # [V, K]
+    weight: Weight,  # [V, K]
     logits_out: torch.Tensor,  # [R, V] float32
     *,
     softcap: float | None = None,
@@ -211,20 +229,19 @@ def lm_head_logits(
     _launch(x, weight, weight.shape[0], None, logits=logits_out, softcap=softcap)
 
 
-def _check_inputs(x: torch.Tensor, weight: torch.Tensor, softcap: float | None) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+def _check_inputs(x: torch.Tensor, weight: Weight, softcap: float | None) -> None:
+    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x and weight must be [R, K] and [V, K], not {list(x.shape)} and {list(weight.shape)}")
     if x.shape[1] % 16:
         raise ValueError(f"a hidden size of {x.shape[1]} is not possible: it must be a multiple of 16")
     check_tensor(x, "x", tuple(x.shape), FLOATS, x.device)
-    check_tensor(weight, "weight", tuple(weight.shape), (x.dtype,), x.device)
+    if isinstance(weight, torch.Tensor):
+        check_tensor(weight, "weight", tuple(weight.shape), (x.dtype,), x.device)
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap={softcap} is not possible: it must be a number above 0, or None")
 
 
-def _check_trimmed(
-    weight: torch.Tensor, token_ids: torch.Tensor | None, gather: bool, count: torch.Tensor | None
-) -> None:
+def _check_trimmed(weight: Weight, token_ids: torch.Tensor | None, gather: bool, count: torch.Tensor | None) -> None:
     if gather and token_ids is None:
         raise ValueError("gather needs token_ids: which rows of the weight to take")
     if token_ids is not None:
@@ -241,7 +258,7 @@ def row_tile(rows: int) -> int:
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     columns: int,
     scores: Scores | None,
     *,
@@ -257,21 +274,34 @@ def _launch(
     bm: int | None = None,  # rows of a tile; None: `row_tile`
 ) -> None:
     r, k = x.shape
-    bm = bm or row_tile(r)
-    bk = BLOCK_K_BYTES // x.element_size()
     keys, int_scores = (None, None) if scores is None else (scores.tile_keys, scores.int_scores)
     squares, squares_stride = norm_squares(norm)
-    stage_bytes = (bm + TILE) * bk * x.element_size()
-    warps, stages = (2, 4) if k <= 2048 and bm == 16 else (4, 5)  # short sums of few rows are bound by latency
-    _lm_head_kernel[(num_tiles(columns) * triton.cdiv(r, bm),)](
-        x, weight, token_ids, count, keys, int_scores, logits, squares,
+    tensors, weight_stride = weight_arguments(weight)
+    settings = _settings(x, weight, bm)
+    _lm_head_kernel[(num_tiles(columns) * triton.cdiv(r, settings["BM"]),)](
+        x, tensors, token_ids, count, keys, int_scores, logits, squares,
         softcap=softcap, R=r, V=columns,
-        x_stride=x.stride(0), weight_stride=weight.stride(0),
+        x_stride=x.stride(0), weight_stride=weight_stride,
         keys_stride=0 if keys is None else keys.stride(0),
         scores_stride=0 if int_scores is None else int_scores.stride(0),
         logits_stride=0 if logits is None else logits.stride(0), squares_stride=squares_stride,
         **sampling_arguments(noise, truncation, processing),
         K=k, **norm_constants(k, x.dtype, norm), GATHER=gather,
-        BM=bm, TILE=TILE, BK=bk, num_warps=warps, num_stages=min(stages, SHARED_BYTES // stage_bytes),
+        TILE=TILE, **settings,
         **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
     )  # fmt: skip
+
+
+def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]:
+    """The tile's rows and columns per step, the weight's format, warps and stages."""
+    if isinstance(weight, QuantizedWeight):
+        config = choose_weight_tile("head", weight, x.shape[0])
+        config = replace(config, block_m=bm or choose_height(x.shape[0], TILE))
+        bm, stages = fit_stages(x, weight, config, TILE)
+        kind = format_of(weight, x.dtype, config.warps)
+        return {"BM": bm, "BK": 0, "FORMAT": kind, "num_warps": config.warps, "num_stages": stages}
+    bm, bk = bm or row_tile(x.shape[0]), BLOCK_K_BYTES // x.element_size()
+    stage_bytes = (bm + TILE) * bk * x.element_size()
+    warps, stages = (2, 4) if x.shape[1] <= 2048 and bm == 16 else (4, 5)  # short sums of few rows: bound by latency
+    stages = min(stages, SHARED_BYTES // stage_bytes)
+    return {"BM": bm, "BK": bk, "FORMAT": None, "num_warps": warps, "num_stages": stages}

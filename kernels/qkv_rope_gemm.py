@@ -14,20 +14,19 @@ from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
     check_output,
-    choose_tile,
-    launch_settings,
     matmul_reference,
-    matmul_tile,
     norm_squares,
 )
 from selfspec.kernels.norm import Norm, apply_norm_reference, next_power_of_two, tree_sum
 from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
+from selfspec.kernels.quantized_tile import weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 
 def qkv_linear_reference(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
@@ -96,7 +95,7 @@ def _qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SKIP: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OFFSET: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, part of a head): BN dimensions of one head; with head norms a whole head.
 
@@ -112,18 +111,19 @@ def _qkv_kernel(
     index = tl.arange(0, BN)
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     dimension = tl.minimum(base + index // 2, HALF - 1) + (index % 2) * HALF  # [BN]: d, d + HALF, d + 1, ...
-    weight_rows = (head * (2 * HALF) + dimension).to(tl.int64) * weight_stride
+    weight_rows = head * (2 * HALF) + dimension
+    weight_offsets = weight_rows.to(tl.int64) * weight_stride
     release(PDL)  # early: attention reads lengths, pages and the tree before it waits
-    prefetch_weight(weight, weight_rows, BN, PREFETCH, PDL)
+    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
     wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)
     angle = source[:, None] * rotation_stride + pair[None, :]
     c = tl.load(cos + angle, mask=valid, other=0.0)
     s = tl.load(sin + angle, mask=valid, other=0.0)
-    both = matmul_tile(
-        x, weight, squares, row < row_count, source * x_stride, weight_rows, source * squares_stride,
-        K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
+    both = weight_tile(
+        x, weight, squares, row < row_count, source * x_stride, weight_rows, weight_offsets,
+        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
     )  # fmt: skip
     if bias is not None:
         both += tl.load(bias + head * (2 * HALF) + dimension).to(tl.float32)[None, :]
@@ -155,7 +155,7 @@ def _qkv_kernel(
 
 def qkv_linear(
     x: torch.Tensor,  # [R, K], the scaled stream
-    weight: torch.Tensor,  # [(Hq + 2 Hkv) * D, K]
+    weight: Weight,  # [(Hq + 2 Hkv) * D, K]
     q_out: torch.Tensor | None,  # [R, Hq * D]; None: only keys and values are computed
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache
     values: torch.Tensor,  # [pages, 64, Hkv, D]
@@ -180,17 +180,18 @@ def qkv_linear(
         check_output("q_out", q_out, x, q_heads * head_dim)
     _check_heads(x, keys, values, q_norm, k_norm, cos, sin, slots)
     whole_heads = q_norm is not None
-    config = config or choose_tile("qkv_norm" if whole_heads else "qkv", weight.shape[0], x.shape[1], rows)
+    config = config or choose_weight_tile("qkv_norm" if whole_heads else "qkv", weight, rows)
     half = head_dim // 2
     pairs = next_power_of_two(half) if whole_heads else min(config.block_n // 2, half & -half)  # equal parts of a head
-    settings = launch_settings(x, weight, norm, config, block_n=2 * pairs)
+    settings = weight_settings(x, weight, norm, config, block_n=2 * pairs)
     squares, squares_stride = norm_squares(norm)
+    tensors, weight_stride = weight_arguments(weight)
     skip = q_heads if q_out is None else 0
     target = keys if q_out is None else q_out  # without queries nothing is stored there: any tensor will do
     programs = (q_heads + 2 * kv_heads - skip) * -(-half // pairs)
     _qkv_kernel[(-(-rows // settings["BM"]), programs)](
-        x, weight, target, keys, values, bias, squares, q_norm, k_norm, cos, sin, slots, rows,
-        x.stride(0), weight.stride(0), target.stride(0), squares_stride, cos.stride(0),
+        x, tensors, target, keys, values, bias, squares, q_norm, k_norm, cos, sin, slots, rows,
+        x.stride(0), weight_stride, target.stride(0), squares_stride, cos.stride(0),
         *keys.stride()[:3], *values.stride()[:3],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, SKIP=skip, PAGE=PAGE_SIZE,
         OFFSET=float(head_offset), **settings,

@@ -1,0 +1,49 @@
+"""Format: how kernels read and sum a QuantizedWeight. Host side of `quantized_tile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selfspec.kernels.quantized_convert import conversions, ones
+from selfspec.kernels.quantized_weight import SUPER_COLUMNS, QuantizedWeight
+from selfspec.kernels.triton_compat import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Format:
+    """Constexpr argument of kernels: how a QuantizedWeight is stored, and how it is summed."""
+
+    kind: str  # int4, int8 or fp8
+    group: int  # columns that share a scale
+    by_row: bool  # one scale per row
+    zero: int  # subtracted from all of the weight's numbers
+    has_offsets: bool  # groups have zeros or minimums of their own
+    half: int  # columns of half a unit
+    super_columns: int  # columns that share a super scale
+    rows: int  # of the weight
+    splits: int  # warps that divide K among them
+    low: str | None  # PTX that converts bytes to columns of a unit's first half; None: converted by Triton
+    high: str | None
+    ones: str | None  # PTX that gives 1 for every byte
+
+
+def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Format:
+    """The format of a weight that is multiplied with states of `dtype`."""
+    zero = weight.zero if isinstance(weight.zero, int) else 0
+    has_offsets = isinstance(weight.zero, torch.Tensor) or weight.minimum is not None
+    low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero)) or (None, None)
+    by_row = weight.group == weight.columns
+    return Format(
+        weight.kind, weight.group, by_row, zero, has_offsets, weight.half, SUPER_COLUMNS, weight.shape[0], splits,
+        low, high, None if INTERPRETED else ones(dtype),
+    )  # fmt: skip
+
+
+def weight_tensors(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """The tensors of a weight: a kernel argument. float8 goes as bytes, because sm_80 has no float8."""
+    packed = weight.packed.view(torch.uint8) if weight.kind == "fp8" else weight.packed
+    zeros = weight.zero if isinstance(weight.zero, torch.Tensor) else None
+    return packed, weight.scale, weight.super_scale, zeros, weight.minimum, weight.super_minimum

@@ -1,0 +1,104 @@
+"""Launch settings of the fused matmuls for weights in any format: tiles, stages and kernel arguments.
+
+For dense weights these are the functions of `gemm_common`. Tiles of quantized weights follow from bytes in flight: an
+H200 needs about 40 KB of loads in flight per SM, smaller GPUs less. A program keeps all sums of its tile in the
+registers of each of its warps, which divide K among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from selfspec.kernels.gemm_common import TileConfig, choose_tile, launch_settings, norm_constants
+from selfspec.kernels.norm import Norm, columns_per_square
+from selfspec.kernels.quantized_format import format_of, weight_tensors
+from selfspec.kernels.quantized_weight import QuantizedWeight
+from selfspec.kernels.triton_compat import shared_bytes, use_pdl
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+
+_MOST_SUMS = 2048  # sums of a tile: 64 registers per thread, and as many for those of a group
+_PREFETCH_BYTES = 512  # of each weight row, while a launch waits for the one before it
+
+
+def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
+    """The tile for `rows` rows and a weight; kind as of `choose_tile`, or "head" for the LM head."""
+    n, k = weight.shape
+    if not isinstance(weight, QuantizedWeight):
+        return choose_tile(kind, n, k, rows)
+    block_n = _choose_width(kind, n, rows)
+    return TileConfig(
+        block_n=block_n,
+        block_k=0,
+        stages=4 if n // block_n >= 256 else 10,  # where an SM has only one or two programs each needs more in flight
+        warps=choose_splits(kind, n, k),
+        block_m=choose_height(rows, block_n),
+        prefetch=_PREFETCH_BYTES,
+    )
+
+
+def choose_splits(kind: str, n: int, k: int) -> int:
+    """Warps that divide K among them. Sums depend on it: it must depend on nothing but the weight's shape and use."""
+    return 8 if n <= 8192 and k >= 4096 and kind in ("linear", "qkv", "gate_up") else 4
+
+
+def choose_height(rows: int, block_n: int) -> int:
+    """Rows of a tile: the least of 8, 16, 32 and 64 that holds all rows, as long as the sums fit the registers."""
+    height = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return max(8, min(height, _MOST_SUMS // block_n))
+
+
+def _choose_width(kind: str, n: int, rows: int) -> int:
+    """Weight rows of a tile: few enough that a GPU of 132 SMs gets a program each, and that tiles of 64 rows fit."""
+    least = columns_per_square(n) if kind == "linear" else 16
+    wide = 64 if n >= 8192 and rows <= 32 else 32 if n >= 2048 else 16
+    return max(least, wide)
+
+
+def weight_settings(
+    x: torch.Tensor, weight: Weight, norm: Norm | None, config: TileConfig, block_n: int | None = None
+) -> dict[str, Any]:
+    """Constexpr arguments and launch options of a matmul; block_n: instead of the config's."""
+    if not isinstance(weight, QuantizedWeight):
+        return launch_settings(x, weight, norm, config, block_n) | {"FORMAT": None}
+    width = block_n or config.block_n
+    block_m, stages = fit_stages(x, weight, config, width)
+    pdl = use_pdl(x)
+    return {
+        "K": weight.columns,
+        **norm_constants(weight.columns, x.dtype, norm),
+        "BM": block_m,
+        "BN": width,
+        "BK": 0,
+        "FORMAT": format_of(weight, x.dtype, config.warps),
+        "PREFETCH": config.prefetch if config.prefetch <= weight.packed.shape[1] else 0,
+        "PDL": pdl,
+        "num_warps": config.warps,
+        "num_stages": stages,
+        "enable_fp_fusion": False,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+
+
+def fit_stages(x: torch.Tensor, weight: QuantizedWeight, config: TileConfig, block_n: int) -> tuple[int, int]:
+    """Rows of a tile, and pipeline stages. Tiles are lower where two stages would not fit the shared memory, or the
+    sums of block_n weight rows the registers."""
+    available = shared_bytes(x)
+    block_m = max(8, min(config.block_m, _MOST_SUMS // block_n))
+    weight_bytes = config.warps * block_n * weight.half * (1 if weight.bits == 4 else 2)
+
+    def stages(height: int) -> int:
+        return available // (weight_bytes + config.warps * height * 2 * weight.half * x.element_size())
+
+    while block_m > 8 and stages(block_m) < 2:
+        block_m //= 2
+    return block_m, max(1, min(config.stages, stages(block_m)))
+
+
+def weight_arguments(weight: Weight) -> tuple[Any, int]:
+    """The kernel argument `weight`, and the stride of its rows."""
+    if isinstance(weight, QuantizedWeight):
+        return weight_tensors(weight), weight.packed.stride(0)
+    return weight, weight.stride(0)

@@ -1,0 +1,244 @@
+"""The loop over K of a matmul with a quantized weight (see `quantized_weight`): a part of the matmuls and the LM head.
+
+The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
+scale in float32, so no weight is rounded. Where a group has a zero or a minimum of its own, their part of the sum is
+(scale * zero + minimum) times the sum of x over the group.
+
+Each of `splits` warps sums over its own units of the K columns: in step i warp s takes unit i * splits + s. The sums of
+the warps are added as a balanced tree. A row's bits depend on the weight's shape and format and on `splits`, which
+depends on the weight's shape alone: each warp multiplies all of the tile with the same instruction (a dot of three
+dimensions is never a warp group's), so neither the number of rows nor the tile changes the order of a sum.
+"""
+
+from __future__ import annotations
+
+from selfspec.kernels.gemm_common import load_squares, matmul_tile, rms_factor_of_squares
+from selfspec.kernels.noise import mul_rounded
+from selfspec.kernels.triton_compat import jit, tl
+
+
+@jit
+def fp8_value(byte):
+    """The float32 number of e4m3 bytes given as integers."""
+    size = (byte & 127).to(tl.int32)
+    value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return tl.where(byte > 127, -value, value)
+
+
+@jit
+def _run(PTX: tl.constexpr, bytes_, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [bytes_], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@jit
+def _ones(bytes_, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """As many ones as bytes. They are made from the bytes, so that the compiler gives x the same layout in both of its
+    dots, which it needs to pipeline the loads of x."""
+    if FORMAT.ones is not None:
+        return _run(FORMAT.ones, bytes_, DTYPE)
+    else:
+        return tl.full(bytes_.shape, 1.0, DTYPE)
+
+
+@jit
+def _convert(bytes_, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of the low or high 4 bits of bytes, or of whole bytes, in DTYPE."""
+    if FORMAT.low is not None:
+        return _run(FORMAT.high if HIGH else FORMAT.low, bytes_, DTYPE)
+    elif FORMAT.kind == "int4":
+        number = bytes_ >> 4 if HIGH else bytes_ & 15
+        return (number.to(tl.int32) - FORMAT.zero).to(DTYPE)
+    elif FORMAT.kind == "fp8":
+        return fp8_value(bytes_).to(DTYPE)
+    else:
+        return bytes_.to(tl.float32).to(DTYPE)
+
+
+@jit
+def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
+    """Values that COLUMNS columns of a row share, at some columns and rows; 0 where `source` is None."""
+    if source is None:
+        return tl.zeros(inside.shape, tl.int8)
+    else:
+        return tl.load(source + (column // COLUMNS).to(tl.int64) * FORMAT.rows + rows, mask=inside, other=0)
+
+
+@jit
+def _load_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
+    """Scales, zeros and minimums of groups as stored, without the super scales and super minimums."""
+    return (
+        load_of_groups(weight[1], column, rows, inside, FORMAT.group, FORMAT),
+        load_of_groups(weight[3], column, rows, inside, FORMAT.group, FORMAT),
+        load_of_groups(weight[4], column, rows, inside, FORMAT.group, FORMAT),
+    )
+
+
+@jit
+def _load_super_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
+    return (
+        load_of_groups(weight[2], column, rows, inside, FORMAT.super_columns, FORMAT),
+        load_of_groups(weight[5], column, rows, inside, FORMAT.super_columns, FORMAT),
+    )
+
+
+@jit
+def _scale_and_offset(scales, above, weight):
+    """scale, and -(scale * zero + minimum), in float32."""
+    scale = scales[0].to(tl.float32)
+    if weight[2] is not None:
+        scale = scale * above[0].to(tl.float32)
+    minimum = scales[2].to(tl.float32)
+    if weight[5] is not None:
+        minimum = minimum * above[1].to(tl.float32)
+    return scale, tl.fma(-scale, scales[1].to(tl.float32), -minimum)
+
+
+@jit
+def _add_scaled(sums, part, x_sums, scale, offset, HAS_OFFSETS: tl.constexpr):
+    """sums + scale * part + offset * x_sums; both multiply-adds are fused in every compilation."""
+    sums = tl.fma(part, tl.broadcast_to(scale[:, :, None], part.shape), sums)
+    if HAS_OFFSETS:
+        sums = tl.fma(x_sums, tl.broadcast_to(offset[:, :, None], part.shape), sums)
+    return sums
+
+
+@jit
+def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """[SPLITS, BN, BM] to [BM, BN], as a balanced tree: each addition has two operands, which fixes every rounding."""
+    for level in tl.static_range(4):
+        if (SPLITS >> level) > 1:
+            sums = tl.sum(tl.reshape(sums, (SPLITS >> (level + 1), 2, BN, BM)), axis=1)
+    return tl.trans(tl.reshape(sums, (BN, BM)))
+
+
+@jit
+def quantized_sums(
+    x, weight, real, x_rows, weight_rows, weight_stride, is_needed,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """x @ weight^T of BM rows, given by their offsets, and BN weight rows, given by their indices: [BM, BN] float32.
+
+    weight: as of `weight_tensors`. Rows that are not `real` are not read. is_needed: where it is 0 the sums are 0, and
+    nothing but the first scales is read; None: always.
+    """
+    HALF: tl.constexpr = FORMAT.half
+    UNIT: tl.constexpr = 2 * HALF
+    STEP: tl.constexpr = FORMAT.splits * UNIT  # columns of a step
+    PADDED: tl.constexpr = (K + UNIT - 1) // UNIT * UNIT
+    ONE_GROUP: tl.constexpr = FORMAT.by_row or FORMAT.group % UNIT == 0  # a unit's halves have one scale
+    dtype: tl.constexpr = x.dtype.element_ty
+    unit = tl.arange(0, FORMAT.splits) * UNIT  # first column of each split's unit in the first step
+    column = unit[:, None, None] + tl.arange(0, HALF)[None, :, None]  # [splits, HALF, 1]
+    x_at = x + x_rows[None, None, :] + column  # [splits, HALF, BM]
+    byte = tl.arange(0, HALF)[None, None, :]
+    byte += unit[:, None, None] // 2 if FORMAT.kind == "int4" else unit[:, None, None]
+    weight_at = weight[0] + (weight_rows.to(tl.int64) * weight_stride)[None, :, None] + byte  # [splits, BN, HALF]
+    rows = weight_rows[None, :]
+    here = unit[:, None] + tl.zeros((FORMAT.splits, BN), tl.int32)  # [splits, BN]: first column of the unit
+    low_scales = _load_scales(weight, here, rows, here < PADDED, FORMAT)
+    high_scales = low_scales
+    if not ONE_GROUP:
+        high_scales = _load_scales(weight, here + HALF, rows, here < PADDED, FORMAT)
+    above = _load_super_scales(weight, here, rows, here < PADDED, FORMAT)
+    sums = tl.zeros((FORMAT.splits, BN, BM), tl.float32)
+    x_sums = sums  # of one group; with one scale per row, of all of x
+    steps = (PADDED + STEP - 1) // STEP
+    if is_needed is not None:
+        steps = tl.where(is_needed, steps, 0)
+    for step in range(steps):
+        start = step * STEP
+        at = start if FORMAT.kind != "int4" else start // 2
+        if K % STEP == 0:
+            x_low = tl.load(x_at + start, mask=real[None, None, :], other=0.0)
+            x_high = tl.load(x_at + start + HALF, mask=real[None, None, :], other=0.0)
+            bytes_low = tl.load(weight_at + at)
+            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + HALF)
+        else:
+            x_low = tl.load(x_at + start, mask=real[None, None, :] & (column < K - start), other=0.0)
+            x_high = tl.load(x_at + start + HALF, mask=real[None, None, :] & (column < K - start - HALF), other=0.0)
+            exists = (unit < PADDED - start)[:, None, None]
+            bytes_low = tl.load(weight_at + at, mask=exists, other=0)
+            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + HALF, mask=exists, other=0)
+        low, high = _convert(bytes_low, False, FORMAT, dtype), _convert(bytes_high, True, FORMAT, dtype)
+        ones = _ones(bytes_low, FORMAT, dtype)
+        if FORMAT.by_row:
+            sums = tl.dot(low, x_low, sums, input_precision="ieee")
+            sums = tl.dot(high, x_high, sums, input_precision="ieee")
+            if FORMAT.has_offsets:
+                x_sums = tl.dot(ones, x_low, x_sums, input_precision="ieee")
+                x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
+        else:
+            scale, offset = _scale_and_offset(low_scales, above, weight)
+            part = tl.dot(low, x_low, input_precision="ieee")
+            if FORMAT.has_offsets:
+                x_sums = tl.dot(ones, x_low, input_precision="ieee")
+            if ONE_GROUP:
+                part = tl.dot(high, x_high, part, input_precision="ieee")
+                if FORMAT.has_offsets:
+                    x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
+                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
+            else:
+                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
+                scale, offset = _scale_and_offset(high_scales, above, weight)
+                part = tl.dot(high, x_high, input_precision="ieee")
+                if FORMAT.has_offsets:
+                    x_sums = tl.dot(ones, x_high, input_precision="ieee")
+                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
+            # Loaded one step ahead: the compiler does not pipeline loads that no dot reads.
+            following = here + start + STEP
+            low_scales = _load_scales(weight, following, rows, following < PADDED, FORMAT)
+            if not ONE_GROUP:
+                high_scales = _load_scales(weight, following + HALF, rows, following < PADDED, FORMAT)
+            above = _load_super_scales(weight, following, rows, following < PADDED, FORMAT)
+    if FORMAT.by_row:
+        scale, offset = _scale_and_offset(low_scales, above, weight)
+        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scale, offset, FORMAT.has_offsets)
+    return _add_splits(sums, FORMAT.splits, BN, BM)
+
+
+@jit
+def weight_tile(
+    x, weight, squares, real, x_rows, weight_rows, weight_offsets, squares_rows, weight_stride,
+    K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets."""
+    if FORMAT is None:
+        return matmul_tile(
+            x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK
+        )
+    else:
+        if squares is not None:
+            entries = load_squares(squares, squares_rows, T, CHUNKS)
+        sums = quantized_sums(x, weight, real, x_rows, weight_rows, weight_stride, None, K, BM, BN, FORMAT)
+        if squares is not None:
+            sums *= rms_factor_of_squares(entries, K, EPS, SHRINK, BM)[:, None]
+        return sums
+
+
+@jit
+def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl.constexpr):
+    """Some columns of one row of a weight in float32, rounded as `QuantizedWeight.dequantize` rounds them."""
+    HALF: tl.constexpr = FORMAT.half
+    at = weight[0] + row * STRIDE
+    if FORMAT.kind == "int4":
+        byte = tl.load(at + column // (2 * HALF) * HALF + column % HALF, mask=inside, other=0)
+        q = tl.where(column // HALF % 2 == 0, byte & 15, byte >> 4).to(tl.float32)
+    elif FORMAT.kind == "fp8":
+        q = fp8_value(tl.load(at + column, mask=inside, other=0))
+    else:
+        q = tl.load(at + column, mask=inside, other=0).to(tl.float32)
+    scale = load_of_groups(weight[1], column, row, inside, FORMAT.group, FORMAT).to(tl.float32)
+    if weight[2] is not None:
+        scale *= load_of_groups(weight[2], column, row, inside, FORMAT.super_columns, FORMAT).to(tl.float32)
+    zero = load_of_groups(weight[3], column, row, inside, FORMAT.group, FORMAT).to(tl.float32) + FORMAT.zero
+    value = mul_rounded(q - zero, scale)
+    if weight[4] is not None:
+        minimum = load_of_groups(weight[4], column, row, inside, FORMAT.group, FORMAT).to(tl.float32)
+        if weight[5] is not None:
+            minimum *= load_of_groups(weight[5], column, row, inside, FORMAT.super_columns, FORMAT).to(tl.float32)
+        value -= minimum
+    return value

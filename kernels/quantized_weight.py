@@ -1,0 +1,164 @@
+"""QuantizedWeight: a weight of 4 or 8 bits in the layout that the matmuls, the LM head and the embedding read.
+
+A weight [N, K] of small numbers q has a scale for each group of `group` columns of a row:
+
+    w = scale * (q - zero) - minimum
+
+Columns are stored in units of 2 * half columns: half is 32, or 16 where groups are no multiple of 32 columns. With 4
+bits, byte j of a unit holds column j in its low and column half + j in its high 4 bits, so that a block of bytes gives
+two blocks of neighbouring columns. Scales, zeros and minimums are stored by group, then by row: the rows of a tile are
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SUPER_COLUMNS = 256  # columns that share a super_scale or super_minimum
+_KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Made by `pack`. Where `super_scale` is given, `scale` is int8 and scale * super_scale is the group's scale;
+    likewise `minimum`. Groups of padded columns have scale 0."""
+
+    packed: torch.Tensor  # uint8 [N, Kp / 2] (4 bits); int8 or float8_e4m3fn [N, Kp]; Kp: K padded to whole units
+    scale: torch.Tensor  # [groups of Kp, N]
+    columns: int  # K
+    group: int  # columns that share a scale; K: one scale per row
+    zero: torch.Tensor | int = 0  # one for all weights, or [groups of Kp, N] uint8 (4 bits) or int8
+    super_scale: torch.Tensor | None = None  # [K / 256, N] float16
+    minimum: torch.Tensor | None = None  # [groups of Kp, N]
+    super_minimum: torch.Tensor | None = None  # [K / 256, N] float16
+
+    @classmethod
+    def pack(
+        cls,
+        q: torch.Tensor,  # [N, K]: uint8 of 0..15 (4 bits), int8 or float8_e4m3fn (8 bits)
+        scale: torch.Tensor,  # [N, K / group]
+        group: int,
+        *,
+        bits: int,
+        zero: torch.Tensor | int = 0,  # one for all weights, or [N, K / group] of q's dtype
+        super_scale: torch.Tensor | None = None,  # [N, K / 256] float16
+        minimum: torch.Tensor | None = None,  # [N, K / group]
+        super_minimum: torch.Tensor | None = None,  # [N, K / 256] float16
+    ) -> QuantizedWeight:
+        """Packs plain tensors; weights that one launch multiplies with are concatenated before."""
+        n, k = q.shape
+        _check(q, bits, scale, group, zero)
+        half = _half(k, group)
+        padding = -k % (2 * half)
+        groups = -(-(k + padding) // group)
+
+        def by_group(tensor: torch.Tensor) -> torch.Tensor:
+            return F.pad(tensor, (0, groups - tensor.shape[1])).T.contiguous()
+
+        if isinstance(zero, int) and zero and bits == 8:
+            zero = torch.full((n, k // group), zero, dtype=torch.int8, device=q.device)
+        # Padded as bytes: float8 has no `pad`.
+        packed = F.pad(q.view(torch.uint8), (0, padding))
+        if bits == 4:
+            low, high = packed.unflatten(1, (-1, 2, half)).unbind(2)
+            packed = (low | high << 4).flatten(1)
+        return cls(
+            packed.contiguous() if bits == 4 else packed.view(q.dtype).contiguous(),
+            by_group(scale),
+            k,
+            group,
+            by_group(zero) if isinstance(zero, torch.Tensor) else zero,
+            None if super_scale is None else super_scale.T.contiguous(),
+            None if minimum is None else by_group(minimum),
+            None if super_minimum is None else super_minimum.T.contiguous(),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], self.columns
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def kind(self) -> str:
+        """int4, int8 or fp8."""
+        return _KINDS[self.packed.dtype]
+
+    @property
+    def half(self) -> int:
+        """Columns of half a unit."""
+        return _half(self.columns, self.group)
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        return self._map(lambda _, tensor: tensor.to(device))
+
+    def rows(self, index: torch.Tensor | slice) -> QuantizedWeight:
+        """A copy of the rows that an index along N selects, in its order."""
+        return self._map(
+            lambda name, tensor: tensor[index].contiguous() if name == "packed" else tensor[:, index].contiguous()
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in float32: [N, K]."""
+        q = self.packed
+        if self.bits == 4:
+            bytes_of_units = q.unflatten(1, (-1, self.half))
+            q = torch.stack((bytes_of_units & 15, bytes_of_units >> 4), 2).flatten(1)
+        groups = self.columns // self.group
+        weight = q[:, : self.columns].float().unflatten(1, (groups, self.group))
+        zero = self.zero[:groups].float().T[..., None] if isinstance(self.zero, torch.Tensor) else self.zero
+        weight = (weight - zero) * _multiply_out(self.scale[:groups], self.super_scale).T[..., None]
+        if self.minimum is not None:
+            weight -= _multiply_out(self.minimum[:groups], self.super_minimum).T[..., None]
+        return weight.flatten(1)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def _map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)
+
+
+def _half(k: int, group: int) -> int:
+    return 32 if group % 32 == 0 or group == k else 16
+
+
+def _multiply_out(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:
+    """The scale, or minimum, of each group in float32, exactly: [groups, N]."""
+    if coarse is None:
+        return fine.float()
+    return fine.float() * coarse.float().repeat_interleave(fine.shape[0] // coarse.shape[0], 0)
+
+
+def _check(q: torch.Tensor, bits: int, scale: torch.Tensor, group: int, zero: torch.Tensor | int) -> None:
+    n, k = q.shape
+    if q.dtype not in _KINDS or (q.dtype == torch.uint8) != (bits == 4) or bits not in (4, 8):
+        raise ValueError(f"q is {q.dtype}, which is no weight of {bits} bits: use uint8 for 4, int8 or float8 for 8")
+    if k % 16 or k % group or (group % 16 and group != k):
+        raise ValueError(
+            f"{k} columns in groups of {group} cannot be packed: both must be multiples of 16; regroup the weight"
+        )
+    if scale.shape != (n, k // group):
+        raise ValueError(f"scale must be {[n, k // group]}, got {list(scale.shape)}")
+    if isinstance(zero, torch.Tensor) and zero.dtype != q.dtype:
+        raise ValueError(f"zeros are {zero.dtype}, q is {q.dtype}")
+    if q.dtype == torch.float8_e4m3fn and (isinstance(zero, torch.Tensor) or zero):
+        raise ValueError("float8 weights have no zero points; dequantize the weight to 16 bit")
+    if isinstance(zero, int) and not (0 <= zero < 16 if bits == 4 else -128 <= zero < 128):
+        raise ValueError(f"a zero of {zero} is not possible with {bits} bits")
