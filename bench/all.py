@@ -235,7 +235,8 @@ def run_section(name: str, run: Run) -> Result:
 
 def read_peer(path: Path) -> Result:
     """Another engine's figures. The last line of the file is the JSON of `bench.decode`, or an object with `name` and
-    `results`, a list of {case, batch, temperature, tokens_per_s}, where `case` names one of our domains if it can."""
+    `results`, a list of {case, batch, temperature, tokens_per_s}, where `case` names one of our domains if it can, and
+    perhaps `serving`, a list of {case, load} with figures named as those of `bench.serving`."""
     if not path.exists():
         return {"name": path.name, "failed": "the file does not exist"}
     found = json.loads(path.read_text(encoding="utf-8").strip().split("\n")[-1])

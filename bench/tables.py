@@ -126,15 +126,21 @@ def _speeds(cells: Iterable[Result | None]) -> list[str | None]:
 
 
 def _total(cells: list[Result]) -> list[str]:
-    """Tokens per second over all domains: all tokens by the sum of the median times."""
+    """Tokens per second over all domains, plainly and by default, and their ratio."""
     if not cells:
         return ["", "", ""]
+    plain, default = _totals(cells)
+    return [speed(plain), speed(default), times(default / plain)]
+
+
+def _totals(cells: list[Result]) -> tuple[float, float]:
+    """Tokens per second plainly and by default: all tokens by the sum of the median times."""
     tokens = sum(cell["tokens"] for cell in cells)
-    seconds = [
+    plain, default = (
         sum(cell["tokens"] / cell["modes"][mode]["tokens_per_s"]["median"] for cell in cells)
         for mode in ("plain", "speculation")
-    ]
-    return [speed(tokens / seconds[0]), speed(tokens / seconds[1]), times(seconds[0] / seconds[1])]
+    )
+    return tokens / plain, tokens / default
 
 
 def _losses(cells: list[Result]) -> list[str]:
@@ -245,7 +251,16 @@ def memory(found: Result) -> list[str]:
 
 def peers(found: list[Result], ours: Result) -> list[str]:
     """Other engines' speeds beside ours in the same batch and temperature: of the same domain, else of all domains."""
-    headings = ("peer", "case", "batch", "temperature", "tokens/s", "selfspec plain", "selfspec default", "ratio")
+    headings = (
+        "peer",
+        "case",
+        "batch",
+        "temperature",
+        "tokens/s",
+        "selfspec plain",
+        "selfspec default",
+        "default / peer",
+    )
     lines = []
     for of in found:
         for one in of.get("results", []):
@@ -253,9 +268,38 @@ def peers(found: list[Result], ours: Result) -> list[str]:
                 cell for cell in _measured(ours["cells"])
                 if (cell["batch"], cell["temperature"]) == (one["batch"], one["temperature"])
             ]  # fmt: skip
-            alike = [cell for cell in cells if cell["domain"] == one["case"]] or cells
+            alike = [cell for cell in cells if cell["domain"] in one["case"].split(", ")] or cells
             name = one.get("name", of["name"])
             value = f"{one['temperature']:g}"
-            lines.append([name, one["case"], one["batch"], value, speed(one["tokens_per_s"]), *_total(alike)])
+            lines.append([name, one["case"], one["batch"], value, *_beside(one["tokens_per_s"], alike)])
     failed = [f"{of['name']}: {of['failed']}" for of in found if "failed" in of]
-    return [*(table(headings, lines) if lines else []), *failed]
+    return [*(table(headings, lines) if lines else []), *_peers_serving(found), *failed]
+
+
+def _beside(peer: float, cells: list[Result]) -> list[str]:
+    """A peer's tokens per second, ours, and the ratio of ours by default to the peer's."""
+    if not cells:
+        return [speed(peer), "", "", ""]
+    plain, default = _totals(cells)
+    return [speed(peer), speed(plain), speed(default), times(default / peer)]
+
+
+def _peers_serving(found: list[Result]) -> list[str]:
+    """Other engines' `serving` rows: requests at once, and at shares of the engine's own throughput."""
+    names = (
+        "requests_per_s",
+        "tokens_per_s",
+        *(f"{of}_ms_p{p}" for of in ("first_token", "per_token") for p in (50, 99)),
+    )
+    rows = [
+        [of["name"], one["case"], one["load"], *(one.get(name, "") for name in names)]
+        for of in found
+        for one in of.get("serving", [])
+    ]
+    headings = (
+        "peer (loads: shares of its throughput)",
+        "case",
+        "load",
+        *(name.replace("_", " ").replace(" per s", "/s") for name in names),
+    )
+    return ["", *table(headings, rows)] if rows else []
