@@ -74,7 +74,7 @@ def bytes_per_step(engine: Engine) -> int:
     """Bytes of weights that a plain step reads: an embedding that is not also the LM head is read one row at a time
     and not counted."""
     embedding = engine.model.embedding
-    unread = 0 if engine.model.head is embedding else embedding.numel() * embedding.element_size()
+    unread = 0 if engine.model.head is embedding else embedding.nbytes
     return engine.model.nbytes - unread
 
 

@@ -23,8 +23,8 @@ def random_exit(model: Decoder, layer: int, seed: int = 3, scale: float = 0.05) 
     def noise(*shape: int) -> torch.Tensor:
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(model.device, model.dtype)
 
-    weights = {name: tensor for name, tensor in vars(model.layers[layer]).items() if tensor is not None}
-    copied = Layer(**{name: tensor + noise(*tensor.shape) for name, tensor in weights.items()})
+    weights = model.layers[layer].tensors()
+    copied = Layer.of({name: tensor + noise(*tensor.shape) for name, tensor in weights.items()})
     recall = noise(hidden, FEATURE_STATES * hidden)
     block = ExitBlock(copied, noise(hidden, hidden), noise(hidden), recall)
     return Exit(model, layer, model.norm * 1.1, block)

@@ -304,11 +304,11 @@ def test_damping_and_hard_tokens_are_found_for_the_wanted_agreement(tiny_shape: 
 
 def test_hard_tokens_come_and_go_without_rounding(tiny_shape: str) -> None:
     model = synthetic.synthetic(tiny_shape, "cpu", torch.bfloat16)
-    before = model.embedding.clone()
+    before = model.embedding.weight.clone()
     tunable = synthetic.Tunable(model, 2)
     for share in (0.3, 0.1, 0.6, 0.0):
         tunable.harden(share)
-    assert torch.equal(model.embedding, before * synthetic.LONG)
+    assert torch.equal(model.embedding.weight, before * synthetic.LONG)
 
 
 def test_a_model_restricted_to_some_tokens_writes_no_others(tiny_shape: str) -> None:
@@ -352,5 +352,5 @@ def test_synthetic_weights_are_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -
         model = synthetic.synthetic("tiny", "cpu", torch.bfloat16, exit_layer=2, damping=0.5)
     assert allocations.numbers.pop(torch.bfloat16) == model.nbytes // 2
     assert allocations.numbers.total() < 100  # the config's few
-    bias = model.layers[0].qkv_bias
+    bias = model.layers[0].qkv.bias
     assert bias is not None and 0.2 < bias.float().std() < 0.4 and (model.layers[0].attention_norm == 1).all()

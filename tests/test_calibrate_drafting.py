@@ -97,7 +97,7 @@ def test_ranks_are_those_of_a_naive_ranking(trimmed: bool, drawn: bool) -> None:
     offered = range(VOCABULARY) if rows is None else rows.tolist()
     expected = []
     for place, token in enumerate(tokens.tolist()):
-        values = (read[place] @ model.head.T).float()
+        values = (read[place] @ model.head.weight.T).float()
         values = values / temperature + noise[place] if noise is not None else values
         better = sum(float(values[other]) > float(values[token]) for other in offered)
         expected.append(better if token in offered else MISSED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -44,8 +44,8 @@ def trainer(family: str = "llama", layers: tuple[int, ...] = (1, 2), steps: int 
 
 
 def tensors_of(model: Decoder) -> list[torch.Tensor]:
-    of_layers = [getattr(layer, field.name) for layer in model.layers for field in fields(layer)]
-    return [tensor for tensor in (model.embedding, model.norm, model.head, *of_layers) if tensor is not None]
+    of_layers = [tensor for layer in model.layers for tensor in layer.tensors().values()]
+    return [model.embedding.weight, model.norm, model.head.weight, *of_layers]
 
 
 def same(exits: list[Exit], others: list[Exit]) -> bool:
@@ -66,7 +66,7 @@ def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     model = adopt(tiny_model("llama"))
     model.config = replace(model.config, logit_softcap=cap)
-    head = model.head[:50]
+    head = model.head.weight[:50]
     read = torch.randn(20, 32, generator=generator, dtype=torch.float64, requires_grad=True)
     target = torch.randn(20, 50, generator=generator).mul(2).softmax(-1)
     loss, right = HeadLoss.apply(read, head, target, target.argmax(-1), model)

@@ -47,8 +47,8 @@ def speaking(model, tokenizer) -> Engine:
 
 
 def tensors_of(decoder: Any) -> list[torch.Tensor]:
-    per_layer = [tensor for layer in decoder.layers for tensor in vars(layer).values() if tensor is not None]
-    return [decoder.embedding, decoder.norm, decoder.head, *per_layer]
+    per_layer = [tensor for layer in decoder.layers for tensor in layer.tensors().values()]
+    return [decoder.embedding.weight, decoder.norm, decoder.head.weight, *per_layer]
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:

@@ -7,7 +7,6 @@ import json
 import shutil
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,11 @@ NEEDED += ["vocab_size", "model_type", "hidden_act", "hidden_activation"]
 
 def tensors_of(decoder: Decoder) -> dict[str, torch.Tensor]:
     """The decoder's tensors by the names of `model_parts`."""
-    named = {"embedding": decoder.embedding, "norm": decoder.norm}
+    named = {"embedding": decoder.embedding.weight, "norm": decoder.norm}
     if not decoder.config.tied_head:
-        named["head"] = decoder.head
+        named["head"] = decoder.head.weight
     for index, layer in enumerate(decoder.layers):
-        for field in fields(layer):
-            tensor = getattr(layer, field.name)
-            if tensor is not None:
-                named[f"layers.{index}.{field.name}"] = tensor
+        named |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
     return named
 
 
@@ -207,7 +203,7 @@ class TestLoadFolder:
         }
         save_file(stored | extra, tmp_path / "model.safetensors")
         decoder = weights.load_folder(weights.resolve(tmp_path), CPU)
-        assert decoder.head is decoder.embedding and decoder.embedding.any()
+        assert decoder.head is decoder.embedding and decoder.embedding.weight.any()
 
     def test_tensors_are_ordinary_even_in_inference_mode(self, folder: Path) -> None:
         with torch.inference_mode():
@@ -472,11 +468,11 @@ class TestAdopt:
     def test_training_the_model_shows_in_the_decoder(self) -> None:
         model = tiny_model("qwen2", torch.float32)
         decoder = weights.adopt(model)
-        before = decoder.layers[0].qkv.clone()
+        before = decoder.layers[0].qkv.weight.clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.arange(8)[None]).logits.sum().backward()
         optimizer.step()
-        assert not torch.equal(decoder.layers[0].qkv, before)
+        assert not torch.equal(decoder.layers[0].qkv.weight, before)
         assert not any(tensor.requires_grad for tensor in tensors_of(decoder).values())
 
     def test_adopted_model_saves_and_loads(self, tmp_path: Path) -> None:
@@ -489,14 +485,14 @@ class TestAdopt:
         model = tiny_model("llama", torch.float32, tie_word_embeddings=True)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         decoder = weights.adopt(model)
-        assert decoder.head.data_ptr() == model.lm_head.weight.data_ptr() != decoder.embedding.data_ptr()
+        assert decoder.head.weight.data_ptr() == model.lm_head.weight.data_ptr() != decoder.embedding.weight.data_ptr()
 
     def test_non_contiguous_parameter(self) -> None:
         model = tiny_model("llama", torch.float32)
         weight = model.model.layers[0].mlp.down_proj.weight
         weight.data = weight.data.t().contiguous().t()
         values = weight.detach().clone()
-        down = weights.adopt(model).layers[0].down
+        down = weights.adopt(model).layers[0].down.weight
         assert down.is_contiguous() and torch.equal(down, values) and down.data_ptr() == weight.data_ptr()
 
     def test_model_read_from_gguf_by_transformers(self) -> None:

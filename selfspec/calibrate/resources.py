@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from selfspec.calibrate.training import Recipe
 from selfspec.memory import free_device_bytes, free_host_bytes
@@ -66,7 +66,7 @@ def _training_fit(model: Decoder, exits: int, recipe: Recipe, head_rows: int, fr
 def _training_bytes(model: Decoder, recipe: Recipe, head_rows: int, rows: int) -> int:
     """About what one exit needs in training: its optimizer, a step's activations, and its logits."""
     config = model.config
-    parameters = sum(tensor.numel() for tensor in vars(model.layers[0]).values() if tensor is not None)
+    parameters = sum(prod(tensor.shape) for tensor in model.layers[0].tensors().values())
     parameters += 3 * config.hidden_size**2
     text = rows * recipe.length * (12 * config.hidden_size + 4 * config.num_kv_heads * config.head_dim)
     wide = 24 * config.hidden_size + 8 * config.intermediate_size

@@ -21,6 +21,7 @@ from selfspec.calibrate.corpus import Corpus, hidden_states
 from selfspec.calibrate.drafting import drafted_reads
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.models.decoder import Decoder, Layer, layer_parts
+from selfspec.models.linear import Linear
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 
@@ -64,10 +65,9 @@ class Student:
         self.spec = model.config.layers[layer]
         self.pieces = {name: [part.shape[0] for part in parts] for name, parts in layer_parts(model.config, "").items()}
         hidden = model.config.hidden_size
-        start = {"norm": model.norm}
+        start, first = {"norm": model.norm}, model.layers[layer].tensors()
         for name, sizes in self.pieces.items():  # the block starts as the model's layer N, all else as zeros
-            tensor = getattr(model.layers[layer], name)
-            start |= {f"{name}.{index}": piece for index, piece in enumerate(tensor.split(sizes))}
+            start |= {f"{name}.{index}": piece for index, piece in enumerate(first[name].split(sizes))}
         zeros = {
             "affine_weight": (hidden, hidden),
             "affine_bias": (hidden,),
@@ -83,7 +83,7 @@ class Student:
             name: torch.cat([own[f"{name}.{index}"] for index in range(len(sizes))])
             for name, sizes in self.pieces.items()
         }
-        block = ExitBlock(Layer(**fused), own["affine_weight"], own["affine_bias"], own["feature_weight"])
+        block = ExitBlock(Layer.of(fused), own["affine_weight"], own["affine_bias"], own["feature_weight"])
         return Exit(self.model, self.layer, own["norm"], block)
 
 
@@ -102,7 +102,7 @@ class Trainer:
         steps: int,
     ) -> None:
         self.model, self.corpus, self.features, self.recipe, self.steps = model, corpus, features, recipe, steps
-        self.head = model.head[head_rows]  # [K, hidden]
+        self.head = model.head.rows(head_rows, model.dtype)  # [K, hidden]
         self.students = [Student(model, layer) for layer in sorted(layers)]
         named = {f"{s.layer}.{name}": tensor for s in self.students for name, tensor in s.parameters.items()}
         self.optimizer = Optimizer(named)
@@ -214,7 +214,8 @@ class Trainer:
         """The model's distribution over the head's rows, `depth` tokens after each root: [B * n, K]."""
         hidden = self.model.config.hidden_size  # the first half of `features` is what the LM head reads
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
-        return self.model.project(self._features[..., :hidden].gather(1, at).flatten(0, 1), self.head).softmax(-1)
+        reads = self._features[..., :hidden].gather(1, at).flatten(0, 1)
+        return self.model.project(reads, Linear(self.head)).softmax(-1)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -225,7 +226,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, read: torch.Tensor, head: torch.Tensor, target: torch.Tensor, best: torch.Tensor, model: Decoder
     ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of positions with the target's best token
-        logits = model.project(read, head)  # [P, K]
+        logits = model.project(read, Linear(head))  # [P, K]
         log_q = logits.log_softmax(-1)
         loss = -(target * log_q).sum(-1).mean()
         right = (logits.argmax(-1) == best).float().mean()

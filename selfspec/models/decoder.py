@@ -6,9 +6,10 @@ Holds weights and computes with them as ModelConfig says. `loading` fills the we
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.models.attention import attend
 from selfspec.models.config import LayerConfig, ModelConfig
+from selfspec.models.linear import Linear, Weight
 
 # By transformers' names, as in config.SUPPORTED_ACTIVATIONS; importing transformers' own table would import Triton.
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -27,6 +29,9 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v [B, M, H, D] -> [B, M, Hq, D]
+
+
+LINEARS = ("qkv", "out", "gate_up", "down")  # fields of Layer that are Linear
 
 
 @dataclass(frozen=True)
@@ -42,23 +47,38 @@ class Layer:
     """Weights of one decoder layer; projections with the same input are fused along the output dimension."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor  # [(Hq + 2 Hkv) * D, hidden]
-    out: torch.Tensor  # [hidden, Hq * D]
+    qkv: Linear  # [(Hq + 2 Hkv) * D, hidden]
+    out: Linear  # [hidden, Hq * D]
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
-    qkv_bias: torch.Tensor | None = None
-    out_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Weight]) -> Layer:
+        """Builds a layer from its weights by the names of `layer_parts`: "qkv", "qkv_bias", "q_norm" and so on."""
+        values: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name.endswith("norm")}
+        values |= {name: Linear(tensors[name], tensors.get(f"{name}_bias")) for name in LINEARS}
+        return cls(**values)
+
+    def tensors(self) -> dict[str, Weight]:
+        """Returns the weights that the layer has, by the names of `layer_parts`."""
+        named: dict[str, Weight] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Linear):
+                named[name] = value.weight
+                if value.bias is not None:
+                    named[f"{name}_bias"] = value.bias
+            elif value is not None:
+                named[name] = value
+        return named
+
 
 def layer_parts(config: ModelConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
-    """Returns, for each field of Layer that the model has, the checkpoint tensors that it fuses, in their order."""
+    """Returns, for each weight of a Layer that the model has, the checkpoint tensors that it fuses, in their order."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
 
@@ -107,33 +127,31 @@ def model_parts(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
 class Decoder:
     """A causal LM whose layers can be run in any contiguous range."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Weight]) -> None:
         self.config = config
-        self.embedding = tensors["embedding"]  # [vocabulary, hidden]
+        self.embedding = Linear(tensors["embedding"])  # [vocabulary, hidden]
         self.norm = tensors["norm"]  # [hidden]
-        self.head = tensors.get("head", self.embedding)  # [vocabulary, hidden]
+        self.head = Linear(tensors["head"]) if "head" in tensors else self.embedding  # [vocabulary, hidden]
         self.layers = [
-            Layer(**{name: tensors[f"layers.{index}.{name}"] for name in layer_parts(config, "")})
+            Layer.of({name: tensors[f"layers.{index}.{name}"] for name in layer_parts(config, "")})
             for index in range(config.num_layers)
         ]
         self.activation = _ACTIVATIONS[config.activation]
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.norm.dtype
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all weights; a tied head counts once."""
-        layer_tensors = (getattr(layer, f.name) for layer in self.layers for f in fields(layer))
-        tensors = [self.embedding, self.norm, *(t for t in layer_tensors if t is not None)]
-        if self.head is not self.embedding:
-            tensors.append(self.head)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        head = 0 if self.head is self.embedding else self.head.nbytes
+        of_layers = sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors().values())
+        return self.embedding.nbytes + self.norm.nbytes + head + of_layers
 
     @cached_property
     def _inv_freqs(self) -> list[torch.Tensor]:
@@ -147,7 +165,7 @@ class Decoder:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens [B, M] to hidden states [B, M, hidden]."""
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = self.embedding.rows(tokens, self.dtype)
         return hidden if self._embedding_scale is None else hidden * self._embedding_scale
 
     def run(self, hidden: torch.Tensor, start_layer: int, stop_layer: int, rows: Rows, cache: Cache) -> torch.Tensor:
@@ -176,10 +194,10 @@ class Decoder:
         """Final norm: the last layer's output to the LM head's input."""
         return self.normalise(hidden, self.norm)
 
-    def project(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden: torch.Tensor, head: Linear) -> torch.Tensor:
         """Normed states [..., hidden] times head rows [K, hidden]: float32 logits [..., K], computed in the model's
         dtype and softcapped if the model is."""
-        logits = F.linear(hidden, head).float()
+        logits = head.apply(hidden).float()
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -194,12 +212,12 @@ class Decoder:
         """Runs one decoder layer over hidden states [B, M, hidden]; `attend` masks, and stores keys and values."""
         q, k, v = self.queries_keys_values(layer, hidden, rotations[spec.rope])
         attended = attend(q, k, v)
-        update = F.linear(attended.flatten(-2), layer.out, layer.out_bias)
+        update = layer.out.apply(attended.flatten(-2))
         if layer.attention_out_norm is not None:
             update = self.normalise(update, layer.attention_out_norm)
         hidden = hidden + update
-        gate, up = F.linear(self.normalise(hidden, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        update = F.linear(self.activation(gate) * up, layer.down, layer.down_bias)
+        gate, up = layer.gate_up.apply(self.normalise(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        update = layer.down.apply(self.activation(gate) * up)
         if layer.mlp_out_norm is not None:
             update = self.normalise(update, layer.mlp_out_norm)
         return hidden + update
@@ -209,7 +227,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Norms, projects and rotates hidden states: q [B, M, Hq, D], k and v [B, M, Hkv, D] (v is not rotated)."""
         config = self.config
-        qkv = F.linear(self.normalise(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv.apply(self.normalise(hidden, layer.attention_norm))
         heads = qkv.unflatten(-1, (-1, config.head_dim))
         qk, v = heads.split((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=-2)
         if layer.q_norm is not None and layer.k_norm is not None:

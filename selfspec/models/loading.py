@@ -297,8 +297,8 @@ def fingerprint(decoder: Decoder) -> list[float]:
     """Returns 60 weights at fixed indices: 5 each of embedding, head, final norm and 3 tensors of the first, middle and
     last layer. `same_fingerprint` compares two."""
     layers = [decoder.layers[index] for index in (0, len(decoder.layers) // 2, -1)]
-    tensors = [decoder.embedding, decoder.head, decoder.norm]
-    tensors += [tensor for layer in layers for tensor in (layer.qkv, layer.gate_up, layer.down)]
+    tensors = [decoder.embedding.weight, decoder.head.weight, decoder.norm]
+    tensors += [linear.weight for layer in layers for linear in (layer.qkv, layer.gate_up, layer.down)]
     values: list[float] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)

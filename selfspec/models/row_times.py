@@ -44,7 +44,7 @@ def time_rows(model: Decoder, cache: Cache, clock: Callable[[], float] = time.pe
     pages to the cache."""
     layers, sequence = model.config.num_layers, cache.open()
     size, seconds = max(1, layers // _SHARE), dict.fromkeys(_COUNTS, float("inf"))
-    of_head = len(model.head) // layers
+    of_head = model.config.vocab_size // layers
     tokens = torch.arange(_COUNTS[-1], device=model.device)[None] % model.config.vocab_size
     try:
         cache.reserve(sequence, _COUNTS[-1])
@@ -54,7 +54,8 @@ def time_rows(model: Decoder, cache: Cache, clock: Callable[[], float] = time.pe
             model.run(model.embed(tokens[:, :count]), 0, 1, at[count], cache)
         for number, count in enumerate(_COUNTS * _TIMES):
             first = number * size % (layers - size + 1)
-            head, hidden = model.head[first * of_head : (first + size) * of_head], model.embed(tokens[:, :count])
+            head = model.head.part(slice(first * of_head, (first + size) * of_head))
+            hidden = model.embed(tokens[:, :count])
             started = clock()
             hidden = model.run(hidden, first, first + size, at[count], cache)
             model.project(model.read(hidden), head).sum().item()  # waits for the device

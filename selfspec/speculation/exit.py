@@ -20,6 +20,7 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
+from selfspec.models.linear import Linear, Weight
 
 FEATURE_STATES = 2  # states in the feature of a committed position: the normed final state and the state half-way up
 
@@ -50,7 +51,7 @@ class HeadRows:
 
     def __init__(self, ids: torch.Tensor) -> None:
         self.ids = ids  # [K]
-        self.copy: torch.Tensor | None = None  # [K, hidden]; made by the first call of `of`
+        self.copy: Linear | None = None  # [K, hidden]; made by the first call of `of`
         self._host_ids = frozenset(ids.tolist())
 
     def __len__(self) -> int:
@@ -65,10 +66,10 @@ class HeadRows:
         added = (added.pin_memory() if on_gpu else added).to(self.ids.device, non_blocking=on_gpu)
         return torch.cat((self.ids, added))
 
-    def of(self, head: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of `head` [K, hidden]. Copies them once: a gather in every step would take longer than the
-        full head."""
-        self.copy = head[self.ids] if self.copy is None else self.copy
+    def of(self, model: Decoder) -> Linear:
+        """Returns the rows of the model's LM head [K, hidden]. Copies them once: a gather in every step would take
+        longer than the full head."""
+        self.copy = _head_rows(model, self.ids) if self.copy is None else self.copy
         return self.copy
 
 
@@ -90,13 +91,15 @@ class Exit:
             self.norm = self.model.norm
 
     @cached_property
-    def _heads(self) -> list[torch.Tensor]:
+    def _heads(self) -> list[Linear]:
         """Rows of the LM head to draft with: the domain's, then the prompts'. Copies, for PyTorch only: the kernels
         gather rows from the full head."""
-        head = self.model.head
-        if self.head_rows is None or self.domain_rows is None:
-            return [head if self.head_rows is None else head[self.head_rows]]
-        return [self.domain_rows.of(head), *([head[self.head_rows[-self.prompt_rows :]]] if self.prompt_rows else [])]
+        if self.head_rows is None:
+            return [self.model.head]
+        if self.domain_rows is None:
+            return [_head_rows(self.model, self.head_rows)]
+        prompts = [_head_rows(self.model, self.head_rows[-self.prompt_rows :])] if self.prompt_rows else []
+        return [self.domain_rows.of(self.model), *prompts]
 
     def offering(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """Returns this exit with a head of the given rows and the prompts' own tokens: a text often repeats tokens of
@@ -118,19 +121,18 @@ class Exit:
         the domain's, which all its exits share."""
         if self.head_rows is None:
             return 0
-        copies = vars(self).get("_heads", [])
-        return _nbytes([self.head_rows, *(copies if self.domain_rows is None else copies[1:])])
+        copies: list[Linear] = vars(self).get("_heads", [])
+        own = copies if self.domain_rows is None else copies[1:]
+        return self.head_rows.nbytes + sum(copy.nbytes for copy in own)
 
     @property
     def nbytes(self) -> int:
         """Bytes in addition to the model's weights: block, norm and `head_nbytes`."""
-        tensors: list[torch.Tensor] = []
-        if self.norm is not None and self.norm is not self.model.norm:
-            tensors.append(self.norm)
+        tensors: list[Weight | None] = [None if self.norm is self.model.norm else self.norm]
         if self.block is not None:
-            own = [self.block.affine_weight, self.block.affine_bias, self.block.feature_weight]
-            tensors += [tensor for tensor in (*own, *vars(self.block.layer).values()) if tensor is not None]
-        return self.head_nbytes + _nbytes(tensors)
+            tensors += [self.block.affine_weight, self.block.affine_bias, self.block.feature_weight]
+            tensors += self.block.layer.tensors().values()
+        return self.head_nbytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def read(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
         """Returns the normed states [B, M, hidden] that the LM head reads, from the hidden states after layer N and the
@@ -190,8 +192,9 @@ def position_features(model: Decoder, middle: torch.Tensor, last: torch.Tensor) 
     return torch.cat((model.read(last), F.rms_norm(middle, middle.shape[-1:])), dim=-1)
 
 
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _head_rows(model: Decoder, ids: torch.Tensor) -> Linear:
+    """Returns a copy of rows of the LM head, dense: [K, hidden]."""
+    return Linear(model.head.rows(ids, model.dtype))
 
 
 def check_exit_layer(layer: int, num_layers: int) -> None:

@@ -26,6 +26,7 @@ from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_atte
 from selfspec.kernels.triton_compat import INTERPRETED, triton
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
+from selfspec.models.linear import Linear
 from selfspec.speculation.plan import Plan
 
 REQUIREMENTS = (
@@ -241,13 +242,13 @@ class FusedDecoder:
         self.write_kv(layer, spec, cache_layer, source, nodes, q)
         self._attend(q, cache_layer, spec, nodes, attended)
         between = self.next_norm(layer.mlp_norm, target)
-        self._project_and_add(attended, layer.out, layer.out_bias, layer.attention_out_norm, source, target, between)
+        self._project_and_add(attended, layer.out, layer.attention_out_norm, source, target, between)
         gated_linear(
-            target.scaled, layer.gate_up, inner, bias=layer.gate_up_bias, norm=self._norm(target),
+            target.scaled, layer.gate_up.weight, inner, bias=layer.gate_up.bias, norm=self._norm(target),
             activation=config.activation,
         )  # fmt: skip
         after = None if next_weight is None else self.next_norm(next_weight, target)
-        self._project_and_add(inner, layer.down, layer.down_bias, layer.mlp_out_norm, target, target, after)
+        self._project_and_add(inner, layer.down, layer.mlp_out_norm, target, target, after)
 
     def write_kv(
         self, layer: Layer, spec: LayerConfig, cache_layer: int, source: Residual, nodes: Nodes, q: torch.Tensor | None
@@ -255,8 +256,8 @@ class FusedDecoder:
         """Writes the rows' keys and values to the cache and, unless None, their queries to `q`."""
         metadata = nodes.metadata
         qkv_linear(
-            source.scaled, layer.qkv, q, self.cache.keys[cache_layer], self.cache.values[cache_layer],
-            bias=layer.qkv_bias, norm=self._norm(source),
+            source.scaled, layer.qkv.weight, q, self.cache.keys[cache_layer], self.cache.values[cache_layer],
+            bias=layer.qkv.bias, norm=self._norm(source),
             q_norm=layer.q_norm, k_norm=layer.k_norm, head_offset=self.model.config.norm_offset,
             cos=metadata.cos[spec.rope], sin=metadata.sin[spec.rope], slots=metadata.slots,
         )  # fmt: skip
@@ -300,19 +301,18 @@ class FusedDecoder:
     def _project_and_add(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        layer: Linear,
         out_norm: torch.Tensor | None,
         source: Residual,
         target: Residual,
         next_norm: NextNorm | None,
     ) -> None:
-        """target = source + x @ weight; the product is normed first in families that have an `out_norm`."""
+        """target = source + layer(x); the product is normed first in families that have an `out_norm`."""
         if out_norm is None:
-            linear(x, weight, target.states, bias=bias, residual=source.states, next_norm=next_norm)
+            linear(x, layer.weight, target.states, bias=layer.bias, residual=source.states, next_norm=next_norm)
             return
         config, update = self.model.config, self._take("update", *source.states.shape)
-        linear(x, weight, update, bias=bias)
+        linear(x, layer.weight, update, bias=layer.bias)
         rms_norm(
             update, out_norm, config.norm_eps, config.norm_offset, target.states,
             residual=source.states, next_norm=next_norm,

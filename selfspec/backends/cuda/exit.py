@@ -130,9 +130,9 @@ class FusedExit:
         decoder, model = self.decoder, self.decoder.model
         unused = self.block_residual(len(nodes.metadata.tokens))
         embed_rope(
-            nodes.metadata, unused.states, decoder.next_norm(model.layers[0].attention_norm, unused), model.embedding,
-            model._embedding_scale, decoder.contexts.lengths, decoder.contexts.page_table, nodes.depths,
-            decoder.inv_freq, decoder.rope_scaling, 0, pending=pending, counts=counts,
+            nodes.metadata, unused.states, decoder.next_norm(model.layers[0].attention_norm, unused),
+            model.embedding.weight, model._embedding_scale, decoder.contexts.lengths, decoder.contexts.page_table,
+            nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0, pending=pending, counts=counts,
         )  # fmt: skip
 
     def fill(self, states: torch.Tensor, previous: PreviousFeatures, nodes: Nodes) -> None:
@@ -180,7 +180,7 @@ class FusedExit:
         columns = model.config.vocab_size if tokens is None else len(tokens)
         scores = scratch.take_like(Scores.empty(len(head_input.values), columns, width, "meta"))
         lm_head_scores(
-            head_input.values, model.head, scores, token_ids=tokens, gather=tokens is not None,
+            head_input.values, model.head.weight, scores, token_ids=tokens, gather=tokens is not None,
             count=None if head is None else head.count, norm=self._norm(head_input.squares),
             softcap=model.config.logit_softcap, noise=noise, processing=processing,
         )  # fmt: skip

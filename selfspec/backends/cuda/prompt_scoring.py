@@ -60,7 +60,7 @@ class PromptScore:
         model, scratch = self.decoder.model, self.decoder.scratch
         scores = scratch.take_like(Scores.empty(len(head_inputs), model.config.vocab_size, 1, "meta"))
         best = scratch.take("prompt end tokens", len(head_inputs), 1, dtype=torch.int32)
-        lm_head_scores(head_inputs, model.head, scores, softcap=model.config.logit_softcap)
+        lm_head_scores(head_inputs, model.head.weight, scores, softcap=model.config.logit_softcap)
         topk_tokens(scores, best)
         return best
 

@@ -103,7 +103,7 @@ class PromptPass:
         residual, model, decoder = self._residual("embedded"), self.model, self.decoder
         first_norm = decoder.next_norm(model.layers[0].attention_norm, residual)
         embed_rope(
-            self.nodes.metadata, residual.states, first_norm, model.embedding, model._embedding_scale,
+            self.nodes.metadata, residual.states, first_norm, model.embedding.weight, model._embedding_scale,
             self.inputs.lengths, self.inputs.page_table, self.nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0,
             ranked=self.inputs.tokens, parents=self._parents, ranks=self.nodes.depths,
         )  # fmt: skip

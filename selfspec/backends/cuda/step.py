@@ -112,7 +112,7 @@ class DeviceStep:
         """Draft and verify, then all logits, for callables to process."""
         self.draft()
         self.verify()
-        lm_head_logits(self.final_states, self.model.head, self.logits, softcap=self.model.config.logit_softcap)
+        lm_head_logits(self.final_states, self.model.head.weight, self.logits, softcap=self.model.config.logit_softcap)
 
     def accept_and_commit(self) -> None:
         self.accept()
@@ -144,7 +144,7 @@ class DeviceStep:
         if ranked is not None and level.parents is not None and level.ranks is not None:
             source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         embed_rope(
-            nodes.metadata, states.states, first_norm, self.model.embedding, self.model._embedding_scale,
+            nodes.metadata, states.states, first_norm, self.model.embedding.weight, self.model._embedding_scale,
             slots.lengths, slots.page_table, nodes.depths, decoder.inv_freq, decoder.rope_scaling, level.nodes.start,
             **source,
         )  # fmt: skip
@@ -211,10 +211,8 @@ class DeviceStep:
 
     def choose(self) -> None:
         """Chooses the target's next token after every row; -1 where its logits are not finite."""
-        softcap = self.model.config.logit_softcap
-        self._choose(
-            lambda scores, **how: lm_head_scores(self.final_states, self.model.head, scores, softcap=softcap, **how)
-        )
+        softcap, head = self.model.config.logit_softcap, self.model.head.weight
+        self._choose(lambda scores, **how: lm_head_scores(self.final_states, head, scores, softcap=softcap, **how))
 
     def choose_processed(self) -> None:
         """The same from `logits`, after callables have processed those of some rows."""
