@@ -49,7 +49,6 @@ from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_format import format_of
 from selfspec.kernels.quantized_launch import (
     Weight,
-    choose_height,
     choose_weight_tile,
     fit_stages,
     weight_arguments,
@@ -296,8 +295,7 @@ def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]
     """The tile's rows and columns per step, the weight's format, warps and stages."""
     if isinstance(weight, QuantizedWeight):
         config = choose_weight_tile("head", weight, x.shape[0])
-        config = replace(config, block_m=bm or choose_height(x.shape[0], TILE))
-        bm, stages = fit_stages(x, weight, config, TILE)
+        bm, stages = fit_stages(x, weight, replace(config, block_m=bm or config.block_m), TILE)
         kind = format_of(weight, x.dtype, config.warps)
         return {"BM": bm, "BK": 0, "FORMAT": kind, "num_warps": config.warps, "num_stages": stages}
     bm, bk = bm or row_tile(x.shape[0]), BLOCK_K_BYTES // x.element_size()

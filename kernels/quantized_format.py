@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from selfspec.kernels.quantized_convert import conversions, ones
-from selfspec.kernels.quantized_weight import SUPER_COLUMNS, QuantizedWeight
+from selfspec.kernels.quantized_weight import HALF, SUPER_COLUMNS, QuantizedWeight
 from selfspec.kernels.triton_compat import INTERPRETED
 
 
@@ -19,6 +19,7 @@ class Format:
     kind: str  # int4, int8 or fp8
     group: int  # columns that share a scale
     by_row: bool  # one scale per row
+    parts: int  # scales of a unit: 1, 2 or 4
     zero: int  # subtracted from all of the weight's numbers
     has_offsets: bool  # groups have zeros or minimums of their own
     half: int  # columns of half a unit
@@ -35,10 +36,9 @@ def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Forma
     zero = weight.zero if isinstance(weight.zero, int) else 0
     has_offsets = isinstance(weight.zero, torch.Tensor) or weight.minimum is not None
     low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero)) or (None, None)
-    by_row = weight.group == weight.columns
     return Format(
-        weight.kind, weight.group, by_row, zero, has_offsets, weight.half, SUPER_COLUMNS, weight.shape[0], splits,
-        low, high, None if INTERPRETED else ones(dtype),
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, has_offsets, HALF, SUPER_COLUMNS,
+        weight.shape[0], splits, low, high, None if INTERPRETED else ones(dtype),
     )  # fmt: skip
 
 

@@ -14,12 +14,11 @@ import torch
 from selfspec.kernels.gemm_common import TileConfig, choose_tile, launch_settings, norm_constants
 from selfspec.kernels.norm import Norm, columns_per_square
 from selfspec.kernels.quantized_format import format_of, weight_tensors
-from selfspec.kernels.quantized_weight import QuantizedWeight
+from selfspec.kernels.quantized_weight import HALF, QuantizedWeight
 from selfspec.kernels.triton_compat import shared_bytes, use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-_MOST_SUMS = 2048  # sums of a tile: 64 registers per thread, and as many for those of a group
 _PREFETCH_BYTES = 512  # of each weight row, while a launch waits for the one before it
 
 
@@ -28,13 +27,13 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
     n, k = weight.shape
     if not isinstance(weight, QuantizedWeight):
         return choose_tile(kind, n, k, rows)
-    block_n = _choose_width(kind, n, rows)
+    block_n = _choose_width(kind, n)
     return TileConfig(
         block_n=block_n,
         block_k=0,
         stages=4 if n // block_n >= 256 else 10,  # where an SM has only one or two programs each needs more in flight
         warps=choose_splits(kind, n, k),
-        block_m=choose_height(rows, block_n),
+        block_m=8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64,
         prefetch=_PREFETCH_BYTES,
     )
 
@@ -44,17 +43,16 @@ def choose_splits(kind: str, n: int, k: int) -> int:
     return 8 if n <= 8192 and k >= 4096 and kind in ("linear", "qkv", "gate_up") else 4
 
 
-def choose_height(rows: int, block_n: int) -> int:
-    """Rows of a tile: the least of 8, 16, 32 and 64 that holds all rows, as long as the sums fit the registers."""
-    height = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return max(8, min(height, _MOST_SUMS // block_n))
-
-
-def _choose_width(kind: str, n: int, rows: int) -> int:
-    """Weight rows of a tile: few enough that a GPU of 132 SMs gets a program each, and that tiles of 64 rows fit."""
+def _choose_width(kind: str, n: int) -> int:
+    """Weight rows of a tile: few enough that each of 132 SMs gets a program."""
     least = columns_per_square(n) if kind == "linear" else 16
-    wide = 64 if n >= 8192 and rows <= 32 else 32 if n >= 2048 else 16
-    return max(least, wide)
+    return max(least, 64 if n >= 8192 else 32 if n >= 2048 else 16)
+
+
+def _most_sums(weight: QuantizedWeight) -> int:
+    """Sums of a tile that fit the registers, 32 or 64 per thread, beside as many of a group and the group's scales."""
+    has_offsets = weight.minimum is not None or isinstance(weight.zero, torch.Tensor)
+    return 2048 if weight.is_by_row or (weight.parts == 1 and not has_offsets) else 1024
 
 
 def weight_settings(
@@ -85,16 +83,17 @@ def weight_settings(
 def fit_stages(x: torch.Tensor, weight: QuantizedWeight, config: TileConfig, block_n: int) -> tuple[int, int]:
     """Rows of a tile, and pipeline stages. Tiles are lower where two stages would not fit the shared memory, or the
     sums of block_n weight rows the registers."""
-    available = shared_bytes(x)
-    block_m = max(8, min(config.block_m, _MOST_SUMS // block_n))
-    weight_bytes = config.warps * block_n * weight.half * (1 if weight.bits == 4 else 2)
+    block_m = max(8, min(config.block_m, _most_sums(weight) // block_n))
+    weight_bytes = config.warps * block_n * HALF * (1 if weight.bits == 4 else 2)
+    # Float32 products need as much memory again, to exchange operands.
+    available = shared_bytes(x) * 2 // x.element_size()
 
-    def stages(height: int) -> int:
-        return available // (weight_bytes + config.warps * height * 2 * weight.half * x.element_size())
+    def buffers(height: int) -> int:
+        return available // (weight_bytes + config.warps * height * 2 * HALF * x.element_size())
 
-    while block_m > 8 and stages(block_m) < 2:
+    while block_m > 8 and buffers(block_m) < 2:
         block_m //= 2
-    return block_m, max(1, min(config.stages, stages(block_m)))
+    return block_m, max(1, min(config.stages, buffers(block_m) + 1))  # one stage is in registers
 
 
 def weight_arguments(weight: Weight) -> tuple[Any, int]:

@@ -77,11 +77,23 @@ def _load_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
 
 
 @jit
-def _load_super_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
-    return (
+def _load_unit_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
+    """`_load_scales` of the columns 0, 16, 32 and 48 of units, as far as these can differ, and the super scales and
+    super minimums; column: the first one of each unit."""
+    scales = _load_scales(weight, column, rows, inside, FORMAT)
+    scales_16 = scales
+    scales_32 = scales
+    scales_48 = scales
+    if FORMAT.parts >= 2:
+        scales_32 = _load_scales(weight, column + 32, rows, inside, FORMAT)
+    if FORMAT.parts == 4:
+        scales_16 = _load_scales(weight, column + 16, rows, inside, FORMAT)
+        scales_48 = _load_scales(weight, column + 48, rows, inside, FORMAT)
+    above = (
         load_of_groups(weight[2], column, rows, inside, FORMAT.super_columns, FORMAT),
         load_of_groups(weight[5], column, rows, inside, FORMAT.super_columns, FORMAT),
     )
+    return scales, scales_16, scales_32, scales_48, above
 
 
 @jit
@@ -97,12 +109,35 @@ def _scale_and_offset(scales, above, weight):
 
 
 @jit
-def _add_scaled(sums, part, x_sums, scale, offset, HAS_OFFSETS: tl.constexpr):
+def _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT: tl.constexpr):
     """sums + scale * part + offset * x_sums; both multiply-adds are fused in every compilation."""
+    scale, offset = _scale_and_offset(scales, above, weight)
     sums = tl.fma(part, tl.broadcast_to(scale[:, :, None], part.shape), sums)
-    if HAS_OFFSETS:
+    if FORMAT.has_offsets:
         sums = tl.fma(x_sums, tl.broadcast_to(offset[:, :, None], part.shape), sums)
     return sums
+
+
+@jit
+def _add_group(sums, q, x, ones, scales, above, weight, FORMAT: tl.constexpr):
+    """Adds q @ x of columns that share a scale."""
+    part = tl.dot(q, x, input_precision="ieee")
+    x_sums = part
+    if FORMAT.has_offsets:
+        x_sums = tl.dot(ones, x, input_precision="ieee")
+    return _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT)
+
+
+@jit
+def _add_half(sums, q, x, ones, scales, second_scales, above, weight, FORMAT: tl.constexpr):
+    """Adds q @ x of half a unit. Groups of an odd multiple of 16 columns divide it; the tensor cores take 32 columns of
+    bytes at a time, so each part is a product with the other part's x set to 0."""
+    if FORMAT.group % FORMAT.half == 0:
+        return _add_group(sums, q, x, ones, scales, above, weight, FORMAT)
+    else:
+        is_first = (tl.arange(0, FORMAT.half) < FORMAT.half // 2)[None, :, None]
+        sums = _add_group(sums, q, tl.where(is_first, x, 0.0).to(x.dtype), ones, scales, above, weight, FORMAT)
+        return _add_group(sums, q, tl.where(is_first, 0.0, x).to(x.dtype), ones, second_scales, above, weight, FORMAT)
 
 
 @jit
@@ -128,7 +163,6 @@ def quantized_sums(
     UNIT: tl.constexpr = 2 * HALF
     STEP: tl.constexpr = FORMAT.splits * UNIT  # columns of a step
     PADDED: tl.constexpr = (K + UNIT - 1) // UNIT * UNIT
-    ONE_GROUP: tl.constexpr = FORMAT.by_row or FORMAT.group % UNIT == 0  # a unit's halves have one scale
     dtype: tl.constexpr = x.dtype.element_ty
     unit = tl.arange(0, FORMAT.splits) * UNIT  # first column of each split's unit in the first step
     column = unit[:, None, None] + tl.arange(0, HALF)[None, :, None]  # [splits, HALF, 1]
@@ -138,11 +172,7 @@ def quantized_sums(
     weight_at = weight[0] + (weight_rows.to(tl.int64) * weight_stride)[None, :, None] + byte  # [splits, BN, HALF]
     rows = weight_rows[None, :]
     here = unit[:, None] + tl.zeros((FORMAT.splits, BN), tl.int32)  # [splits, BN]: first column of the unit
-    low_scales = _load_scales(weight, here, rows, here < PADDED, FORMAT)
-    high_scales = low_scales
-    if not ONE_GROUP:
-        high_scales = _load_scales(weight, here + HALF, rows, here < PADDED, FORMAT)
-    above = _load_super_scales(weight, here, rows, here < PADDED, FORMAT)
+    scales, scales_16, scales_32, scales_48, above = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
     sums = tl.zeros((FORMAT.splits, BN, BM), tl.float32)
     x_sums = sums  # of one group; with one scale per row, of all of x
     steps = (PADDED + STEP - 1) // STEP
@@ -171,31 +201,23 @@ def quantized_sums(
                 x_sums = tl.dot(ones, x_low, x_sums, input_precision="ieee")
                 x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
         else:
-            scale, offset = _scale_and_offset(low_scales, above, weight)
-            part = tl.dot(low, x_low, input_precision="ieee")
-            if FORMAT.has_offsets:
-                x_sums = tl.dot(ones, x_low, input_precision="ieee")
-            if ONE_GROUP:
+            if FORMAT.parts == 1:
+                part = tl.dot(low, x_low, input_precision="ieee")
                 part = tl.dot(high, x_high, part, input_precision="ieee")
                 if FORMAT.has_offsets:
+                    x_sums = tl.dot(ones, x_low, input_precision="ieee")
                     x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
-                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
+                sums = _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT)
             else:
-                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
-                scale, offset = _scale_and_offset(high_scales, above, weight)
-                part = tl.dot(high, x_high, input_precision="ieee")
-                if FORMAT.has_offsets:
-                    x_sums = tl.dot(ones, x_high, input_precision="ieee")
-                sums = _add_scaled(sums, part, x_sums, scale, offset, FORMAT.has_offsets)
+                sums = _add_half(sums, low, x_low, ones, scales, scales_16, above, weight, FORMAT)
+                sums = _add_half(sums, high, x_high, ones, scales_32, scales_48, above, weight, FORMAT)
             # Loaded one step ahead: the compiler does not pipeline loads that no dot reads.
-            following = here + start + STEP
-            low_scales = _load_scales(weight, following, rows, following < PADDED, FORMAT)
-            if not ONE_GROUP:
-                high_scales = _load_scales(weight, following + HALF, rows, following < PADDED, FORMAT)
-            above = _load_super_scales(weight, following, rows, following < PADDED, FORMAT)
+            here += STEP
+            scales, scales_16, scales_32, scales_48, above = _load_unit_scales(
+                weight, here, rows, here < PADDED, FORMAT
+            )
     if FORMAT.by_row:
-        scale, offset = _scale_and_offset(low_scales, above, weight)
-        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scale, offset, FORMAT.has_offsets)
+        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, above, weight, FORMAT)
     return _add_splits(sums, FORMAT.splits, BN, BM)
 
 

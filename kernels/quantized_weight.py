@@ -4,10 +4,9 @@ A weight [N, K] of small numbers q has a scale for each group of `group` columns
 
     w = scale * (q - zero) - minimum
 
-Columns are stored in units of 2 * half columns: half is 32, or 16 where groups are no multiple of 32 columns. With 4
-bits, byte j of a unit holds column j in its low and column half + j in its high 4 bits, so that a block of bytes gives
-two blocks of neighbouring columns. Scales, zeros and minimums are stored by group, then by row: the rows of a tile are
-neighbours.
+Columns are stored in units of 64. With 4 bits, byte j of a unit holds column j in its low and column 32 + j in its high
+4 bits, so that a block of bytes gives two blocks of neighbouring columns. Scales, zeros and minimums are stored by
+group, then by row: the rows of a tile are neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+HALF = 32  # columns of half a unit: the least that the tensor cores take of 8-bit operands
 SUPER_COLUMNS = 256  # columns that share a super_scale or super_minimum
 _KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -53,8 +53,7 @@ class QuantizedWeight:
         """Packs plain tensors; weights that one launch multiplies with are concatenated before."""
         n, k = q.shape
         _check(q, bits, scale, group, zero)
-        half = _half(k, group)
-        padding = -k % (2 * half)
+        padding = -k % (2 * HALF)
         groups = -(-(k + padding) // group)
 
         def by_group(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +64,7 @@ class QuantizedWeight:
         # Padded as bytes: float8 has no `pad`.
         packed = F.pad(q.view(torch.uint8), (0, padding))
         if bits == 4:
-            low, high = packed.unflatten(1, (-1, 2, half)).unbind(2)
+            low, high = packed.unflatten(1, (-1, 2, HALF)).unbind(2)
             packed = (low | high << 4).flatten(1)
         return cls(
             packed.contiguous() if bits == 4 else packed.view(q.dtype).contiguous(),
@@ -92,9 +91,14 @@ class QuantizedWeight:
         return _KINDS[self.packed.dtype]
 
     @property
-    def half(self) -> int:
-        """Columns of half a unit."""
-        return _half(self.columns, self.group)
+    def is_by_row(self) -> bool:
+        """One scale per row."""
+        return self.group == self.columns
+
+    @property
+    def parts(self) -> int:
+        """Scales of a unit: for all of it, for each half, or for each 16 columns."""
+        return 1 if self.is_by_row or self.group % (2 * HALF) == 0 else 2 if self.group % HALF == 0 else 4
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +121,7 @@ class QuantizedWeight:
         """The weight in float32: [N, K]."""
         q = self.packed
         if self.bits == 4:
-            bytes_of_units = q.unflatten(1, (-1, self.half))
+            bytes_of_units = q.unflatten(1, (-1, HALF))
             q = torch.stack((bytes_of_units & 15, bytes_of_units >> 4), 2).flatten(1)
         groups = self.columns // self.group
         weight = q[:, : self.columns].float().unflatten(1, (groups, self.group))
@@ -133,10 +137,6 @@ class QuantizedWeight:
     def _map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self._tensors().items()}
         return replace(self, **changed)
-
-
-def _half(k: int, group: int) -> int:
-    return 32 if group % 32 == 0 or group == k else 16
 
 
 def _multiply_out(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:

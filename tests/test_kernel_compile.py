@@ -1,5 +1,5 @@
 """Kernels compile, fit the shared memory and spill no registers: single operations for sm_120, whole steps for sm_90,
-and one whole step each for sm_80 and sm_120."""
+one whole step each for sm_80 and sm_120, and matmuls with quantized weights for sm_80, sm_86, sm_89 and sm_90."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 # Each has a file tests/launches_<op>.py with `launches()`: pairs of a name and a call of a launcher.
 OPS = ["gemm", "tree_attention", "lm_head_topk", "sample"]
 STACK_LIMIT = 32  # bytes per thread: a few registers, or the cosine of a large angle; arrays that spill take more
-SHARED_LIMITS = {80: 163, 90: 227, 120: 99}  # KB that a program may have
+SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KB that a program may have
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -36,6 +36,14 @@ def test_whole_steps_compile_and_fit(arch: int, match: str) -> None:
 def test_attention_of_many_rows_compiles_and_fits_where_it_pipelines_deepest() -> None:
     """On sm_90 only, prefix programs in a launch of their own use more than 99 KB of shared memory."""
     check(compile_op("tree_attention", 90, "many rows of 8b"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "match"), [(80, "head q6_k"), (86, "q4_k rows 64"), (89, "fp8"), (90, "gated int4 128 rows 64")]
+)
+def test_kernels_with_quantized_weights_compile_and_fit(arch: int, match: str) -> None:
+    """On each architecture some of the formats. The largest tiles of 4-bit weights need most registers."""
+    check(compile_op("quantized", arch, match))
 
 
 def check(compiled: list[Compiled]) -> None:
