@@ -94,7 +94,7 @@ def keep_to(model: Decoder, used: int) -> torch.Tensor | None:
     for a trimmed LM head. Returns None and changes nothing where the head is the embedding."""
     if model.head is model.embedding or used >= model.config.vocab_size:
         return None
-    model.head.weight[used:].mul_(RARE)
+    model.head.dense[used:].mul_(RARE)
     return torch.arange(used, device=model.device)
 
 
@@ -120,13 +120,13 @@ class Tunable:
         generator = torch.Generator().manual_seed(0)
         self._order = torch.randperm(model.config.vocab_size, generator=generator).to(model.device)
         if self.has_hard_tokens:
-            model.embedding.weight.mul_(LONG)
+            model.embedding.dense.mul_(LONG)
 
     def damp(self, damping: float) -> None:
         """Multiplies the original output of the layers from the exit on by `damping`."""
         for layer in self.model.layers[self.exit_layer :]:
-            layer.out.weight.mul_(damping / self.damping)
-            layer.down.weight.mul_(damping / self.damping)
+            layer.out.dense.mul_(damping / self.damping)
+            layer.down.dense.mul_(damping / self.damping)
         self.damping = damping
 
     def harden(self, share: float) -> None:
@@ -134,7 +134,7 @@ class Tunable:
         count = self.model.config.vocab_size
         now, wanted = round(self.hard_share * count), round(share * count)
         scale = SHORT / LONG if wanted > now else LONG / SHORT
-        self.model.embedding.weight[self._order[min(now, wanted) : max(now, wanted)]] *= scale
+        self.model.embedding.dense[self._order[min(now, wanted) : max(now, wanted)]] *= scale
         self.hard_share = share
 
 

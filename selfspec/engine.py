@@ -349,7 +349,7 @@ class Engine:
     def _check_shared_weights(self) -> None:
         """Refuses to decode with a live model's weights once the model was moved or converted."""
         parameter = self._shared_embedding
-        if parameter is not None and parameter.data_ptr() != self.model.embedding.weight.data_ptr():
+        if parameter is not None and parameter.data_ptr() != self.model.embedding.dense.data_ptr():
             raise ValueError(
                 "the transformers model that this engine shares its weights with was moved or converted since "
                 "(.to, .half, .cuda ...), so the engine would use the old weights: build a new Engine.from_model"

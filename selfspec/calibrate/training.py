@@ -21,7 +21,7 @@ from selfspec.calibrate.corpus import Corpus, hidden_states
 from selfspec.calibrate.drafting import drafted_reads
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.models.decoder import Decoder, Layer, layer_parts
-from selfspec.models.linear import Linear
+from selfspec.models.linear import Linear, expand
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
 
@@ -67,7 +67,8 @@ class Student:
         hidden = model.config.hidden_size
         start, first = {"norm": model.norm}, model.layers[layer].tensors()
         for name, sizes in self.pieces.items():  # the block starts as the model's layer N, all else as zeros
-            start |= {f"{name}.{index}": piece for index, piece in enumerate(first[name].split(sizes))}
+            pieces = expand(first[name], torch.float32).split(sizes)
+            start |= {f"{name}.{index}": piece for index, piece in enumerate(pieces)}
         zeros = {
             "affine_weight": (hidden, hidden),
             "affine_bias": (hidden,),

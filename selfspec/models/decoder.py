@@ -147,6 +147,13 @@ class Decoder:
         return self.norm.dtype
 
     @cached_property
+    def is_quantized(self) -> bool:
+        """True if at least one weight is stored in 4 or 8 bits."""
+        weights = [self.embedding.weight, self.head.weight]
+        weights += [weight for layer in self.layers for weight in layer.tensors().values()]
+        return not all(isinstance(weight, torch.Tensor) for weight in weights)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all weights; a tied head counts once."""
         head = 0 if self.head is self.embedding else self.head.nbytes

@@ -1,17 +1,24 @@
 """Linear: a weight and its bias, whatever format the weight is stored in. Also serves as embedding table and LM head.
 
 The decoder and the exits compute with weights through `apply` and `rows` alone; the CUDA backend gives `weight` and
-`bias` to its kernels.
+`bias` to its kernels. PyTorch's operations expand a quantized weight in each call, some rows at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-Weight = torch.Tensor
+from selfspec.kernels.quantized_weight import QuantizedWeight
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+
+# Weights expanded at a time. Expanding one takes 12 bytes at most (three float32 numbers): 48 MB in all.
+_EXPANDED_TOGETHER = 4 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +40,47 @@ class Linear:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def dense(self) -> torch.Tensor:
+        """The weight, to be changed in place or compared by address; raises TypeError if it is quantized."""
+        if not isinstance(self.weight, torch.Tensor):
+            raise TypeError(f"the weight is quantized ({self.weight.bits} bits); use a model in 16 or 32 bits")
+        return self.weight
+
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] to [..., N]."""
-        return F.linear(x, self.weight, self.bias)
+        """[..., K] to [..., N], in the dtype of x."""
+        if isinstance(self.weight, torch.Tensor):
+            return F.linear(x, self.weight, self.bias)
+        outputs = []
+        for rows in _row_ranges(self.weight):
+            bias = None if self.bias is None else self.bias[rows]
+            outputs.append(F.linear(x, self.weight.rows(rows).dequantize().to(x.dtype), bias))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the weight's rows that `index` [...] selects, dense: [..., K]."""
-        return F.embedding(index, self.weight).to(dtype)
+        if isinstance(self.weight, torch.Tensor):
+            return F.embedding(index, self.weight).to(dtype)
+        return self.weight.rows(index.flatten()).dequantize().to(dtype).unflatten(0, index.shape)
 
     def part(self, rows: slice) -> Linear:
         """Returns a range of output rows, without the bias, in the same format."""
-        return Linear(self.weight[rows])
+        return Linear(self.weight[rows] if isinstance(self.weight, torch.Tensor) else self.weight.rows(rows))
+
+
+def expand(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a weight as a tensor of this dtype; the weight itself if it is one."""
+    if isinstance(weight, torch.Tensor):
+        return weight.to(dtype)
+    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for rows in _row_ranges(weight):
+        dense[rows] = weight.rows(rows).dequantize()
+    return dense
+
+
+def _row_ranges(weight: QuantizedWeight) -> Iterator[slice]:
+    """Yields ranges of rows that are expanded together."""
+    n, k = weight.shape
+    step = max(1, _EXPANDED_TOGETHER // k)
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))

@@ -33,6 +33,7 @@ from selfspec.models.checkpoint import (
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo
+from selfspec.models.linear import Linear
 
 _CHUNK_BYTES = 64 * 2**20  # bytes copied at a time: the host memory that loading takes in addition to the weights
 _ALIGNMENT = 16  # bytes; kernels load vectors of this size
@@ -297,14 +298,15 @@ def fingerprint(decoder: Decoder) -> list[float]:
     """Returns 60 weights at fixed indices: 5 each of embedding, head, final norm and 3 tensors of the first, middle and
     last layer. `same_fingerprint` compares two."""
     layers = [decoder.layers[index] for index in (0, len(decoder.layers) // 2, -1)]
-    tensors = [decoder.embedding.weight, decoder.head.weight, decoder.norm]
-    tensors += [linear.weight for layer in layers for linear in (layer.qkv, layer.gate_up, layer.down)]
+    linears = [decoder.embedding, decoder.head, Linear(decoder.norm[None])]
+    linears += [linear for layer in layers for linear in (layer.qkv, layer.gate_up, layer.down)]
     values: list[float] = []
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
+    for linear in linears:
+        rows, columns = linear.shape
         # Irregular fractions: round ones would select the first element of a row.
-        indices = [int(fraction * flat.numel()) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
-        values += flat[torch.tensor(indices, device=flat.device)].cpu().double().tolist()
+        indices = [int(fraction * rows * columns) for fraction in (0.0713, 0.2739, 0.4517, 0.6481, 0.8923)]
+        row, column = torch.tensor([divmod(index, columns) for index in indices], device=linear.device).unbind(1)
+        values += linear.rows(row, torch.float64)[range(len(indices)), column].tolist()
     return values
 
 

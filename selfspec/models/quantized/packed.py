@@ -1,0 +1,54 @@
+"""Packs QuantizedTensor, as readers return it, into QuantizedWeight, as the model holds it and the kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from selfspec.kernels.quantized_weight import QuantizedWeight
+from selfspec.models.quantized.tensor import QuantizedTensor, concatenate
+
+_COLUMNS = 16  # columns and groups are packed in multiples of these
+
+
+def can_pack(parts: Sequence[QuantizedTensor]) -> bool:
+    """True if `pack` can make one weight of these."""
+    columns = {part.shape[1] for part in parts}
+    groups = {part.group for part in parts}
+    kinds = {part.q.dtype.is_floating_point for part in parts}
+    whole_rows = groups == columns
+    return (
+        len(columns) == len(kinds) == 1
+        and not any(count % _COLUMNS for count in columns)
+        and (whole_rows or not any(group % _COLUMNS for group in groups))
+    )
+
+
+def pack(parts: Sequence[QuantizedTensor]) -> QuantizedWeight:
+    """Returns one weight with the rows of all parts; no value changes."""
+    whole = parts[0] if len(parts) == 1 else concatenate(parts)
+    return QuantizedWeight.pack(
+        whole.q,
+        whole.scale,
+        whole.group,
+        bits=whole.bits,
+        zero=whole.zero,
+        super_scale=whole.super_scale,
+        minimum=whole.minimum,
+        super_minimum=whole.super_minimum,
+    )
+
+
+def join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Returns one weight with the rows of packed parts, which were read from one tensor: all have one format."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=0 if name == "packed" else 1)
+        for name, value in vars(parts[0]).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(parts[0], **joined)
