@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from selfspec.kernels import norm as norms  # noqa: E402
+from selfspec.kernels.embed_rope import RowMetadata, embed_rope, embed_rope_reference  # noqa: E402
 from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference  # noqa: E402
 from selfspec.kernels.gemm import linear, linear_reference  # noqa: E402
 from selfspec.kernels.gemm_common import TileConfig  # noqa: E402
@@ -237,3 +238,34 @@ def test_pack_refuses_weights_that_the_kernels_cannot_read(change: dict[str, Any
     arguments = {"q": torch.zeros(2, 64, dtype=torch.uint8), "scale": torch.ones(2, 2), "group": 32, "bits": 4}
     with pytest.raises(ValueError, match=message):
         QuantizedWeight.pack(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "group", "offsets"),
+    [
+        ("int4", 96, 32, "constant"),
+        ("int4", 256, 32, "super"),
+        ("int8", 80, 16, "zeros and minimums"),
+        ("fp8", 48, 48, "none"),
+    ],
+)
+def test_the_embedding_of_a_quantized_weight_is_its_dequantized_row(
+    kind: str, hidden: int, group: int, offsets: str
+) -> None:
+    embedding, dtype = pack(quantized(50, hidden, kind, group, offsets)), torch.float16
+    tokens, scale = torch.tensor([49, 0, 17]), torch.tensor(2.5, dtype=dtype)
+    place = {
+        "lengths": torch.tensor([0, 61, 130], dtype=torch.int32),
+        "page_table": torch.arange(12, dtype=torch.int32).view(3, 4),
+        "depths": torch.zeros(1, dtype=torch.int32),
+        "inv_freq": torch.rand(1, 12),
+        "rope_scaling": torch.ones(1),
+    }
+    states, metadata = nan(3, hidden, dtype=dtype), RowMetadata.empty(3, 1, 12, dtype, "cpu")
+    squares, scaled = nan(3, norms.squares_per_row(hidden)), nan(3, hidden, dtype=dtype)
+    next_norm = norms.NextNorm(torch.ones(hidden, dtype=dtype), 0.0, squares, scaled)
+    embed_rope(metadata, states, next_norm, embedding, scale, **place, first_node=0, pending=tokens)
+    expected, _ = embed_rope_reference(
+        tokens, embedding, scale, **place, nodes=torch.zeros(1, dtype=torch.int32), dtype=dtype
+    )
+    assert torch.equal(states, expected)
