@@ -1,0 +1,71 @@
+"""The PTX that converts bytes of quantized weights, executed on the CPU for every byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from selfspec.kernels.quantized_convert import conversions, ones
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+BYTES = torch.arange(256, dtype=torch.uint8)
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """Takes 4 of the 8 bytes of a (0..3) and b (4..7)."""
+    source = (b << 32 | a).to_bytes(8, "little")
+    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def multiply_add(dtype: torch.dtype, a: int, b: int, c: int) -> int:
+    """Of two numbers in each register; rounded once, since float64 holds the exact result here."""
+    x, y, z = (torch.tensor([v & 0xFFFF, v >> 16]).to(torch.uint16).view(dtype).double() for v in (a, b, c))
+    low, high = (x * y + z).to(dtype).view(torch.int16).tolist()
+    return (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+INSTRUCTIONS: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shr.b32": lambda a, b: a >> b,
+    "prmt.b32": prmt,
+    "fma.rn.bf16x2": partial(multiply_add, BFLOAT16),
+    "fma.rn.f16x2": partial(multiply_add, FLOAT16),
+}
+
+
+def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the text gives for bytes, 4 at a time."""
+    found = []
+    for word in values.view(torch.int32).tolist():
+        registers = {"$2": word & 0xFFFFFFFF}
+        for operation, operands in re.findall(r"([a-z][\w.]+)\s+([^;]+);", re.sub(r"\.reg[^;]*;|[{}]", "", ptx)):
+            target, *sources = (name.strip() for name in operands.split(","))
+            arguments = [registers[name] if name in registers else int(name, 0) for name in sources]
+            registers[target] = INSTRUCTIONS[operation](*arguments)
+        found += [half for name in ("$0", "$1") for half in (registers[name] & 0xFFFF, registers[name] >> 16)]
+    return torch.tensor(found).to(torch.uint16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_every_byte_becomes_its_exact_number(dtype: torch.dtype) -> None:
+    for zero in range(16):
+        low, high = conversions("int4", dtype, zero) or ("", "")
+        assert torch.equal(execute(low, BYTES, dtype).double(), (BYTES & 15).double() - zero)
+        assert torch.equal(execute(high, BYTES, dtype).double(), (BYTES >> 4).double() - zero)
+    for ptx in conversions("int8", dtype, 0) or ():
+        assert torch.equal(execute(ptx, BYTES, dtype).double(), BYTES.view(torch.int8).double())
+    numbers = BYTES.view(torch.float8_e4m3fn).double()
+    for ptx in conversions("fp8", dtype, 0) or ():
+        assert torch.equal(execute(ptx, BYTES, dtype).double()[~numbers.isnan()], numbers[~numbers.isnan()])
+    assert (execute(ones(dtype) or "", BYTES, dtype) == 1).all()
+
+
+def test_float32_states_need_no_ptx() -> None:
+    assert conversions("int4", torch.float32, 8) is None and ones(torch.float32) is None
