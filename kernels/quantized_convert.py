@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 _ONES = {torch.bfloat16: 0x3F803F80, torch.float16: 0x3C003C00}
+_BIAS = 16
 _UPPER_BYTES = {torch.bfloat16: 0x43434343, torch.float16: 0x64646464}
 
 
@@ -19,10 +20,18 @@ def conversions(kind: str, dtype: torch.dtype, zero: int) -> tuple[str, str] | N
     the same text twice. None for float32."""
     if dtype not in _ONES:
         return None
+    if kind == "int4" and dtype == torch.bfloat16 and zero == -_BIAS:
+        return _biased_int4("shl.b32 t, $2, 3;"), _biased_int4("shr.b32 t, $2, 1;")
     if kind == "int4":
         return _int4("mov.b32 t, $2;", dtype, zero), _int4("shr.b32 t, $2, 4;", dtype, zero)
     text = _fp8(dtype) if kind == "fp8" else _int8_bfloat16() if dtype == torch.bfloat16 else _int8_float16()
     return text, text
+
+
+def bias(kind: str, has_offsets: bool) -> int:
+    """A number to add to all numbers of a weight whose groups have offsets, which then hold it: 16 + q needs no
+    subtraction in bfloat16. The sums stay precise, because 16 is of the size of q."""
+    return _BIAS if kind == "int4" and has_offsets else 0
 
 
 def ones(dtype: torch.dtype) -> str | None:
@@ -58,6 +67,15 @@ def _int4(shift: str, dtype: torch.dtype, zero: int) -> str:
         f"mov.b32 o, {_ONES[dtype]:#x}; mov.b32 z, {_bits(-offset - zero, dtype):#x};",
         _multiply_add("$0", "a", "o", "z", dtype),
         _multiply_add("$1", "b", "o", "z", dtype),
+    )
+
+
+def _biased_int4(shift: str) -> str:
+    """16 + q in bfloat16: q is bits 3 to 6 of the lower byte 0x80, below the upper byte 0x41."""
+    return _block(
+        "t",
+        f"{shift} and.b32 t, t, 0x78787878; or.b32 t, t, 0x80808080;",
+        "prmt.b32 $0, t, 0x41414141, 0x4140; prmt.b32 $1, t, 0x41414141, 0x4342;",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.quantized_convert import conversions, ones
+from selfspec.kernels.quantized_convert import bias, conversions, ones
 from selfspec.kernels.quantized_weight import HALF, SUPER_COLUMNS, QuantizedWeight
 from selfspec.kernels.triton_compat import INTERPRETED
 
@@ -21,6 +21,7 @@ class Format:
     by_row: bool  # one scale per row
     parts: int  # scales of a unit: 1, 2 or 4
     zero: int  # subtracted from all of the weight's numbers
+    bias: int  # added to them in products, and subtracted with the offsets
     has_offsets: bool  # groups have zeros or minimums of their own
     half: int  # columns of half a unit
     super_columns: int  # columns that share a super scale
@@ -35,9 +36,10 @@ def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Forma
     """The format of a weight that is multiplied with states of `dtype`."""
     zero = weight.zero if isinstance(weight.zero, int) else 0
     has_offsets = isinstance(weight.zero, torch.Tensor) or weight.minimum is not None
-    low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero)) or (None, None)
+    added = bias(weight.kind, has_offsets)
+    low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero - added)) or (None, None)
     return Format(
-        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, has_offsets, HALF, SUPER_COLUMNS,
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, added, has_offsets, HALF, SUPER_COLUMNS,
         weight.shape[0], splits, low, high, None if INTERPRETED else ones(dtype),
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def _convert(bytes_, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constex
         return _run(FORMAT.high if HIGH else FORMAT.low, bytes_, DTYPE)
     elif FORMAT.kind == "int4":
         number = bytes_ >> 4 if HIGH else bytes_ & 15
-        return (number.to(tl.int32) - FORMAT.zero).to(DTYPE)
+        return (number.to(tl.int32) + (FORMAT.bias - FORMAT.zero)).to(DTYPE)
     elif FORMAT.kind == "fp8":
         return fp8_value(bytes_).to(DTYPE)
     else:
@@ -97,21 +97,21 @@ def _load_unit_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
 
 
 @jit
-def _scale_and_offset(scales, above, weight):
-    """scale, and -(scale * zero + minimum), in float32."""
+def _scale_and_offset(scales, above, weight, FORMAT: tl.constexpr):
+    """scale, and -(scale * (zero + bias) + minimum), in float32."""
     scale = scales[0].to(tl.float32)
     if weight[2] is not None:
         scale = scale * above[0].to(tl.float32)
     minimum = scales[2].to(tl.float32)
     if weight[5] is not None:
         minimum = minimum * above[1].to(tl.float32)
-    return scale, tl.fma(-scale, scales[1].to(tl.float32), -minimum)
+    return scale, tl.fma(-scale, scales[1].to(tl.float32) + FORMAT.bias, -minimum)
 
 
 @jit
 def _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT: tl.constexpr):
     """sums + scale * part + offset * x_sums; both multiply-adds are fused in every compilation."""
-    scale, offset = _scale_and_offset(scales, above, weight)
+    scale, offset = _scale_and_offset(scales, above, weight, FORMAT)
     sums = tl.fma(part, tl.broadcast_to(scale[:, :, None], part.shape), sums)
     if FORMAT.has_offsets:
         sums = tl.fma(x_sums, tl.broadcast_to(offset[:, :, None], part.shape), sums)

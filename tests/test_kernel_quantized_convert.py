@@ -33,6 +33,7 @@ INSTRUCTIONS: dict[str, Callable[..., int]] = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "shr.b32": lambda a, b: a >> b,
     "prmt.b32": prmt,
     "fma.rn.bf16x2": partial(multiply_add, BFLOAT16),
@@ -55,7 +56,7 @@ def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_every_byte_becomes_its_exact_number(dtype: torch.dtype) -> None:
-    for zero in range(16):
+    for zero in range(-16, 16):
         low, high = conversions("int4", dtype, zero) or ("", "")
         assert torch.equal(execute(low, BYTES, dtype).double(), (BYTES & 15).double() - zero)
         assert torch.equal(execute(high, BYTES, dtype).double(), (BYTES >> 4).double() - zero)
