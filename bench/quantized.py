@@ -11,6 +11,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -24,7 +26,7 @@ from selfspec.kernels.gemm_common import TileConfig
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.norm import NextNorm, Norm, squares_per_row
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
-from selfspec.kernels.quantized_launch import Weight
+from selfspec.kernels.quantized_launch import Weight, choose_weight_tile
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import Scores
 
@@ -130,6 +132,26 @@ def measure(name: str, matmul: str, row_counts: list[int], bandwidth: float) -> 
     return results
 
 
+def sweep(name: str, matmul: str, rows: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Times of other tiles than the chosen one, fastest first. Splits change the sums: they may depend on the weight's
+    shape alone, so one number must serve all numbers of rows."""
+    n, k = SHAPES[matmul]
+    weights = [random_weight(n, k, name, "cuda") for _ in range(_LAUNCHES)]
+    chosen = choose_weight_tile(matmul if matmul in ("qkv", "gate_up") else "linear", weights[0], rows)
+    found = []
+    for splits, block_n, stages in product((4, 8), (16, 32, 64, 128), (3, 4, 6, 10)):
+        config = replace(chosen, warps=splits, block_n=block_n, stages=stages)
+        try:
+            seconds = seconds_per_launch(launches(rows, "cuda")[matmul], weights, config)
+        except (ValueError, RuntimeError) as error:  # sums of squares over wider blocks, or too little shared memory
+            print(f"{matmul} {name}, {rows} rows, {splits} splits, {block_n} weight rows, {stages} stages: {error}")
+            continue
+        tile = {"splits": splits, "block_n": block_n, "stages": stages, "is_chosen": config == chosen}
+        size = {"format": name, "matmul": matmul, "rows": rows, "us": seconds * 1e6}
+        found.append(size | tile | {"share": weights[0].nbytes / seconds / bandwidth})
+    return sorted(found, key=lambda tile: tile["us"])
+
+
 def steps(results: list[dict[str, Any]], bandwidth: float) -> list[dict[str, Any]]:
     """The sums over a step, for each format and number of rows."""
     found = []
@@ -179,17 +201,41 @@ def show_steps(found: list[dict[str, Any]]) -> list[str]:
     return tables.table(headings, lines)
 
 
+def show_sweep(args: argparse.Namespace, gpu: str, bandwidth: float) -> int:
+    names = [name for name in args.format if name != "bf16"]
+    matmuls = [matmul for matmul in args.matmul if matmul != "head"]
+    tiles = [
+        tile
+        for name, matmul, rows in product(names, matmuls, args.rows)
+        for tile in sweep(name, matmul, rows, bandwidth)
+    ]
+    headings = ("matmul", "rows", "splits", "weight rows", "stages", "us", "of bandwidth", "chosen")
+    lines = [
+        (
+            f"{of['matmul']} {of['format']}", of["rows"], of["splits"], of["block_n"], of["stages"],
+            f"{of['us']:.1f}", f"{of['share']:.0%}", "yes" if of["is_chosen"] else None,
+        )
+        for of in tiles
+    ]  # fmt: skip
+    print(*tables.table(headings, lines), sep="\n")
+    print(json.dumps({"benchmark": "quantized tiles", "gpu": gpu, "bandwidth": bandwidth, "tiles": tiles}))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.quantized", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64], help="(default: 1 4 16 64)")
     parser.add_argument("--format", choices=FORMATS, nargs="*", default=FORMATS, help="(default: all)")
     parser.add_argument("--matmul", choices=SHAPES, nargs="*", default=list(SHAPES), help="(default: all)")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles of the 8-bit and 4-bit matmuls instead")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device: run it on a machine with an NVIDIA GPU")
     torch.manual_seed(0)
     bandwidth = gpu_bandwidth()
     gpu = torch.cuda.get_device_name()
+    if args.sweep:
+        return show_sweep(args, gpu, bandwidth)
     results = [
         result
         for name in args.format
