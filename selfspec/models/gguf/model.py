@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize, get_tensor_name_map
 from transformers import AutoConfig, PreTrainedConfig
 
+from selfspec.models.checkpoint import check_parts
 from selfspec.models.config import ModelConfig, check_supported
-from selfspec.models.decoder import Part
+from selfspec.models.decoder import Part, model_parts
+from selfspec.models.quantized.gguf import read_blocks
+from selfspec.models.quantized.tensor import QuantizedTensor
 
 # Hugging Face's model type by llama.cpp's architecture. Mistral's and SmolLM2's is llama.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -128,12 +131,32 @@ class GgufModel:
         tensor = self.tensors.get(self.gguf_name(part))
         return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
 
-    def expand(self, part: Part) -> torch.Tensor:
-        """Returns a tensor in bfloat16 and in Hugging Face's layout."""
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        """Returns the decoder's tensors as `model_parts`; raises ValueError if one is missing or misshapen."""
+        groups = model_parts(self.config)
+        parts = [part for of_group in groups.values() for part in of_group]
+        shapes = {part.name: shape for part in parts if (shape := self.shape(part)) is not None}
+        check_parts(parts, shapes, f"{self.path} does not hold the model its metadata describes")
+        return groups
+
+    def kind(self, part: Part) -> GGMLQuantizationType:
+        """Returns the type in which the file stores a tensor."""
+        return self.tensors[self.gguf_name(part)].tensor_type
+
+    def read_quantized(self, part: Part, rows: slice | None = None) -> QuantizedTensor:
+        """Returns a weight, or a range of its rows, as it is stored, in Hugging Face's layout."""
+        source, heads = self.tensors[self.gguf_name(part)], self._interleaved_heads(part)
+        rows = rows if heads is None and rows is not None else slice(None)
+        n = len(range(*rows.indices(part.shape[0])))
+        found = read_blocks(f"{source.name} of {self.path}", source.data[rows], source.tensor_type, (n, part.shape[1]))
+        return found if heads is None else found.rows(_halves(torch.arange(n), heads))
+
+    def expand(self, part: Part, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Returns a tensor in a 16- or 32-bit dtype and in Hugging Face's layout."""
         source = self.tensors[self.gguf_name(part)]
-        # llama.cpp adds 1 to gemma's norm weights; subtracted before rounding to bfloat16, it costs no precision.
+        # llama.cpp adds 1 to gemma's norm weights; subtracted before rounding, it costs no precision.
         offset = 1.0 if self.architecture == "gemma3" and part.name.endswith("norm.weight") else 0.0
-        result = torch.empty(part.shape, dtype=torch.bfloat16)
+        result = torch.empty(part.shape, dtype=dtype)
         step = max(1, _CHUNK_VALUES * part.shape[0] // result.numel())
         for start in range(0, part.shape[0], step):
             try:

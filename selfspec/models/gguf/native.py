@@ -1,0 +1,72 @@
+"""Loads a GGUF file as it is stored: weights of the types that `quantized.gguf` lists stay in 4 or 8 bits.
+
+Reads the mapped file one tensor of the decoder at a time and writes no folder. Tensors of other quantized types are
+expanded to the model's dtype, which is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from gguf import GGMLQuantizationType
+
+from selfspec.models.decoder import Decoder, Part
+from selfspec.models.gguf.model import GgufModel
+from selfspec.models.linear import Weight
+from selfspec.models.loading import loading_bar, pick_dtype
+from selfspec.models.quantized.gguf import is_native
+from selfspec.models.quantized.packed import join, pack
+
+_log = logging.getLogger(__name__)
+
+_FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F64)
+_PACKED_TOGETHER = 16 * 2**20  # weights of a tensor that are unpacked to 8 bits and packed at a time
+
+
+def load_native(source: GgufModel, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
+    """Loads the weights onto a device; `dtype` is that of the activations and of weights that are not quantized."""
+    groups = source.parts()
+    dtype = pick_dtype(dtype, device, torch.bfloat16)
+    tensors: dict[str, Weight] = {}
+    expanded: list[str] = []
+    with torch.inference_mode(False), loading_bar() as progress:
+        task = progress.add_task("Loading weights", total=sum(_nbytes(source, parts) for parts in groups.values()))
+        for name, parts in groups.items():
+            try:
+                tensors[name] = _load(source, parts, device, dtype, expanded)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"{device} has too little free memory for the weights of {source.path}; free some, use a smaller "
+                    "model or a file with fewer bits per weight, or device='cpu'"
+                ) from error
+            progress.advance(task, _nbytes(source, parts))
+    if expanded:
+        _log.warning("%s: %d tensors are expanded to %s: %s", source.path, len(expanded), dtype, ", ".join(expanded))
+    return Decoder(source.config, tensors)
+
+
+def _load(
+    source: GgufModel, parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, expanded: list[str]
+) -> Weight:
+    """Returns one tensor of the decoder; adds the quantized ones that it expands to `expanded`."""
+    kinds = {source.gguf_name(part): source.kind(part) for part in parts}
+    if len(parts[0].shape) == 2 and all(is_native(kind) for kind in kinds.values()):
+        if len(parts) == 1:
+            return _load_by_rows(source, parts[0], device)
+        # Read whole: the rows of queries and keys are reordered.
+        return pack([source.read_quantized(part) for part in parts]).to(device)
+    expanded += [f"{name} ({kind.name})" for name, kind in kinds.items() if kind not in _FLOATS]
+    dense = [source.expand(part, dtype) for part in parts]
+    return (dense[0] if len(dense) == 1 else torch.cat(dense)).to(device)
+
+
+def _load_by_rows(source: GgufModel, part: Part, device: torch.device) -> Weight:
+    """Packs some rows at a time: the LM head's 8 bit values would take 8 times the memory of another weight's."""
+    step = max(1, _PACKED_TOGETHER // part.shape[1])
+    starts = range(0, part.shape[0], step)
+    return join([pack([source.read_quantized(part, slice(start, start + step))]).to(device) for start in starts])
+
+
+def _nbytes(source: GgufModel, parts: tuple[Part, ...]) -> int:
+    return sum(source.tensors[source.gguf_name(part)].data.nbytes for part in parts)
