@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from math import inf
 from pathlib import Path
+from struct import unpack_from
 from types import SimpleNamespace
 from typing import Any
 
@@ -325,8 +326,9 @@ class GgufModel:
 
 
 class _Reader(GGUFReader):
-    """Raises ValueError for lengths that exceed the file, and reads an array of numbers in one piece: for a damaged
-    length the library would read entries past the file's end, one by one, until memory is full."""
+    """Raises ValueError for lengths that exceed the file, and reads arrays of numbers and texts in one loop: for a
+    damaged length the library would read entries past the file's end, one by one, until memory is full, and for
+    50,000 tokens with as many merges it takes 4 s instead of 0.1 s."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *options: Any, **named: Any) -> Any:
         if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
@@ -338,11 +340,24 @@ class _Reader(GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         entries, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         kind = GGUFValueType(entries[0])
+        if kind == GGUFValueType.STRING and self.byte_order == "I":
+            return self._texts(orig_offs, [entries, length])
         if kind not in self.gguf_scalar_to_np:
             self._get(orig_offs + 12, np.uint64, length[0])  # checks the length: a text takes at least 8 bytes
             return super()._get_field_parts(orig_offs, raw_type)
         values = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], length[0])
         return 12 + values.nbytes, [entries, length, values], [2], [GGUFValueType.ARRAY, kind]
+
+    def _texts(self, start: int, parts: list[Any]) -> Any:
+        """Returns an array of texts, each after its length of 8 bytes, as `_get_field_parts` does."""
+        data, at, kinds = memoryview(self.data), int(start) + 12, [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        for _ in range(int(parts[1][0])):
+            (size,) = unpack_from("<Q", data, at)
+            at += 8 + size
+            if at > len(data):
+                raise ValueError("it ends before what its header describes")
+            parts.append(data[at - size : at])
+        return at - int(start), parts, list(range(2, len(parts))), kinds
 
 
 def _open(path: Path) -> tuple[dict[str, Any], list[Any]]:
