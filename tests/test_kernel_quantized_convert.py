@@ -56,7 +56,7 @@ def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_every_byte_becomes_its_exact_number(dtype: torch.dtype) -> None:
-    for zero in range(-16, 16):
+    for zero in (-16, 0, 7, 8, 15):
         low, high = conversions("int4", dtype, zero) or ("", "")
         assert torch.equal(execute(low, BYTES, dtype).double(), (BYTES & 15).double() - zero)
         assert torch.equal(execute(high, BYTES, dtype).double(), (BYTES >> 4).double() - zero)
