@@ -401,7 +401,7 @@ class TestModelFolder:
 
     def test_quantized_checkpoint(self, folder, refuses_to_load):
         self.edit_config(folder, quantization_config=QUANTIZED)
-        refuses_to_load(folder, "quantized", "gptq", "unquantized checkpoint", "GGUF")
+        refuses_to_load(folder, "model.layers.0.self_attn.q_proj", "gptq", "groups of 128", "config.json and weights")
 
     @pytest.mark.parametrize(
         ("file", "auto_map"),

@@ -298,9 +298,11 @@ class TestRefusals:
         refused(folder, "missing", "model.layers.4.input_layernorm.weight")
 
     @pytest.mark.parametrize("entry", ["quantization_config", "compression_config"])
-    def test_quantized(self, entry: str, folder: Path, refused: Callable[..., None]) -> None:
-        edit_config(folder, **{entry: {"quant_method": "gptq"}})
-        refused(folder, "quantized", "gptq")
+    def test_quantized_in_a_way_that_is_not_supported(
+        self, entry: str, folder: Path, refused: Callable[..., None]
+    ) -> None:
+        edit_config(folder, **{entry: {"quant_method": "gptq", "bits": 3}})
+        refused(folder, "quantization_config.bits", "'3'", "4 and 8 bit")
 
     @pytest.mark.parametrize("name", ["pytorch_model-00001-of-00002.bin", "weights.pth"])
     def test_pickled(self, name: str, folder: Path, refused: Callable[..., None]) -> None:

@@ -19,8 +19,13 @@ from transformers import AutoConfig
 
 from selfspec.models.config import SUPPORTED_MODEL_TYPES, ModelConfig, check_supported
 from selfspec.models.decoder import Part, model_parts
+from selfspec.models.quantized.checkpoint import check_weight
+from selfspec.models.quantized.config import read_quantization_config
+from selfspec.models.quantized.scheme import Format, Scheme
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTIZED_DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = FLOAT_DTYPES | _QUANTIZED_DTYPES  # by safetensors' names
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
@@ -36,6 +41,19 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, such as "BF16"
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class QuantizedModule:
+    """The tensors of a module whose weight is quantized."""
+
+    name: str  # such as "model.layers.0.mlp.up_proj"
+    scheme: Scheme
+    tensors: dict[str, Stored]  # by the last part of their names
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -43,10 +61,11 @@ class Checkpoint:
 
     config: ModelConfig
     tensors: dict[str, Stored]  # those that the decoder needs, by Hugging Face name
+    quantized: dict[str, QuantizedModule]  # by Hugging Face name of the weight
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which most weights are stored."""
+        """The dtype in which most weights that are not quantized are stored."""
         sizes: dict[str, int] = {}
         for stored in self.tensors.values():
             sizes[stored.dtype] = sizes.get(stored.dtype, 0) + prod(stored.shape)
@@ -60,16 +79,59 @@ def check_folder(folder: Path) -> Checkpoint:
     for file in _weight_files(folder):
         stored |= read_header(file)
     parts = [part for of_field in model_parts(config).values() for part in of_field]
+    quantized = _quantized_modules(folder, parts, stored)
+    parts = [part for part in parts if part.name not in quantized]
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     check_parts(parts, shapes, f"{folder} does not hold the model its config.json describes")
     needed = {part.name: stored[part.name] for part in parts}
     for name, tensor in needed.items():
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(
-                f"{name} in {tensor.file} is stored as {tensor.dtype}; selfspec needs plain 16- or 32-bit weights. "
-                "Use the unquantized checkpoint, or a GGUF file, which is expanded on loading."
+                f"{name} in {tensor.file} is stored as {tensor.dtype}, and config.json does not say how it is "
+                "quantized. Use a checkpoint whose config.json has a quantization_config, the 16-bit one, or a GGUF "
+                "file."
             )
-    return Checkpoint(config, needed)
+    return Checkpoint(config, needed, quantized)
+
+
+def _quantized_modules(folder: Path, parts: list[Part], stored: dict[str, Stored]) -> dict[str, QuantizedModule]:
+    """Returns the modules that the folder's quantization_config quantizes, by their weights' names; checks names,
+    shapes and dtypes of their tensors."""
+    found = _read_format(read_json(folder / "config.json"))
+    modules: dict[str, QuantizedModule] = {}
+    for part in parts if found is not None else []:
+        module, _, last = part.name.rpartition(".")
+        scheme = found.scheme(module) if found is not None and last == "weight" else None
+        if scheme is None:
+            continue
+        prefix = f"{module}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+        try:
+            check_weight(module, scheme, (part.shape[0], part.shape[1]), _on_meta(own))
+        except ValueError as error:
+            raise ValueError(f"{folder} cannot be loaded: {error}") from error
+        modules[part.name] = QuantizedModule(module, scheme, own)
+    return modules
+
+
+def _on_meta(stored: dict[str, Stored]) -> dict[str, torch.Tensor]:
+    """Returns tensors without data; raises ValueError for a dtype that no supported format has."""
+    for name, tensor in stored.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name} in {tensor.file} is stored as {tensor.dtype}, which no supported format has")
+    return {
+        name: torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta") for name, tensor in stored.items()
+    }
+
+
+def _read_format(raw: Mapping[str, Any]) -> Format | None:
+    """Returns the format of quantized weights that a config.json describes; None if it describes none."""
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise ValueError("quantization_config must be an object; use the checkpoint's own config.json")
+    return read_quantization_config(found)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -82,11 +144,12 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(kind, str):
         raise ValueError(f"{path} has no model_type; use a folder written by save_pretrained")
     check_no_code(folder)
-    quantization = raw.get("quantization_config") or raw.get("compression_config")
     # Checked before transformers reads it: its errors about types, quantizers and sizes do not say what to do.
     try:
-        check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": quantization}))
+        _read_format(raw)
+        check_supported(SimpleNamespace(**{**raw, "model_type": kind, "quantization_config": None}))
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config.quantization_config = None
         return ModelConfig.from_hf(hf_config)
     except Exception as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
@@ -134,7 +197,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 def _fits(entry: dict[str, Any]) -> bool:
     """True for a header entry whose offsets agree with its shape; raises ValueError otherwise."""
     start, stop = entry["data_offsets"]
-    width = FLOAT_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FLOAT_DTYPES else None
+    width = _DTYPES[entry["dtype"]].itemsize if entry["dtype"] in _DTYPES else None
     if not 0 <= start <= stop or (width is not None and stop - start != width * prod(entry["shape"])):
         raise ValueError("offsets and shape disagree")
     return True

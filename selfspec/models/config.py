@@ -144,8 +144,8 @@ def check_supported(hf: Any) -> None:
         as_dict = quantization if isinstance(quantization, dict) else vars(quantization)
         method = as_dict.get("quant_method", "unknown method")
         raise ValueError(
-            f"this checkpoint is quantized ({getattr(method, 'value', method)}); selfspec needs plain "
-            "16- or 32-bit weights. Use the unquantized checkpoint, or a GGUF file, which is expanded on loading."
+            f"this model is quantized ({getattr(method, 'value', method)}); a live model must have plain 16- or 32-bit "
+            "weights. Load its folder with Engine.from_pretrained, or use the unquantized checkpoint."
         )
     if getattr(hf, "use_bidirectional_attention", False):
         raise ValueError("this checkpoint attends in both directions and cannot generate; use a causal checkpoint")

@@ -7,6 +7,7 @@ parameters become views of them. `checkpoint` checks folders, `gguf.convert` mak
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from safetensors import safe_open
 from selfspec.models.checkpoint import (
     FLOAT_DTYPES,
     SINGLE_FILE,
+    Checkpoint,
     check_folder,
     check_parts,
     indexed_files,
@@ -33,7 +35,12 @@ from selfspec.models.checkpoint import (
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
-from selfspec.models.linear import Linear
+from selfspec.models.linear import Linear, Weight
+from selfspec.models.quantized.checkpoint import read_weight
+from selfspec.models.quantized.packed import can_pack, pack
+from selfspec.models.quantized.tensor import QuantizedTensor
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * 2**20  # bytes copied at a time: the host memory that loading takes in addition to the weights
 _ALIGNMENT = 16  # bytes; kernels load vectors of this size
@@ -151,31 +158,80 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dty
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
-    """Loads a folder's weights onto a device: allocates each fused tensor once and fills it from the mapped files."""
+    """Loads a folder's weights onto a device: allocates each fused tensor once and fills it from the mapped files.
+    Weights that are stored in 4 or 8 bits stay so; `dtype` is that of the others and of activations."""
     checkpoint = check_folder(folder)
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
-    total = sum(_numel(part) for parts in groups.values() for part in parts) * dtype.itemsize
+    sizes = {name: _group_nbytes(parts, checkpoint, dtype) for name, parts in groups.items()}
+    total = sum(sizes.values())
     too_large = (
         f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use a "
         "smaller model, or device='cpu'"
     )
-    tensors = {}
+    tensors: dict[str, Weight] = {}
     # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
-    with torch.inference_mode(False), ExitStack() as files, loading_bar() as progress:
-        task = progress.add_task("Loading weights", total=total)
-        opened: dict[Path, Any] = {}
+    with torch.inference_mode(False), ExitStack() as opened, loading_bar() as progress:
+        task, files = progress.add_task("Loading weights", total=total), _Files(opened)
         for name, parts in groups.items():
-            fused = _empty_fused(parts, device, dtype, too_large)
-            for part, target in zip(parts, _slices(fused, parts), strict=True):
-                file = checkpoint.tensors[part.name].file
-                if file not in opened:
-                    opened[file] = files.enter_context(safe_open(file, framework="pt", device="cpu"))
-                for chunk, rows in _chunks(opened[file].get_slice(part.name), part):
-                    target[rows].copy_(chunk)  # converts the dtype without a temporary tensor
-                    progress.advance(task, chunk.numel() * dtype.itemsize)
-            tensors[name] = fused
+            packed = _load_packed(parts, checkpoint, files, device, too_large)
+            if packed is None:
+                packed = _load_dense(parts, checkpoint, files, _empty_fused(parts, device, dtype, too_large))
+            tensors[name] = packed
+            progress.advance(task, sizes[name])
     return Decoder(checkpoint.config, tensors)
+
+
+class _Files:
+    """Opens each safetensors file once."""
+
+    def __init__(self, opened: ExitStack) -> None:
+        self._stack, self._files = opened, dict[Path, Any]()
+
+    def __call__(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        return self._files[path]
+
+
+def _load_dense(parts: tuple[Part, ...], checkpoint: Checkpoint, files: _Files, fused: torch.Tensor) -> torch.Tensor:
+    """Fills a fused tensor; expands those of its parts that are quantized, which is logged."""
+    for part, target in zip(parts, _slices(fused, parts), strict=True):
+        if part.name in checkpoint.quantized:
+            _log.warning("%s is expanded to %s: not all that is fused with it can be packed", part.name, fused.dtype)
+            target.copy_(_read_quantized(part, checkpoint, files).dequantize())
+            continue
+        for chunk, rows in _chunks(files(checkpoint.tensors[part.name].file).get_slice(part.name), part):
+            target[rows].copy_(chunk)  # converts the dtype without a temporary tensor
+    return fused
+
+
+def _load_packed(
+    parts: tuple[Part, ...], checkpoint: Checkpoint, files: _Files, device: torch.device, too_large: str
+) -> Weight | None:
+    """Returns the parts as one quantized weight; None if one of them is not quantized, or they cannot be packed."""
+    if any(part.name not in checkpoint.quantized for part in parts):
+        return None
+    read = [_read_quantized(part, checkpoint, files) for part in parts]
+    try:
+        return pack(read).to(device) if can_pack(read) else None
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(too_large) from error
+
+
+def _read_quantized(part: Part, checkpoint: Checkpoint, files: _Files) -> QuantizedTensor:
+    module = checkpoint.quantized[part.name]
+    tensors = {last: files(stored.file).get_tensor(f"{module.name}.{last}") for last, stored in module.tensors.items()}
+    return read_weight(module.name, module.scheme, (part.shape[0], part.shape[1]), tensors)
+
+
+def _group_nbytes(parts: tuple[Part, ...], checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """About the bytes that a group of parts takes in memory."""
+    modules = [checkpoint.quantized.get(part.name) for part in parts]
+    return sum(
+        _numel(part) * dtype.itemsize if module is None else sum(stored.nbytes for stored in module.tensors.values())
+        for part, module in zip(parts, modules, strict=True)
+    )
 
 
 def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, too_large: str) -> torch.Tensor:

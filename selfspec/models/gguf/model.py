@@ -350,7 +350,7 @@ class _Reader(GGUFReader):
 
     def _texts(self, start: int, parts: list[Any]) -> Any:
         """Returns an array of texts, each after its length of 8 bytes, as `_get_field_parts` does."""
-        data, at, kinds = memoryview(self.data), int(start) + 12, [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        data, at, kinds = self.data.data, int(start) + 12, [GGUFValueType.ARRAY, GGUFValueType.STRING]
         for _ in range(int(parts[1][0])):
             (size,) = unpack_from("<Q", data, at)
             at += 8 + size
