@@ -37,7 +37,7 @@ class Batch:
         self._costs = drafters.costs(None)  # of steps of batches like this one
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
         self._plan: Plan | None = None  # of the newest step that was read
-        self._in_use = NONE  # plan of the newest step that was launched, but for plain steps that only measure
+        self._in_use = NONE  # plan of the newest launched step, without plain steps whose reason is `measuring`
         self._unfilled = 0  # plain steps since the exit's KV was filled, the one in flight included
         self._unscored = 0  # plain steps since the exit was scored, likewise
 
@@ -125,7 +125,7 @@ class Batch:
         return self.backend.overlaps and not any(of.request.processors for of in self.running)
 
     def drain(self) -> None:
-        """Reads the step in flight, so that lengths and tokens are known."""
+        """Reads the step in flight, so that the host has its lengths and tokens."""
         step, self.in_flight = self.in_flight, None
         if step is not None:
             self.backend.read(step)
@@ -142,6 +142,7 @@ class Batch:
             self._fill_exit(before, score=False)
         step = self.backend.launch(self.running, StepRecord.of(plan, chosen, reason), self.exit, before)
         step.reasons = {of: why for of, why in zip(self.running, self._reasons, strict=True) if why is not None}
+        step.governor = self.governor
         if self.governor is not None:
             self.governor.launched(plan, len(self.running), self._context)
         if len(plan):
@@ -256,8 +257,8 @@ class Batch:
             outcomes.append((None if sequence.is_finished or rule is not None else sequence.skill, last))
         self._learn_scores()
         seconds = step.seconds if step.is_typical else None
-        if self.governor is not None:
-            self.governor.observe(plan, outcomes, seconds, context)
+        if step.governor is not None:  # sequences that joined or left since the launch may have brought another one
+            step.governor.observe(plan, outcomes, seconds, context)
         elif not len(plan) and seconds is not None:
             self._costs.observe(self._costs.cell(len(step.sequences), context), plan, seconds, modelled=1.0)
         if record.chosen != self._plan:

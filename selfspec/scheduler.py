@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +47,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self._new_backend, self._before_first = new_backend, before_first
-        self._requests: set[Request] = set()  # that have not ended; `fail_everything` ends them
+        self._requests: set[Request] = set()  # that have not ended
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
@@ -87,10 +88,11 @@ class Scheduler:
         if request.error is not None:
             raise request.error
 
-    def cancel(self, request: Request) -> None:
-        """Ends a request early; returns when its pages are free (on the loop's own thread: at once)."""
+    def cancel(self, request: Request, wait: bool = True) -> None:
+        """Ends a request early; returns when its pages are free (on the loop's own thread, or with `wait` False: at
+        once, and the loop frees them in its next pass)."""
         self._cancel(request)
-        if not self._thread.is_current:
+        if wait and not self._thread.is_current:
             request.progress.wait_until_over()
 
     def _cancel(self, request: Request) -> None:
@@ -118,7 +120,7 @@ class Scheduler:
         """One pass of the loop: a prefill chunk and a step for every batch. Returns whether work is left.
 
         Admission comes last, while the step just launched runs: finding a prompt's domain takes about as long as a
-        step, and running sequences do not wait in one pass for a prompt's domain and for its first chunk."""
+        step, so no pass delays running sequences by both routing and a first chunk."""
         self._take_arrivals()
         self._drop_cancelled()
         for batch in list(self.batches.values()):
@@ -203,7 +205,7 @@ class Scheduler:
             sequence = self.waiting[0]
             needed = self._pages_needed(sequence)
             if needed > spare and self._admitted:
-                return  # running sequences will return some
+                return  # until running sequences free pages
             if sequence.swapped is not None and self.prefilling:
                 return  # its next steps would take the pages counted for these prompts at admission
             try:
@@ -264,8 +266,8 @@ class Scheduler:
         """Prefilled sequences decode from the next step on."""
         try:
             batch.join(sequences)
-        except Exception as error:  # the batch may hold some of the joining sequences and not others
-            self._fail_all(batch, error)
+        except Exception as error:
+            self._fail_all(batch, error, sequences)
 
     # Prefill
 
@@ -279,7 +281,7 @@ class Scheduler:
             drafts = _drafts(firsts[0])
             alike = [of for of in firsts if _drafts(of) == drafts]
             try:
-                for sequence in batch.backend.prefill(alike, batch.base_exit if drafts else None):
+                for sequence in self._prefill_pass(batch, alike, batch.base_exit if drafts else None):
                     sequence.is_prefilled = True
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
@@ -300,6 +302,17 @@ class Scheduler:
         seconds = time.perf_counter() - started
         for sequence in members:
             sequence.elapsed_s += seconds
+
+    @staticmethod
+    def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
+        """Runs one prefill pass. If it fails with several prompts, runs the first one alone: an error that this raises
+        belongs to its request."""
+        try:
+            return batch.backend.prefill(sequences, exit)
+        except Exception:
+            if len(sequences) == 1:
+                raise
+            return batch.backend.prefill(sequences[:1], exit)
 
     def _share_prompt(self, sequence: Sequence, parent: Sequence) -> None:
         """Gives a further sample of a prompt the pages of that prompt, shared."""
@@ -364,10 +377,11 @@ class Scheduler:
         batch.leave([newest])
         self.waiting.appendleft(newest)
 
-    def _fail_all(self, batch: Batch, error: Exception) -> None:
-        """Ends all requests of a batch whose step or join failed: the fault belongs to no single request."""
+    def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
+        """Ends all requests of a batch whose step or join failed: the fault belongs to no single request. The batch may
+        hold some of the joining sequences and not others."""
         batch.in_flight = None
-        for request in {sequence.request for sequence in batch.running}:
+        for request in {sequence.request for sequence in (*batch.running, *joining)}:
             request.fail(_explained(error))
             with suppress(Exception):  # the backend may be broken too
                 self._remove(request)
@@ -384,9 +398,8 @@ class Scheduler:
         for request in dict.fromkeys(of.request for of in ended):
             if request.is_finished:
                 self._end(request)
-        for sequence in batch.running:
-            if sequence is sequence.request.sequences[0]:
-                sequence.request.progress.update(sequence.new_tokens)
+        for request in dict.fromkeys(of.request for of in batch.running):
+            request.progress.update(request.sequences[0].new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:
         """Ends every request with this error, after a fault of the loop itself: no caller waits for ever."""

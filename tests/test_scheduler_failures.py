@@ -13,6 +13,7 @@ from selfspec import Engine
 from selfspec.backends.cuda.decoder import Scratch
 from selfspec.backends.cuda.slots import AllSlots, ProcessingState, SlotState, bucket
 from selfspec.backends.cuda.step import DeviceStep
+from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.request import SpeculationRequest, read_settings
@@ -127,6 +128,41 @@ def test_a_failing_join_ends_the_requests_of_its_batch(monkeypatch: pytest.Monke
         engine.scheduler.wait(request)
     monkeypatch.undo()
     assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_a_join_that_fails_before_the_batch_holds_the_sequence_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Batch, sequences: Any) -> None:
+        raise RuntimeError("the step in flight cannot be read")
+
+    monkeypatch.setattr(Batch, "join", fail)
+    engine = engine_of()
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_a_prompt_that_cannot_be_prefilled_fails_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it shares a pass with the prompts of others."""
+    prefill = TorchBackend.prefill
+
+    def fail(self: TorchBackend, sequences: Any, exit: Any) -> Any:
+        if any(len(sequence.prompt) == 9 for sequence in sequences):
+            raise RuntimeError("this prompt cannot be prefilled")
+        return prefill(self, sequences, exit)
+
+    monkeypatch.setattr(TorchBackend, "prefill", fail)
+    engine = engine_of()
+    good, bad, other = requests = [request_of(engine, length) for length in (8, 9, 10)]
+    for request in requests:
+        engine.scheduler._requests.add(request)
+        engine.scheduler.waiting.extend(request.sequences)
+    while engine.scheduler.step():
+        pass
+    assert good.error is None and other.error is None and "cannot be prefilled" in str(bad.error)
+    assert good.is_finished and other.is_finished
+    assert engine.cache.free_pages == engine.cache.num_pages
 
 
 def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation.exit import Exit
@@ -24,6 +24,7 @@ class Step:
     seconds: float = 0.0  # on the device, without time in callables, after reading
     is_typical: bool = True  # the time contains only this plan's own work, so it is the plan's cost
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
+    governor: Any = None  # that chose the plan and charged its budget; None: no governor did
 
 
 class Backend(Protocol):
