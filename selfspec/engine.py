@@ -96,6 +96,7 @@ class Engine:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         profile: Profile | str | Path | None = "auto",
+        quantize: str | None = None,
         rules: Rules | None = None,
         max_length: int | None = None,
         max_batch: int | None = None,
@@ -105,14 +106,15 @@ class Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'.
 
         `dtype` 'native' keeps the 4- and 8-bit weights of a GGUF file, which any other dtype expands once into a folder
-        in the cache. `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None.
+        in the cache. `quantize` 'int8' or 'int4' rounds 16-bit weights while they are loaded; LM head and embedding get
+        8 bits. `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None.
         `max_length` is in tokens, prompt included; `kv_cache_gb` in 10^9 bytes.
         """
         _check_limits(max_length=max_length, max_batch=max_batch)
         if profile != "auto" and isinstance(profile, str | Path):
             profile = Profile.load(profile)  # before the weights: a bad profile must not cost their loading
         device = loading.pick_device(device)
-        loaded = load_pretrained(path_or_name, device, dtype)
+        loaded = load_pretrained(path_or_name, device, dtype, quantize)
         parts = loaded.model, loaded.tokenizer, loaded.generation_config
         name = str(path_or_name)
         return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name)

@@ -371,7 +371,7 @@ class TestModelFolder:
             def never(*_: Any, **__: Any) -> None:
                 raise AssertionError("weights were loaded before the refusal")
 
-            monkeypatch.setattr("selfspec.models.loading.safe_open", never)
+            monkeypatch.setattr("selfspec.models.shards.safe_open", never)
             monkeypatch.setattr("selfspec.models.decoder.Decoder.__init__", never)
             with pytest.raises(ValueError) as caught:
                 Engine.from_pretrained(folder, **{"device": "cpu", "profile": None, **kwargs})

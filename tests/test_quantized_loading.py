@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from selfspec import Engine
-from selfspec.models.decoder import Decoder, model_parts
+from selfspec.models import shards
+from selfspec.models.decoder import LINEARS, Decoder, model_parts
 from selfspec.models.linear import expand
 from selfspec.models.loading import fingerprint, load_folder, resolve, same_fingerprint
+from selfspec.models.quantized import rounding
 from tests.test_quantized_checkpoint import BUILDERS, Stored
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -160,3 +162,54 @@ def test_damaged_folders_are_refused_before_weights_are_read(tmp_path: Path) -> 
         (path / "config.json").write_text(json.dumps({**content, "quantization_config": config}))
         with pytest.raises(ValueError, match=message):
             resolve(path)
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
+    tiny_model("qwen2", torch.float32, tie_word_embeddings=False, **sizes).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_a_16_bit_folder_is_rounded_while_it_is_loaded(
+    quantize: str, plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every weight is the one that rounding the whole matrix gives, however many rows are read together."""
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 8 * 64 * 13)
+    model = load_folder(plain_folder, CPU, torch.float64, quantize)
+    original = load_folder(plain_folder, CPU, torch.float64)
+    pairs = [(model.embedding.weight, original.embedding.dense, 8), (model.head.weight, original.head.dense, 8)]
+    for layer, of_original in zip(model.layers, original.layers, strict=True):
+        assert torch.equal(layer.attention_norm, of_original.attention_norm) and layer.qkv.bias is not None
+        for name in LINEARS:
+            pairs.append((getattr(layer, name).weight, getattr(of_original, name).dense, int(quantize[-1])))
+    for weight, dense, bits in pairs:
+        assert weight.bits == bits and weight.group == (32 if dense.shape[1] == 160 else 64)
+        assert torch.equal(weight.dequantize(), rounding.quantize(dense, bits, weight.group).dequantize())
+    assert not same_fingerprint(fingerprint(model), fingerprint(original))
+    tokens = torch.randint(3, 300, (2, 7), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
+    engine = Engine(model)
+    drafting = {"speculative_decoding": "force", "exit_layer": 1, "plan": "chain:3"}
+    plain = engine.generate(tokens, speculative_decoding=False, **options)
+    assert torch.equal(plain, engine.generate(tokens, **drafting, **options))
+
+
+def test_quantize_is_refused_for_unknown_values_and_quantized_folders(plain_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="quantize='int3' is not supported; use 'int4'"):
+        Engine.from_pretrained(plain_folder, device="cpu", quantize="int3")
+    with pytest.raises(ValueError, match="dtype='native' keeps"):
+        Engine.from_pretrained(plain_folder, device="cpu", dtype="native", quantize="int8")
+    write(tmp_path, BUILDERS["packed 4 bit asymmetric 32"], CONFIGS["packed 4 bit asymmetric 32"])
+    with pytest.raises(ValueError, match="is quantized already; leave out quantize='int8'"):
+        Engine.from_pretrained(tmp_path, device="cpu", quantize="int8")
+
+
+def test_rows_that_no_group_divides_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model("llama", torch.float32).save_pretrained(tmp_path)  # 32 and 48 columns
+    with caplog.at_level(logging.WARNING):
+        model = load_folder(tmp_path, CPU, "auto", "int8")
+    assert isinstance(model.layers[0].down.weight, torch.Tensor) and not isinstance(model.head.weight, torch.Tensor)
+    assert len(caplog.messages) == 4 and "layers.0.down stays in torch.float32" in caplog.messages[0]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Phi3Config
 
 from selfspec.models import loading as weights
+from selfspec.models import shards
 from selfspec.models.decoder import Decoder, Part, model_parts
 from tests.calibrated import chat_tokenizer
 from tests.tiny import FAMILIES, tiny_model
@@ -81,7 +82,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def check(path: Path, *words: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(weights, "safe_open", loading)
+            patch.setattr(shards, "safe_open", loading)
             patch.setattr(torch, "empty", loading)
             with pytest.raises(ValueError) as found:
                 weights.resolve(path)
@@ -146,16 +147,16 @@ class TestLoadFolder:
 
     def test_copies_in_bounded_chunks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         whole = pieces_of(weights.load_folder(folder, CPU))
-        monkeypatch.setattr(weights, "_CHUNK_BYTES", 1024)
+        monkeypatch.setattr(shards, "_CHUNK_BYTES", 1024)
         sizes: list[int] = []
-        original = weights._chunks
+        original = shards.Shards.chunks
 
-        def recorded(source: Any, part: Part) -> Any:
-            for chunk, rows in original(source, part):
+        def recorded(self: shards.Shards, part: Part) -> Any:
+            for chunk, rows in original(self, part):
                 sizes.append(chunk.nbytes)
                 yield chunk, rows
 
-        monkeypatch.setattr(weights, "_chunks", recorded)
+        monkeypatch.setattr(shards.Shards, "chunks", recorded)
         pieces = pieces_of(weights.load_folder(folder, CPU))
         assert max(sizes) <= 1024
         assert all(torch.equal(piece, whole[name]) for name, piece in pieces.items())

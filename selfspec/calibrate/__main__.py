@@ -57,6 +57,8 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     machine.add_argument("--device", default="auto", help="cpu or cuda (default: the best there is)")
     dtypes = "float32, bfloat16, float16; native: a GGUF file's own (default: by device)"
     machine.add_argument("--dtype", default="auto", help=dtypes)
+    rounded = "round 16-bit weights while loading; load the model with the same value to use the profile"
+    machine.add_argument("--quantize", choices=("int8", "int4"), help=rounded)
     machine.add_argument("--memory-gb", type=float, help="the most GPU memory to use, in GB")
     return parser.parse_args(arguments)
 
@@ -77,12 +79,13 @@ def calibrate(args: argparse.Namespace) -> int:
     display = Display(console)
     try:
         with one_line_warnings():
-            profile = run.Calibration(settings_of(args), display).run()
+            settings = settings_of(args)
+            profile = run.Calibration(settings, display).run()
     except torch.OutOfMemoryError:
         return _fail(console, "the GPU ran out of memory: free some, or bound what is used with --memory-gb")
     except (ValueError, OSError, CacheFull) as error:
         return _fail(console, str(error))
-    show(profile, console, args.model)
+    show(profile, console, args.model, settings.loading)
     console.print(f"took {display.elapsed / 60:.1f} minutes")
     return 0
 

@@ -112,7 +112,7 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
     amounts = profile.trained | {"seconds": round(display.elapsed, 1)}
     profile = _save(setup, trained, profile.model_copy(update={"domains": domains, "trained": amounts}))
-    write_report(profile, setup.out / "report.html", settings.model)
+    write_report(profile, setup.out / "report.html", settings.model, settings.loading)
     return profile
 
 

@@ -24,8 +24,9 @@ COLOURS = 8  # of domains on the page; more domains repeat them
 OBJECTIVES = {"throughput": "the most tokens per second", "accept": "the highest accept rate"}
 
 
-def write_report(profile: Profile, path: Path, model: str) -> None:
-    """Writes the page of a profile that was made for `model`, a folder or name. The page loads no other file."""
+def write_report(profile: Profile, path: Path, model: str, loading: str = "") -> None:
+    """Writes the page of a profile that was made for `model`, a folder or name; `loading` as in Settings. The page
+    loads no other file."""
     page = _page().render(
         profile=profile,
         model=model,
@@ -42,7 +43,7 @@ def write_report(profile: Profile, path: Path, model: str) -> None:
         temperatures=list(TEMPERATURES),
         batches=list(BATCHES),
         colours={name: number % COLOURS for number, name in enumerate(profile.domains)},
-        model_argument=_quoted(model),
+        model_argument=_quoted(model) + loading,
         folder_argument=_quoted(str(profile.folder)) if profile.folder else None,
     )
     Path(path).write_text(page, encoding="utf-8")

@@ -30,6 +30,7 @@ class Settings:
     memory_gb: float | None = None  # of the GPU, 10^9 bytes; None: all that is free
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str | None = None  # "int8" or "int4": of Engine.from_pretrained
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,6 +47,12 @@ class Settings:
         for path in self.text:
             if not path.is_file():
                 raise ValueError(f"--text {path}: there is no such file; correct the path")
+
+    @property
+    def loading(self) -> str:
+        """Arguments of Engine.from_pretrained, besides the model, that give the weights of this run; "" for none."""
+        native = ', dtype="native"' if self.dtype == "native" else ""
+        return native + (f', quantize="{self.quantize}"' if self.quantize else "")
 
     def exit_layers(self, num_layers: int) -> list[int]:
         """The layers after which exits are trained: those asked for, else three in a row in the first eighth or so."""

@@ -15,14 +15,14 @@ from selfspec.speculation.plan import Plan
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
 
 
-def show(profile: Profile, console: Console, model: str) -> None:
-    """Prints the tables, the verdict, and how to use the profile where it drafts."""
+def show(profile: Profile, console: Console, model: str, loading: str = "") -> None:
+    """Prints the tables, the verdict, and how to use the profile where it drafts; `loading` as in Settings."""
     for title, table in (_rates_table(profile), _choice_table(profile), _compared_table(profile)):
         console.print(f"\n{title}", soft_wrap=True, highlight=False)
         console.print(table)
     lines = [verdict(profile), f"profile.json, exits.safetensors and report.html are in {profile.folder}"]
     if profile.drafts:
-        lines.append(f'use it:  Engine.from_pretrained("{model}", profile="{profile.folder}")')
+        lines.append(f'use it:  Engine.from_pretrained("{model}"{loading}, profile="{profile.folder}")')
     else:
         lines.append('profile="auto" prefers any other profile of this model that drafts')
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)

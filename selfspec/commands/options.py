@@ -20,6 +20,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--device", default="auto", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", default="auto", help="float32, bfloat16, float16; native: a GGUF file's own (default: by device)")
+    add("--quantize", choices=("int8", "int4"), help="round 16-bit weights while loading (default: keep them)")
     add("--profile", default="auto", help="profile folder, or 'none' (default: the newest made for this model)")
     add("--max-length", metavar="N", type=int, help="tokens of a sequence with its prompt (default: the context)")
     add("--kv-cache-gb", metavar="GB", type=float, help="size of the KV cache (default: by free memory)")
@@ -53,6 +54,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         device=args.device,
         dtype=args.dtype,
         profile=None if args.profile == "none" else args.profile,
+        quantize=args.quantize,
         max_length=args.max_length,
         kv_cache_gb=args.kv_cache_gb,
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from math import isclose
 from pathlib import Path
@@ -21,7 +19,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from safetensors import safe_open
 
 from selfspec.models.checkpoint import (
     FLOAT_DTYPES,
@@ -36,13 +33,11 @@ from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
 from selfspec.models.linear import Linear, Weight
-from selfspec.models.quantized.checkpoint import read_weight
-from selfspec.models.quantized.packed import can_pack, pack
-from selfspec.models.quantized.tensor import QuantizedTensor
+from selfspec.models.quantized.folder import BITS, load_packed, load_rounded, read_quantized, rounded_bits
+from selfspec.models.shards import Shards
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 64 * 2**20  # bytes copied at a time: the host memory that loading takes in addition to the weights
 _ALIGNMENT = 16  # bytes; kernels load vectors of this size
 _HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]  # besides weights: configs, index, tokenizer, chat template
 
@@ -157,81 +152,80 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dty
     return chosen
 
 
-def load_folder(folder: Path, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
+def load_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype | str = "auto", quantize: str | None = None
+) -> Decoder:
     """Loads a folder's weights onto a device: allocates each fused tensor once and fills it from the mapped files.
-    Weights that are stored in 4 or 8 bits stay so; `dtype` is that of the others and of activations."""
+
+    Weights that are stored in 4 or 8 bits stay so, and `quantize` ("int4", "int8") rounds others; `dtype` is that of
+    activations and of weights that are not quantized.
+    """
     checkpoint = check_folder(folder)
+    _check_quantize(quantize, checkpoint, folder)
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
-    sizes = {name: _group_nbytes(parts, checkpoint, dtype) for name, parts in groups.items()}
-    total = sum(sizes.values())
-    too_large = (
-        f"the weights need {total / 1e9:.1f} GB in {dtype}, more than is free on {device}; free memory there, use a "
-        "smaller model, or device='cpu'"
-    )
+    sizes = {name: _group_nbytes(name, parts, checkpoint, dtype, quantize) for name, parts in groups.items()}
     tensors: dict[str, Weight] = {}
     # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
-    with torch.inference_mode(False), ExitStack() as opened, loading_bar() as progress:
-        task, files = progress.add_task("Loading weights", total=total), _Files(opened)
+    with torch.inference_mode(False), Shards(checkpoint) as shards, loading_bar() as progress:
+        task = progress.add_task("Loading weights", total=sum(sizes.values()))
         for name, parts in groups.items():
-            packed = _load_packed(parts, checkpoint, files, device, too_large)
-            if packed is None:
-                packed = _load_dense(parts, checkpoint, files, _empty_fused(parts, device, dtype, too_large))
-            tensors[name] = packed
+            try:
+                tensors[name] = _load_group(name, parts, shards, device, dtype, quantize)
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"the weights need {sum(sizes.values()) / 1e9:.1f} GB in {quantize or dtype}, more than is free on "
+                    f"{device}; free memory there, use a smaller model, or device='cpu'"
+                ) from error
             progress.advance(task, sizes[name])
     return Decoder(checkpoint.config, tensors)
 
 
-class _Files:
-    """Opens each safetensors file once."""
-
-    def __init__(self, opened: ExitStack) -> None:
-        self._stack, self._files = opened, dict[Path, Any]()
-
-    def __call__(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        return self._files[path]
-
-
-def _load_dense(parts: tuple[Part, ...], checkpoint: Checkpoint, files: _Files, fused: torch.Tensor) -> torch.Tensor:
-    """Fills a fused tensor; expands those of its parts that are quantized, which is logged."""
+def _load_group(
+    name: str,
+    parts: tuple[Part, ...],
+    shards: Shards,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str | None,
+) -> Weight:
+    """Loads one tensor of the decoder."""
+    if quantize is None:
+        packed = load_packed(parts, shards, device)
+    else:
+        packed = load_rounded(parts, shards, device, rounded_bits(name, quantize))
+    if packed is not None:
+        return packed
+    if quantize is not None and len(parts[0].shape) == 2:
+        _log.warning("%s stays in %s: its rows cannot be divided into groups of 32 columns", name, dtype)
+    fused = torch.empty(_fused_shape(parts), device=device, dtype=dtype)
     for part, target in zip(parts, _slices(fused, parts), strict=True):
-        if part.name in checkpoint.quantized:
-            _log.warning("%s is expanded to %s: not all that is fused with it can be packed", part.name, fused.dtype)
-            target.copy_(_read_quantized(part, checkpoint, files).dequantize())
+        if part.name in shards.checkpoint.quantized:
+            _log.warning("%s is expanded to %s: not all that is fused with it can be packed", part.name, dtype)
+            target.copy_(read_quantized(part, shards).dequantize())
             continue
-        for chunk, rows in _chunks(files(checkpoint.tensors[part.name].file).get_slice(part.name), part):
+        for chunk, rows in shards.chunks(part):
             target[rows].copy_(chunk)  # converts the dtype without a temporary tensor
     return fused
 
 
-def _load_packed(
-    parts: tuple[Part, ...], checkpoint: Checkpoint, files: _Files, device: torch.device, too_large: str
-) -> Weight | None:
-    """Returns the parts as one quantized weight; None if one of them is not quantized, or they cannot be packed."""
-    if any(part.name not in checkpoint.quantized for part in parts):
-        return None
-    read = [_read_quantized(part, checkpoint, files) for part in parts]
-    try:
-        return pack(read).to(device) if can_pack(read) else None
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(too_large) from error
+def _check_quantize(quantize: str | None, checkpoint: Checkpoint, folder: Path) -> None:
+    if quantize is not None and quantize not in BITS:
+        raise ValueError(f"quantize={quantize!r} is not supported; use 'int4', 'int8', or None")
+    if quantize is not None and checkpoint.quantized:
+        raise ValueError(f"{folder} is quantized already; leave out quantize={quantize!r}")
 
 
-def _read_quantized(part: Part, checkpoint: Checkpoint, files: _Files) -> QuantizedTensor:
-    module = checkpoint.quantized[part.name]
-    tensors = {last: files(stored.file).get_tensor(f"{module.name}.{last}") for last, stored in module.tensors.items()}
-    return read_weight(module.name, module.scheme, (part.shape[0], part.shape[1]), tensors)
-
-
-def _group_nbytes(parts: tuple[Part, ...], checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """About the bytes that a group of parts takes in memory."""
-    modules = [checkpoint.quantized.get(part.name) for part in parts]
-    return sum(
-        _numel(part) * dtype.itemsize if module is None else sum(stored.nbytes for stored in module.tensors.values())
-        for part, module in zip(parts, modules, strict=True)
-    )
+def _group_nbytes(
+    name: str, parts: tuple[Part, ...], checkpoint: Checkpoint, dtype: torch.dtype, quantize: str | None
+) -> int:
+    """About the bytes that a tensor of the decoder takes in memory."""
+    if parts[0].name in checkpoint.quantized:
+        modules = [checkpoint.quantized[part.name] for part in parts if part.name in checkpoint.quantized]
+        return sum(stored.nbytes for module in modules for stored in module.tensors.values())
+    rounded = quantize is not None and len(parts[0].shape) == 2
+    bits = rounded_bits(name, quantize) if rounded and quantize else 8 * dtype.itemsize
+    return sum(_numel(part) for part in parts) * bits // 8
 
 
 def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, too_large: str) -> torch.Tensor:
@@ -240,15 +234,6 @@ def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dty
         return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(too_large) from error
-
-
-def _chunks(source: Any, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Yields groups of rows of a safetensors slice, each of at most _CHUNK_BYTES or one row, and their row range."""
-    row_bytes = 8 * _numel(part) // part.shape[0]  # in float64, the widest dtype
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, part.shape[0], step):
-        rows = slice(start, min(start + step, part.shape[0]))
-        yield source[rows], rows
 
 
 def _numel(part: Part) -> int:

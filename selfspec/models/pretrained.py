@@ -31,15 +31,19 @@ class Pretrained:
     generation_config: GenerationConfig
 
 
-def load_pretrained(path_or_name: str | Path, device: torch.device, dtype: torch.dtype | str) -> Pretrained:
+def load_pretrained(
+    path_or_name: str | Path, device: torch.device, dtype: torch.dtype | str, quantize: str | None = None
+) -> Pretrained:
     """Loads a folder, a GGUF file, "demo" or a hub name. `dtype` NATIVE: see `gguf.native`; of other dtypes a GGUF file
-    is expanded once into a folder in the cache."""
+    is expanded once into a folder in the cache. `quantize`: see `load_folder`."""
+    if dtype == NATIVE and quantize is not None:
+        raise ValueError(f"dtype='native' keeps weights as they are stored; leave out it or quantize={quantize!r}")
     if dtype == NATIVE:
         return _load_gguf(path_or_name, device)
     folder = resolve(path_or_name)
     # Before the weights: a fault in these must not cost their loading.
     tokenizer, config = load_tokenizer(folder), load_generation_config(folder)
-    return Pretrained(load_folder(folder, device, dtype), tokenizer, config)
+    return Pretrained(load_folder(folder, device, dtype, quantize), tokenizer, config)
 
 
 def _load_gguf(path_or_name: str | Path, device: torch.device) -> Pretrained:
