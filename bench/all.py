@@ -257,9 +257,9 @@ def render(results: Result) -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python -m bench.all`; every figure comes from one run of one commit. Raw figures: results.json.",
+        "Written by `python -m bench.all`: one run of one commit; figures under Peers come from files of other runs.",
         *(["A quick run: too short for figures that mean anything."] if results["quick"] else []),
-        *tables.setup(results["setup"]),
+        " ".join(tables.setup(results["setup"])),
     ]
     for name, found in results["sections"].items():
         lines += ["", f"## {SECTIONS[name].title}", ""]

@@ -97,8 +97,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> dict[str, list[Result]]:
     """Runs the parts in order until the budget is spent. With kernels the engine is warmed up as for a server, and each
-    part runs once before; `captured` counts the graphs that are still captured while it is measured."""
-    found: dict[str, list[Result]] = {part: [] for part in parts}  # empty: not reached
+    part runs once before; `captured` counts the graphs that are still captured while a part is measured."""
+    found: dict[str, list[Result]] = {part: [] for part in (*parts, "captured")}  # empty: not reached
     scheduler = target.engine.scheduler
     max_decoding = scheduler.max_decoding
     target.engine.warmup(load.max_batch, max_length=load.longest)
@@ -108,8 +108,8 @@ def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> d
             if target.engine.has_kernels:
                 PARTS[part](bench)
             before = _captured(target)
-            results = PARTS[part](bench)
-            found[part] = [{**of, "captured": _captured(target) - before} for of in results]
+            found[part] = PARTS[part](bench)
+            found["captured"].append({"part": part, "graphs": _captured(target) - before})
     finally:
         scheduler.max_decoding = max_decoding
     return found

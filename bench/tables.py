@@ -34,7 +34,8 @@ def spread(found: Result | None) -> str:
     """Median and range of a ratio; ratios below 1 in bold, so that losses are seen."""
     if found is None:
         return ""
-    text = f"{found['median']:.2f}x ({found['min']:.2f}-{found['max']:.2f})"
+    least, greatest = (f"{found[name]:.2f}" for name in ("min", "max"))
+    text = f"{found['median']:.2f}x" + (f" ({least}-{greatest})" if found["min"] < found["max"] else "")
     return f"**{text}**" if found["median"] < 1 else text
 
 
@@ -94,8 +95,8 @@ def decode(found: Result) -> list[str]:
     lines = [
         f"Whole calls, prompt included, up to {found['new_tokens']} new tokens, the model's end token ends a sequence. "
         f"{found['sequences']} prompts of each domain in batches; plain and default calls take turns. Tokens/s are "
-        f"medians of {found['repeat']} repeats, behind @ stands the accepted length (plain: 1). Ratios are medians "
-        "(least-greatest) of the repeats' ratios.",
+        f"medians of {_repeats(cells)}, after @: the accepted length (plain: 1). Ratios are medians (least-greatest) "
+        "of the repeats' ratios; without brackets there was one repeat. all: all tokens by the sum of all times.",
     ]
     batches = sorted({cell["batch"] for cell in cells})
     heads = [head for size in batches for head in (f"batch {size}: plain", "default", "ratio")]
@@ -107,6 +108,11 @@ def decode(found: Result) -> list[str]:
         totals = [_total([cell for cell in of_value if cell["batch"] == size]) for size in batches]
         lines += ["", *table([temperature(value), *heads], [*body, ["all", *chain.from_iterable(totals)]])]
     return [*lines, "", *_losses(cells), *_missing(found["cells"])]
+
+
+def _repeats(cells: list[Result]) -> str:
+    counts = sorted({cell["repeats"] for cell in cells}) or [0]
+    return f"{counts[0]} repeats" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats (as time allowed)"
 
 
 def _measured(cells: list[Result]) -> list[Result]:
@@ -187,6 +193,8 @@ def options(found: Result) -> list[str]:
 def serving(found: Result) -> list[str]:
     """The parts that were measured, each a short table."""
     lines: list[str] = []
+    captured = ", ".join(f"{of['part']} {of['graphs']}" for of in found.get("captured", []))
+    found = {part: results for part, results in found.items() if part != "captured"}
     for part, results in found.items():
         if not results:
             continue
@@ -194,7 +202,10 @@ def serving(found: Result) -> list[str]:
         headings = [name.replace("_", " ").replace(" per s", "/s").replace(" ms", ", ms") for name in names]
         lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(of.values()) for of in results]), ""]
     missing = [part for part, results in found.items() if not results]
-    return [*lines, f"Not reached within the time budget: {', '.join(missing)}."] if missing else lines[:-1]
+    lines += [
+        f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured or 'none'}."
+    ]
+    return [*lines, f"Not reached within the time budget: {', '.join(missing)}."] if missing else lines
 
 
 PARTS = {

@@ -148,7 +148,7 @@ def test_losses_are_counted_and_bold() -> None:
     ratio = {"median": 0.9, "min": 0.8, "max": 1.1}
     speed = {"tokens_per_s": {"median": 100.0}, "tokens_per_step": 1.0, "against_plain": None}
     modes = {"plain": speed, "speculation": {**speed, "against_plain": ratio}}
-    cell = {"domain": "chat", "batch": 4, "temperature": 0.7, "tokens": 10, "modes": modes}
+    cell = {"domain": "chat", "batch": 4, "temperature": 0.7, "repeats": 3, "tokens": 10, "modes": modes}
     text = "\n".join(tables.decode({"new_tokens": 8, "repeat": 3, "sequences": 1, "cells": [cell]}))
     assert "**0.90x (0.80-1.10)**" in text
     assert "Below plain speed: 1 of 1 cells (chat, batch 4, temperature 0.7: 0.90x)." in text
