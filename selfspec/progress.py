@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Progress:
@@ -14,6 +14,7 @@ class Progress:
         self._every_step = False  # a thread follows every step, not only the end
         self.new_tokens = 0
         self.is_over = False
+        self.listener: Callable[[], None] | None = None  # called by the loop after each step and at the end
 
     def update(self, new_tokens: int) -> None:
         """Called by the loop after each step; wakes threads that follow every step."""
@@ -21,12 +22,16 @@ class Progress:
             with self._changed:
                 self.new_tokens = new_tokens
                 self._changed.notify_all()
+        if self.listener is not None:
+            self.listener()
 
     def end(self, new_tokens: int) -> None:
         """Called by the loop when the request has ended and its pages are free; wakes all waiting threads."""
         with self._changed:
             self.new_tokens, self.is_over = new_tokens, True
             self._changed.notify_all()
+        if self.listener is not None:
+            self.listener()
 
     def follow(self, every_step: bool) -> Iterator[int]:
         """Blocks until the request has ended. With `every_step` yields the number of new tokens each time it grew."""

@@ -94,6 +94,14 @@ class RequestBuilder:
         self, tokenizer: Any, model_config: GenerationConfig, prompts: Sequence[Prompt], options: dict[str, Any]
     ) -> Request:
         """Tokenizes the prompts and builds a request with `options`, the keyword arguments of a call."""
+        return self.build_for_tokens(
+            tokenizer, model_config, [encode(tokenizer, prompt) for prompt in prompts], options
+        )
+
+    def build_for_tokens(
+        self, tokenizer: Any, model_config: GenerationConfig, tokens: list[list[int]], options: dict[str, Any]
+    ) -> Request:
+        """Builds a request for the tokens of prompts with `options`, the keyword arguments of a call for text."""
         options = dict(options)
         for name in ("input_ids", "inputs", "attention_mask", "streamer"):
             if name in options:
@@ -105,7 +113,6 @@ class RequestBuilder:
         if all(kwargs.get(name) is None and getattr(config, name, None) is None for name in lengths):
             kwargs["max_new_tokens"] = DEFAULT_COMPLETION_TOKENS
         settings = self.settings(model_config, config, kwargs)
-        tokens = [encode(tokenizer, prompt) for prompt in prompts]
         width = max((len(prompt) for prompt in tokens), default=0)
         reads_stops = stop_tokenizer if stop_tokenizer is not None else tokenizer
         return self.build(tokens, width, settings, seed, processors, criteria, speculation, reads_stops)
