@@ -3,10 +3,14 @@ ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
 PYTHON := $(ENV)/bin/python
 STAMP := $(ENV)/.selfspec-installed
 
-.PHONY: demo test test-gpu format bench
+.PHONY: demo serve test test-gpu format bench
 
 demo: $(STAMP)
 	$(PYTHON) -m selfspec generate --show --compare
+
+# The demo model on http://127.0.0.1:8000; `make serve OPTIONS="--port 9000"` passes options.
+serve: $(STAMP)
+	$(PYTHON) -m selfspec serve $(OPTIONS)
 
 test: $(STAMP)
 	$(PYTHON) -m ruff check .

@@ -1,4 +1,4 @@
-"""The `selfspec` command: `selfspec generate`, `chat`, `calibrate`, `bench`. Each module parses its own arguments."""
+"""The `selfspec` command: `generate`, `chat`, `serve`, `calibrate`, `bench`. Each module parses its own arguments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from selfspec import __version__
 COMMANDS = {  # name: (module with `main(arguments, prog)`, one line of help)
     "generate": ("selfspec.generate", "complete one prompt or several"),
     "chat": ("selfspec.commands.chat", "talk with a model"),
+    "serve": ("selfspec.commands.serve", "serve a model over HTTP with OpenAI's API"),
     "calibrate": ("selfspec.calibrate.__main__", "train exits for a model and choose its plans"),
     "bench": ("selfspec.commands.bench", "measure plain, governed and forced decoding of a model"),
 }

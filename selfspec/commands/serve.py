@@ -1,0 +1,116 @@
+"""`selfspec serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+from functools import partial
+from typing import TYPE_CHECKING
+
+from selfspec.commands import options
+from selfspec.commands.running import note, run
+
+if TYPE_CHECKING:
+    from selfspec.engine import Engine
+
+KEY_VARIABLE = "SELFSPEC_API_KEY"
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(arguments: list[str] | None = None, prog: str = "selfspec serve") -> int:
+    args = parse(arguments, prog)
+    return run(partial(serve, args))
+
+
+def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description="Serve a model over HTTP, with OpenAI's API.")
+    options.add_model_options(parser)
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--max-batch", metavar="N", type=int, help="sequences that decode together (default: 64)")
+    add("--api-key", metavar="KEY", help=f"clients must send it (default: the environment's {KEY_VARIABLE})")
+    add("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of web pages that may call; repeatable")
+    add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
+    add("--grace", metavar="S", type=int, default=10, help="seconds for requests to end on SIGTERM (default: 10)")
+    return parser.parse_args(arguments)
+
+
+def serve(args: argparse.Namespace) -> int:
+    try:
+        import uvicorn
+
+        from selfspec.serve.app import create_app
+    except ImportError as error:
+        raise ValueError(f'serving needs the extra serve: pip install "selfspec[serve]" ({error})') from None
+    level = "debug" if args.verbose else args.log_level
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
+    engine = load_engine(args)
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    app = create_app(engine, key, args.cors_origin)
+    config = uvicorn.Config(
+        app,
+        log_level=level,
+        log_config=None,
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=args.grace,
+    )
+    listener = listen(args.host, args.port)
+    describe(engine, args.host, listener.getsockname()[1], key is not None)
+    # uvicorn stops on SIGTERM and then raises it again: this handler makes the process end with exit code 0.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    from selfspec.engine import Engine  # imports torch
+
+    return Engine.from_pretrained(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        profile=None if args.profile == "none" else args.profile,
+        max_length=args.max_length,
+        max_batch=args.max_batch,
+        kv_cache_gb=args.kv_cache_gb,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a bound socket. It names its protocol, without which asyncio leaves the delay of small packets on: every
+    event of a stream would wait up to 40 ms for the client's acknowledgement."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --port") from None
+    return listener
+
+
+def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
+    """Prints what was loaded, its memory, and a first request to try."""
+    memory = {name: size / 1e9 for name, size in engine.memory().items()}
+    profile = "no profile, so it decodes plainly" if engine.profile is None else "drafting with its profile"
+    note(f"{engine.name} in {str(engine.dtype).removeprefix('torch.')} on {engine.device}, {profile}")
+    note(
+        f"{memory['weights']:.2f} GB weights, {memory['exits']:.2f} GB exits, {memory['cache']:.2f} GB KV cache; "
+        f"up to {engine.context} tokens in a sequence, {engine.max_batch} sequences at once"
+    )
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    header = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 100}'
+    if options.has_chat_template(engine):
+        path = "chat/completions"
+        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}'
+    note(
+        f"serving on {address}; try:\ncurl {address}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"
+    )

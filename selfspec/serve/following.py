@@ -1,0 +1,143 @@
+"""Follows the engine's requests from the event loop: the decoding loop calls a listener, no thread waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from selfspec.scheduler import Scheduler
+from selfspec.sequence import Request
+from selfspec.sequence import Sequence as Sequence_
+from selfspec.serve.errors import ApiError, of_engine
+from selfspec.serve.stops import find_stop
+from selfspec.text import Detokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that a step added to one choice; `finish_reason` is set in the choice's last piece."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class Wakeups:
+    """Sets events of the event loop from the decoding loop's thread; one wake-up serves all events of a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[asyncio.Event] = deque()
+        self._is_scheduled = False
+
+    def wake(self, event: asyncio.Event) -> None:
+        self._events.append(event)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # the event loop is closed: the server has stopped
+                self._loop.call_soon_threadsafe(self._set_events)
+
+    def _set_events(self) -> None:
+        self._is_scheduled = False  # before the events are taken: an event added from here on schedules again
+        while self._events:
+            self._events.popleft().set()
+
+
+class ChoiceText:
+    """The text of one sequence so far. Holds back as many characters as a stop text that has begun may have."""
+
+    def __init__(self, sequence: Sequence_, tokenizer: Any, stops: Sequence[str], echo: str) -> None:
+        self._sequence, self._stops = sequence, stops
+        self._detokenizer = Detokenizer(tokenizer, sequence.prompt)
+        self._held = max((len(stop) - 1 for stop in stops), default=0)
+        self._echo, self._text = echo, ""
+        self._tokens = self._shown = 0  # new tokens in the text; characters that were returned
+        self.is_finished = False
+
+    def advance(self, new_tokens: int, finish_reason: str | None) -> str:
+        """Returns the text to show after a step that left the sequence with so many new tokens."""
+        start = len(self._sequence.prompt)
+        tokens = self._sequence.tokens[start + self._tokens : start + new_tokens]
+        self._tokens, self.is_finished = new_tokens, finish_reason is not None
+        if finish_reason == "stop" and self._stops:
+            self._add_end(tokens)
+        else:
+            self._text += self._detokenizer.add(tokens, last=self.is_finished)
+        shown = len(self._text) if self.is_finished else max(self._shown, len(self._text) - self._held)
+        piece = self._echo + self._text[self._shown : shown]
+        self._echo, self._shown = "", shown
+        return piece
+
+    def _add_end(self, tokens: list[int]) -> None:
+        """Adds the last tokens, and cuts the text before a stop text that the very last one completed."""
+        self._text += self._detokenizer.add(tokens[:-1])
+        before = len(self._text)
+        self._text += self._detokenizer.add(tokens[-1:], last=True)
+        self._text = self._text[: find_stop(self._text, self._stops, before)]
+
+
+class Run:
+    """The engine's requests of one call, from submission to the last piece."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Any,
+        requests: Sequence[Request],
+        echoes: Sequence[str],
+        stops: Sequence[str],
+        wakeups: Wakeups,
+    ) -> None:
+        self._scheduler, self._wakeups, self._event = scheduler, wakeups, asyncio.Event()
+        self.requests = requests
+        self._choices = [
+            [ChoiceText(sequence, tokenizer, stops, echo) for sequence in request.sequences]
+            for request, echo in zip(requests, echoes, strict=True)
+        ]
+        self._states: list[list[tuple[int, str | None]]] = [[] for _ in requests]
+        for number, request in enumerate(requests):
+            request.progress.listener = partial(self._record, number)
+
+    @property
+    def sequences(self) -> list[Sequence_]:
+        return [sequence for request in self.requests for sequence in request.sequences]
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Submits the requests and yields the pieces of each step; raises ApiError for a request that failed. Leaving
+        early cancels the requests, whose pages the decoding loop frees in its next pass."""
+        try:
+            for request in self.requests:
+                self._scheduler.submit(request)
+            while not all(choice.is_finished for choices in self._choices for choice in choices):
+                await self._event.wait()
+                self._event.clear()
+                if pieces := self._advance():
+                    yield pieces
+        finally:
+            for request in self.requests:
+                if not request.progress.is_over:
+                    self._scheduler.cancel(request, wait=False)
+
+    def _record(self, number: int) -> None:
+        """Notes the state of a request's sequences between two steps; called by the decoding loop, which changes them
+        at other times."""
+        self._states[number] = [(of.new_tokens, of.finish_reason) for of in self.requests[number].sequences]
+        self._wakeups.wake(self._event)
+
+    def _advance(self) -> list[Piece]:
+        pieces, index = [], 0
+        for request, choices, states in zip(self.requests, self._choices, self._states, strict=True):
+            if request.error is not None:
+                raise of_engine(request.error)
+            for at, (choice, (new_tokens, reason)) in enumerate(zip(choices, states, strict=False)):
+                if reason == "cancelled":
+                    raise ApiError(503, "the server is stopping: try again soon")
+                if not choice.is_finished and (text := choice.advance(new_tokens, reason)) + (reason or ""):
+                    pieces.append(Piece(index + at, text, reason))
+            index += len(choices)
+        return pieces

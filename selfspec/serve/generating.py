@@ -1,0 +1,113 @@
+"""Answers one chat or text completion, whole or in events; ends it when its client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from selfspec.serve.answers import Answer, Usage
+from selfspec.serve.errors import of_engine
+from selfspec.serve.following import Run
+from selfspec.serve.prompts import count_sequences, prepare
+from selfspec.serve.protocol import ChatBody, CompletionBody
+from selfspec.serve.service import Service
+from selfspec.serve.streaming import Events, unless_disconnected
+
+_log = logging.getLogger(__name__)
+
+
+class Generating(Response):
+    """The response to a checked body; generates when it is called to send."""
+
+    def __init__(self, service: Service, body: ChatBody | CompletionBody) -> None:
+        super().__init__()
+        self._service, self._body = service, body
+        kind = "chat" if isinstance(body, ChatBody) else "text"
+        self._answer = Answer(kind, service.engine.name, body.includes_usage)  # type: ignore[arg-type]
+        self._first_s: float | None = None  # seconds to the first piece
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._respond(scope, receive, send))
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, count = Events(send), count_sequences(self._body)
+        param = "messages" if isinstance(self._body, ChatBody) else "prompt"
+        started = time.monotonic()
+        try:
+            with self._service.gate.admit(count, param):
+                run, prompt_tokens = await self._prepare()
+                whole = await self._generate(run, prompt_tokens, events, started)
+        except Exception as error:
+            await self._refuse(error, events)(scope, receive, send)
+            return
+        except asyncio.CancelledError:
+            self._service.counters.add_abort(count)
+            raise
+        if whole is not None:
+            await whole(scope, receive, send)
+
+    def _refuse(self, error: Exception, events: Events) -> ASGIApp:
+        """Returns what sends an error: a response, or an event where the response has begun. Logs faults."""
+        refusal = of_engine(error)
+        if refusal.status >= 500:
+            _log.error("a request failed with status %d", refusal.status, exc_info=error)
+
+        async def send_event(*_: Any) -> None:
+            await events.write(refusal.body)
+            await events.end()
+
+        return send_event if events.is_started else refusal.response()
+
+    async def _prepare(self) -> tuple[Run, int]:
+        service = self._service
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(service.preparing, prepare, service.engine, self._body)
+        assert service.wakeups is not None
+        scheduler, tokenizer = service.engine.scheduler, service.engine.tokenizer
+        run = Run(scheduler, tokenizer, prepared.requests, prepared.echoes, self._body.stops, service.wakeups)
+        return run, prepared.prompt_tokens
+
+    async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
+        """Runs the requests; sends events, or returns the whole answer."""
+        if self._body.stream:
+            await self._stream(run, events, started)
+            response = None
+        else:
+            response = await self._collect(run, started)
+        seconds = time.monotonic() - started
+        self._service.counters.add(run.sequences, prompt_tokens, self._first_s or seconds, seconds)
+        usage = Usage(prompt_tokens, sum(sequence.new_tokens for sequence in run.sequences))
+        if response is not None:
+            return JSONResponse(self._answer.whole(*response, usage))
+        if self._body.includes_usage:
+            await events.write(self._answer.usage(usage))
+        await events.end()
+        return None
+
+    async def _stream(self, run: Run, events: Events, started: float) -> None:
+        async with aclosing(run.pieces()) as steps:
+            async for pieces in steps:
+                opening = [] if events.is_started else self._answer.opening(len(run.sequences))
+                self._first_s = self._first_s or time.monotonic() - started
+                deltas = [self._answer.delta(piece.index, piece.text) for piece in pieces if piece.text]
+                ends = [self._answer.end(of.index, of.finish_reason) for of in pieces if of.finish_reason is not None]
+                await events.write(*opening, *deltas, *ends)
+
+    async def _collect(self, run: Run, started: float) -> tuple[list[str], list[str | None]]:
+        """Returns the text and finish reason of each choice."""
+        count = len(run.sequences)
+        texts: list[list[str]] = [[] for _ in range(count)]
+        reasons: list[str | None] = [None] * count
+        async with aclosing(run.pieces()) as steps:
+            async for pieces in steps:
+                self._first_s = self._first_s or time.monotonic() - started
+                for piece in pieces:
+                    texts[piece.index].append(piece.text)
+                    reasons[piece.index] = piece.finish_reason
+        return ["".join(parts) for parts in texts], reasons

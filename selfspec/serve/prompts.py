@@ -1,0 +1,101 @@
+"""Tokenizes prompts and builds the engine's requests for one call. Runs on a thread: long texts take a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from selfspec.engine import Engine
+from selfspec.sequence import Request
+from selfspec.serve.errors import ApiError, of_engine
+from selfspec.serve.options import engine_options
+from selfspec.serve.protocol import ChatBody, CompletionBody, Message
+from selfspec.serve.stops import StopTexts
+from selfspec.text import Prompt, encode
+
+_COMPLETION_TOKENS = 16  # new tokens of a text completion that gives no length: OpenAI's default
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The engine's requests of one call, one or more per prompt, and the text that each answer begins with."""
+
+    requests: list[Request]
+    echoes: list[str]  # one per request
+    prompt_tokens: int
+
+
+def count_sequences(body: ChatBody | CompletionBody) -> int:
+    return body.samples * (len(body.prompts) if isinstance(body, CompletionBody) else 1)
+
+
+def prepare(engine: Engine, body: ChatBody | CompletionBody) -> Prepared:
+    """Builds all requests of a call; raises ApiError for the first that cannot be served."""
+    requests: list[Request] = []
+    echoes: list[str] = []
+    prompt_tokens = 0
+    try:
+        for tokens, echo in _prompts(engine, body):
+            made = _requests(engine, body, tokens)
+            requests += made
+            echoes += [echo] * len(made)
+            prompt_tokens += len(tokens)
+    except ValueError as error:
+        raise of_engine(error) from None
+    return Prepared(requests, echoes, prompt_tokens)
+
+
+def tokenize_chat(engine: Engine, messages: list[Message]) -> list[int]:
+    return _encode(engine, [message.as_dict() for message in messages], "messages")
+
+
+def tokenize_text(engine: Engine, text: str) -> list[int]:
+    return _encode(engine, text, "prompt")
+
+
+def _encode(engine: Engine, prompt: Prompt, param: str) -> list[int]:
+    try:
+        return encode(engine.tokenizer, prompt)
+    except (ValueError, TypeError, TemplateError) as error:  # templates refuse some orders of roles
+        raise ApiError(400, f"{param}: {error}", param) from None
+
+
+def _prompts(engine: Engine, body: ChatBody | CompletionBody) -> list[tuple[list[int], str]]:
+    """Returns the tokens of each prompt, and its text where the call asks to echo it."""
+    if isinstance(body, ChatBody):
+        return [(_checked(engine, tokenize_chat(engine, body.messages), "messages"), "")]
+    prompts = []
+    for prompt in body.prompts:
+        tokens = _checked(engine, tokenize_text(engine, prompt) if isinstance(prompt, str) else prompt, "prompt")
+        echo = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt) if body.echo else ""
+        prompts.append((tokens, echo if body.echo else ""))
+    if not prompts:
+        raise ApiError(400, "prompt: the list is empty: pass at least one prompt", "prompt")
+    return prompts
+
+
+def _checked(engine: Engine, tokens: list[int], param: str) -> list[int]:
+    """Returns the tokens; raises ApiError for none, too many, or one outside the vocabulary."""
+    if not tokens:
+        raise ApiError(400, f"{param}: a prompt has no tokens: pass at least one", param)
+    if len(tokens) >= engine.context:
+        message = f"{param}: {len(tokens)} tokens, and the context holds {engine.context} with the new ones: shorten it"
+        raise ApiError(422, message, param, "context_length_exceeded")
+    last = engine.model.config.vocab_size - 1
+    if max(tokens) > last:
+        raise ApiError(400, f"{param}: token id {max(tokens)} is outside the vocabulary (0 to {last})", param)
+    return tokens
+
+
+def _requests(engine: Engine, body: ChatBody | CompletionBody, tokens: list[int]) -> list[Request]:
+    """Returns one request for all samples of a prompt; one per sample where decoding is greedy, since the engine
+    refuses several greedy samples in one request."""
+    left = engine.context - len(tokens)
+    default = left if isinstance(body, ChatBody) else _COMPLETION_TOKENS
+    options = engine_options(body, engine.generation_config, min(body.new_tokens or default, left))
+    if body.stops:
+        options["stopping_criteria"] = [StopTexts(engine.tokenizer, body.stops, len(tokens), body.min_tokens or 0)]
+    if options["do_sample"]:
+        return [engine.build_request(tokens, num_return_sequences=body.samples, **options)]
+    return [engine.build_request(tokens, num_return_sequences=1, **options) for _ in range(body.samples)]

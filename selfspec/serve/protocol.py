@@ -1,0 +1,206 @@
+"""The bodies of requests, checked field by field; a field that would change the output and is not supported is refused.
+
+Fields, types and ranges are those of OpenAI's API, and vLLM's for the extra ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from selfspec.serve.errors import ApiError, of_validation
+
+_log = logging.getLogger(__name__)
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+# Fields that would change the output and are not supported; for each the values, besides None, that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys("logprobs echo prompt_logprobs use_beam_search return_token_ids".split(), (False,)),
+    **dict.fromkeys("include_stop_str_in_output continue_final_message".split(), (False,)),
+    **{name: ([],) for name in "tools functions bad_words allowed_token_ids documents logits_processors".split()},
+    **{name: ({},) for name in "chat_template_kwargs audio prediction web_search_options".split()},
+    **dict.fromkeys("regex grammar guided_json guided_regex guided_choice guided_grammar".split(), ()),
+    **dict.fromkeys("structured_outputs chat_template truncate_prompt_tokens reasoning_effort".split(), ()),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+}
+
+
+class Body(BaseModel):
+    """A JSON object whose values are not converted: "1" is no number, and true is not 1."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Part(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[Part] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message for a chat template: its role, and its text in one piece."""
+        if isinstance(self.content, list):
+            return {"role": self.role, "content": "".join(part.text for part in self.content)}
+        return {"role": self.role, "content": self.content or ""}
+
+
+class Generation(Body):
+    """The fields that chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None  # the other name of max_tokens
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    best_of: Count | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    speculative_decoding: bool | Literal["force"] | None = None
+    domain: str | None = None
+    stop_token_ids: list[TokenId] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The largest number of new tokens; None: not given."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatBody(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+
+class CompletionBody(Generation):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def read_body(kind: type[Kind], raw: bytes) -> Kind:
+    """Parses and checks a body; raises ApiError that names the field at fault."""
+    try:
+        given = json.loads(raw, parse_constant=_refuse_constant)
+        json.dumps(given, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body must be a JSON object, not a {type(given).__name__}")
+    try:
+        body = kind.model_validate(given)
+    except ValidationError as error:
+        raise of_validation(error) from None
+    _check_extra(body.model_extra or {})
+    if isinstance(body, Generation):
+        _check_generation(body)
+    for index, message in enumerate(getattr(body, "messages", None) or ()):
+        _check_message(index, message)
+    return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "it holds text that is not Unicode" if isinstance(error, UnicodeError) else str(error)
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    """Refuses unsupported fields; logs the names of unknown ones, which are ignored."""
+    for name in extra.keys() & REFUSED.keys():
+        value = extra[name]
+        if value is not None and not any(type(value) is type(off) and value == off for off in REFUSED[name]):
+            raise ApiError(400, f"{name} is not supported with this value: leave it out", name, "unsupported_field")
+    ignored = sorted(name for name in extra.keys() - REFUSED.keys() if name.isidentifier() and len(name) <= 40)
+    if ignored:
+        _log.info("ignored unknown fields: %s", ", ".join(ascii(name) for name in ignored[:8]))
+
+
+def _check_generation(body: Generation) -> None:
+    if body.best_of is not None and body.best_of > body.samples:
+        raise ApiError(400, "best_of above n is not supported: leave it out", "best_of", "unsupported_field")
+    if any(not text for text in body.stops):
+        raise ApiError(400, "stop: a stop text must not be empty", "stop")
+    for token in body.logit_bias or {}:
+        if not (token.isascii() and token.isdigit() and len(token) <= 9):
+            raise ApiError(400, "logit_bias: its keys must be token ids, written as integers", "logit_bias")
+    if body.min_tokens and body.new_tokens is not None and body.min_tokens > body.new_tokens:
+        raise ApiError(400, "min_tokens is above max_tokens: lower it", "min_tokens")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+
+
+def _check_message(index: int, message: Message) -> None:
+    for name in ("tool_calls", "function_call", "audio"):
+        if (message.model_extra or {}).get(name):
+            param = f"messages.{index}.{name}"
+            raise ApiError(400, f"{param} is not supported: leave it out", param, "unsupported_field")
