@@ -199,7 +199,8 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
     tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), length))
     chunks = max(1, -(-(len(tokens) - 1) // PREFILL_CHUNK))
     alone = _first_token_s(bench, tokens, options)
-    chunk = alone - _first_token_s(bench, tokens[:-PREFILL_CHUNK], options) if chunks > 1 else alone  # the last one
+    without_last = _first_token_s(bench, tokens[:-PREFILL_CHUNK], options) if chunks > 1 else 0.0
+    chunk = max(alone - without_last, alone / chunks)  # the last chunk takes longest, so longer than the mean
     longest = engine.context - max(map(len, bench.target.prompts))
     running = bench.requests(load.running, [options], min(load.running_tokens, longest))
     for request in running:
