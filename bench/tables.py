@@ -202,9 +202,8 @@ def serving(found: Result) -> list[str]:
         headings = [name.replace("_", " ").replace(" per s", "/s").replace(" ms", ", ms") for name in names]
         lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(of.values()) for of in results]), ""]
     missing = [part for part, results in found.items() if not results]
-    lines += [
-        f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured or 'none'}."
-    ]
+    if captured:
+        lines += [f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured}."]
     return [*lines, f"Not reached within the time budget: {', '.join(missing)}."] if missing else lines
 
 
