@@ -18,7 +18,10 @@ from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Pla
 from selfspec.calibrate.writing import Template, Writer
 from selfspec.engine import Engine
 from selfspec.models.decoder import Decoder
+from selfspec.models.linear import expand
 from selfspec.models.loading import adopt
+from selfspec.models.quantized.packed import pack
+from selfspec.models.quantized.rounding import quantize
 from selfspec.profiles.exits_file import exit_tensors
 from selfspec.speculation.exit import Exit
 from tests.calibrated import random_documents
@@ -330,3 +333,23 @@ def test_a_text_of_fewer_rows_than_a_step_can_be_trained_on() -> None:
     for _ in range(2):
         one.train_step()
     assert torch.isfinite(one.seen).all()
+
+
+def test_exits_of_a_quantized_model_are_trained_as_those_of_its_expanded_weights() -> None:
+    """Their parameters are dense, in the model's dtype; the model's weights stay quantized."""
+    _, corpus, _ = text("llama")
+    dense = adopt(tiny_model("llama", dtype=torch.float32))
+    named = {"embedding": dense.embedding.dense, "head": dense.head.dense, "norm": dense.norm}
+    for index, layer in enumerate(dense.layers):
+        named |= {f"layers.{index}.{name}": weight for name, weight in layer.tensors().items()}
+    packed = {name: pack([quantize(weight, 8, 16)]) if weight.ndim == 2 else weight for name, weight in named.items()}
+    expanded = {name: expand(weight, torch.float32) for name, weight in packed.items()}
+    trainers = []
+    for weights in (packed, expanded):
+        model = Decoder(dense.config, weights)
+        features = text_features(model, corpus, 3, torch.device("cpu"))
+        trainers.append(Trainer(model, [1, 2], corpus, features, EVERY_ROW, RECIPE, 4))
+        for _ in range(4):
+            trainers[-1].train_step()
+    assert trainers[0].model.is_quantized and same(trainers[0].exits(), trainers[1].exits())
+    assert {tensor.dtype for exit in trainers[0].exits() for tensor in exit_tensors(exit).values()} == {torch.float32}
