@@ -85,7 +85,7 @@ class Drafters:
             check_exit_layer(request.exit_layer, self.model.config.num_layers)
             return request.exit_layer
         if self.profile is not None and request.domain != "auto":
-            self.profile.choice(request.domain)  # an unknown domain is an error, whatever comes of it
+            self.profile.choice(request.domain)  # raises for an unknown domain, even if nothing will be drafted
         wanted = plan is not None or request.speculative_decoding == "force"
         return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
 
@@ -161,7 +161,7 @@ class Drafters:
 
     def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:
         """The exit over the rows of the head that sequences of one batch draft from: those of their domain or, where
-        there are several domains, of all, and those of the prompts' own tokens, which texts like to repeat."""
+        there are several domains, of all, and those of the prompts' own tokens, which sequences often repeat."""
         rows = {id(drafter.head_rows): drafter.head_rows for drafter in drafters}
         shared = next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
         trimmed = exit if None in rows.values() else exit.offering(shared, prompts)
@@ -188,7 +188,8 @@ class Drafters:
         return device is None or device.type == self.model.device.type
 
     def costs(self, kind: Hashable) -> Costs:
-        """Costs of this kind of batch; other kinds have another exit, sample, process logits, call back or reject."""
+        """Costs of this kind of batch; other kinds have another exit, sample, process logits, run callables or use
+        rejection acceptance."""
         return self._costs.setdefault(kind, Costs())
 
     def budget(self, rules: Rules) -> Budget:
@@ -257,7 +258,7 @@ class Drafters:
 
     def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
         """Which steps requests of these domains may run, with which exits. Sequences of several domains share a head;
-        what domains have in common counts once."""
+        yields each plan, exit layer and head size once."""
         seen: set[tuple] = set()
         for name in domains if policy.reason(batch) is None else ():
             for plan, exit in product(self._expected_plans(name, batch, policy), self._expected_exits(name, batch)):

@@ -22,9 +22,11 @@ MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observa
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
 UNFAMILIAR = 0.25  # skill: below it a text is out of distribution; texts of prompts unlike every domain begin with it
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
-_KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]  # of the sums, after so many tokens
+_KEPT = [
+    (1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)
+]  # factor on both sums after so many observed tokens
 LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
-_LEAST = 0.005  # chances are kept so far from 0 and 1: few calibrated tokens stand behind smaller ones
+_LEAST = 0.005  # chances stay within 0.005 and 0.995: smaller ones rest on too few calibrated tokens
 
 
 class Evidence(NamedTuple):

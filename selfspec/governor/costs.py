@@ -1,6 +1,7 @@
 """The cost model: what a step of a plan costs in plain steps, as calibrated or estimated and, once it ran, as measured.
 
-An engine keeps one `Costs` per kind of batch for all its requests. How many tokens a step brings is not known here.
+An engine keeps one `Costs` per kind of batch for all its requests. `acceptance` models how many tokens a step
+brings.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class StepCost:
     head_rows: int = 0  # rows of the head that `depth` was measured with
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A step that drafts so many nodes, on straight lines between and past the measured numbers of nodes. No head
-        is so small that a depth takes less than no time."""
+        """A step that drafts so many nodes, on straight lines between and past the measured numbers of nodes. A depth
+        takes at least 0 s."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
@@ -129,7 +130,7 @@ class Costs:
 
     def observe(self, cell: Cell, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step, whose cost by the cost model is `modelled`."""
-        average = cell.observe(plan, max(seconds, 1e-9))  # a clock may stand still
+        average = cell.observe(plan, max(seconds, 1e-9))  # timers can return 0
         if len(plan) and cell.plain is not None:
             self._corrections += 1
             error = min(average / cell.plain / modelled, _OUTLIER * self.correction)

@@ -58,8 +58,8 @@ class WarmUp:
             graphs.give_back(buffers)
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
-        """Captures the passes that route, prefill and score these prompts, and the step after them. Of prompts that
-        need several passes only the first ones; longer prompts need no kernels to prefill."""
+        """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts
+        need several passes, captures the first only; longer prompts need no kernels to prefill."""
         graphs, size = self.graphs, bucket(step.sequences)
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_short_prompt + 1]
         if router_layer is not None:
