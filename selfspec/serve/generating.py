@@ -17,7 +17,7 @@ from selfspec.serve.following import Run
 from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
-from selfspec.serve.streaming import Events, unless_disconnected
+from selfspec.serve.streaming import Events, Stalled, unless_disconnected
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ class Generating(Response):
             with self._service.gate.admit(count, param):
                 run, prompt_tokens = await self._prepare()
                 whole = await self._generate(run, prompt_tokens, events, started)
+        except Stalled:  # the server closes the connection of an unfinished response
+            self._service.counters.add_abort(count)
+            return
         except Exception as error:
             await self._refuse(error, events)(scope, receive, send)
             return

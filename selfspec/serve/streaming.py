@@ -9,9 +9,15 @@ from typing import Any
 
 from starlette.types import Message, Receive, Send
 
+STALLED_S = 1.0  # seconds that a write may wait for a client that reads nothing, once all buffers are full
+
+
+class Stalled(Exception):
+    """The client has stopped reading."""
+
 
 class Events:
-    """A response of server-sent events; its headers go out with the first event."""
+    """A response of server-sent events; its headers go out with the first event. Writes raise Stalled."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -31,7 +37,11 @@ class Events:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
-        await self._send(message)
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await self._send(message)
+        except TimeoutError:
+            raise Stalled from None
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

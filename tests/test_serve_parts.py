@@ -1,0 +1,114 @@
+"""Parts of the server without a socket: stop texts, wake-ups, defaults, and clients that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from selfspec.sequence import Request, Sequence
+from selfspec.serve import streaming
+from selfspec.serve.following import ChoiceText, Wakeups
+from selfspec.serve.generating import Generating
+from selfspec.serve.options import engine_options
+from selfspec.serve.protocol import CompletionBody
+from selfspec.serve.service import Service
+from selfspec.serve.stops import StopTexts
+from tests.serving import eventually, tiny_engine
+from tests.tiny_tokenizer import ids_of, spaced_tokenizer, tiny_tokenizer
+
+PROMPT = ids_of("a", "s", "t")
+
+
+def first_stop(tokenizer: Any, prompt: list[int], new: list[int], stops: list[str], min_tokens: int = 0) -> int | None:
+    """The number of new tokens at which the criterion ends the sequence; None if it never does."""
+    criterion = StopTexts(tokenizer, stops, len(prompt), min_tokens)
+    ends = (count for count in range(1, len(new) + 1) if criterion(torch.tensor([prompt + new[:count]]), None))
+    return next(ends, None)
+
+
+def test_a_stop_text_counts_in_the_new_text_only():
+    new = ids_of("o", "p", "x", "s", "t", "o", "p")
+    assert first_stop(tiny_tokenizer(), PROMPT, new, ["stop"]) == 7, "the prompt's end is not part of it"
+    assert first_stop(tiny_tokenizer(), PROMPT, ids_of("x", "STOPPED"), ["TOP"]) == 2, "within a token"
+    assert first_stop(tiny_tokenizer(), PROMPT, ids_of("é", "€"), ["é€"]) == 5, "once its last byte is there"
+    assert first_stop(tiny_tokenizer(), PROMPT, new, ["x", "stop"], min_tokens=4) == 7
+    assert first_stop(tiny_tokenizer(), PROMPT, new, ["never"]) is None
+    assert first_stop(spaced_tokenizer(), [4, 5], [6, 7], [" w6"]) == 1, "the space before the first new word"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_the_shown_text_never_contains_a_part_of_the_stop_text(step):
+    new = ids_of("x", "s", "t", "x", "é", "s", "t", "o", "p")
+    sequence = Sequence(PROMPT, 0, 0, 99, None)  # type: ignore[arg-type]
+    Request([sequence])
+    choice = ChoiceText(sequence, tiny_tokenizer(), ["stop", "zz"], echo="echo ")
+    shown = ""
+    for count in [*range(step, len(new), step), len(new)]:
+        sequence.tokens = PROMPT + new[:count]
+        shown += choice.advance(count, "stop" if count == len(new) else None)
+        assert "echo xstxé".startswith(shown)
+    assert shown == "echo xstxé"
+
+
+def test_fields_that_are_not_given_have_the_models_values_then_openais():
+    body = CompletionBody(prompt="x", top_p=0.5)
+    plain = engine_options(body, GenerationConfig(), 16)
+    assert plain == {
+        "max_new_tokens": 16,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
+    of_model = engine_options(body, GenerationConfig(temperature=0.6, top_k=20, top_p=0.9), 16)
+    assert of_model == {**plain, "temperature": 0.6, "top_k": 20}
+    greedy = engine_options(CompletionBody(prompt="x", temperature=1e-9, ignore_eos=True), GenerationConfig(), 16)
+    assert greedy == {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+def test_one_wake_up_of_the_event_loop_sets_all_events_of_a_step():
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        calls: list[Any] = []
+        wakeups = Wakeups(loop)
+        wakeups._loop = type("Loop", (), {"call_soon_threadsafe": lambda _, function: calls.append(function)})()
+        events = [asyncio.Event() for _ in range(3)]
+        for event in events:
+            wakeups.wake(event)
+        assert len(calls) == 1
+        calls[0]()
+        assert all(event.is_set() for event in events)
+        wakeups.wake(events[0])
+        assert len(calls) == 2, "a later step wakes it again"
+
+    asyncio.run(run())
+
+
+def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "STALLED_S", 0.05)
+    engine = tiny_engine(tmp_path, max_position_embeddings=2048)
+    service = Service(engine)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 4:
+            await asyncio.Event().wait()  # the buffers are full
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with service.running():
+            body = CompletionBody(prompt="abc", stream=True, max_tokens=2000)
+            await asyncio.wait_for(Generating(service, body)({"type": "http"}, receive, send), 20)
+
+    asyncio.run(run())
+    assert service.gate.sequences == 0 and service.counters.finished == {"abort": 1}
+    eventually(lambda: engine.cache.free_pages == engine.cache.num_pages)
+    assert engine.metrics().tokens < 1000
