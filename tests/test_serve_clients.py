@@ -59,7 +59,7 @@ def leave_early(served: Served, index: int) -> None:
     with served.http as http:
         if not body["stream"]:
             with pytest.raises(httpx.ReadTimeout):
-                http.post(URL, json=body, timeout=0.02 + 0.05 * events)
+                http.post(URL, json=body, timeout=httpx.Timeout(60, read=0.02 + 0.05 * events))
             return
         with http.stream("POST", URL, json=body) as response:
             lines = response.iter_lines()
@@ -80,8 +80,9 @@ def test_32_clients_get_what_they_would_alone_while_half_of_them_disconnect(serv
     with ThreadPoolExecutor(32) as clients:
         together = dict(enumerate(clients.map(ask, range(32))))
     assert {index: text for index, text in together.items() if index % 2 == 0} == alone
-    eventually(served.is_idle, seconds=1)
-    assert served.service.counters.finished["abort"] == 16
+    eventually(served.is_idle, seconds=5)
+    streams = sum(random_body(index)["stream"] for index in range(1, 32, 2))  # others may leave before they are read
+    assert 0 < streams <= served.service.counters.finished["abort"] <= 16
 
 
 def test_a_failing_request_ends_alone(served, monkeypatch):
@@ -100,7 +101,7 @@ def test_a_failing_request_ends_alone(served, monkeypatch):
         assert failed.status_code == 500 and "SECRET" not in failed.text
         assert failed.json()["error"]["type"] == "server_error"
         assert text_of(http.post(URL, json=body)) == expected
-    eventually(served.is_idle, seconds=1)
+    eventually(served.is_idle, seconds=5)
 
 
 def test_health_is_red_until_the_engine_is_warm(served):

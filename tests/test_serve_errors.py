@@ -127,7 +127,7 @@ def test_too_many_sequences_are_refused_until_some_have_ended(served):
         busy = post(served, body)
         assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
         assert post(served, {**body, "n": 2, "max_tokens": 2}).status_code == 200
-    eventually(served.is_idle, seconds=1)
+    eventually(served.is_idle)
     assert post(served, {"prompt": ["a"] * 7}, "/v1/completions").status_code == 422
 
 
