@@ -520,4 +520,4 @@ def test_the_summary_has_the_worst_figures_of_all_cells() -> None:
 def test_max_step_is_the_rule_of_the_engine(arguments: list[str], longest: float | None) -> None:
     with mock.patch.object(governor.Engine, "from_pretrained") as opened:
         governor.open_engine(governor.parse(arguments))
-    assert opened.call_args.args[4] == Rules(max_step=longest)
+    assert opened.call_args.kwargs["rules"] == Rules(max_step=longest)
