@@ -10,18 +10,16 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 
 from bench import tables
-from bench.machine import gpu_bandwidth
+from bench.machine import gpu_bandwidth, replay_seconds
 from bench.ops import Case
 
 OPS = ("gemm", "tree_attention", "lm_head_topk")
 _IN_A_GRAPH = 10  # launches, so that the graph's own launch time does not count
-_REPLAYS = 7  # of which the first is not counted and the median of the others is taken
 _FLUSH_BYTES = 256 * 2**20  # written before each launch: more than an L2 cache holds
 
 
@@ -42,15 +40,7 @@ class Timer:
             for _ in range(_IN_A_GRAPH):
                 self._flush.zero_()
                 launch()
-        times = []
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / _IN_A_GRAPH)
-        return median(times[1:])
+        return replay_seconds(graph) / _IN_A_GRAPH
 
 
 def measure(case: Case, timer: Timer, bandwidth: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import subprocess
 import time
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from selfspec import Engine
 from selfspec.memory import free_device_bytes, memory_limit
 
+_REPLAYS = 7  # of a timed graph
 _READERS = 2**15  # partial sums of a long read on a GPU
 _CPU_READ = 2**26  # numbers of 4 bytes: 256 MiB, more than any cache holds
 
@@ -86,6 +88,19 @@ def cpu_bandwidth() -> float:
         data.sum()
         times.append(time.perf_counter() - start)
     return data.numel() * data.element_size() / min(times)
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of a replay on the device: the median of all but the first."""
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times[1:])
 
 
 def gpu_bandwidth() -> float:

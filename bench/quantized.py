@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
 
 from bench import tables
-from bench.machine import gpu_bandwidth
+from bench.machine import gpu_bandwidth, replay_seconds
 from selfspec.kernels.gate_up_gemm import gated_linear
 from selfspec.kernels.gemm import linear
 from selfspec.kernels.gemm_common import TileConfig
@@ -42,7 +41,6 @@ FORMATS = ("bf16", "int8", "int4", "q4_k")
 SMALLER_CARDS = {"1 TB/s": 1e12, "0.36 TB/s": 0.36e12}
 _COPIES_BYTES = 256 * 2**20  # weights that one graph reads: several times an L2 cache of 50 MB
 _LAUNCHES = 20  # in a graph, so that its own launch time does not count
-_REPLAYS = 7  # of which the first is not counted and the median of the others is taken
 DTYPE = torch.bfloat16
 
 Launch = Callable[[Weight, TileConfig | None], None]
@@ -105,15 +103,7 @@ def seconds_per_launch(launch: Launch, weights: list[Weight], config: TileConfig
     with torch.cuda.graph(graph):
         for index in range(_LAUNCHES):
             launch(weights[index % len(weights)], config)
-    times = []
-    for _ in range(_REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / _LAUNCHES)
-    return median(times[1:])
+    return replay_seconds(graph) / _LAUNCHES
 
 
 def measure(name: str, matmul: str, row_counts: list[int], bandwidth: float) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.generate"
     add("--json", action="store_true", help="print one JSON object per completion: text, tokens, finish_reason, stats")
     add("--show", action="store_true", help="colour tokens by origin, print every change of plan")
     add("--compare", action="store_true", help="measure plain, governed and forced decoding of the prompt")
-    options.add_model_options(parser, quantize=True)
+    options.add_model_options(parser)
     options.add_text_options(parser, max_new_tokens=128)
     options.add_speculation_options(parser)
     args = parser.parse_args(arguments)

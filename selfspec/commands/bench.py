@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None, prog: str = "selfspec bench") -> argparse
         "--prompts", metavar="N", type=int, default=1, help="of each domain: chat, code, math (default: 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object on standard output")
-    options.add_model_options(parser, quantize=True)
+    options.add_model_options(parser)
     options.add_text_options(parser, max_new_tokens=64)
     group = parser.add_argument_group("speculation")
     group.add_argument("--exit-layer", metavar="N", type=int, help="of the forced runs")

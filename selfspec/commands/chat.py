@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None, prog: str = "selfspec chat") -> argparse.
     parser.add_argument(
         "--show", action=argparse.BooleanOptionalAction, default=True, help="colour tokens by origin (default: yes)"
     )
-    options.add_model_options(parser, quantize=True)
+    options.add_model_options(parser)
     options.add_text_options(parser, max_new_tokens=512)
     options.add_speculation_options(parser)
     return parser.parse_args(arguments)

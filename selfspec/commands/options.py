@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 MODES: dict[str, Any] = {"auto": None, "off": False, "force": "force"}  # of --speculative, as `speculative_decoding`
 
 
-def add_model_options(parser: argparse.ArgumentParser, quantize: bool = False) -> None:
-    """Adds the options of a model; with `quantize` also --quantize, for commands that load it by `load_engine`."""
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `load_engine` reads."""
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--device", default="auto", help="cpu, cuda, mps (default: the best there is)")
     add("--dtype", default="auto", help="float32, bfloat16, float16; native: a GGUF file's own (default: by device)")
-    if quantize:
-        add("--quantize", choices=("int8", "int4"), help="round 16-bit weights while loading (default: keep them)")
+    add("--quantize", choices=("int8", "int4"), help="round 16-bit weights while loading (default: keep them)")
     add("--profile", default="auto", help="profile folder, or 'none' (default: the newest made for this model)")
     add("--max-length", metavar="N", type=int, help="tokens of a sequence with its prompt (default: the context)")
     add("--kv-cache-gb", metavar="GB", type=float, help="size of the KV cache (default: by free memory)")
@@ -58,6 +57,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         profile=None if args.profile == "none" else args.profile,
         quantize=args.quantize,
         max_length=args.max_length,
+        max_batch=getattr(args, "max_batch", None),  # an option of `serve` alone
         kv_cache_gb=args.kv_cache_gb,
     )
     if engine.tokenizer is None:

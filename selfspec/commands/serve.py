@@ -49,7 +49,7 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError(f'serving needs the extra serve: pip install "selfspec[serve]" ({error})') from None
     level = "debug" if args.verbose else args.log_level
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
-    engine = load_engine(args)
+    engine = options.load_engine(args)
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     app = create_app(engine, key, args.cors_origin)
     config = uvicorn.Config(
@@ -66,20 +66,6 @@ def serve(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def load_engine(args: argparse.Namespace) -> Engine:
-    from selfspec.engine import Engine  # imports torch
-
-    return Engine.from_pretrained(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        profile=None if args.profile == "none" else args.profile,
-        max_length=args.max_length,
-        max_batch=args.max_batch,
-        kv_cache_gb=args.kv_cache_gb,
-    )
 
 
 def listen(host: str, port: int) -> socket.socket:
