@@ -89,29 +89,29 @@ def _load_unit_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
     if FORMAT.parts == 4:
         scales_16 = _load_scales(weight, column + 16, rows, inside, FORMAT)
         scales_48 = _load_scales(weight, column + 48, rows, inside, FORMAT)
-    above = (
+    super_scales = (
         load_of_groups(weight[2], column, rows, inside, FORMAT.super_columns, FORMAT),
         load_of_groups(weight[5], column, rows, inside, FORMAT.super_columns, FORMAT),
     )
-    return scales, scales_16, scales_32, scales_48, above
+    return scales, scales_16, scales_32, scales_48, super_scales
 
 
 @jit
-def _scale_and_offset(scales, above, weight, FORMAT: tl.constexpr):
+def _scale_and_offset(scales, super_scales, weight, FORMAT: tl.constexpr):
     """scale, and -(scale * (zero + bias) + minimum), in float32."""
     scale = scales[0].to(tl.float32)
     if weight[2] is not None:
-        scale = scale * above[0].to(tl.float32)
+        scale = scale * super_scales[0].to(tl.float32)
     minimum = scales[2].to(tl.float32)
     if weight[5] is not None:
-        minimum = minimum * above[1].to(tl.float32)
+        minimum = minimum * super_scales[1].to(tl.float32)
     return scale, tl.fma(-scale, scales[1].to(tl.float32) + FORMAT.bias, -minimum)
 
 
 @jit
-def _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT: tl.constexpr):
+def _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT: tl.constexpr):
     """sums + scale * part + offset * x_sums; both multiply-adds are fused in every compilation."""
-    scale, offset = _scale_and_offset(scales, above, weight, FORMAT)
+    scale, offset = _scale_and_offset(scales, super_scales, weight, FORMAT)
     sums = tl.fma(part, tl.broadcast_to(scale[:, :, None], part.shape), sums)
     if FORMAT.has_offsets:
         sums = tl.fma(x_sums, tl.broadcast_to(offset[:, :, None], part.shape), sums)
@@ -119,25 +119,26 @@ def _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT: tl.constexpr)
 
 
 @jit
-def _add_group(sums, q, x, ones, scales, above, weight, FORMAT: tl.constexpr):
+def _add_group(sums, q, x, ones, scales, super_scales, weight, FORMAT: tl.constexpr):
     """Adds q @ x of columns that share a scale."""
     part = tl.dot(q, x, input_precision="ieee")
     x_sums = part
     if FORMAT.has_offsets:
         x_sums = tl.dot(ones, x, input_precision="ieee")
-    return _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT)
+    return _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT)
 
 
 @jit
-def _add_half(sums, q, x, ones, scales, second_scales, above, weight, FORMAT: tl.constexpr):
+def _add_half(sums, q, x, ones, scales, second_scales, super_scales, weight, FORMAT: tl.constexpr):
     """Adds q @ x of half a unit. Groups of an odd multiple of 16 columns divide it; the tensor cores take 32 columns of
     bytes at a time, so each part is a product with the other part's x set to 0."""
     if FORMAT.group % FORMAT.half == 0:
-        return _add_group(sums, q, x, ones, scales, above, weight, FORMAT)
+        return _add_group(sums, q, x, ones, scales, super_scales, weight, FORMAT)
     else:
         is_first = (tl.arange(0, FORMAT.half) < FORMAT.half // 2)[None, :, None]
-        sums = _add_group(sums, q, tl.where(is_first, x, 0.0).to(x.dtype), ones, scales, above, weight, FORMAT)
-        return _add_group(sums, q, tl.where(is_first, 0.0, x).to(x.dtype), ones, second_scales, above, weight, FORMAT)
+        sums = _add_group(sums, q, tl.where(is_first, x, 0.0).to(x.dtype), ones, scales, super_scales, weight, FORMAT)
+        second = tl.where(is_first, 0.0, x).to(x.dtype)
+        return _add_group(sums, q, second, ones, second_scales, super_scales, weight, FORMAT)
 
 
 @jit
@@ -172,7 +173,7 @@ def quantized_sums(
     weight_at = weight[0] + (weight_rows.to(tl.int64) * weight_stride)[None, :, None] + byte  # [splits, BN, HALF]
     rows = weight_rows[None, :]
     here = unit[:, None] + tl.zeros((FORMAT.splits, BN), tl.int32)  # [splits, BN]: first column of the unit
-    scales, scales_16, scales_32, scales_48, above = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
+    scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
     sums = tl.zeros((FORMAT.splits, BN, BM), tl.float32)
     x_sums = sums  # of one group; with one scale per row, of all of x
     steps = (PADDED + STEP - 1) // STEP
@@ -207,17 +208,17 @@ def quantized_sums(
                 if FORMAT.has_offsets:
                     x_sums = tl.dot(ones, x_low, input_precision="ieee")
                     x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
-                sums = _add_scaled(sums, part, x_sums, scales, above, weight, FORMAT)
+                sums = _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT)
             else:
-                sums = _add_half(sums, low, x_low, ones, scales, scales_16, above, weight, FORMAT)
-                sums = _add_half(sums, high, x_high, ones, scales_32, scales_48, above, weight, FORMAT)
+                sums = _add_half(sums, low, x_low, ones, scales, scales_16, super_scales, weight, FORMAT)
+                sums = _add_half(sums, high, x_high, ones, scales_32, scales_48, super_scales, weight, FORMAT)
             # Loaded one step ahead: the compiler does not pipeline loads that no dot reads.
             here += STEP
-            scales, scales_16, scales_32, scales_48, above = _load_unit_scales(
+            scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(
                 weight, here, rows, here < PADDED, FORMAT
             )
     if FORMAT.by_row:
-        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, above, weight, FORMAT)
+        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, super_scales, weight, FORMAT)
     return _add_splits(sums, FORMAT.splits, BN, BM)
 
 
