@@ -46,11 +46,11 @@ class Answer:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(count)]
 
-    def delta(self, index: int, text: str) -> Json:
-        return self._chunk(index, {"content": text} if self.kind == "chat" else text)
+    def delta(self, index: int, text: str, draft_info: Json | None = None) -> Json:
+        return self._chunk(index, {"content": text} if self.kind == "chat" else text, draft_info=draft_info)
 
-    def end(self, index: int, reason: str) -> Json:
-        return self._chunk(index, {} if self.kind == "chat" else "", reason)
+    def end(self, index: int, reason: str, draft_info: Json | None = None) -> Json:
+        return self._chunk(index, {} if self.kind == "chat" else "", reason, draft_info)
 
     def usage(self, usage: Usage) -> Json:
         return {**self._head(self._chunk_name), "choices": [], "usage": usage.as_json()}
@@ -59,9 +59,11 @@ class Answer:
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
-    def _chunk(self, index: int, content: Any, reason: str | None = None) -> Json:
+    def _chunk(self, index: int, content: Any, reason: str | None = None, draft_info: Json | None = None) -> Json:
         key = "delta" if self.kind == "chat" else "text"
         choice = {"index": index, key: content, "logprobs": None, "finish_reason": reason}
+        if draft_info is not None:
+            choice["draft_info"] = draft_info
         chunk = {**self._head(self._chunk_name), "choices": [choice]}
         return {**chunk, "usage": None} if self.includes_usage else chunk
 

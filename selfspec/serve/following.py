@@ -13,6 +13,7 @@ from typing import Any
 from selfspec.scheduler import Scheduler
 from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
+from selfspec.serve.draft_info import DraftInfo
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.stops import find_stop
 from selfspec.text import Detokenizer
@@ -25,6 +26,7 @@ class Piece:
     index: int
     text: str
     finish_reason: str | None
+    draft_info: dict[str, Any] | None = None  # where the call asks for it
 
 
 class Wakeups:
@@ -51,13 +53,17 @@ class Wakeups:
 class ChoiceText:
     """The text of one sequence so far. Holds back as many characters as a stop text that has begun may have."""
 
-    def __init__(self, sequence: Sequence_, tokenizer: Any, stops: Sequence[str], echo: str) -> None:
+    def __init__(
+        self, sequence: Sequence_, tokenizer: Any, stops: Sequence[str], echo: str, draft_info: bool = False
+    ) -> None:
         self._sequence, self._stops = sequence, stops
+        self._describer = DraftInfo(sequence) if draft_info else None
         self._detokenizer = Detokenizer(tokenizer, sequence.prompt)
         self._held = max((len(stop) - 1 for stop in stops), default=0)
         self._echo, self._text = echo, ""
         self._tokens = self._shown = 0  # new tokens in the text; characters that were returned
         self.is_finished = False
+        self.draft_info: dict[str, Any] | None = None  # of the last piece
 
     def advance(self, new_tokens: int, finish_reason: str | None) -> str:
         """Returns the text to show after a step that left the sequence with so many new tokens."""
@@ -67,17 +73,29 @@ class ChoiceText:
         if finish_reason == "stop" and self._stops:
             self._add_end(tokens)
         else:
-            self._text += self._detokenizer.add(tokens, last=self.is_finished)
+            self._add(tokens, last=self.is_finished)
         shown = len(self._text) if self.is_finished else max(self._shown, len(self._text) - self._held)
         piece = self._echo + self._text[self._shown : shown]
+        if self._describer is not None and new_tokens and (piece or self.is_finished):
+            self.draft_info = self._describer.chunk(self._text, self._shown, shown, new_tokens)
         self._echo, self._shown = "", shown
         return piece
 
+    def _add(self, tokens: list[int], last: bool = False) -> None:
+        if self._describer is None:
+            self._text += self._detokenizer.add(tokens, last)
+            return
+        for token in tokens:
+            self._text += self._detokenizer.add([token])
+            self._describer.add_token(len(self._text))
+        if last:
+            self._text += self._detokenizer.add([], last)
+
     def _add_end(self, tokens: list[int]) -> None:
         """Adds the last tokens, and cuts the text before a stop text that the very last one completed."""
-        self._text += self._detokenizer.add(tokens[:-1])
+        self._add(tokens[:-1])
         before = len(self._text)
-        self._text += self._detokenizer.add(tokens[-1:], last=True)
+        self._add(tokens[-1:], last=True)
         self._text = self._text[: find_stop(self._text, self._stops, before)]
 
 
@@ -92,11 +110,12 @@ class Run:
         echoes: Sequence[str],
         stops: Sequence[str],
         wakeups: Wakeups,
+        draft_info: bool = False,
     ) -> None:
         self._scheduler, self._wakeups, self._event = scheduler, wakeups, asyncio.Event()
         self.requests = requests
         self._choices = [
-            [ChoiceText(sequence, tokenizer, stops, echo) for sequence in request.sequences]
+            [ChoiceText(sequence, tokenizer, stops, echo, draft_info) for sequence in request.sequences]
             for request, echo in zip(requests, echoes, strict=True)
         ]
         self._states: list[list[tuple[int, str | None]]] = [[] for _ in requests]
@@ -138,6 +157,6 @@ class Run:
                 if reason == "cancelled":
                     raise ApiError(503, "the server is stopping: try again soon")
                 if not choice.is_finished and (text := choice.advance(new_tokens, reason)) + (reason or ""):
-                    pieces.append(Piece(index + at, text, reason))
+                    pieces.append(Piece(index + at, text, reason, choice.draft_info))
             index += len(choices)
         return pieces

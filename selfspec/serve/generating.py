@@ -73,7 +73,8 @@ class Generating(Response):
         prepared = await loop.run_in_executor(service.preparing, prepare, service.engine, self._body)
         assert service.wakeups is not None
         scheduler, tokenizer = service.engine.scheduler, service.engine.tokenizer
-        run = Run(scheduler, tokenizer, prepared.requests, prepared.echoes, self._body.stops, service.wakeups)
+        stops, draft_info = self._body.stops, bool(self._body.return_draft_info)
+        run = Run(scheduler, tokenizer, prepared.requests, prepared.echoes, stops, service.wakeups, draft_info)
         return run, prepared.prompt_tokens
 
     async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
@@ -98,8 +99,12 @@ class Generating(Response):
             async for pieces in steps:
                 opening = [] if events.is_started else self._answer.opening(len(run.sequences))
                 self._first_s = self._first_s or time.monotonic() - started
-                deltas = [self._answer.delta(piece.index, piece.text) for piece in pieces if piece.text]
-                ends = [self._answer.end(of.index, of.finish_reason) for of in pieces if of.finish_reason is not None]
+                deltas = [self._answer.delta(of.index, of.text, of.draft_info) for of in pieces if of.text]
+                ends = [
+                    self._answer.end(of.index, of.finish_reason, None if of.text else of.draft_info)
+                    for of in pieces
+                    if of.finish_reason is not None
+                ]
                 await events.write(*opening, *deltas, *ends)
 
     async def _collect(self, run: Run, started: float) -> tuple[list[str], list[str | None]]:

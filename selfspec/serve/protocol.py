@@ -91,6 +91,7 @@ class Generation(Body):
     speculative_decoding: bool | Literal["force"] | None = None
     domain: str | None = None
     stop_token_ids: list[TokenId] | None = None
+    return_draft_info: bool | None = None  # which tokens of each chunk were drafted, and the plan
 
     @property
     def stops(self) -> list[str]:
@@ -195,8 +196,9 @@ def _check_generation(body: Generation) -> None:
             raise ApiError(400, "logit_bias: its keys must be token ids, written as integers", "logit_bias")
     if body.min_tokens and body.new_tokens is not None and body.min_tokens > body.new_tokens:
         raise ApiError(400, "min_tokens is above max_tokens: lower it", "min_tokens")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    for name in ("stream_options", "return_draft_info"):
+        if getattr(body, name) and not body.stream:
+            raise ApiError(400, f"{name} needs stream=true", name)
 
 
 def _check_message(index: int, message: Message) -> None:

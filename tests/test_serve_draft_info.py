@@ -1,0 +1,57 @@
+"""Draft info in the chunks of a stream: origins, accepted lengths, plan and reason, with and without stop texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.serving import CHAT, events_of, serving, tiny_engine
+
+SETTINGS: dict[str, Any] = {"messages": CHAT, "max_tokens": 24, "seed": 5, "stream": True}
+AS_OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "seed": 5, "do_sample": True, "temperature": 1.0, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(tiny_engine(tmp_path_factory.mktemp("profile"), max_position_embeddings=128)) as running:
+        yield running
+
+
+def chunks(served, **fields: Any) -> list[Any]:
+    events = events_of(served.http.post("/v1/chat/completions", json={**SETTINGS, **fields}))
+    return [event["choices"][0] for event in events]
+
+
+def test_draft_info_names_the_origin_of_every_token(served):
+    expected = served.engine.complete(CHAT, speculative_decoding="force", **AS_OPTIONS)
+    choices = chunks(served, speculative_decoding="force", return_draft_info=True)
+    told = [choice for choice in choices if "draft_info" in choice]
+    for choice in told:
+        assert "".join(text for text, _ in choice["draft_info"]["tokens"]) == choice["delta"].get("content", "")
+    infos = [choice["draft_info"] for choice in told]
+    assert [origin for info in infos for _, origin in info["tokens"]] == expected.origins
+    assert "drafted" in expected.origins
+    lengths = [length for info in infos for length in info["accepted_lengths"]]
+    assert (sum(lengths), len(lengths)) == (24, expected.stats.cycles)
+    assert {info["plan"] for info in infos} == {change.plan for change in expected.stats.changes}
+    seconds = [info["elapsed_s"] for info in infos]
+    assert all(info["off_reason"] is None for info in infos) and seconds[0] > 0 and seconds == sorted(seconds)
+
+
+def test_draft_info_of_plain_decoding_names_the_reason_and_comes_on_request_only(served):
+    infos = [of["draft_info"] for of in chunks(served, speculative_decoding=False, return_draft_info=True)[1:-1]]
+    assert {(info["plan"], info["off_reason"]) for info in infos} == {("none", "request")}
+    assert {origin for info in infos for _, origin in info["tokens"]} == {"plain"}
+    assert not any("draft_info" in choice for choice in chunks(served))
+    answer = served.http.post("/v1/chat/completions", json={**SETTINGS, "stream": False, "return_draft_info": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_draft_info")
+
+
+def test_the_tokens_of_held_back_text_join_to_the_text(served):
+    text = served.engine.complete(CHAT, **AS_OPTIONS).text
+    stops = {"stop": [text[9:13], "never said at all"], "speculative_decoding": "force"}
+    infos = [of["draft_info"] for of in chunks(served, return_draft_info=True, **stops) if "draft_info" in of]
+    assert "".join(part for info in infos for part, _ in info["tokens"]) == text[: text.index(text[9:13])]
+    whole = served.http.post("/v1/chat/completions", json={**SETTINGS, **stops, "stream": False}).json()
+    assert sum(length for info in infos for length in info["accepted_lengths"]) == whole["usage"]["completion_tokens"]
