@@ -95,7 +95,7 @@ class Batch:
 
     def _cost_kind(self) -> Hashable:
         """Key of measured costs beside plan, batch size and length: the exit layer; whether any sequence samples,
-        processes logits, has callables, uses the rejection rule."""
+        processes logits, has callables, uses the rejection rule, wants log probabilities."""
         params = [sequence.params for sequence in self.running]
         requests = [sequence.request for sequence in self.running]
         return (
@@ -104,6 +104,7 @@ class Batch:
             any(of.changes_logits for of in params),
             any(bool(of.processors) for of in requests),
             any(of.rejection for of in requests),
+            any(of.logprobs is not None for of in requests),
         )
 
     # Steps

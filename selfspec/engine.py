@@ -36,7 +36,7 @@ from selfspec.request import (
     read_prompts,
 )
 from selfspec.request_builder import RequestBuilder
-from selfspec.results import Completion, GenerateOutput, Stream, completion_of, stats_of, to_tensor
+from selfspec.results import Completion, GenerateOutput, Stream, completion_of, output_of, to_tensor
 from selfspec.scheduler import MAX_DECODING, Scheduler
 from selfspec.sequence import Request
 from selfspec.speculation.plan import SPARE_POSITIONS
@@ -192,7 +192,7 @@ class Engine:
         sequences = to_tensor(input_ids, request.sequences, settings)
         if not settings.return_dict:
             return sequences
-        return GenerateOutput(sequences, [stats_of(sequence) for sequence in request.sequences])
+        return output_of(sequences, request)
 
     # One prompt gives one completion, unless the call or its generation config asks for several samples.
     @overload

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from selfspec.governor.rules import Mode, Rules
+from selfspec.logprobs import MAX_TOP
 from selfspec.processors import Processor, absorb_processors
 from selfspec.sampling import SamplingParams, as_scalar, is_int, read_token_ids
 from selfspec.speculation.plan import Plan
@@ -34,7 +35,7 @@ PlanLike = str | Plan | Sequence[tuple[int, int]]
 SUPPORTED = tuple(
     "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias sequence_bias bad_words_ids suppress_tokens allowed_token_ids "
-    "eos_token_id stop_token_ids pad_token_id stop_strings num_return_sequences".split()
+    "eos_token_id stop_token_ids pad_token_id stop_strings num_return_sequences logprobs prompt_logprobs".split()
 )
 
 # Fields of a GenerationConfig that do not change the tokens of a decoder-only model, greedy or sampling.
@@ -92,6 +93,8 @@ class Settings:
     num_return_sequences: int
     stop_strings: tuple[str, ...]
     return_dict: bool
+    logprobs: int | None  # likely tokens beside the log probability of each new token; None: none are computed
+    prompt_logprobs: int | None  # the same for the prompt's tokens
 
     def resolve(
         self,
@@ -177,6 +180,8 @@ def _settings_from(merged: dict[str, Any]) -> Settings:
         num_return_sequences=samples,
         stop_strings=_stop_strings(merged.get("stop_strings", ())),
         return_dict=bool(merged.get("return_dict_in_generate", False)),
+        logprobs=_top("logprobs", merged),
+        prompt_logprobs=_top("prompt_logprobs", merged),
     )
 
 
@@ -207,6 +212,13 @@ def _positive(name: str, merged: dict[str, Any]) -> int | None:
     value = merged.get(name)
     if value is not None and (not is_int(value) or value < 1):
         raise ValueError(f"{name}={value!r} is not possible: it must be an integer of at least 1")
+    return value
+
+
+def _top(name: str, merged: dict[str, Any]) -> int | None:
+    value = merged.get(name)
+    if value is not None and (not is_int(value) or not 0 <= value <= MAX_TOP):
+        raise ValueError(f"{name}={value!r} is not possible: it must be an integer from 0 to {MAX_TOP}, or None")
     return value
 
 

@@ -85,6 +85,8 @@ class RequestBuilder:
             criteria=tuple(_criteria(resolved, tokenizer)),
             policy=policy,
             rejection=speculation.acceptance == "rejection" and params.do_sample,
+            logprobs=settings.logprobs,
+            prompt_logprobs=settings.prompt_logprobs,
         )
         if not policy.off_for_good:
             request.find_drafter = partial(self._find_drafter, request, speculation, prompts, layer)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from selfspec.governor.governor import Change
+from selfspec.logprobs import TokenLogprob
 from selfspec.request import Settings
 from selfspec.scheduler import Scheduler
 from selfspec.sequence import Request, Sequence
@@ -43,6 +44,8 @@ class GenerateOutput:
 
     sequences: torch.Tensor  # [B * num_return_sequences, longest]
     stats: list[Stats]
+    logprobs: list[list[TokenLogprob]] | None = None  # of the new tokens of each sequence, with `logprobs`
+    prompt_logprobs: list[list[TokenLogprob]] | None = None  # of its prompt's tokens from the second on
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Completion:
     finish_reason: str
     stats: Stats
     origins: list[str]  # of each token: 'drafted', 'decoded' (by the whole model, after drafts), or 'plain'
+    logprobs: list[TokenLogprob] | None = None  # of each token, with `logprobs`
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens from the second on
 
 
 class Stream(Iterator[str]):
@@ -141,11 +146,27 @@ def to_tensor(input_ids: torch.Tensor, sequences: list[Sequence], settings: Sett
     return torch.cat((prompts, torch.tensor(new, device=input_ids.device)), dim=1)
 
 
+def output_of(tokens: torch.Tensor, request: Request) -> GenerateOutput:
+    every = request.sequences
+    of_new = None if request.logprobs is None else [of.logprobs for of in every]
+    of_prompts = None if request.prompt_logprobs is None else [of.first_sample.prompt_logprobs for of in every]
+    return GenerateOutput(tokens, [stats_of(of) for of in every], of_new, of_prompts)
+
+
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
     tokens = sequence.tokens[len(sequence.prompt) :]
     assert sequence.finish_reason is not None
     text = Detokenizer(tokenizer, sequence.prompt).add(tokens, last=True)
-    return Completion(text, tokens, sequence.finish_reason, stats_of(sequence), list(sequence.origins))
+    request = sequence.request
+    return Completion(
+        text,
+        tokens,
+        sequence.finish_reason,
+        stats_of(sequence),
+        list(sequence.origins),
+        None if request.logprobs is None else sequence.logprobs,
+        None if request.prompt_logprobs is None else sequence.first_sample.prompt_logprobs,
+    )
 
 
 def stats_of(sequence: Sequence) -> Stats:

@@ -20,6 +20,7 @@ import torch
 from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Change
+from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
@@ -73,6 +74,8 @@ class Sequence:
     records: list[StepRecord] = field(default_factory=list)  # one per step
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step
     drafted_end: int | None = None  # index of the step whose drafted token ended the sequence
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the new tokens, if the request asks for them
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
     # Computed from the first steps, and extended when statistics are read.
     _counts: Counter[tuple[StepRecord, int]] = field(default_factory=Counter, init=False)
     _origins: list[str] = field(default_factory=list, init=False)
@@ -84,6 +87,11 @@ class Sequence:
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
         return frozenset(self.params.stop_token_ids)
+
+    @property
+    def first_sample(self) -> Sequence:
+        """The sample of its prompt that was prefilled: itself, or the one that it shares the prompt's pages with."""
+        return self.parent or self
 
     @property
     def new_tokens(self) -> int:
@@ -124,6 +132,12 @@ class Sequence:
             met = [bool(torch.as_tensor(of(prefix, None)).any()) for of in self.request.criteria]
             return any(met)  # of a list, so that every criterion is called for every token
         return True  # a criterion raised
+
+    def add_logprobs(self, packed: list[list[float]]) -> None:
+        """Adds the log probabilities of the newest step's tokens; drops those of tokens after the sequence's end."""
+        if self.request.logprobs is not None:
+            new = self.tokens[len(self.prompt) + len(self.logprobs) :]
+            self.logprobs += unpack_logprobs(packed, new, self.request.logprobs)
 
     def process(self, values: torch.Tensor) -> torch.Tensor:
         """Runs the request's processors on logits [1, V]; returns float32."""
@@ -252,6 +266,8 @@ class Request:
     find_drafter: Callable[[], Drafter | None] = lambda: None  # called by the loop before the request is admitted
     is_prepared: bool = False  # `find_drafter` was called
     rejection: bool = False  # `acceptance="rejection"`
+    logprobs: int | None = None  # likely tokens listed beside each new token's log probability; None: not computed
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     callback_s: float = 0.0  # seconds in processors and criteria, which steps are not charged for
     error: BaseException | None = None
     is_cancelled: bool = False

@@ -164,6 +164,31 @@ def _in_cache(
     return [*cached, feature.clone(), end[:count].clone()]
 
 
+@pytest.mark.parametrize("name", ["greedy", "any_cut"])
+def test_log_probabilities_have_the_same_bits_for_every_plan_and_batch(small: Decoder, name: str) -> None:
+    engine = Engine(small, kernels=True, max_length=1024, max_batch=16)
+    wanted: dict[str, Any] = {**EVERY[name], "logprobs": 5, "prompt_logprobs": 1}
+    plain, without = generate(engine, 4, "none", 32, **wanted), generate(engine, 4, "none", 32, **EVERY[name])
+    assert torch.equal(plain.sequences, without.sequences)
+    for plan in PLANS:
+        drafted = generate(engine, 4, plan, 32, **wanted)
+        assert drafted.logprobs == plain.logprobs and drafted.prompt_logprobs == plain.prompt_logprobs, plan
+    ids, mask = prompts(4)
+    alone = engine.generate(ids[:1], mask[:1], max_new_tokens=32, return_dict_in_generate=True, **wanted)
+    assert alone.prompt_logprobs == plain.prompt_logprobs[:1] and alone.logprobs == plain.logprobs[:1]
+
+
+def test_prompt_log_probabilities_are_nearly_those_of_pytorch(small: Decoder) -> None:
+    """Of prompts that share a pass, and of one that runs in captured chunks."""
+    wanted: dict[str, Any] = {"prompt_logprobs": 0, **GREEDY}
+    engines = [Engine(small, kernels=kernels, max_length=2048, max_batch=4) for kernels in (True, False)]
+    for batch, longest in ((3, 150), (1, 1500)):
+        found = [generate(engine, batch, "none", 1, longest, **wanted).prompt_logprobs for engine in engines]
+        ours, theirs = (torch.tensor([of.logprob for prompt in every for of in prompt]) for every in found)
+        assert len(ours) >= longest - 1
+        assert (ours - theirs).abs().mean() < 0.02  # bfloat16
+
+
 def test_warm_up_captures_all_steps_of_usual_requests(tmp_path: Path) -> None:
     engine = governed(endless("llama"), tmp_path)
     engine.warmup(3)

@@ -16,6 +16,7 @@ import torch
 from selfspec.backends.base import Step
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
+from selfspec.logprobs import pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import (
     CHILDREN,
@@ -77,6 +78,9 @@ class TorchBackend:
         features = self._run_verify_partition(hidden, at, exit)
         if not bool(torch.isfinite(features).all()):
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
+        if (top := sequence.request.prompt_logprobs) is not None:
+            after = sequence.prompt[sequence.kv.length + 1 :][:count]
+            sequence.prompt_logprobs += prompt_logprobs(features[0], after, top, self._logits)
         if exit is not None:
             previous = torch.cat((self._previous_features([sequence]), features[:, :-1]), dim=1)
             exit.fill(hidden, previous, at, self.cache)
@@ -114,11 +118,13 @@ class TorchBackend:
         try:
             draft = self.draft(sequences, plan, exit)
             features = self.verify(sequences, draft, exit)
-            paths = self.accept(sequences, draft, self._logits(features), exit)
+            logits = self._logits(features)
+            paths = self.accept(sequences, draft, logits, exit)
         except BaseException:
             self.cache.abort(kvs)
             raise
         self.commit(sequences, draft, features, paths, exit)
+        _add_logprobs(sequences, paths, logits)
         seconds = time.perf_counter() - started - (callback_seconds(sequences) - callbacks)
         return Step(sequences, record, [path[-1] for path in paths], seconds)
 
@@ -372,6 +378,14 @@ def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list
     best = logits.argmax(-1)
     finite = logits.gather(-1, best[..., None])[..., 0].isfinite()
     return torch.where(finite, best, -1).tolist()
+
+
+def _add_logprobs(sequences: list[Sequence], paths: list[list[int]], logits: torch.Tensor) -> None:
+    """Computes the log probabilities of a step's tokens, from the logits [B, n + 1, V] of the nodes before them."""
+    for sequence, path, values in zip(sequences, paths, logits, strict=True):
+        if (top := sequence.request.logprobs) is not None:
+            tokens = torch.tensor(sequence.tokens[-len(path) :], device=logits.device)
+            sequence.add_logprobs(pack_logprobs(values[path], tokens, top).tolist())
 
 
 def callback_seconds(sequences: Seq[Sequence]) -> float:

@@ -39,6 +39,7 @@ class CudaBackend:
         self._prompt_scores = PromptScoresInFlight(graphs.readbacks)
         self._exit_scores = ExitScoresInFlight(graphs.readbacks)
         self._unfilled: dict[Sequence, int] = {}  # plainly decoded tokens that the exit's KV lacks
+        self._top: int | None = None  # likely tokens in the log probabilities of a step; None: no sequence wants any
 
     def slots_for(self, sequences: int) -> int:
         return bucket(sequences)
@@ -65,6 +66,7 @@ class CudaBackend:
         readback = self.graphs.readbacks.take(device_step.report)
         self._times.start(step, readback, before, self.overlaps)
         replay()
+        self._send_logprobs(step, device_step)
         readback.send(device_step.report)
 
     def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str) -> tuple:
@@ -75,6 +77,14 @@ class CudaBackend:
         parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
+        self._send_logprobs(step, parts[0])
+
+    def _send_logprobs(self, step: StepInFlight, device_step: DeviceStep) -> None:
+        """Computes log probabilities behind a step, where a sequence wants them, and copies them to the host."""
+        if self._top is not None:
+            packed = device_step.logprobs(self._top)
+            step.logprobs = self.graphs.readbacks.take(packed)
+            step.logprobs.send(packed)
 
     def read(self, step: Step) -> None:
         """Waits for the step's report and appends its tokens. Drops the tokens of sequences that have ended since the
@@ -93,9 +103,18 @@ class CudaBackend:
                 last = append_tokens(sequence, report[TOKENS : TOKENS + count], plan, report[LAST])
             kept.append(sequence)
             last_nodes.append(last)
+        if step.logprobs is not None:
+            self._add_logprobs(step, kept)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
         step.sequences, step.last_nodes = kept, last_nodes
         self._times.stop(step)
+
+    def _add_logprobs(self, step: StepInFlight, kept: list[Sequence]) -> None:
+        assert step.logprobs is not None
+        packed, slots = step.logprobs.read(), dict(zip(step.sequences, step.slots, strict=True))
+        self.graphs.readbacks.give_back(step.logprobs)
+        for sequence in kept:
+            sequence.add_logprobs(packed[slots[sequence]])
 
     # Slots
 
@@ -108,6 +127,7 @@ class CudaBackend:
             # The layout of unfilled states depends on the number of slots: uses them before it changes.
             self.fill_exit(list(self._unfilled), exit, score=False, before=before)
         placement.place(sequences, exit)
+        self._top = max((of.request.logprobs for of in sequences if of.request.logprobs is not None), default=None)
 
     def release(self, sequence: Sequence) -> None:
         self._placement.release(sequence)

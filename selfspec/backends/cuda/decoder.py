@@ -20,6 +20,7 @@ from selfspec.kernels.embed_rope import RowMetadata
 from selfspec.kernels.final_norm import final_norm
 from selfspec.kernels.gate_up_gemm import gated_linear
 from selfspec.kernels.gemm import linear
+from selfspec.kernels.lm_head_topk import lm_head_logits
 from selfspec.kernels.norm import NextNorm, Norm, rms_norm, squares_per_row
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
 from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_attention, workspace_size
@@ -322,3 +323,10 @@ class FusedDecoder:
 
     def _take(self, name: str, rows: int, width: int) -> torch.Tensor:
         return self.scratch.take(name, rows, width, dtype=self.model.dtype)
+
+
+def head_logits(model: Decoder, states: torch.Tensor) -> torch.Tensor:
+    """The model's logits [R, V] in float32 after normed final states [R, hidden], with the bits of a step's choice."""
+    logits = torch.empty(len(states), model.config.vocab_size, dtype=torch.float32, device=states.device)
+    lm_head_logits(states, model.head.weight, logits, softcap=model.config.logit_softcap)
+    return logits

@@ -191,19 +191,22 @@ class Graphs:
 
     # Prefill
 
-    def prefill(self, exit: Exit | None, count: int, end: int) -> tuple[Prefill, Launch]:
+    def prefill(self, exit: Exit | None, count: int, end: int, keeps_states: bool = False) -> tuple[Prefill, Launch]:
         """The pass over a chunk of `count` prompt tokens that ends before position `end`."""
         rows = bucket(count, SMALLEST)
         slots = bucket(end - count + rows, PAGE_SIZE)
-        key = ("prefill", rows, slots, *_exit_key(exit))
-        parts = self.model, self.cache, exit, rows, slots, self.idle_page
+        key = ("prefill", rows, slots, keeps_states, *_exit_key(exit))
+        parts = self.model, self.cache, exit, rows, slots, self.idle_page, keeps_states
         return self.captured.find(key, None, lambda: Prefill(*parts), "launch")
 
-    def short_prefill(self, exit: Exit | None, lengths: Sequence[int]) -> tuple[ShortPrefill, Launch]:
+    def short_prefill(
+        self, exit: Exit | None, lengths: Sequence[int], keeps_states: bool = False
+    ) -> tuple[ShortPrefill, Launch]:
         """The pass over several short prompts of these lengths."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
-        key = ("short prefill", *size, *_exit_key(exit))
-        return self.captured.find(key, None, lambda: ShortPrefill(*parts, *size, self.idle_page, exit=exit), "launch")
+        key = ("short prefill", *size, keeps_states, *_exit_key(exit))
+        build = partial(ShortPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
+        return self.captured.find(key, None, build, "launch")
 
     def prompt_embedding(self, lengths: Sequence[int], layer: int) -> tuple[PromptEmbedding, Launch]:
         """The pass that sums the states of prompts of these lengths after `layer` layers, for the router."""

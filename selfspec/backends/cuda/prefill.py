@@ -42,7 +42,8 @@ class Causal:
 
 class Prefill:
     """The pass over a chunk of up to `rows` prompt tokens, with up to `slots` cache slots from the prompt's first
-    position to the chunk's last. With an exit also fills its KV, and keeps features and states for the next chunk."""
+    position to the chunk's last. With an exit also fills its KV, and keeps features and states for the next chunk. With
+    `keeps_states` also keeps the normed final states of all rows, for log probabilities."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Prefill:
         rows: int,
         slots: int,
         idle_page: int,
+        keeps_states: bool,
     ) -> None:
         self.model, self.cache, self.slots, self._idle_page = model, cache, slots, idle_page
         self.exit = exit
@@ -63,11 +65,13 @@ class Prefill:
         width = FEATURE_STATES * model.config.hidden_size
         self.feature = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)  # before, then after the chunk
         self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # of the prompt before the chunk, then with the chunk
+        self.final_states = torch.zeros_like(model.embed(self.tokens)[0]) if keeps_states else None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that belong to this pass alone."""
-        return [self.inputs, self.feature, self.prompt_end]
+        kept = [] if self.final_states is None else [self.final_states]
+        return [self.inputs, self.feature, self.prompt_end, *kept]
 
     def load(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Copies the chunk's tokens, start and pages to the device."""
@@ -97,7 +101,9 @@ class Prefill:
         at = self._layout()
         hidden = model.embed(self.tokens)
         if exit is None:
-            model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
+            last = model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
+            if self.final_states is not None:
+                self.final_states.copy_(model.read(last)[0])
             return
         hidden = model.run(hidden, 0, exit.layer, at, self.cache)  # type: ignore[arg-type]
         middle = model.run(hidden, exit.layer, exit.feature_layer, at, self.cache)  # type: ignore[arg-type]
@@ -106,7 +112,10 @@ class Prefill:
         previous = torch.cat((self.feature, features[:, :-1]), dim=1)
         exit.fill(hidden, previous, at, self.cache)  # type: ignore[arg-type]
         self.feature.copy_(features.index_select(1, self.span[1:] - 1))
-        self._keep_prompt_end(hidden[0], previous[0], features[0, :, : model.config.hidden_size])
+        final_states = features[0, :, : model.config.hidden_size]
+        self._keep_prompt_end(hidden[0], previous[0], final_states)
+        if self.final_states is not None:
+            self.final_states.copy_(final_states)
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
         """Keeps the states [rows, ...] of the prompt's last PROMPT_END positions, those before the chunk included."""

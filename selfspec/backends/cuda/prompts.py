@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
+from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, segments
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
+from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
@@ -49,7 +52,7 @@ class PromptPrefill:
         lengths = list(map(len, contexts))
         for kv, length in zip(kvs, lengths, strict=True):
             self.cache.reserve(kv, length)
-        prefill, replay = self.graphs.short_prefill(exit, lengths)
+        prefill, replay = self.graphs.short_prefill(exit, lengths, _wants_logprobs(sequences))
         prefill.load([(context, kv.pages) for context, kv in zip(contexts, kvs, strict=True)])
         replay()
         if exit is not None:
@@ -58,6 +61,12 @@ class PromptPrefill:
             for sequence, feature, end in zip(sequences, features, ends, strict=True):
                 sequence.previous_feature = sequence.prompt_feature = feature
                 self.prompt_ends[sequence] = end
+        if prefill.final_states is not None:
+            first = 0
+            for sequence, length in zip(sequences, lengths, strict=True):
+                rows = prefill.inputs.rows_of(first, length).to(prefill.final_states.device)
+                self._add_logprobs(sequence, prefill.final_states.index_select(0, rows))
+                first += segments(length)
         for kv, length in zip(kvs, lengths, strict=True):
             self.cache.extend(kv, length)
 
@@ -71,7 +80,7 @@ class PromptPrefill:
             self.release(sequence)  # prompts this long are not scored
             return ready
         self.cache.reserve(kv, end)
-        prefill, replay = self.graphs.prefill(exit, len(chunk), end)
+        prefill, replay = self.graphs.prefill(exit, len(chunk), end, _wants_logprobs([sequence]))
         prefill.load(chunk, kv.length, kv.pages)
         if exit is not None:
             prefill.load_previous(sequence.previous_feature, self.prompt_ends.get(sequence) if kv.length else None)
@@ -79,9 +88,23 @@ class PromptPrefill:
         if exit is not None:
             sequence.previous_feature = sequence.prompt_feature = prefill.feature[0, 0].clone()
             self.prompt_ends[sequence] = prefill.prompt_end.clone()
+        if prefill.final_states is not None:
+            self._add_logprobs(sequence, prefill.final_states[: len(chunk)])
         self.cache.extend(kv, len(chunk))
         return [sequence] if kv.length == len(context) else []
+
+    def _add_logprobs(self, sequence: Sequence, states: torch.Tensor) -> None:
+        """Adds the log probabilities of the prompt's tokens after those in the cache, where the request asks for them,
+        from the final states [T, hidden] that they follow."""
+        if (top := sequence.request.prompt_logprobs) is not None:
+            after = sequence.prompt[sequence.kv.length + 1 :][: len(states)]
+            project = partial(head_logits, self.graphs.model)
+            sequence.prompt_logprobs += prompt_logprobs(states, after, top, project)
 
     def release(self, sequence: Sequence) -> None:
         self.prompt_ends.pop(sequence, None)
         self._torch.release(sequence)
+
+
+def _wants_logprobs(sequences: Seq[Sequence]) -> bool:
+    return any(sequence.request.prompt_logprobs is not None for sequence in sequences)

@@ -79,6 +79,7 @@ class StepInFlight(Step):
     slots: list[int] = field(default_factory=list)  # of its sequences
     readback: Readback | None = None
     callback_s: float = 0.0  # seconds of it in callables
+    logprobs: Readback | None = None  # packed log probabilities by slot and depth; None: no sequence wants them
     # Last accepted nodes of sequences with callables, whose tokens were appended while the step ran.
     appended: dict[Sequence, int] = field(default_factory=dict)
 

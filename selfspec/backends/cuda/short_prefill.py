@@ -182,6 +182,11 @@ class PassInputs:
             parts["last"][number] = self._row(at - 1, (length - 1) % self.segment)
         self._int64.copy_(to_device(torch.from_numpy(inputs), self._int64.device), non_blocking=True)
 
+    def rows_of(self, first: int, length: int) -> torch.Tensor:
+        """The rows of a prompt of `length` tokens, on the host, given the number of its first segment."""
+        position = torch.arange(length)
+        return self._row(first + position // self.segment, position % self.segment)
+
     def _row(self, segment: Any, position: Any) -> Any:
         """The row of a segment's position; of integers or arrays."""
         return position * self.count + segment
@@ -213,11 +218,12 @@ class PromptEmbedding(PromptPass):
 
 class ShortPrefill(PromptPass):
     """Runs prompts through all layers. With an exit also fills its KV, and keeps each prompt's last feature and the
-    states of its last positions."""
+    states of its last positions; with `keeps_states` the normed final states of all rows, for log probabilities."""
 
-    def __init__(self, *size: Any, exit: Exit | None) -> None:
+    def __init__(self, *size: Any, exit: Exit | None, keeps_states: bool = False) -> None:
         super().__init__(*size)
         model, self.exit = self.model, exit
+        self.final_states = self._take("final", model.config.hidden_size) if keeps_states else None
         self.features = feature_buffer(model, self.count)  # of each prompt's last position
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
@@ -234,6 +240,9 @@ class ShortPrefill(PromptPass):
         # Before the first kernel: later ones may start early and read it without waiting.
         self._previous_rows[: self.count].copy_(self.inputs.previous)
         residual = self._embed()
+        if exit is None and self.final_states is not None:
+            decoder.final_norm(decoder.run(range(layers), residual, residual, self.nodes), self.final_states)
+            return
         if exit is None:  # only keys and values are needed
             residual = decoder.run(range(layers - 1), residual, residual, self.nodes)
             last, spec = self.model.layers[-1], self.model.config.layers[-1]
@@ -250,5 +259,7 @@ class ShortPrefill(PromptPass):
         rows, hidden = self.inputs.end.flatten().clamp(min=0), self.model.config.hidden_size
         previous = features.index_select(0, self._previous_rows.index_select(0, rows))
         final_states = features[self.count :, :hidden].index_select(0, rows)
+        if self.final_states is not None:
+            self.final_states.copy_(features[self.count :, :hidden])
         parts = residual.states.index_select(0, rows), previous, final_states
         torch.cat(parts, dim=1, out=self.prompt_end.flatten(0, 1))

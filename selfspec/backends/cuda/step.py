@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, empty_metadata
+from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, empty_metadata, head_logits
 from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.slots import Slots, StepOptions
 from selfspec.kernels.accept import COUNT, TOKENS, accept
@@ -24,6 +24,7 @@ from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.sample import SampleWorkspace, sample_scored
 from selfspec.kernels.score_logits import score_logits
 from selfspec.kernels.topk import MAX_SCAN_WIDTH, Ranking, Scores, topk_tokens
+from selfspec.logprobs import pack_logprobs
 from selfspec.sampling import TARGET
 from selfspec.speculation.plan import Plan
 
@@ -231,6 +232,14 @@ class DeviceStep:
         work = scratch.take_like(SampleWorkspace.empty(self.rows, vocabulary, "meta", truncation.small_top_k))
         score_all(work.scores, **how)
         sample_scored(vocabulary, self.chosen.view(-1), work, noise=noise, truncation=truncation)
+
+    def logprobs(self, top: int) -> torch.Tensor:
+        """Log probabilities of the tokens that the step emitted, from the final states of the nodes that they follow;
+        see `pack_logprobs`. [B, depth + 1, 1 + 2 * top]; those behind a slot's accepted length mean nothing."""
+        count = self.slots.count
+        rows = self.paths.long() * count + torch.arange(count, device=self.paths.device)[:, None]
+        logits = head_logits(self.model, self.final_states.index_select(0, rows.flatten()))
+        return pack_logprobs(logits, self.report[:, TOKENS:].flatten(), top).unflatten(0, self.paths.shape)
 
     def accept(self) -> None:
         """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
