@@ -36,7 +36,6 @@ def post(served: Served, body: Any, path: str = "/v1/chat/completions", **header
 
 
 REFUSED = [
-    ({"logprobs": True}, 400, "logprobs"),
     ({"top_logprobs": 2}, 400, "top_logprobs"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
@@ -85,8 +84,8 @@ def test_values_that_ask_for_nothing_are_accepted_and_unknown_fields_are_logged_
 def test_the_openai_client_raises_its_own_errors(served):
     client = served.client_with(KEY)
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=served.engine.name, messages=CHAT, logprobs=True)
-    assert refused.value.param == "logprobs"
+        client.chat.completions.create(model=served.engine.name, messages=CHAT, top_logprobs=3)
+    assert refused.value.param == "top_logprobs"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="another", messages=CHAT)
     with pytest.raises(openai.AuthenticationError):
@@ -166,10 +165,12 @@ VALUES += [
     [100],
     [101],
 ]
+SAID: list[Any] = [{"role": "user", "content": "hi"}]
+LIKELY: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "stop": ["a", "b"]}),
+    ("/v1/chat/completions", {"messages": SAID, "temperature": 0.5, "stop": ["a", "b"], **LIKELY}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "n": 2}),
-    ("/v1/completions", {"prompt": "abc", "echo": True, "logit_bias": {"5": 1.0}, "top_p": 0.9, "seed": 1}),
+    ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 2, "logit_bias": {"5": 1.0}, "top_p": 0.9}),
     ("/v1/completions", {"prompt": [[4, 5], [6]], "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/completions", {"prompt": ["a", "b"], "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 1}),
     ("/tokenize", {"prompt": "abc", "add_special_tokens": False}),

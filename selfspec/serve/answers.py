@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Json = dict[str, Any]
+from selfspec.serve.following import Piece
+from selfspec.serve.logprobs import Json, joined
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,21 @@ class Usage:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
+@dataclass
+class Collected:
+    """One choice of a whole answer, collected from its pieces."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[Json] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason
+        if piece.logprobs is not None:
+            self.logprobs.append(piece.logprobs)
+
+
 @dataclass(frozen=True)
 class Answer:
     """One answer: its id, and the shapes of its choices."""
@@ -30,13 +47,15 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, texts: list[str], reasons: list[str | None], usage: Usage) -> Json:
+    def whole(self, collected: list[Collected], usage: Usage) -> Json:
         choices = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-            content: Json = {"text": text}
+        for index, of in enumerate(collected):
+            content: Json = {"text": of.text}
             if self.kind == "chat":
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": reason})
+                content = {"message": {"role": "assistant", "content": of.text, "refusal": None}}
+            choices.append(
+                {"index": index, **content, "logprobs": joined(of.logprobs), "finish_reason": of.finish_reason}
+            )
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         return {**self._head(name), "choices": choices, "usage": usage.as_json()}
 
@@ -46,11 +65,15 @@ class Answer:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(count)]
 
-    def delta(self, index: int, text: str, draft_info: Json | None = None) -> Json:
-        return self._chunk(index, {"content": text} if self.kind == "chat" else text, draft_info=draft_info)
-
-    def end(self, index: int, reason: str, draft_info: Json | None = None) -> Json:
-        return self._chunk(index, {} if self.kind == "chat" else "", reason, draft_info)
+    def chunks(self, piece: Piece) -> Iterator[Json]:
+        """The chunks of a piece: its text, then the finish reason."""
+        draft_info = piece.draft_info
+        if piece.text or piece.logprobs is not None:
+            content = {"content": piece.text} if self.kind == "chat" else piece.text
+            yield self._chunk(piece.index, content, None, draft_info, piece.logprobs)
+            draft_info = None
+        if piece.finish_reason is not None:
+            yield self._chunk(piece.index, {} if self.kind == "chat" else "", piece.finish_reason, draft_info)
 
     def usage(self, usage: Usage) -> Json:
         return {**self._head(self._chunk_name), "choices": [], "usage": usage.as_json()}
@@ -59,9 +82,16 @@ class Answer:
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.kind == "chat" else "text_completion"
 
-    def _chunk(self, index: int, content: Any, reason: str | None = None, draft_info: Json | None = None) -> Json:
+    def _chunk(
+        self,
+        index: int,
+        content: Any,
+        reason: str | None = None,
+        draft_info: Json | None = None,
+        logprobs: Json | None = None,
+    ) -> Json:
         key = "delta" if self.kind == "chat" else "text"
-        choice = {"index": index, key: content, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, key: content, "logprobs": logprobs, "finish_reason": reason}
         if draft_info is not None:
             choice["draft_info"] = draft_info
         chunk = {**self._head(self._chunk_name), "choices": [choice]}

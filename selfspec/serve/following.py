@@ -15,6 +15,7 @@ from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.serve.draft_info import DraftInfo
 from selfspec.serve.errors import ApiError, of_engine
+from selfspec.serve.logprobs import ChoiceLogprobs
 from selfspec.serve.stops import find_stop
 from selfspec.text import Detokenizer
 
@@ -27,6 +28,7 @@ class Piece:
     text: str
     finish_reason: str | None
     draft_info: dict[str, Any] | None = None  # where the call asks for it
+    logprobs: dict[str, Any] | None = None  # of tokens whose text may be held back, where the call asks for them
 
 
 class Wakeups:
@@ -99,25 +101,35 @@ class ChoiceText:
         self._text = self._text[: find_stop(self._text, self._stops, before)]
 
 
+@dataclass
+class Choice:
+    """One sequence as its client gets it."""
+
+    text: ChoiceText
+    logprobs: ChoiceLogprobs | None = None  # None: not asked for
+
+    def advance(self, index: int, new_tokens: int, finish_reason: str | None) -> Piece | None:
+        """Returns the piece after a step that left the sequence with so many new tokens; None if nothing is shown."""
+        text = self.text.advance(new_tokens, finish_reason)
+        logprobs = None if self.logprobs is None else self.logprobs.advance(new_tokens)
+        if not text and finish_reason is None and logprobs is None:
+            return None
+        return Piece(index, text, finish_reason, self.text.draft_info, logprobs)
+
+
 class Run:
     """The engine's requests of one call, from submission to the last piece."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        tokenizer: Any,
         requests: Sequence[Request],
-        echoes: Sequence[str],
-        stops: Sequence[str],
+        choices: Sequence[Sequence[Choice]],  # for each request those of its sequences
         wakeups: Wakeups,
-        draft_info: bool = False,
+        most: int | None = None,  # new tokens that are shown of each sequence; None: all
     ) -> None:
         self._scheduler, self._wakeups, self._event = scheduler, wakeups, asyncio.Event()
-        self.requests = requests
-        self._choices = [
-            [ChoiceText(sequence, tokenizer, stops, echo, draft_info) for sequence in request.sequences]
-            for request, echo in zip(requests, echoes, strict=True)
-        ]
+        self.requests, self._choices, self._most = requests, choices, most
         self._states: list[list[tuple[int, str | None]]] = [[] for _ in requests]
         for number, request in enumerate(requests):
             request.progress.listener = partial(self._record, number)
@@ -126,13 +138,18 @@ class Run:
     def sequences(self) -> list[Sequence_]:
         return [sequence for request in self.requests for sequence in request.sequences]
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were shown."""
+        return sum(new_tokens for states in self._states for new_tokens, _ in states)
+
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Submits the requests and yields the pieces of each step; raises ApiError for a request that failed. Leaving
         early cancels the requests, whose pages the decoding loop frees in its next pass."""
         try:
             for request in self.requests:
                 self._scheduler.submit(request)
-            while not all(choice.is_finished for choices in self._choices for choice in choices):
+            while not all(choice.text.is_finished for choices in self._choices for choice in choices):
                 await self._event.wait()
                 self._event.clear()
                 if pieces := self._advance():
@@ -145,8 +162,14 @@ class Run:
     def _record(self, number: int) -> None:
         """Notes the state of a request's sequences between two steps; called by the decoding loop, which changes them
         at other times."""
-        self._states[number] = [(of.new_tokens, of.finish_reason) for of in self.requests[number].sequences]
+        self._states[number] = [self._state(sequence) for sequence in self.requests[number].sequences]
         self._wakeups.wake(self._event)
+
+    def _state(self, sequence: Sequence_) -> tuple[int, str | None]:
+        """New tokens to show, and the reason why there are no more."""
+        if self._most is None or sequence.new_tokens <= self._most:
+            return sequence.new_tokens, sequence.finish_reason
+        return self._most, "length" if sequence.finish_reason in ("stop", "length") else sequence.finish_reason
 
     def _advance(self) -> list[Piece]:
         pieces, index = [], 0
@@ -156,7 +179,8 @@ class Run:
             for at, (choice, (new_tokens, reason)) in enumerate(zip(choices, states, strict=False)):
                 if reason == "cancelled":
                     raise ApiError(503, "the server is stopping: try again soon")
-                if not choice.is_finished and (text := choice.advance(new_tokens, reason)) + (reason or ""):
-                    pieces.append(Piece(index + at, text, reason, choice.draft_info))
+                piece = None if choice.text.is_finished else choice.advance(index + at, new_tokens, reason)
+                if piece is not None:
+                    pieces.append(piece)
             index += len(choices)
         return pieces

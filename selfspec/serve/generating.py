@@ -11,9 +11,11 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from selfspec.serve.answers import Answer, Usage
+from selfspec.sequence import Sequence
+from selfspec.serve.answers import Answer, Collected, Usage
 from selfspec.serve.errors import of_engine
-from selfspec.serve.following import Run
+from selfspec.serve.following import Choice, ChoiceText, Run
+from selfspec.serve.logprobs import ChoiceLogprobs
 from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
@@ -72,10 +74,19 @@ class Generating(Response):
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(service.preparing, prepare, service.engine, self._body)
         assert service.wakeups is not None
-        scheduler, tokenizer = service.engine.scheduler, service.engine.tokenizer
-        stops, draft_info = self._body.stops, bool(self._body.return_draft_info)
-        run = Run(scheduler, tokenizer, prepared.requests, prepared.echoes, stops, service.wakeups, draft_info)
+        choices = [
+            [self._choice(sequence, echo) for sequence in request.sequences]
+            for request, echo in zip(prepared.requests, prepared.echoes, strict=True)
+        ]
+        run = Run(service.engine.scheduler, prepared.requests, choices, service.wakeups, self._body.new_tokens)
         return run, prepared.prompt_tokens
+
+    def _choice(self, sequence: Sequence, echo: str) -> Choice:
+        body, service = self._body, self._service
+        text = ChoiceText(sequence, service.engine.tokenizer, body.stops, echo, bool(body.return_draft_info))
+        if body.top is None:
+            return Choice(text)
+        return Choice(text, ChoiceLogprobs(sequence, service.token_bytes, self._answer.kind, echo))
 
     async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
         """Runs the requests; sends events, or returns the whole answer."""
@@ -86,9 +97,9 @@ class Generating(Response):
             response = await self._collect(run, started)
         seconds = time.monotonic() - started
         self._service.counters.add(run.sequences, prompt_tokens, self._first_s or seconds, seconds)
-        usage = Usage(prompt_tokens, sum(sequence.new_tokens for sequence in run.sequences))
+        usage = Usage(prompt_tokens, run.new_tokens)
         if response is not None:
-            return JSONResponse(self._answer.whole(*response, usage))
+            return JSONResponse(self._answer.whole(response, usage))
         if self._body.includes_usage:
             await events.write(self._answer.usage(usage))
         await events.end()
@@ -99,23 +110,14 @@ class Generating(Response):
             async for pieces in steps:
                 opening = [] if events.is_started else self._answer.opening(len(run.sequences))
                 self._first_s = self._first_s or time.monotonic() - started
-                deltas = [self._answer.delta(of.index, of.text, of.draft_info) for of in pieces if of.text]
-                ends = [
-                    self._answer.end(of.index, of.finish_reason, None if of.text else of.draft_info)
-                    for of in pieces
-                    if of.finish_reason is not None
-                ]
-                await events.write(*opening, *deltas, *ends)
+                chunks = [chunk for piece in pieces for chunk in self._answer.chunks(piece)]
+                await events.write(*opening, *chunks)
 
-    async def _collect(self, run: Run, started: float) -> tuple[list[str], list[str | None]]:
-        """Returns the text and finish reason of each choice."""
-        count = len(run.sequences)
-        texts: list[list[str]] = [[] for _ in range(count)]
-        reasons: list[str | None] = [None] * count
+    async def _collect(self, run: Run, started: float) -> list[Collected]:
+        choices = [Collected() for _ in run.sequences]
         async with aclosing(run.pieces()) as steps:
             async for pieces in steps:
                 self._first_s = self._first_s or time.monotonic() - started
                 for piece in pieces:
-                    texts[piece.index].append(piece.text)
-                    reasons[piece.index] = piece.finish_reason
-        return ["".join(parts) for parts in texts], reasons
+                    choices[piece.index].add(piece)
+        return choices

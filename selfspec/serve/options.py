@@ -25,6 +25,10 @@ def engine_options(body: Generation, config: GenerationConfig, max_new_tokens: i
     options |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.min_tokens is not None:
         options["min_new_tokens"] = body.min_tokens
+    if body.top is not None:
+        options["logprobs"] = body.top
+        if body.echoes_prompt:
+            options["prompt_logprobs"] = body.top
     if body.ignore_eos:
         options["eos_token_id"] = None
     if body.stop_token_ids:

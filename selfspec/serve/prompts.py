@@ -93,7 +93,8 @@ def _requests(engine: Engine, body: ChatBody | CompletionBody, tokens: list[int]
     refuses several greedy samples in one request."""
     left = engine.context - len(tokens)
     default = left if isinstance(body, ChatBody) else _COMPLETION_TOKENS
-    options = engine_options(body, engine.generation_config, min(body.new_tokens or default, left))
+    asked = default if body.new_tokens is None else max(1, body.new_tokens)  # 0: one token, which is not shown
+    options = engine_options(body, engine.generation_config, min(asked, left))
     if body.stops:
         options["stopping_criteria"] = [StopTexts(engine.tokenizer, body.stops, len(tokens), body.min_tokens or 0)]
     if options["do_sample"]:

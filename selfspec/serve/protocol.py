@@ -11,17 +11,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from selfspec.logprobs import MAX_TOP
 from selfspec.serve.errors import ApiError, of_validation
 
 _log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+NewTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0 only with echo
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 # Fields that would change the output and are not supported; for each the values, besides None, that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys("logprobs echo prompt_logprobs use_beam_search return_token_ids".split(), (False,)),
+    **dict.fromkeys("echo prompt_logprobs use_beam_search return_token_ids".split(), (False,)),
     **dict.fromkeys("include_stop_str_in_output continue_final_message".split(), (False,)),
     **{name: ([],) for name in "tools functions bad_words allowed_token_ids documents logits_processors".split()},
     **{name: ({},) for name in "chat_template_kwargs audio prediction web_search_options".split()},
@@ -69,8 +72,8 @@ class Generation(Body):
     """The fields that chat and text completions share."""
 
     model: str | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None  # the other name of max_tokens
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None  # the other name of max_tokens
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Count | None = None
@@ -107,17 +110,41 @@ class Generation(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def top(self) -> int | None:
+        """Likely tokens beside each token's log probability; None: no log probabilities."""
+        return None
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return False
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatBody(Generation):
     messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(Generation):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool | None = None
+    logprobs: Top | None = None
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return bool(self.echo)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -194,6 +221,10 @@ def _check_generation(body: Generation) -> None:
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and len(token) <= 9):
             raise ApiError(400, "logit_bias: its keys must be token ids, written as integers", "logit_bias")
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    if body.new_tokens == 0 and not body.echoes_prompt:
+        raise ApiError(400, "max_tokens must be at least 1, or 0 with echo=true", "max_tokens")
     if body.min_tokens and body.new_tokens is not None and body.min_tokens > body.new_tokens:
         raise ApiError(400, "min_tokens is above max_tokens: lower it", "min_tokens")
     for name in ("stream_options", "return_draft_info"):

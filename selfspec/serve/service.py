@@ -14,6 +14,7 @@ from selfspec.engine import Engine
 from selfspec.serve.errors import ApiError
 from selfspec.serve.following import Wakeups
 from selfspec.serve.limits import Gate, Limits
+from selfspec.serve.logprobs import TokenBytes
 from selfspec.serve.metrics_text import ServerCounters
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.limits.sequences)
+        self.token_bytes = TokenBytes(self.engine.tokenizer)
         # One thread: tokenizers are not made for several threads that encode at a time.
         self.preparing = ThreadPoolExecutor(1, "selfspec-prepare")
         self.wakeups: Wakeups | None = None
