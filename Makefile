@@ -3,12 +3,12 @@ ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
 PYTHON := $(ENV)/bin/python
 STAMP := $(ENV)/.selfspec-installed
 
-.PHONY: demo serve test test-gpu format bench
+.PHONY: demo serve test test-gpu test-browser format bench
 
 demo: $(STAMP)
 	$(PYTHON) -m selfspec generate --show --compare
 
-# The demo model on http://127.0.0.1:8000; `make serve OPTIONS="--port 9000"` passes options.
+# The demo model and its chat page on http://127.0.0.1:8000; `make serve OPTIONS="--port 9000"` passes options.
 serve: $(STAMP)
 	$(PYTHON) -m selfspec serve $(OPTIONS)
 
@@ -21,6 +21,12 @@ test: $(STAMP)
 # On a machine with an NVIDIA GPU; elsewhere everything is skipped.
 test-gpu: $(STAMP)
 	$(PYTHON) -m pytest -m gpu
+
+# The server's page in the system's Chromium.
+test-browser: $(STAMP)
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ echo "no browser: install one (apt-get install -y chromium), then run this again"; exit 1; }
+	$(PYTHON) -m pytest tests/test_serve_page.py
 
 format: $(STAMP)
 	$(PYTHON) -m ruff check --fix .

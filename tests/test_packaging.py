@@ -132,7 +132,11 @@ def test_a_wheel_contains_prompts_profiles_the_reports_template_the_typing_marke
     expected = {f"selfspec/calibration/prompts/{name}" for name in PROMPTS}
     expected |= {f"selfspec/{name}" for name in A_PROFILE}
     assert len(PROMPTS) == 6
-    assert others == expected | {"selfspec/calibrate/report.html.jinja", "selfspec/py.typed"}
+    assert others == expected | {
+        "selfspec/calibrate/report.html.jinja",
+        "selfspec/serve/page.html",
+        "selfspec/py.typed",
+    }
 
 
 def test_a_wheel_has_the_packages_version_and_the_command(installed):

@@ -83,7 +83,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
-    """Prints what was loaded, its memory, and a first request to try."""
+    """Prints what was loaded, its memory, the page's address, and a first request to try."""
     memory = {name: size / 1e9 for name, size in engine.memory().items()}
     profile = "no profile, so it decodes plainly" if engine.profile is None else "drafting with its profile"
     note(f"{engine.name} in {str(engine.dtype).removeprefix('torch.')} on {engine.device}, {profile}")
@@ -98,5 +98,6 @@ def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
         path = "chat/completions"
         body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}'
     note(
-        f"serving on {address}; try:\ncurl {address}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"
+        f"serving on {address}: open it in a browser to chat, or try:\n"
+        f"curl {address}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"
     )

@@ -20,6 +20,7 @@ from selfspec.serve.errors import ApiError
 from selfspec.serve.generating import Generating
 from selfspec.serve.limits import KeyCheck, Limits, check_limits, read_limited
 from selfspec.serve.metrics_text import metrics_text
+from selfspec.serve.page import page_response
 from selfspec.serve.prompts import tokenize_chat, tokenize_text
 from selfspec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from selfspec.serve.service import Service
@@ -53,6 +54,7 @@ def create_app(
 
 def _routes() -> list[Route]:
     return [
+        Route("/", _page),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
         Route("/v1/completions", _completions, methods=["POST"]),
         Route("/v1/models", _models),
@@ -66,6 +68,10 @@ def _routes() -> list[Route]:
 
 def _service(request: Request) -> Service:
     return request.app.state.service
+
+
+async def _page(_: Request) -> Response:
+    return page_response()
 
 
 async def _chat(request: Request) -> Response:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from selfspec.serve.errors import ApiError
 from selfspec.serve.protocol import Generation
 
-_OPEN_PATHS = ("/health", "/version")  # need no key: load balancers ask for them
+_OPEN_PATHS = ("/", "/health", "/version")  # need no key: the page asks for it, load balancers have none
 
 
 @dataclass(frozen=True)
