@@ -95,7 +95,7 @@ class Batch:
 
     def _cost_kind(self) -> Hashable:
         """Key of measured costs beside plan, batch size and length: the exit layer; whether any sequence samples,
-        processes logits, has callables, uses the rejection rule, wants log probabilities."""
+        processes logits, has callables or a grammar, uses the rejection rule, wants log probabilities."""
         params = [sequence.params for sequence in self.running]
         requests = [sequence.request for sequence in self.running]
         return (
@@ -103,6 +103,7 @@ class Batch:
             any(of.do_sample for of in params),
             any(of.changes_logits for of in params),
             any(bool(of.processors) for of in requests),
+            any(of.uses_host for of in requests),
             any(of.rejection for of in requests),
             any(of.logprobs is not None for of in requests),
         )
@@ -123,7 +124,7 @@ class Batch:
     @property
     def _overlaps(self) -> bool:
         """Whether the next step is launched before this one is read; not with callables, which need its tokens."""
-        return self.backend.overlaps and not any(of.request.processors for of in self.running)
+        return self.backend.overlaps and not any(of.request.uses_host for of in self.running)
 
     def drain(self) -> None:
         """Reads the step in flight, so that the host has its lengths and tokens."""

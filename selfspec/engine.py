@@ -158,6 +158,7 @@ class Engine:
         plan: PlanLike | None = None,
         acceptance: str = "coupled",
         stateful_processors: bool = False,
+        response_format: dict[str, Any] | None = None,
         rules: Rules | None = None,
         inputs: torch.Tensor | None = None,
         tokenizer: Any = None,
@@ -167,7 +168,9 @@ class Engine:
 
         `speculative_decoding` is None or True (where the rules allow it), False, or "force"; `exit_layer` and `plan`
         override the profile's; `acceptance="rejection"` gives the classical rule, whose tokens do depend on the draft.
-        `inputs` is transformers' other name for `input_ids`; `tokenizer` reads `stop_strings`, by default the engine's.
+        `response_format` is OpenAI's: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}};
+        also {"type": "regex", "regex": ...} and {"type": "grammar", "grammar": ...} in Lark's syntax. `inputs` is
+        transformers' other name for `input_ids`; `tokenizer`, by default the engine's, reads stop strings and grammars.
         """
         input_ids = read_input_ids(input_ids, inputs)
         if return_dict_in_generate:
@@ -180,10 +183,10 @@ class Engine:
         if streamer is not None and len(prompts) * settings.num_return_sequences > 1:
             raise ValueError("a streamer can follow one sequence only: pass one prompt and num_return_sequences=1")
         self._check_shared_weights()
-        reads_stops = tokenizer if tokenizer is not None else self.tokenizer
+        tokenizer = tokenizer if tokenizer is not None else self.tokenizer
         callables = logits_processor, stopping_criteria
         request = self._requests.build(
-            prompts, input_ids.shape[1], settings, seed, *callables, speculation, reads_stops
+            prompts, input_ids.shape[1], settings, seed, *callables, speculation, tokenizer, response_format
         )
         if streamer is None:
             self._run(request)

@@ -6,6 +6,7 @@ Takes no page of the KV cache and runs no pass. `request` reads single arguments
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from selfspec.drafters import Drafter, Drafters
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.rules import Policy, Rules
+from selfspec.grammar import Grammar, Grammars, ResponseFormatError
 from selfspec.models.decoder import Decoder
 from selfspec.request import (
     Resolved,
@@ -52,6 +54,7 @@ class RequestBuilder:
     ) -> None:
         self.model, self.drafters, self.rules = model, drafters, rules
         self.context, self.has_kernels = context, has_kernels
+        self._grammars = Grammars(model.config.vocab_size)
         self._warn = WarnOnce()
 
     def build(
@@ -63,11 +66,13 @@ class RequestBuilder:
         processors: Sequence[Callable] | None,
         criteria: Sequence[Callable] | None,
         speculation: SpeculationRequest,
-        tokenizer: Any = None,  # for stop strings
+        tokenizer: Any = None,  # for stop strings and grammars
+        response_format: Any = None,
     ) -> Request:
         """Returns the request; raises ValueError for an argument that cannot be served."""
         check_prompts(prompts, self.model.config.vocab_size, self.context)
         resolved = settings.resolve(width, processors, criteria, self.model.device)
+        grammar, resolved = self._grammar(response_format, tokenizer, settings, resolved)
         params = resolved.params
         check_token_ids(params, self.model.config.vocab_size)
         seeds = read_seeds(seed, len(prompts), params.do_sample)
@@ -79,7 +84,7 @@ class RequestBuilder:
         if resolved.processors and self.has_kernels:
             self._warn_callables(resolved.processors)
         request = Request(
-            self._sequences(prompts, seeds, resolved, settings.num_return_sequences),
+            self._sequences(prompts, seeds, resolved, settings.num_return_sequences, grammar),
             device=self.model.device,
             processors=tuple(resolved.processors),
             criteria=tuple(_criteria(resolved, tokenizer)),
@@ -108,16 +113,16 @@ class RequestBuilder:
         for name in ("input_ids", "inputs", "attention_mask", "streamer"):
             if name in options:
                 raise ValueError(f"{name} goes with generate(), not with text: use stream() to follow a completion")
-        names = ("generation_config", "logits_processor", "stopping_criteria", "seed", "tokenizer")
-        config, processors, criteria, seed, stop_tokenizer = (options.pop(name, None) for name in names)
+        names = ("generation_config", "logits_processor", "stopping_criteria", "seed", "tokenizer", "response_format")
+        config, processors, criteria, seed, own_tokenizer, form = (options.pop(name, None) for name in names)
         speculation, kwargs = split_options(options)
         lengths = ("max_new_tokens", "max_length")
         if all(kwargs.get(name) is None and getattr(config, name, None) is None for name in lengths):
             kwargs["max_new_tokens"] = DEFAULT_COMPLETION_TOKENS
         settings = self.settings(model_config, config, kwargs)
         width = max((len(prompt) for prompt in tokens), default=0)
-        reads_stops = stop_tokenizer if stop_tokenizer is not None else tokenizer
-        return self.build(tokens, width, settings, seed, processors, criteria, speculation, reads_stops)
+        tokenizer = own_tokenizer if own_tokenizer is not None else tokenizer
+        return self.build(tokens, width, settings, seed, processors, criteria, speculation, tokenizer, form)
 
     def settings(
         self, model_config: GenerationConfig, config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -150,7 +155,7 @@ class RequestBuilder:
         )
 
     def _sequences(
-        self, prompts: list[list[int]], seeds: list[int], resolved: Resolved, samples: int
+        self, prompts: list[list[int]], seeds: list[int], resolved: Resolved, samples: int, grammar: Grammar | None
     ) -> list[Sequence_]:
         """Returns `samples` sequences per prompt; those after a prompt's first share its prefill."""
         sequences: list[Sequence_] = []
@@ -162,7 +167,24 @@ class RequestBuilder:
                 sample = Sequence_(prompt, seed, index, longest, resolved.params)
                 sample.parent = first
                 sequences.append(sample)
+        if grammar is not None:
+            for sequence in sequences:
+                sequence.grammar = grammar.copy(len(sequence.prompt))
         return sequences
+
+    def _grammar(
+        self, response_format: Any, tokenizer: Any, settings: Settings, resolved: Resolved
+    ) -> tuple[Grammar | None, Resolved]:
+        """Compiles the grammar of a request. Without an end token the text ends with the tokenizer's: where a grammar
+        is complete, only an end token may follow."""
+        grammar = self._grammars.compile(response_format, tokenizer, settings.eos_token_ids)
+        if grammar is None:
+            return None, resolved
+        params = resolved.params
+        if params.min_new_tokens or params.min_length:
+            raise ResponseFormatError("response_format and a minimum length are not possible together: leave one out")
+        stops = tuple(dict.fromkeys((*params.stop_token_ids, *grammar.ends)))
+        return grammar, replace(resolved, params=replace(params, stop_token_ids=stops))
 
     def _find_drafter(
         self, request: Request, speculation: SpeculationRequest, prompts: list[list[int]], layer: int | None

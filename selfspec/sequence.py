@@ -20,6 +20,7 @@ import torch
 from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Change
+from selfspec.grammar import Grammar
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
@@ -58,6 +59,7 @@ class Sequence:
     max_length: int  # prompt and new tokens together
     params: SamplingParams = field(default_factory=SamplingParams)
     request: Request = field(default_factory=lambda: Request([]), repr=False)
+    grammar: Grammar | None = None  # of its new tokens
     parent: Sequence | None = None  # the first sample of the same prompt, whose prompt pages this one shares
     tokens: list[int] = field(default_factory=list)  # prompt and new tokens; KV of the last one is not written yet
     kv: KVPages = field(default_factory=KVPages)
@@ -140,10 +142,12 @@ class Sequence:
             self.logprobs += unpack_logprobs(packed, new, self.request.logprobs)
 
     def process(self, values: torch.Tensor) -> torch.Tensor:
-        """Runs the request's processors on logits [1, V]; returns float32."""
+        """Runs the request's processors on logits [1, V], then bans the tokens that its grammar forbids."""
         with self.request.callback():
             prefix = torch.tensor([self.tokens], device=values.device)
             values = run_processors(self.request.processors, prefix, values)
+            if self.grammar is not None:
+                values = self.grammar.apply(values, self.tokens)
         return values
 
     @property
@@ -272,8 +276,10 @@ class Request:
     error: BaseException | None = None
     is_cancelled: bool = False
     progress: Progress = field(default_factory=Progress)
+    uses_host: bool = field(init=False)  # the host takes part in its steps: it has callables or a grammar
 
     def __post_init__(self) -> None:
+        self.uses_host = bool(self.processors) or any(of.grammar is not None for of in self.sequences)
         for sequence in self.sequences:
             sequence.request = self
 

@@ -27,6 +27,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+JSON_TOKENS = [*SPECIAL, *(chr(code) for code in range(32, 127)), "\n", *(f"<0x{byte:02X}>" for byte in BYTES)]
+JSON_TOKENS += ['{"', '":', '","', '"}', '": ', ", ", "true", "false", "null", "10", "the", "ing", "<end>"]
+
+
+def json_tokenizer() -> PreTrainedTokenizerFast:
+    """Encodes text character by character, JSON's included; "<end>" is a special token like "</s>"."""
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(JSON_TOKENS)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2],
+        extra_special_tokens=["<end>"],
+    )  # fmt: skip
+
+
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
     """Word tokens that begin with the space before the word; decoding drops the space of a text's first word."""
     words = [*SPECIAL, *(f"▁w{index}" for index in range(len(SPECIAL), VOCABULARY))]

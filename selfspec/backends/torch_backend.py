@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -162,6 +163,8 @@ class TorchBackend:
         if any(of.changes_logits for of in params):
             prompts = [len(sequence.prompt) for sequence in sequences for _ in level]
             logits = process_logits(logits, params, self._texts(sequences, draft, level), prompts, ids)
+        if any(sequence.grammar is not None for sequence in sequences):
+            self._ban(sequences, draft, level, logits, ids)
         values = warp_logits(logits, params, cut=draft.plan.is_chain)
         rejection = sequences[0].request.rejection
         key = self._noise_key(sequences, [len(sequence.tokens) + depth for sequence in sequences], repeat=len(level))
@@ -175,6 +178,22 @@ class TorchBackend:
         draft.ranked.append(exit.to_token_ids(ranked(noisy, width)).view(len(sequences), len(level), width))
         if rejection:
             draft.logits.append(exit.over_vocabulary(values).view(len(sequences), len(level), -1))
+
+    @staticmethod
+    def _ban(
+        sequences: list[Sequence], draft: Draft, level: range, logits: torch.Tensor, ids: torch.Tensor | None
+    ) -> None:
+        """Bans draft tokens that grammars forbid, in place, where the exit has another one to draft."""
+        drafted = draft.tokens.tolist()
+        for row, (index, node) in enumerate(product(range(len(sequences)), level)):
+            sequence = sequences[index]
+            if sequence.grammar is None:
+                continue
+            with sequence.request.callback():
+                path = [drafted[index][of] for of in draft.plan.path(node)[1:]]
+                allowed = sequence.grammar.apply(logits[row][None], sequence.tokens, path, ids)[0]
+                if bool(allowed.isfinite().any()):
+                    logits[row] = allowed
 
     def _texts(self, sequences: list[Sequence], draft: Draft, level: range) -> list[list[int]]:
         """For every node of a level, the tokens of its sequence and of the nodes on its path."""
@@ -232,7 +251,7 @@ class TorchBackend:
         values, params = logits[indices, nodes], [sequence.params for sequence in sequences]  # [R, V]
         texts, prompts = [sequence.tokens for sequence in sequences], [len(sequence.prompt) for sequence in sequences]
         values = process_logits(values, params, texts, prompts)
-        if any(sequence.request.processors for sequence in sequences):
+        if any(sequence.request.uses_host for sequence in sequences):
             values = torch.cat([sequence.process(values[i : i + 1]) for i, sequence in enumerate(sequences)])
         values = warp_logits(values, params)
         key = self._noise_key(sequences, [len(sequence.tokens) for sequence in sequences])
@@ -371,9 +390,9 @@ def _split(exit: Exit | None) -> int:
 
 def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list[int]] | None:
     """The best token after every node, -1 where its logit is not finite. None if a sequence samples, processes logits
-    or has callables: its choice is another one."""
+    or has callables or a grammar: its choice is another one."""
     params = [sequence.params for sequence in sequences]
-    if any(of.do_sample or of.changes_logits for of in params) or any(of.request.processors for of in sequences):
+    if any(of.do_sample or of.changes_logits for of in params) or any(of.request.uses_host for of in sequences):
         return None
     best = logits.argmax(-1)
     finite = logits.gather(-1, best[..., None])[..., 0].isfinite()

@@ -52,7 +52,7 @@ class CudaBackend:
         placement.pages.reserve(sequences, plan, before)
         self._place(sequences, exit, before)
         step = StepInFlight(list(sequences), record, slots=placement.slots(sequences))
-        if any(sequence.request.processors for sequence in sequences):
+        if any(sequence.request.uses_host for sequence in sequences):
             self._launch_with_callables(step, exit)
         else:
             self._launch_captured(step, exit, before)

@@ -25,7 +25,7 @@ def run_with_callables(
     readback.start()
     passes()
     drafted = device_step.metadata.tokens.tolist() if len(step.record.plan) else []
-    walking = {of: (slot, 0) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.processors}
+    walking = {of: (slot, 0) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.uses_host}
     while walking:
         for sequence, (slot, node) in walking.items():
             _process(sequence, device_step.logits[node * size + slot][None])
@@ -45,8 +45,11 @@ def run_with_callables(
 
 
 def _process(sequence: Sequence, logits: torch.Tensor) -> None:
-    """Built-in processing, then the request's callables, in place on logits [1, V]."""
-    values = process_logits(logits, [sequence.params], [sequence.tokens], [len(sequence.prompt)])
+    """Built-in processing, the request's callables, then its grammar, in place on logits [1, V]. Without callables the
+    device does the built-in processing, which keeps banned tokens banned."""
+    values = logits
+    if sequence.request.processors:
+        values = process_logits(logits, [sequence.params], [sequence.tokens], [len(sequence.prompt)])
     logits.copy_(sequence.process(values))
 
 
