@@ -13,21 +13,36 @@ if not (_Path(__file__).parent / "kernels").is_dir():
 if TYPE_CHECKING:
     from selfspec.engine import Engine
     from selfspec.governor.rules import Rules
+    from selfspec.memory_plan import MemoryPlan, plan_memory
     from selfspec.profiles.profile import Profile
     from selfspec.results import Completion, GenerateOutput, Stats, Stream
     from selfspec.speculation.plan import Plan
 
-__all__ = ["Completion", "Engine", "GenerateOutput", "Plan", "Profile", "Rules", "Stats", "Stream", "__version__"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "GenerateOutput",
+    "MemoryPlan",
+    "Plan",
+    "Profile",
+    "Rules",
+    "Stats",
+    "Stream",
+    "__version__",
+    "plan_memory",
+]
 
 _MODULES = {
     "Completion": "selfspec.results",
     "Engine": "selfspec.engine",
     "GenerateOutput": "selfspec.results",
+    "MemoryPlan": "selfspec.memory_plan",
     "Plan": "selfspec.speculation.plan",
     "Profile": "selfspec.profiles.profile",
     "Rules": "selfspec.governor.rules",
     "Stats": "selfspec.results",
     "Stream": "selfspec.results",
+    "plan_memory": "selfspec.memory_plan",
 }
 
 

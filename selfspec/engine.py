@@ -18,9 +18,11 @@ from transformers import GenerationConfig
 from selfspec.backends.base import Backend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.cache.size import cache_pages
+from selfspec.cache.size import cache_pages, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Mode, Rules
+from selfspec.memory import free_device_bytes
+from selfspec.memory_plan import Limits, MemoryPlan, left_for, limit_to_plan, on_meta, plan_memory, plan_of
 from selfspec.metrics import Metrics, Summary
 from selfspec.models import loading
 from selfspec.models.decoder import Decoder
@@ -39,7 +41,6 @@ from selfspec.request_builder import RequestBuilder
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, output_of, to_tensor
 from selfspec.scheduler import MAX_DECODING, Scheduler
 from selfspec.sequence import Request
-from selfspec.speculation.plan import SPARE_POSITIONS
 from selfspec.text import Message, Prompt, is_messages
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Engine:
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
         name: str | None = None,
+        memory_gb: float | None = None,
     ) -> None:
         _check_limits(max_length=max_length, max_batch=max_batch)
         self.model = model
@@ -73,9 +75,9 @@ class Engine:
         self.max_batch = max_batch or MAX_DECODING
         self.profile = self._read_profile(profile)
         context = min(model.config.context, max_length or model.config.context)
-        pages = cache_pages(model.config, model.device, model.dtype, context, max_batch, kv_cache_gb)
+        pages = cache_pages(model.config, model.dtype, context, max_batch, kv_cache_gb, left_for(model, memory_gb))
         self.cache = Cache(model.config, model.device, model.dtype, pages)
-        self.context = min(context, (pages - 1) * PAGE_SIZE - SPARE_POSITIONS)
+        self.context = min(context, longest_sequence(pages))
         self._graphs = self._build_graphs(kernels)
         graphs = self._graphs
         embed = partial(prompt_embeddings, model, self.cache) if graphs is None else graphs.prompt_embeddings
@@ -102,22 +104,27 @@ class Engine:
         max_batch: int | None = None,
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
+        memory_gb: float | None = None,
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'.
 
         `dtype` 'native' keeps the 4- and 8-bit weights of a GGUF file, which any other dtype expands once into a folder
         in the cache. `quantize` 'int8' or 'int4' rounds 16-bit weights while they are loaded; LM head and embedding get
         8 bits. `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None.
-        `max_length` is in tokens, prompt included; `kv_cache_gb` in 10^9 bytes.
+        `max_length` is in tokens, prompt included; `kv_cache_gb` in 10^9 bytes, as `memory_gb`: the most memory that
+        the engine may take in all. A model that does not fit is refused, with a table, before weights are read.
         """
         _check_limits(max_length=max_length, max_batch=max_batch)
         if profile != "auto" and isinstance(profile, str | Path):
             profile = Profile.load(profile)  # before the weights: a bad profile must not cost their loading
         device = loading.pick_device(device)
+        if memory_gb is not None:
+            limits = max_length, max_batch, kv_cache_gb, memory_gb
+            limit_to_plan(plan_memory(path_or_name, device, dtype, profile, quantize, *limits, kernels), device)
         loaded = load_pretrained(path_or_name, device, dtype, quantize)
         parts = loaded.model, loaded.tokenizer, loaded.generation_config
         name = str(path_or_name)
-        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name)
+        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, memory_gb)
 
     @classmethod
     def from_model(
@@ -284,6 +291,16 @@ class Engine:
             "exits": self.drafters.nbytes,
             "graphs": 0 if self._graphs is None else self._graphs.nbytes,
         }
+
+    def memory_plan(
+        self, max_length: int | None = None, max_batch: int | None = None, memory_gb: float | None = None
+    ) -> MemoryPlan:
+        """Bytes that an engine with these weights and limits will take, by what takes them; allocates nothing. For
+        weights that are not loaded: `selfspec.plan_memory`."""
+        model, limits = on_meta(self.model), Limits(max_length, max_batch, None, memory_gb)
+        held = self.memory()
+        free = free_device_bytes(self.device) + sum(of for name, of in held.items() if name != "cache_used")
+        return plan_of(model, "as loaded", self.device, self.profile, limits, free, self.has_kernels)
 
     def metrics(self) -> Summary:
         """Totals over all requests so far: speeds, accept rates, plans, and reasons for plain decoding."""

@@ -43,6 +43,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.generate"
     add("--json", action="store_true", help="print one JSON object per completion: text, tokens, finish_reason, stats")
     add("--show", action="store_true", help="colour tokens by origin, print every change of plan")
     add("--compare", action="store_true", help="measure plain, governed and forced decoding of the prompt")
+    add("--plan-memory", action="store_true", help="load nothing; print the memory that the model will take")
     options.add_model_options(parser)
     options.add_text_options(parser, max_new_tokens=128)
     options.add_speculation_options(parser)
@@ -55,6 +56,8 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.generate"
 
 
 def generate(args: argparse.Namespace) -> int:
+    if args.plan_memory:
+        return print_memory_plan(args)
     from selfspec.commands.display import Display  # imports torch
 
     texts = read_prompts(args)
@@ -74,6 +77,20 @@ def generate(args: argparse.Namespace) -> int:
     if args.compare:
         compare(display, engine, prompts[0], args)
     return 0
+
+
+def print_memory_plan(args: argparse.Namespace) -> int:
+    """Prints the memory that the model will take, as a table or as JSON; exit code 1 if it does not fit."""
+    from rich.console import Console
+
+    from selfspec.memory_plan import plan_memory, table  # imports torch
+
+    plans = plan_memory(args.model, **options.model_arguments(args))
+    if args.json:
+        print(json.dumps([plan.to_json() for plan in plans]))
+    else:
+        Console().print(table(plans))
+    return 0 if plans[0].fits else 1
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.modes import release
 from bench.synthetic import synthetic
-from selfspec import Engine, Profile
+from selfspec import Engine, Profile, plan_memory
 from selfspec.memory import free_device_bytes, limit_memory, memory_limit
 from selfspec.models.decoder import Decoder
 from tests.profiles import choice_of, profile_of, random_exit
@@ -129,6 +129,23 @@ def test_a_trained_exit_costs_its_weights_its_cache_and_one_per_cent(
     for held in (off, on):
         own = sum(held.reported[name] for name in ("weights", "cache", "exits", "graphs"))
         assert held.after == pytest.approx(own, rel=0.02)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_the_memory_plan_is_within_5_per_cent_of_what_is_allocated(folder: Path, quantize: str | None) -> None:
+    """After a warm-up, which captures what the plan counts; CUDA's own memory is not PyTorch's."""
+    limits: dict[str, Any] = {"device": "cuda", "max_length": 2048, "max_batch": 4, "quantize": quantize}
+    release()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plan = plan_memory(folder, profile=None, dtype="bfloat16", **limits)[0]
+    engine = Engine.from_pretrained(folder, profile=None, dtype="bfloat16", memory_gb=plan.total / 1e9, **limits)
+    engine.warmup(batch=4, max_length=2048)
+    generate(engine, 4, 1500, 8)
+    allocated = torch.cuda.max_memory_allocated() - before
+    assert plan.total - plan.cuda == pytest.approx(allocated, rel=0.05)
+    memory = engine.memory()
+    assert (plan.weights, plan.cache) == (memory["weights"], memory["cache"])
 
 
 def test_a_memory_bound_holds_and_memory_below_it_can_be_allocated() -> None:

@@ -30,7 +30,7 @@ def test_a_quantized_weight_computes_as_its_expanded_one(source: QuantizedTensor
     bias = torch.randn(dense.shape[0], dtype=torch.float64)
     x, ids = torch.randn(2, 3, dense.shape[1], dtype=torch.float64), torch.randint(dense.shape[0], (2, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_EXPANDED_TOGETHER", together)
+        patch.setattr(linear, "EXPANDED_TOGETHER", together)
         ours = Linear(weight, bias)
         torch.testing.assert_close(ours.apply(x), F.linear(x, dense.double(), bias), rtol=1e-12, atol=1e-12)
         assert torch.equal(expand(weight, torch.float32), dense)
@@ -43,7 +43,7 @@ def test_a_quantized_weight_computes_as_its_expanded_one(source: QuantizedTensor
 @given(quantized(), st.integers(1, 19))
 def test_a_weight_that_is_packed_by_rows_equals_the_whole(source: QuantizedTensor, rows: int) -> None:
     parts = [pack([source.rows(slice(start, start + rows))]) for start in range(0, source.shape[0], rows)]
-    whole = join(parts)
+    whole = join(parts, source.shape[0])
     assert torch.equal(whole.dequantize(), source.dequantize()) and whole.nbytes == pack([source]).nbytes
 
 

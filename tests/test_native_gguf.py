@@ -140,7 +140,7 @@ def test_tensors_of_other_types_are_expanded_and_logged(tmp_path: Path, caplog: 
         if name == "token_embd.weight":
             return values, Kind.F32
         other = name in ("blk.0.ffn_down.weight", "blk.1.attn_k.weight")
-        return stored(name, values, Kind.Q5_1 if other else Kind.Q8_0)
+        return stored(name, values, Kind.TQ2_0 if other else Kind.Q8_0)
 
     source = GgufModel(written(tmp_path, encode))
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_tensors_of_other_types_are_expanded_and_logged(tmp_path: Path, caplog: 
     }
     assert dense == {"embedding", "head", "0.down", "1.qkv"}  # a fused weight has one format
     (message,) = caplog.messages
-    assert "blk.0.ffn_down.weight (Q5_1)" in message and "blk.1.attn_k.weight (Q5_1)" in message
+    assert "blk.0.ffn_down.weight (TQ2_0)" in message and "blk.1.attn_k.weight (TQ2_0)" in message
     assert "token_embd" not in message
 
 

@@ -23,6 +23,8 @@ Kind = GGMLQuantizationType
 NATIVE = {
     Kind.Q4_0: (4.5, [0]),
     Kind.Q4_1: (5.0, [0, 2]),
+    Kind.Q5_0: (8.5, [0]),
+    Kind.Q5_1: (9.0, [0, 2]),
     Kind.Q4_K: (4.625, [0, 2]),
     Kind.Q5_K: (8.625, [0, 2]),
     Kind.Q6_K: (8.5625, [208]),

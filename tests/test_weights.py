@@ -169,6 +169,8 @@ class TestLoadFolder:
         empty = torch.empty
 
         def limited(*args: Any, **options: Any) -> torch.Tensor:
+            if str(options.get("device")) == "meta":  # takes no memory
+                return empty(*args, **options)
             if len(made) == allocation:
                 raise torch.OutOfMemoryError("simulated")
             tensor = empty(*args, **options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from selfspec.cache.kv_cache import PAGE_SIZE, page_nbytes
-from selfspec.memory import free_device_bytes
 from selfspec.models.config import ModelConfig
 from selfspec.speculation.plan import SPARE_POSITIONS
 
@@ -18,11 +17,11 @@ SHARE = 0.5  # part of the memory left after loading the weights: CUDA graphs an
 
 def cache_pages(
     config: ModelConfig,
-    device: torch.device,
     dtype: torch.dtype,
     context: int,  # most positions of one sequence
     max_batch: int | None,
     kv_cache_gb: float | None,
+    free: int,  # bytes that are free once the weights are loaded
 ) -> int:
     """Returns the pages for `max_batch` sequences of the full context (16 unless given), but at most half of the free
     memory; `kv_cache_gb` (10^9 bytes) overrides both. Never returns fewer than a sequence of 64 positions needs."""
@@ -38,7 +37,13 @@ def cache_pages(
             )
         return pages
     wanted = (max_batch or USUAL_BATCH) * pages_for(context + SPARE_POSITIONS) + 1
-    return max(least, min(wanted, int(SHARE * free_device_bytes(device) / size)))
+    return max(least, min(wanted, int(SHARE * free / size)))
+
+
+def longest_sequence(pages: int, sequences: int = 1) -> int:
+    """Most tokens of each of so many sequences of one length that a cache of this size holds together; the CUDA backend
+    keeps one page for itself."""
+    return max(0, (pages - 1) // sequences * PAGE_SIZE - SPARE_POSITIONS)
 
 
 def pages_for(positions: int) -> int:

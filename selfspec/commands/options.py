@@ -24,7 +24,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--quantize", choices=("int8", "int4"), help="round 16-bit weights while loading (default: keep them)")
     add("--profile", default="auto", help="profile folder, or 'none' (default: the newest made for this model)")
     add("--max-length", metavar="N", type=int, help="tokens of a sequence with its prompt (default: the context)")
+    add("--max-batch", metavar="N", type=int, help="sequences that decode together (default: 64)")
     add("--kv-cache-gb", metavar="GB", type=float, help="size of the KV cache (default: by free memory)")
+    add("--memory-gb", metavar="GB", type=float, help="most memory in all; refuses a model that does not fit")
     add("-v", "--verbose", action="store_true", help="print what is loaded, and where")
 
 
@@ -47,19 +49,17 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     add("--domain", default="auto", help="one of the profile's (default: by the prompt)")
 
 
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `Engine.from_pretrained` and of `plan_memory`."""
+    names = "device dtype quantize max_length max_batch kv_cache_gb memory_gb".split()
+    profile = None if args.profile == "none" else args.profile
+    return {**{name: getattr(args, name) for name in names}, "profile": profile}
+
+
 def load_engine(args: argparse.Namespace) -> Engine:
     from selfspec.engine import Engine  # imports torch
 
-    engine = Engine.from_pretrained(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        profile=None if args.profile == "none" else args.profile,
-        quantize=args.quantize,
-        max_length=args.max_length,
-        max_batch=getattr(args, "max_batch", None),  # an option of `serve` alone
-        kv_cache_gb=args.kv_cache_gb,
-    )
+    engine = Engine.from_pretrained(args.model, **model_arguments(args))
     if engine.tokenizer is None:
         raise ValueError(f"the folder of {args.model} holds no tokenizer: save the model's tokenizer.json there")
     return engine

@@ -18,8 +18,9 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 1
 # Arguments of Python calls that errors and warnings name, and the options of commands that set them.
 _OPTIONS = {
     "speculative_decoding": "speculative",
-    **{name: name.replace("_", "-") for name in "exit_layer max_new_tokens max_length kv_cache_gb top_k top_p".split()},
-    **{name: name for name in "plan temperature seed domain device dtype profile".split()},
+    **{name: name.replace("_", "-") for name in "exit_layer max_new_tokens max_length max_batch top_k top_p".split()},
+    **{name: name.replace("_", "-") for name in "kv_cache_gb memory_gb".split()},
+    **{name: name for name in "plan temperature seed domain device dtype profile quantize".split()},
 }
 _NAMED = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=([^\s,.;:)])?)")
 

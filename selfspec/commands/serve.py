@@ -32,7 +32,6 @@ def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--max-batch", metavar="N", type=int, help="sequences that decode together (default: 64)")
     add("--api-key", metavar="KEY", help=f"clients must send it (default: the environment's {KEY_VARIABLE})")
     add("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of web pages that may call; repeatable")
     add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")

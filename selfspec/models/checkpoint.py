@@ -45,6 +45,10 @@ class Stored:
     def nbytes(self) -> int:
         return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
+    def unread(self) -> torch.Tensor:
+        """The tensor on PyTorch's meta device."""
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
+
 
 @dataclass(frozen=True)
 class QuantizedModule:
@@ -62,6 +66,12 @@ class Checkpoint:
     config: ModelConfig
     tensors: dict[str, Stored]  # those that the decoder needs, by Hugging Face name
     quantized: dict[str, QuantizedModule]  # by Hugging Face name of the weight
+
+    def stored_nbytes(self, part: Part) -> int:
+        """Bytes of a tensor of the decoder in the files."""
+        module = self.quantized.get(part.name)
+        stored = [self.tensors[part.name]] if module is None else module.tensors.values()
+        return sum(tensor.nbytes for tensor in stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,9 +129,7 @@ def _on_meta(stored: dict[str, Stored]) -> dict[str, torch.Tensor]:
     for name, tensor in stored.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{name} in {tensor.file} is stored as {tensor.dtype}, which no supported format has")
-    return {
-        name: torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device="meta") for name, tensor in stored.items()
-    }
+    return {name: tensor.unread() for name, tensor in stored.items()}
 
 
 def _read_format(raw: Mapping[str, Any]) -> Format | None:

@@ -17,8 +17,8 @@ from selfspec.kernels.quantized_weight import QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-# Weights expanded at a time. Expanding one takes 12 bytes at most (three float32 numbers): 48 MB in all.
-_EXPANDED_TOGETHER = 4 * 2**20
+EXPANDED_TOGETHER = 4 * 2**20  # weights expanded at a time
+EXPANDING_NBYTES = 12  # bytes that expanding a weight takes at most: three float32 numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +81,6 @@ def expand(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def _row_ranges(weight: QuantizedWeight) -> Iterator[slice]:
     """Yields ranges of rows that are expanded together."""
     n, k = weight.shape
-    step = max(1, _EXPANDED_TOGETHER // k)
+    step = max(1, EXPANDED_TOGETHER // k)
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))

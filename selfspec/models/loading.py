@@ -34,7 +34,7 @@ from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
 from selfspec.models.linear import Linear, Weight
 from selfspec.models.quantized.folder import BITS, load_packed, load_rounded, read_quantized, rounded_bits
-from selfspec.models.shards import Shards
+from selfspec.models.shards import Shards, UnreadShards
 
 _log = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ def load_folder(
     activations and of weights that are not quantized.
     """
     checkpoint = check_folder(folder)
-    _check_quantize(quantize, checkpoint, folder)
+    check_quantize(quantize, checkpoint, folder)
     dtype = pick_dtype(dtype, device, checkpoint.dtype)
     groups = model_parts(checkpoint.config)
-    sizes = {name: _group_nbytes(name, parts, checkpoint, dtype, quantize) for name, parts in groups.items()}
+    sizes = {name: sum(checkpoint.stored_nbytes(part) for part in parts) for name, parts in groups.items()}
     tensors: dict[str, Weight] = {}
     # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
     with torch.inference_mode(False), Shards(checkpoint) as shards, loading_bar() as progress:
@@ -173,11 +173,20 @@ def load_folder(
             try:
                 tensors[name] = _load_group(name, parts, shards, device, dtype, quantize)
             except torch.OutOfMemoryError as error:
+                needed = unread_checkpoint(checkpoint, dtype, quantize).nbytes
                 raise torch.OutOfMemoryError(
-                    f"the weights need {sum(sizes.values()) / 1e9:.1f} GB in {quantize or dtype}, more than is free on "
-                    f"{device}; free memory there, use a smaller model, or device='cpu'"
+                    f"the weights need {needed / 1e9:.1f} GB in {quantize or dtype}, more than is free on {device}; "
+                    "free memory there, use a smaller model, or device='cpu'"
                 ) from error
             progress.advance(task, sizes[name])
+    return Decoder(checkpoint.config, tensors)
+
+
+def unread_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str | None = None) -> Decoder:
+    """Returns the decoder that loading this checkpoint will make, on PyTorch's meta device; reads no weights."""
+    shards, meta = UnreadShards(checkpoint), torch.device("meta")
+    groups = model_parts(checkpoint.config)
+    tensors = {name: _load_group(name, parts, shards, meta, dtype, quantize) for name, parts in groups.items()}
     return Decoder(checkpoint.config, tensors)
 
 
@@ -209,23 +218,12 @@ def _load_group(
     return fused
 
 
-def _check_quantize(quantize: str | None, checkpoint: Checkpoint, folder: Path) -> None:
+def check_quantize(quantize: str | None, checkpoint: Checkpoint, folder: Path) -> None:
+    """Raises ValueError for a value that is not supported, and for weights that are quantized already."""
     if quantize is not None and quantize not in BITS:
         raise ValueError(f"quantize={quantize!r} is not supported; use 'int4', 'int8', or None")
     if quantize is not None and checkpoint.quantized:
         raise ValueError(f"{folder} is quantized already; leave out quantize={quantize!r}")
-
-
-def _group_nbytes(
-    name: str, parts: tuple[Part, ...], checkpoint: Checkpoint, dtype: torch.dtype, quantize: str | None
-) -> int:
-    """About the bytes that a tensor of the decoder takes in memory."""
-    if parts[0].name in checkpoint.quantized:
-        modules = [checkpoint.quantized[part.name] for part in parts if part.name in checkpoint.quantized]
-        return sum(stored.nbytes for module in modules for stored in module.tensors.values())
-    rounded = quantize is not None and len(parts[0].shape) == 2
-    bits = rounded_bits(name, quantize) if rounded and quantize else 8 * dtype.itemsize
-    return sum(_numel(part) for part in parts) * bits // 8
 
 
 def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, too_large: str) -> torch.Tensor:

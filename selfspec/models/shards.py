@@ -41,3 +41,14 @@ class Shards(ExitStack):
         if file not in self._files:
             self._files[file] = self.enter_context(safe_open(file, framework="pt", device="cpu"))
         return self._files[file]
+
+
+class UnreadShards(Shards):
+    """The same tensors on PyTorch's meta device: only the headers of the files have been read."""
+
+    def tensor(self, name: str, file: Path) -> torch.Tensor:
+        module, _, last = name.rpartition(".")
+        return self.checkpoint.quantized[f"{module}.weight"].tensors[last].unread()
+
+    def chunks(self, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
+        yield self.checkpoint.tensors[part.name].unread(), slice(None)

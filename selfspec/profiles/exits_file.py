@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from selfspec.models.checkpoint import read_header
 from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 
@@ -33,7 +34,7 @@ class ExitsFile:
         """The exit after `layer` layers with the whole head, on the model's device; without a block where the file has
         none for that layer."""
         prefix = f"{layer}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in self._tensors(model, prefix).items()}
+        own = {name.removeprefix(prefix): tensor for name, tensor in self._tensors(model.device, prefix).items()}
         try:
             return _exit_from_tensors(model, layer, own)
         except KeyError as error:
@@ -54,7 +55,8 @@ class ExitsFile:
     def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:
         """The token ids of a domain's trimmed head, ascending; None: the whole head."""
         name = f"head_rows.{domain}"
-        rows = self._tensors(model, name).get(name)
+        device = model.device if model.device.type != "meta" else torch.device("cpu")  # their values are read
+        rows = self._tensors(device, name).get(name)
         if rows is None:
             return None
         rows = rows.long()
@@ -63,12 +65,14 @@ class ExitsFile:
             raise self._unusable(f"{name} are not ascending token ids of this model")
         return rows
 
-    def _tensors(self, model: Decoder, prefix: str) -> dict[str, torch.Tensor]:
-        """The tensors whose names start with `prefix`, on the model's device; none where there is no file."""
+    def _tensors(self, device: torch.device, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names start with `prefix`, on a device; none where there is no file."""
         if self.path is None or not self.path.exists():
             return {}
+        if device.type == "meta":
+            return {name: of.unread() for name, of in read_header(self.path).items() if name.startswith(prefix)}
         try:
-            with safe_open(self.path, framework="pt", device=str(model.device)) as file:
+            with safe_open(self.path, framework="pt", device=str(device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._unusable(f"cannot be read ({error})") from error

@@ -53,7 +53,7 @@ class ModelIdentity(Entry):
     num_layers: Positive
     hidden_size: Positive
     vocab_size: Positive
-    fingerprint: list[float]
+    fingerprint: list[float]  # empty: of weights that are not loaded
 
     @classmethod
     def of(cls, model: Decoder) -> ModelIdentity:
@@ -63,7 +63,7 @@ class ModelIdentity(Entry):
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            fingerprint=fingerprint(model),
+            fingerprint=[] if model.device.type == "meta" else fingerprint(model),
         )
 
     @property
@@ -75,9 +75,10 @@ class ModelIdentity(Entry):
         return f"{self.model_type}-{self.num_layers}x{self.hidden_size}-{digest[:12]}"
 
     def matches(self, other: ModelIdentity) -> bool:
+        """Whether both are of the same weights; where `other`'s are not loaded, of the same sizes."""
         shape = {"fingerprint"}
         same_shape = self.model_dump(exclude=shape) == other.model_dump(exclude=shape)
-        return same_shape and same_fingerprint(self.fingerprint, other.fingerprint)
+        return same_shape and (not other.fingerprint or same_fingerprint(self.fingerprint, other.fingerprint))
 
 
 class Device(Entry):

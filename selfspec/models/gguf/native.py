@@ -7,6 +7,7 @@ expanded to the model's dtype, which is logged.
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 from gguf import GGMLQuantizationType
@@ -15,7 +16,7 @@ from selfspec.models.decoder import Decoder, Part
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.linear import Weight
 from selfspec.models.loading import loading_bar, pick_dtype
-from selfspec.models.quantized.gguf import is_native
+from selfspec.models.quantized.gguf import is_native, unread_blocks
 from selfspec.models.quantized.packed import join, pack
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,10 @@ _PACKED_TOGETHER = 16 * 2**20  # weights of a tensor that are unpacked to 8 bits
 
 
 def load_native(source: GgufModel, device: torch.device, dtype: torch.dtype | str = "auto") -> Decoder:
-    """Loads the weights onto a device; `dtype` is that of the activations and of weights that are not quantized."""
+    """Loads the weights onto a device; `dtype` is that of the activations and of weights that are not quantized.
+
+    For PyTorch's meta device reads no weights.
+    """
     groups = source.parts()
     dtype = pick_dtype(dtype, device, torch.bfloat16)
     tensors: dict[str, Weight] = {}
@@ -52,20 +56,32 @@ def _load(
     """Returns one tensor of the decoder; adds the quantized ones that it expands to `expanded`."""
     kinds = {source.gguf_name(part): source.kind(part) for part in parts}
     if len(parts[0].shape) == 2 and all(is_native(kind) for kind in kinds.values()):
+        if device.type == "meta":
+            return _unread(tuple((source.kind(part), part.shape) for part in parts))
         if len(parts) == 1:
             return _load_by_rows(source, parts[0], device)
         # Read whole: the rows of queries and keys are reordered.
         return pack([source.read_quantized(part) for part in parts]).to(device)
+    if device.type == "meta":
+        return torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype, device=device)
     expanded += [f"{name} ({kind.name})" for name, kind in kinds.items() if kind not in _FLOATS]
     dense = [source.expand(part, dtype) for part in parts]
     return (dense[0] if len(dense) == 1 else torch.cat(dense)).to(device)
+
+
+@cache
+def _unread(parts: tuple[tuple[GGMLQuantizationType, tuple[int, int]], ...]) -> Weight:
+    """Returns a fused weight of parts of these types and shapes on the meta device. Layers have few different ones, and
+    making one takes 20 ms."""
+    return pack([unread_blocks(kind, shape) for kind, shape in parts])
 
 
 def _load_by_rows(source: GgufModel, part: Part, device: torch.device) -> Weight:
     """Packs some rows at a time: the LM head's 8 bit values would take 8 times the memory of another weight's."""
     step = max(1, _PACKED_TOGETHER // part.shape[1])
     starts = range(0, part.shape[0], step)
-    return join([pack([source.read_quantized(part, slice(start, start + step))]).to(device) for start in starts])
+    rows = (pack([source.read_quantized(part, slice(start, start + step))]).to(device) for start in starts)
+    return join(rows, part.shape[0])
 
 
 def _nbytes(source: GgufModel, parts: tuple[Part, ...]) -> int:

@@ -50,6 +50,24 @@ def read_weight(
     """Returns the weight [N, K] of a module from its tensors, by the last part of their names ("qweight", "bias").
 
     Raises ValueError, which names the tensor, for tensors that do not fit the scheme and for values that are damaged.
+    For tensors on the meta device returns a weight there.
     """
     check_weight(module, scheme, shape, tensors)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return _unread_weight(module, scheme, shape, tensors)
     return _READERS[scheme.layout][1](module, scheme, *shape, tensors).check_values(f"{module}.weight")
+
+
+def _unread_weight(
+    module: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor]
+) -> QuantizedTensor:
+    """Returns a weight on the meta device; zero points of an asymmetric scheme are taken to differ."""
+    n, k = shape
+    if "weight" in tensors:
+        return read_plain(module, scheme, n, k, tensors)
+    group = scheme.group(k)
+    q = torch.empty(n, k, dtype=torch.uint8 if scheme.bits == 4 else torch.int8, device="meta")
+    stored = next(tensor for last, tensor in tensors.items() if last in ("weight_scale", "scales"))
+    scale = torch.empty(n, k // group, dtype=stored.dtype, device="meta")
+    zero = 0 if scheme.symmetric else torch.empty_like(scale, dtype=q.dtype)
+    return QuantizedTensor(q, scheme.bits, scale, group, zero)

@@ -42,7 +42,9 @@ def load_rounded(parts: Sequence[Part], shards: Shards, device: torch.device, bi
     group = next((group for group in _GROUPS if shape[-1] % group == 0), None)
     if len(shape) != 2 or group is None:
         return None
-    return join([pack([quantize(rows.to(device), bits, group)]) for part in parts for rows, _ in shards.chunks(part)])
+    chunks = (rows for part in parts for rows, _ in shards.chunks(part))
+    rounded = (pack([quantize(rows.to(device), bits, group)]) for rows in chunks)
+    return join(rounded, sum(part.shape[0] for part in parts))
 
 
 def rounded_bits(name: str, quantize: str) -> int:

@@ -4,6 +4,8 @@
 |---|---|---|---|---|
 | Q4_0 | 4.5 | 4.5 | 4 bits | 32, float16 scale |
 | Q4_1 | 5.0 | 5.0 | 4 bits | 32, float16 scale and minimum |
+| Q5_0 | 5.5 | 8.5 | 8 bits | 32, float16 scale |
+| Q5_1 | 6.0 | 9.0 | 8 bits | 32, float16 scale and minimum |
 | Q4_K | 4.5 | 4.625 | 4 bits | 32, int8 scale and minimum with two float16 per 256 |
 | Q5_K | 5.5 | 8.625 | 8 bits | 32, int8 scale and minimum with two float16 per 256 |
 | Q6_K | 6.5625 | 8.5625 | 8 bits | 16, int8 scale with one float16 per 256 |
@@ -43,6 +45,12 @@ def read_blocks(name: str, data: np.ndarray, kind: GGMLQuantizationType, shape: 
     return _READERS[kind](blocks).check_values(name)
 
 
+def unread_blocks(kind: GGMLQuantizationType, shape: tuple[int, int]) -> QuantizedTensor:
+    """Returns the weight [N, K] that `read_blocks` will read, on PyTorch's meta device."""
+    columns, size = GGML_QUANT_SIZES[kind]
+    return _READERS[kind](torch.empty(shape[0], shape[1] // columns, size, dtype=torch.uint8, device="meta"))
+
+
 def _q4_0(blocks: torch.Tensor) -> QuantizedTensor:
     scale, q = blocks.split([2, 16], -1)
     return QuantizedTensor(_nibbles(q, 16), 4, _halves(scale), 32, zero=8)
@@ -51,6 +59,16 @@ def _q4_0(blocks: torch.Tensor) -> QuantizedTensor:
 def _q4_1(blocks: torch.Tensor) -> QuantizedTensor:
     scale, offset, q = blocks.split([2, 2, 16], -1)
     return QuantizedTensor(_nibbles(q, 16), 4, _halves(scale), 32, minimum=-_halves(offset))
+
+
+def _q5_0(blocks: torch.Tensor) -> QuantizedTensor:
+    scale, high, low = blocks.split([2, 4, 16], -1)
+    return QuantizedTensor(_five_bits(high, low) - 16, 8, _halves(scale), 32)
+
+
+def _q5_1(blocks: torch.Tensor) -> QuantizedTensor:
+    scale, offset, high, low = blocks.split([2, 2, 4, 16], -1)
+    return QuantizedTensor(_five_bits(high, low), 8, _halves(scale), 32, minimum=-_halves(offset))
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantizedTensor:
@@ -74,6 +92,12 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedTensor:
     q = _nibbles(low, 64) | _fields(high, 32, bits=2) << 4
     scale = scale.flatten(1).view(torch.int8)
     return QuantizedTensor(q.view(torch.int8) - 32, 8, scale, 16, super_scale=_halves(above))
+
+
+def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Returns 5-bit integers [N, columns]: bit j of the 4 bytes `high` is the upper bit of a block's column j."""
+    upper = _fields(high, 1, bits=1)  # one byte holds the upper bits of 8 columns in a row
+    return (_nibbles(low, 16) | upper << 4).view(torch.int8)
 
 
 def _with_minimums(q: torch.Tensor, bits: int, above: torch.Tensor, packed: torch.Tensor) -> QuantizedTensor:
@@ -116,6 +140,8 @@ def _fields(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
 _READERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedTensor]] = {
     GGMLQuantizationType.Q4_0: _q4_0,
     GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q5_0: _q5_0,
+    GGMLQuantizationType.Q5_1: _q5_1,
     GGMLQuantizationType.Q4_K: _q4_k,
     GGMLQuantizationType.Q5_K: _q5_k,
     GGMLQuantizationType.Q6_K: _q6_k,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,13 +42,19 @@ def pack(parts: Sequence[QuantizedTensor]) -> QuantizedWeight:
     )
 
 
-def join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Returns one weight with the rows of packed parts, which were read from one tensor: all have one format."""
-    if len(parts) == 1:
-        return parts[0]
-    joined: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts], dim=0 if name == "packed" else 1)
-        for name, value in vars(parts[0]).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return replace(parts[0], **joined)
+def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
+    """Returns one weight of so many rows with those of packed parts, which all have one format. Copies each part before
+    it takes the next one, so that no two are in memory beside the result."""
+    fields: dict[str, Any] = {}
+    start = 0
+    for part in parts:
+        if part.shape[0] == rows:
+            return part
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        for name, tensor in tensors.items():
+            dim = 0 if name == "packed" else 1
+            if not start:
+                fields[name] = tensor.new_empty([rows if at == dim else size for at, size in enumerate(tensor.shape)])
+            fields[name].narrow(dim, start, part.shape[0]).copy_(tensor)
+        start += part.shape[0]
+    return replace(part, **fields)

@@ -45,7 +45,7 @@ def quantize(weight: torch.Tensor, bits: int, group: int | None = None) -> Quant
     scale = torch.empty(n, k // group, dtype=torch.bfloat16, device=weight.device)
     zero = torch.zeros(n, k // group, dtype=q.dtype, device=weight.device)
     step = max(1, _CHUNK_VALUES // k)
-    for start in range(0, n, step):
+    for start in range(0, 0 if weight.is_meta else n, step):  # the meta device holds no values
         rows = slice(start, start + step)
         values = weight[rows].float().unflatten(1, (-1, group))  # [rows, K / group, group]
         if not bool(values.isfinite().all()):
