@@ -50,7 +50,7 @@ def test_draft_info_of_plain_decoding_names_the_reason_and_comes_on_request_only
 
 def test_the_tokens_of_held_back_text_join_to_the_text(served):
     text = served.engine.complete(CHAT, **AS_OPTIONS).text
-    stops = {"stop": [text[9:13], "never said at all"], "speculative_decoding": "force"}
+    stops = {"stop": [text[9:13], "never said at all"], "speculative_decoding": "force", "logprobs": True}
     infos = [of["draft_info"] for of in chunks(served, return_draft_info=True, **stops) if "draft_info" in of]
     assert "".join(part for info in infos for part, _ in info["tokens"]) == text[: text.index(text[9:13])]
     whole = served.http.post("/v1/chat/completions", json={**SETTINGS, **stops, "stream": False}).json()

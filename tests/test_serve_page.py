@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),
 ]
 SETTINGS = {"max-tokens": "24", "seed": "5", "temperature": "1", "force": "true"}
+AS_OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "seed": 5, "do_sample": True, "temperature": 1.0, "top_k": 0}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +70,7 @@ def answers(page: Any) -> list[str]:
 
 def test_a_message_streams_and_its_drafted_tokens_are_marked(page, served):
     send(page, "hi there")
-    options: dict[str, Any] = {"max_new_tokens": 24, "seed": 5, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    first = served.engine.complete([{"role": "user", "content": "hi there"}], **options).text
+    first = served.engine.complete([{"role": "user", "content": "hi there"}], **AS_OPTIONS).text
     assert answers(page) == [first]
     drafted = page.locator(".text [data-origin=drafted]")
     assert drafted.count() > 0
@@ -88,7 +88,7 @@ def test_a_message_streams_and_its_drafted_tokens_are_marked(page, served):
     sync_api.expect(page.locator("#stop")).to_be_hidden()
     turns = [("user", "hi there"), ("assistant", first), ("user", "and then?")]
     chat = [{"role": role, "content": text} for role, text in turns]
-    assert answers(page)[1] == served.engine.complete(chat, **options).text
+    assert answers(page)[1] == served.engine.complete(chat, **AS_OPTIONS).text
     page.click("#new")
     assert not answers(page) and page.is_visible("#start")
 
@@ -151,6 +151,14 @@ def test_stop_ends_an_answer_and_keeps_its_text(page, served):
     page.click("#stop")
     sync_api.expect(page.locator(".about")).to_contain_text("Stopped")
     assert answers(page)[0] and page.evaluate("() => messages.length") == 2
+
+
+def test_a_model_without_a_chat_template_continues_the_text(page, served, monkeypatch):
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", None)
+    page.reload()
+    sync_api.expect(page.locator("#input")).to_have_attribute("placeholder", "Text to continue")
+    send(page, "abc")
+    assert answers(page) == [served.engine.complete("abc", **AS_OPTIONS).text]
 
 
 def test_the_page_asks_for_the_key_that_the_server_wants(browser, served):

@@ -93,7 +93,11 @@ async def _generate(request: Request, kind: type[ChatBody] | type[CompletionBody
 async def _models(request: Request) -> Response:
     service = _service(request)
     model = {"id": service.engine.name, "object": "model", "created": service.started, "owned_by": "selfspec"}
-    return JSONResponse({"object": "list", "data": [{**model, "max_model_len": service.engine.context}]})
+    extra = {
+        "max_model_len": service.engine.context,
+        "has_chat_template": bool(service.engine.tokenizer.chat_template),
+    }
+    return JSONResponse({"object": "list", "data": [{**model, **extra}]})
 
 
 async def _tokenize(request: Request) -> Response:

@@ -65,7 +65,7 @@ class ChoiceText:
         self._echo, self._text = echo, ""
         self._tokens = self._shown = 0  # new tokens in the text; characters that were returned
         self.is_finished = False
-        self.draft_info: dict[str, Any] | None = None  # of the last piece
+        self.draft_info: dict[str, Any] | None = None  # of the text that `advance` returned
 
     def advance(self, new_tokens: int, finish_reason: str | None) -> str:
         """Returns the text to show after a step that left the sequence with so many new tokens."""
@@ -78,6 +78,7 @@ class ChoiceText:
             self._add(tokens, last=self.is_finished)
         shown = len(self._text) if self.is_finished else max(self._shown, len(self._text) - self._held)
         piece = self._echo + self._text[self._shown : shown]
+        self.draft_info = None
         if self._describer is not None and new_tokens and (piece or self.is_finished):
             self.draft_info = self._describer.chunk(self._text, self._shown, shown, new_tokens)
         self._echo, self._shown = "", shown
