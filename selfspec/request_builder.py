@@ -180,8 +180,8 @@ class RequestBuilder:
         grammar = self._grammars.compile(response_format, tokenizer, settings.eos_token_ids)
         if grammar is None:
             return None, resolved
-        params = resolved.params
-        if params.min_new_tokens or params.min_length:
+        params, asked = resolved.params, settings.sampling
+        if max(params.min_new_tokens, params.min_length, asked.min_new_tokens, asked.min_length):
             raise ResponseFormatError("response_format and a minimum length are not possible together: leave one out")
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *grammar.ends)))
         return grammar, replace(resolved, params=replace(params, stop_token_ids=stops))

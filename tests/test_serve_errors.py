@@ -37,7 +37,12 @@ def post(served: Served, body: Any, path: str = "/v1/chat/completions", **header
 
 REFUSED = [
     ({"top_logprobs": 2}, 400, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, 400, "regex"),
+    ({"regex": "(a"}, 400, "regex"),
+    ({"grammar": "start: other"}, 400, "grammar"),
+    ({"regex": "a", "min_tokens": 2}, 400, "regex"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
     ({"tool_choice": "auto"}, 400, "tool_choice"),
     ({"suffix": "end"}, 400, "suffix"),

@@ -23,6 +23,9 @@ def engine_options(body: Generation, config: GenerationConfig, max_new_tokens: i
     if is_sampled:
         options |= sampling
     options |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    for name in body.formats:
+        given = getattr(body, name)
+        options["response_format"] = given if name == "response_format" else {"type": name, name: given}
     if body.min_tokens is not None:
         options["min_new_tokens"] = body.min_tokens
     if body.top is not None:

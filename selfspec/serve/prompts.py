@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 
 from selfspec.engine import Engine
+from selfspec.grammar import ResponseFormatError
 from selfspec.sequence import Request
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.options import engine_options
@@ -41,6 +42,8 @@ def prepare(engine: Engine, body: ChatBody | CompletionBody) -> Prepared:
             requests += made
             echoes += [echo] * len(made)
             prompt_tokens += len(tokens)
+    except ResponseFormatError as error:
+        raise ApiError(400, str(error), body.formats[0]) from None
     except ValueError as error:
         raise of_engine(error) from None
     return Prepared(requests, echoes, prompt_tokens)

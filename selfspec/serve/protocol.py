@@ -28,10 +28,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("include_stop_str_in_output continue_final_message".split(), (False,)),
     **{name: ([],) for name in "tools functions bad_words allowed_token_ids documents logits_processors".split()},
     **{name: ({},) for name in "chat_template_kwargs audio prediction web_search_options".split()},
-    **dict.fromkeys("regex grammar guided_json guided_regex guided_choice guided_grammar".split(), ()),
+    **dict.fromkeys("guided_json guided_regex guided_choice guided_grammar".split(), ()),
     **dict.fromkeys("structured_outputs chat_template truncate_prompt_tokens reasoning_effort".split(), ()),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none",),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -93,12 +92,20 @@ class Generation(Body):
     ignore_eos: bool | None = None
     speculative_decoding: bool | Literal["force"] | None = None
     domain: str | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None  # in Lark's syntax
     stop_token_ids: list[TokenId] | None = None
     return_draft_info: bool | None = None  # which tokens of each chunk were drafted, and the plan
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def formats(self) -> list[str]:
+        """The given fields that restrict the text to a format: at most one, once checked."""
+        return [name for name in ("response_format", "regex", "grammar") if getattr(self, name) is not None]
 
     @property
     def samples(self) -> int:
@@ -227,6 +234,8 @@ def _check_generation(body: Generation) -> None:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo=true", "max_tokens")
     if body.min_tokens and body.new_tokens is not None and body.min_tokens > body.new_tokens:
         raise ApiError(400, "min_tokens is above max_tokens: lower it", "min_tokens")
+    for name in body.formats[1:]:
+        raise ApiError(400, f"{name} is not possible with {body.formats[0]}: leave one of them out", name)
     for name in ("stream_options", "return_draft_info"):
         if getattr(body, name) and not body.stream:
             raise ApiError(400, f"{name} needs stream=true", name)
