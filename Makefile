@@ -24,7 +24,7 @@ test-gpu: $(STAMP)
 
 # The server's page in the system's Chromium.
 test-browser: $(STAMP)
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		{ echo "no browser: install one (apt-get install -y chromium), then run this again"; exit 1; }
 	$(PYTHON) -m pytest tests/test_serve_page.py
 
