@@ -108,7 +108,7 @@ class ForcedTextEngine:
     def __init__(self, engine: Engine, texts: int) -> None:
         self.engine = Engine(
             engine.model, engine.tokenizer, engine.generation_config, engine.profile, engine.rules, engine.context,
-            engine.max_batch, kernels=True,
+            engine.max_batch, kernels=True, prefix_reuse=False,
         )  # fmt: skip
         assert self.engine._graphs is not None
         self.forced = torch.full((texts, engine.context), FREE, dtype=torch.int32, device=engine.model.device)

@@ -98,6 +98,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
     return Engine.from_pretrained(
         args.model, args.device, args.dtype, args.profile, rules=Rules(max_step=args.max_step),
         max_length=args.max_length, max_batch=max(16, *args.batch), kernels=False if args.no_kernels else None,
+        prefix_reuse=False,
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ import torch
 from bench import tables
 from bench.timing import percentile
 from selfspec.backends.base import Step
+from selfspec.cache.kv_cache import PAGE_SIZE
+from selfspec.cache.prefixes import PrefixPath
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
@@ -89,6 +91,12 @@ class IdleBackend:
         scores, self._scores = self._scores, []
         return scores
 
+    def unfilled(self, sequence: Sequence) -> int:
+        return 0
+
+    def prefix_path(self, tokens: int) -> PrefixPath:
+        return PrefixPath("idle", PAGE_SIZE, decodes_alike=True)
+
     def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
         return False
 
@@ -121,7 +129,7 @@ def idle_scheduler(
         costs=lambda kind: costs,
         budget=lambda rules: budget,
     )
-    scheduler = Scheduler(cache, drafters, Metrics(), lambda rejection: backend, max_decoding=count)
+    scheduler = Scheduler(cache, drafters, Metrics(), lambda rejection: backend, max_decoding=count, prefix_reuse=False)
     scheduler.waiting.extend(sequences)
     return scheduler, request
 

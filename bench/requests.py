@@ -94,6 +94,7 @@ def open_target(
         "max_length": -(-longest // 64) * 64,
         "max_batch": max_batch,
         "kernels": False if args.no_kernels else None,
+        "prefix_reuse": False,  # prompts are sent more than once, and every call shall prefill
     }
     if args.shape:
         return _open_shape(args, limits)

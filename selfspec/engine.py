@@ -65,6 +65,7 @@ class Engine:
         kv_cache_gb: float | None = None,
         name: str | None = None,
         memory_gb: float | None = None,
+        prefix_reuse: bool = True,
     ) -> None:
         _check_limits(max_length=max_length, max_batch=max_batch)
         self.model = model
@@ -85,8 +86,9 @@ class Engine:
         self.drafters = Drafters(model, self.profile, embed, self.has_kernels, timed)
         self._metrics = Metrics()
         self.scheduler = Scheduler(
-            self.cache, self.drafters, self._metrics, self.new_backend, self.max_batch, self._compile_first(graphs)
-        )
+            self.cache, self.drafters, self._metrics, self.new_backend, self.max_batch, self._compile_first(graphs),
+            prefix_reuse,
+        )  # fmt: skip
         self._requests = RequestBuilder(model, self.drafters, self.rules, self.context, self.has_kernels)
         self._shared_embedding: Any = None  # the parameter of a live model whose storage is shared
         self._log_state()
@@ -105,6 +107,7 @@ class Engine:
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
         memory_gb: float | None = None,
+        prefix_reuse: bool = True,
     ) -> Engine:
         """Loads a folder or hub name with safetensors, a GGUF file, or 'demo'.
 
@@ -112,7 +115,9 @@ class Engine:
         in the cache. `quantize` 'int8' or 'int4' rounds 16-bit weights while they are loaded; LM head and embedding get
         8 bits. `profile` is 'auto' (the newest one made for these weights), a folder, a Profile, or None.
         `max_length` is in tokens, prompt included; `kv_cache_gb` in 10^9 bytes, as `memory_gb`: the most memory that
-        the engine may take in all. A model that does not fit is refused, with a table, before weights are read.
+        the engine may take in all. A model that does not fit is refused, with a table, before weights are read. With
+        `prefix_reuse` the KV cache keeps the pages of ended requests, and prompts that begin with the same tokens reuse
+        them; no token changes.
         """
         _check_limits(max_length=max_length, max_batch=max_batch)
         if profile != "auto" and isinstance(profile, str | Path):
@@ -124,7 +129,7 @@ class Engine:
         loaded = load_pretrained(path_or_name, device, dtype, quantize)
         parts = loaded.model, loaded.tokenizer, loaded.generation_config
         name = str(path_or_name)
-        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, memory_gb)
+        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, memory_gb, prefix_reuse)
 
     @classmethod
     def from_model(
@@ -137,6 +142,7 @@ class Engine:
         max_batch: int | None = None,
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
+        prefix_reuse: bool = True,
     ) -> Engine:
         """Shares the weights of a live transformers model: no copy is made, and the model stays usable.
 
@@ -145,7 +151,8 @@ class Engine:
         model = loading.adopt(hf_model)
         config = getattr(hf_model, "generation_config", None)
         name = getattr(hf_model.config, "name_or_path", None) or type(hf_model).__name__
-        engine = cls(model, tokenizer, config, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name)
+        limits = max_length, max_batch, kernels, kv_cache_gb
+        engine = cls(model, tokenizer, config, profile, rules, *limits, name, prefix_reuse=prefix_reuse)
         engine._shared_embedding = hf_model.get_input_embeddings().weight
         return engine
 
@@ -282,12 +289,14 @@ class Engine:
         return self._graphs is not None
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by what holds them; `cache_used` is the part of `cache` that sequences hold now."""
-        pages = self.cache.num_pages - self.cache.free_pages
+        """Bytes held, by what holds them. Of `cache`, sequences hold `cache_used` now, and `cache_reusable` keeps
+        prefixes of ended requests until sequences need it."""
+        page = self.cache.nbytes // self.cache.num_pages
         return {
             "weights": self.model.nbytes,
             "cache": self.cache.nbytes,
-            "cache_used": pages * (self.cache.nbytes // self.cache.num_pages),
+            "cache_used": (self.cache.num_pages - self.cache.free_pages) * page,
+            "cache_reusable": self.cache.reusable_pages * page,
             "exits": self.drafters.nbytes,
             "graphs": 0 if self._graphs is None else self._graphs.nbytes,
         }

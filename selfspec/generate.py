@@ -61,7 +61,7 @@ def generate(args: argparse.Namespace) -> int:
     from selfspec.commands.display import Display  # imports torch
 
     texts = read_prompts(args)
-    engine = options.load_engine(args)
+    engine = options.load_engine(args, prefix_reuse=not args.compare)  # compared calls shall all prefill
     prompts = options.as_prompts(engine, texts, args.raw)
     arguments = {**options.text_arguments(args), **options.speculation_arguments(args)}
     display = Display(args.show)

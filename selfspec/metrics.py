@@ -67,6 +67,8 @@ class Summary:
     speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
     mode_changes: int  # changes of a sequence's plan, its first plan included
     changes_by_reason: dict[str, int]  # of the changes to plain decoding
+    prefix_cache_queries: int = 0  # prompt tokens of prefilled sequences
+    prefix_cache_hits: int = 0  # those of them whose KV pages were reused
 
     @property
     def accept_rate(self) -> float:
@@ -118,6 +120,8 @@ class Summary:
             steps = _share(self.cycles_by_plan[plan], self.cycles)
             yield f"  {short_plan_name(plan)}", f"{share:.1%} of the time, {steps:.1%} of the steps"
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.changes_by_reason.items())
+        hits = _share(self.prefix_cache_hits, self.prefix_cache_queries)
+        yield "prompt tokens", f"{self.prefix_cache_queries}, {hits:.1%} of them reused"
         yield "plan changes", f"{self.mode_changes}" + (f" (to plain: {reasons})" if reasons else "")
 
     def _series(self) -> Iterator[tuple[str, str, str, Mapping]]:
@@ -132,6 +136,9 @@ class Summary:
         yield "selfspec_reached_total", "Accepted paths that reached the depth above, by depth", "depth", reached
         yield "selfspec_mode_changes_total", "Changes of plan", "", {"": self.mode_changes}
         yield "selfspec_switched_off_total", "Changes to plain decoding", "reason", self.changes_by_reason
+        queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
+        yield "selfspec_prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
+        yield "selfspec_prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
         for name, meaning, of in (
             ("time_per_token", "Time per token", self.time_per_token),
             ("emission_gap", "Time between emissions of a sequence", self.gap),
@@ -148,6 +155,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = Lock()
         self._requests = self._tokens = self._emissions = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self._seconds: dict[Plan | str, float] = {}  # of the steps of each plan
         self._steps: Counter[Plan | str] = Counter()  # of each plan
         self._compared = 0.0  # seconds of the steps for which the time of a plain step was known
@@ -161,6 +169,12 @@ class Metrics:
         """Counts a request that has started."""
         with self._lock:
             self._requests += 1
+
+    def add_prompt(self, tokens: int, cached: int) -> None:
+        """Adds a prefilled prompt, and how many of its tokens reused KV pages."""
+        with self._lock:
+            self._prompt_tokens += tokens
+            self._cached_tokens += cached
 
     def add_step(self, plan: Plan, seconds: float, tokens: Sequence[int], plain_seconds: float | None) -> None:
         """Adds a finished step: the tokens that each of its sequences got, and the expected time of a plain step of the
@@ -219,6 +233,8 @@ class Metrics:
                 speedup=self._plainly / self._compared if self._compared else None,
                 mode_changes=self._changes.total(),
                 changes_by_reason={reason: count for reason, count in self._changes.most_common() if reason},
+                prefix_cache_queries=self._prompt_tokens,
+                prefix_cache_hits=self._cached_tokens,
             )
 
 

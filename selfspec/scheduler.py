@@ -20,11 +20,13 @@ import torch
 from selfspec.backends.base import Backend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, is_out_of_memory
+from selfspec.cache.prefixes import PageKeys
 from selfspec.drafters import Drafters
 from selfspec.loop_thread import Call, LoopThread
 from selfspec.metrics import Metrics
 from selfspec.sequence import Request, Sequence
 from selfspec.speculation.exit import Exit
+from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
@@ -44,8 +46,10 @@ class Scheduler:
         new_backend: BackendFactory,
         max_decoding: int = MAX_DECODING,
         before_first: Callable[[Request], None] | None = None,  # called once, with the first request
+        prefix_reuse: bool = True,  # prompts reuse the KV pages of texts that begin with the same tokens
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
+        self.prefix_reuse = prefix_reuse
         self._new_backend, self._before_first = new_backend, before_first
         self._requests: set[Request] = set()  # that have not ended
         self.waiting: deque[Sequence] = deque()
@@ -164,11 +168,14 @@ class Scheduler:
                     self.waiting.remove(sequence)
             for batch, sequences in list(self.prefilling.items()):
                 for sequence in (of for of in sequences if of.request is request):
+                    self._register_pages(batch, sequence)
                     batch.backend.release(sequence)
                 self._set_prefilling(batch, [of for of in sequences if of.request is not request])
             for batch in self.batches.values():
                 running = [of for of in batch.running if of.request is request]
                 if running:
+                    for sequence in running:
+                        self._register_pages(batch, sequence)
                     batch.leave(running)
         finally:
             self._end(request)
@@ -177,6 +184,8 @@ class Scheduler:
         """Returns the pages of a request whose sequences have all ended, and wakes its caller."""
         try:
             for sequence in request.sequences:
+                if request.error is not None:
+                    self.cache.forget(sequence.kv)  # its values may not be finite
                 self.cache.close(sequence.kv)
                 if sequence.prompt_kv is not None:
                     self.cache.close(sequence.prompt_kv)
@@ -280,9 +289,14 @@ class Scheduler:
         if firsts:
             drafts = _drafts(firsts[0])
             alike = [of for of in firsts if _drafts(of) == drafts]
+            exit = batch.base_exit if drafts else None
+            for sequence in alike:
+                self._reuse_pages(batch, sequence, exit)
             try:
-                for sequence in self._prefill_pass(batch, alike, batch.base_exit if drafts else None):
+                for sequence in self._prefill_pass(batch, alike, exit):
                     sequence.is_prefilled = True
+                    self._register_pages(batch, sequence)
+                    self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
                     return  # running sequences have taken the pages that it was admitted with, and will return them
@@ -302,6 +316,33 @@ class Scheduler:
         seconds = time.perf_counter() - started
         for sequence in members:
             sequence.elapsed_s += seconds
+
+    def _reuse_pages(self, batch: Batch, sequence: Sequence, exit: Exit | None) -> None:
+        """Gives a prompt whose prefill has not begun the registered pages of its first tokens, but none of its last
+        PROMPT_END positions: prefill keeps their states to score the exit."""
+        if not self.prefix_reuse or sequence.kv.pages:
+            return
+        keys = sequence.page_keys
+        if keys is None:
+            of_exit = None if exit is None else (exit.layer, id(exit.block))
+            keys = sequence.page_keys = PageKeys(batch.backend.prefix_path(len(sequence.prompt)), of_exit)
+        if sequence.request.prompt_logprobs is not None:
+            return  # these need the final states of all positions
+        pages = keys.units(len(sequence.prompt) - 1 - PROMPT_END)
+        sequence.kv = self.cache.open_with(keys.first(pages, sequence.prompt), keys.path.unit // PAGE_SIZE)
+        sequence.cached_tokens = sequence.kv.length
+
+    def _register_pages(self, batch: Batch, sequence: Sequence) -> None:
+        """Makes the sequence's filled pages reusable: those of its prompt, and those of generated tokens where decoding
+        and prefill write the same bits. A page whose exit KV is not filled yet is not among them."""
+        keys = sequence.page_keys
+        if keys is None or sequence.request.error is not None:
+            return
+        # After a late stop the cache is ahead of the tokens.
+        tokens = len(sequence.tokens) if keys.path.decodes_alike else len(sequence.prompt) - 1
+        unfilled = 0 if keys.exit is None else batch.backend.unfilled(sequence)
+        pages = keys.units(min(sequence.kv.length - unfilled, tokens))
+        self.cache.register(sequence.kv, keys.first(pages, sequence.tokens))
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
@@ -391,6 +432,8 @@ class Scheduler:
         for request in {of.request for of in batch.running if of.request.error is not None}:
             self._remove(request)
         ended = [of for of in batch.running if of.is_finished]
+        for sequence in ended:
+            self._register_pages(batch, sequence)
         if ended:
             batch.leave(ended)
         for sequence in ended:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.cache.kv_cache import KVPages, SwappedPages
+from selfspec.cache.prefixes import PageKeys
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Change
 from selfspec.grammar import Grammar
@@ -65,6 +66,8 @@ class Sequence:
     kv: KVPages = field(default_factory=KVPages)
     swapped: SwappedPages | None = None  # its pages while they are in host memory
     is_prefilled: bool = False  # all of the prompt but its last token is in the cache
+    page_keys: PageKeys | None = None  # of its pages, by which other prompts find them; None: it shares none
+    cached_tokens: int = 0  # of its prompt, whose pages were in the cache before
     prompt_kv: KVPages | None = None  # the prompt's pages, for samples that have not been admitted yet
     prompt_feature: torch.Tensor | None = None  # `previous_feature` at the end of the prompt, for other samples
     previous_feature: torch.Tensor | None = None  # [2 * hidden]: feature of the newest position with KV

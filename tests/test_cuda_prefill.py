@@ -18,20 +18,27 @@ from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import (
     LONGEST,
     MAX_SEGMENTS,
+    MAX_TOKENS,
     SHORT,
+    Prompt,
     PromptEmbedding,
     ShortPrefill,
     groups_per_pass,
+    next_part,
     pass_size,
     segments,
+    sizes_to_capture,
 )
-from selfspec.cache.kv_cache import Cache, CacheFull, KVPages, flat_slot
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, KVPages, flat_slot
 from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
+from selfspec.speculation.exit_scoring import PROMPT_END
+from selfspec.speculation.plan import NONE, Plan
 from tests.interpreted import (
     LAYER,
     ONLY_INTERPRETED,
     ScriptedBatch,
+    accurate_exit,
     cuda_backend,
     new_graphs,
     plain_tokens,
@@ -48,7 +55,7 @@ COUNT, SEGMENT, END = 4, 4, 6  # small ones: interpreted kernels are slow
 TEXTS = [prompt_of(9, 1), prompt_of(3, 2)]  # three segments, and one
 
 
-@given(st.lists(st.integers(1, LONGEST), max_size=40))
+@given(st.lists(st.integers(1, MAX_TOKENS), max_size=40))
 def test_prompts_are_grouped_in_order_into_passes_that_are_as_full_as_they_can_be(lengths: list[int]) -> None:
     groups = list(groups_per_pass(lengths))
     assert [index for group in groups for index in group] == list(range(len(lengths)))
@@ -64,12 +71,24 @@ def test_prompts_are_grouped_in_order_into_passes_that_are_as_full_as_they_can_b
     assert all(taken > MAX_SEGMENTS for taken in fuller)  # the next prompt would not fit
 
 
+@given(st.integers(1, LONGEST), st.integers(0, LONGEST // PAGE_SIZE))
+def test_every_pass_over_a_prompt_has_a_size_that_warm_up_captures(tokens: int, reused: int) -> None:
+    start = min(reused * PAGE_SIZE, max(0, tokens - PROMPT_END) // PAGE_SIZE * PAGE_SIZE)
+    captured = {pass_size(*size) for size in sizes_to_capture(1, LONGEST)}
+    while start < tokens:
+        part = next_part(tokens - start)
+        assert pass_size([part], start + part) in captured or start + part <= short_prefill.SHORTEST_SEGMENT
+        assert part >= PROMPT_END or part == tokens  # the exit is scored there
+        start += part
+    assert start == tokens
+
+
 def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
     """Runs one pass over prompts; returns their pages."""
     held = [graphs.cache.open() for _ in texts]
     for kv, text in zip(held, texts, strict=True):
         graphs.cache.reserve(kv, len(text))
-    made.load([(text, kv.pages) for text, kv in zip(texts, held, strict=True)])
+    made.load([Prompt(text, kv.pages) for text, kv in zip(texts, held, strict=True)])
     with torch.inference_mode():
         made.launch()
     return held
@@ -207,3 +226,31 @@ def test_a_pass_without_free_pages_raises_and_keeps_none() -> None:
 def test_a_model_that_the_kernels_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="kernels need"):
         Engine.from_model(tiny_model("llama"), kernels=True)  # float64
+
+
+@torch.inference_mode()
+def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of all layers and of the exit: of tokens that were decoded with and without drafts, and of a
+    prompt of the same tokens, prefilled in parts of one segment, after another one in the same pass."""
+    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
+    for module in (short_prefill, exit_module):
+        monkeypatch.setattr(module, "PROMPT_END", 2)
+    graphs, exit = new_graphs(), accurate_exit()
+    graphs.max_short_prompt = LONGEST
+    decoded = sequence_of(prompt_of(8, 1), 8, exit=exit)
+    batch = ScriptedBatch(cuda_backend(graphs), exit)
+    batch.admit([decoded])
+    for plan in (NONE, Plan.tree((2, 1))):
+        batch.plan = plan
+        batch.step()
+    assert decoded.accepted > 0
+    ours = left_in_cache(graphs.cache, decoded.kv, decoded.kv.length)
+    monkeypatch.setattr(short_prefill, "MAX_TOKENS", 8)
+    backend = cuda_backend(graphs)
+    other, parts = sequence_of(prompt_of(4, 1), 1), sequence_of([*decoded.tokens[: decoded.kv.length], 5], 1)
+    finished = [backend.prefill([other, parts], exit)]
+    while parts not in finished[-1]:
+        finished.append(backend.prefill([parts], exit))
+    assert finished[0] == [other] and len(finished) == 2
+    theirs = left_in_cache(graphs.cache, parts.kv, decoded.kv.length)
+    assert all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))

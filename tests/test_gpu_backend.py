@@ -14,6 +14,7 @@ import torch
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.short_prefill import Prompt
 from selfspec.cache.kv_cache import CacheFull, KVPages, flat_slot
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Spread
@@ -130,7 +131,7 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[to
         cache.reserve(sequence, len(text))
     with torch.inference_mode():
         prefill, replay = graphs_of(engine).short_prefill(exit, list(map(len, texts)))
-        prefill.load([(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
+        prefill.load([Prompt(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
         found = [
             _in_cache(engine, sequence, len(text), feature, end)

@@ -36,6 +36,8 @@ def busy() -> Metrics:
     metrics.add_acceptance([0], [1])
     for reason in ("goodput", None, "goodput", None, "ood"):
         metrics.add_plan_change(reason)
+    metrics.add_prompt(100, 0)
+    metrics.add_prompt(300, 128)
     return metrics
 
 
@@ -198,6 +200,7 @@ class TestTable:
             "gap between emissions  2.00 / 4.00 / 4.00 ms (p50 / p95 / p99)",
             "speed against plain    1.25x",
             "  none                 50.0% of the time, 66.7% of the steps",
+            "prompt tokens          400, 32.0% of them reused",
             "plan changes           5 (to plain: 2 goodput, 1 ood)",
         ):
             assert line in table.split("\n"), line
@@ -251,6 +254,8 @@ class TestPrometheus:
                 ("reached_total", "1"): 6,
                 ("reached_total", "2"): 5,
                 ("mode_changes_total", ""): 5,
+                ("prefix_cache_queries_total", ""): 400,
+                ("prefix_cache_hits_total", ""): 128,
                 ("switched_off_total", "goodput"): 2,
                 ("switched_off_total", "ood"): 1,
                 ("time_per_token_seconds", "0.5"): 0.004 / 3,

@@ -173,6 +173,13 @@ def test_the_server_describes_itself(served):
     assert served.http.get("/health").json() == {"status": "ready"}
 
 
+def test_usage_counts_the_prompt_tokens_whose_pages_were_reused(served):
+    text = "a longer prompt, " * 6
+    found = [complete(served, text, max_tokens=4, extra_body=FORCED) for _ in range(2)]
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in found] == [0, 64]
+    assert found[0].choices[0].text == found[1].choices[0].text and found[0].usage.prompt_tokens == 102
+
+
 def test_metrics_parse_and_count(served):
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -184,6 +191,8 @@ def test_metrics_parse_and_count(served):
     assert values["selfspec:spec_decode_num_accepted_tokens"] == sum(summary.accepted_by_depth)
     assert values["selfspec:spec_decode_num_draft_tokens"] >= values["selfspec:spec_decode_num_drafts"] > 0
     assert values["selfspec:kv_cache_usage_perc"] == 0
+    assert values["selfspec:prefix_cache_queries"] == summary.prefix_cache_queries > 0
+    assert values["selfspec:prefix_cache_hits"] == summary.prefix_cache_hits
     reasons = {of.labels["finished_reason"]: of.value for of in families["selfspec:request_success"].samples}
     assert reasons["length"] > 0
     buckets = [

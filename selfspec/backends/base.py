@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from selfspec.cache.prefixes import PrefixPath
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation.exit import Exit
 
@@ -44,6 +45,10 @@ class Backend(Protocol):
         """Slots that a step of `sequences` sequences computes, idle ones included."""
         ...
 
+    def prefix_path(self, tokens: int) -> PrefixPath:
+        """Returns how a prompt of so many tokens is prefilled: it decides which other prompts' pages it can reuse."""
+        ...
+
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         """Runs one pass over prompt tokens: several short prompts, or one chunk of the first one. Returns the sequences
         whose prompts are in the cache then, but for their last token."""
@@ -69,6 +74,10 @@ class Backend(Protocol):
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
         """Fills the exit block's KV for plainly decoded tokens; with `score` also scores drafts at some of them."""
+        ...
+
+    def unfilled(self, sequence: Sequence) -> int:
+        """Returns how many of the sequence's last positions may lack the exit block's KV."""
         ...
 
     def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:

@@ -15,8 +15,9 @@ from itertools import product
 import torch
 
 from selfspec.backends.base import Step
-from selfspec.cache.kv_cache import Cache
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
+from selfspec.cache.prefixes import PrefixPath
 from selfspec.logprobs import pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import (
@@ -59,6 +60,13 @@ class TorchBackend:
         return sequences
 
     # Prefill
+
+    def prefix_path(self, tokens: int) -> PrefixPath:
+        """In 32 bits and more results are equal up to rounding, whichever rows a pass has; in 16 bits only for equal
+        passes: whole chunks."""
+        if self.model.dtype.itemsize < 4:
+            return PrefixPath("torch chunks", PREFILL_CHUNK, decodes_alike=False)
+        return PrefixPath("torch", PAGE_SIZE, decodes_alike=True)
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         """Runs one chunk of the first sequence's prompt. A prompt is alone in its pass, so that no other changes its
@@ -314,6 +322,9 @@ class TorchBackend:
         read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
         self._scores += zip(sequences, exit_scoring.is_drafted(exit, read, tokens, params, key).tolist(), strict=True)
+
+    def unfilled(self, sequence: Sequence) -> int:
+        return len(sequence.unfilled)
 
     def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
         scores, self._scores = self._scores, []

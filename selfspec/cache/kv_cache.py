@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 import torch
 
+from selfspec.cache.prefixes import Prefixes
 from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.models.config import ModelConfig
 
@@ -63,6 +64,7 @@ class Cache:
             ) from error
         self._free = list(reversed(range(num_pages)))
         self._owners = [0] * num_pages  # number of sequences that hold each page
+        self._prefixes = Prefixes()
 
     @property
     def num_pages(self) -> int:
@@ -70,7 +72,12 @@ class Cache:
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that no sequence holds; `reusable_pages` of them hold the KV of known tokens until they are taken."""
+        return len(self._free) + self._prefixes.reusable
+
+    @property
+    def reusable_pages(self) -> int:
+        return self._prefixes.reusable
 
     @property
     def nbytes(self) -> int:
@@ -96,9 +103,9 @@ class Cache:
         if sequence.closed:
             raise ValueError("this sequence is closed; open a new one")
         needed = self.missing_pages(sequence, slots)
-        if needed > len(self._free):
+        if needed > self.free_pages:
             raise CacheFull(
-                f"the KV cache is full: it has {self.num_pages} pages of {PAGE_SIZE} positions, {len(self._free)} of "
+                f"the KV cache is full: it has {self.num_pages} pages of {PAGE_SIZE} positions, {self.free_pages} of "
                 f"them free, and {needed} more are needed. Close other streams, send fewer or shorter prompts, or "
                 "build the engine with a larger kv_cache_gb."
             )
@@ -118,6 +125,26 @@ class Cache:
         for page in pages:
             self._owners[page] += 1
         return KVPages(pages, parent.length)
+
+    def open_with(self, keys: Seq[bytes], unit: int) -> KVPages:
+        """Returns a sequence that shares the registered pages of the first of these keys: as many as are registered,
+        in multiples of `unit` pages."""
+        pages = self._prefixes.find(keys)
+        del pages[len(pages) // unit * unit :]
+        for page in pages:
+            self._owners[page] += 1
+            self._prefixes.hold(page)
+        return KVPages(pages, len(pages) * PAGE_SIZE)
+
+    def register(self, sequence: KVPages, keys: Seq[bytes]) -> None:
+        """Registers the sequence's first pages, which must be filled in every layer, under these keys."""
+        for key, page in zip(keys, sequence.pages, strict=False):
+            self._prefixes.register(key, page)
+
+    def forget(self, sequence: KVPages) -> None:
+        """Makes the sequence's pages ordinary ones, which no other sequence reuses."""
+        for page in sequence.pages:
+            self._prefixes.forget(page)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores k and v [B, M, Hkv, D] of one layer at flat slots [B * M]. Stores 0 for values that are not finite:
@@ -186,16 +213,19 @@ class Cache:
         self._release([shared])
 
     def _take(self) -> int:
+        if not self._free:
+            self._free = self._prefixes.take_back()
         page = self._free.pop()
         self._owners[page] = 1
         return page
 
     def _release(self, pages: Seq[int]) -> None:
         """Drops one reference to each page. Frees the last page first: pages are taken from the end of the free list,
-        so the next sequence gets them in ascending order, and attention reads a contiguous range without a gather."""
+        so the next sequence gets them in ascending order, and attention reads a contiguous range without a gather. A
+        reusable page is taken back before those that come before it in the text, without which it is of no use."""
         for page in reversed(pages):
             self._owners[page] -= 1
-            if self._owners[page] == 0:
+            if self._owners[page] == 0 and not self._prefixes.keep(page):
                 self._free.append(page)
 
 

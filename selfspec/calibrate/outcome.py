@@ -95,7 +95,8 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
     settings = setup.settings
     profile = _save(setup, trained, profile)
     length = trial_length(TRYING_SHARE * settings.minutes * 60 / len(setup.domains), plain_step)
-    engine = Engine(setup.model, setup.engine.tokenizer, setup.engine.generation_config, profile)
+    parts = setup.model, setup.engine.tokenizer, setup.engine.generation_config, profile
+    engine = Engine(*parts, prefix_reuse=False)  # plain and drafting calls of a prompt take turns
     with display.stage("try", len(setup.domains) * (len(SETTINGS) + 1), timed=True) as stage:
         domains = {}
         for domain in setup.domains:

@@ -40,8 +40,9 @@ class Setup:
         if settings.memory_gb is not None:
             limit_memory(settings.memory_gb, pick_device(settings.device))
         self.engine = Engine.from_pretrained(
-            settings.model, settings.device, settings.dtype, profile=None, quantize=settings.quantize
-        )
+            settings.model, settings.device, settings.dtype, profile=None, quantize=settings.quantize,
+            prefix_reuse=False,
+        )  # fmt: skip
         if self.engine.tokenizer is None:
             raise ValueError(f"{settings.model} has no tokenizer, and prompts are text: add one to its folder")
         on_gpu = self.model.device.type == "cuda"

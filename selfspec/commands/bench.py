@@ -45,7 +45,7 @@ def bench(args: argparse.Namespace) -> int:
 
     from selfspec.commands.compare import measure, modes
 
-    engine = options.load_engine(args)
+    engine = options.load_engine(args, prefix_reuse=False)  # every call shall prefill
     prompts = options.as_prompts(engine, shipped_prompts(args.prompts), raw=False)
     console = Console(stderr=True, highlight=False)
     runs = measure(console, engine, prompts, modes(engine, args.exit_layer, args.plan), options.text_arguments(args))

@@ -56,10 +56,10 @@ def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in names}, "profile": profile}
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
+def load_engine(args: argparse.Namespace, prefix_reuse: bool = True) -> Engine:
     from selfspec.engine import Engine  # imports torch
 
-    engine = Engine.from_pretrained(args.model, **model_arguments(args))
+    engine = Engine.from_pretrained(args.model, **model_arguments(args), prefix_reuse=prefix_reuse)
     if engine.tokenizer is None:
         raise ValueError(f"the folder of {args.model} holds no tokenizer: save the model's tokenizer.json there")
     return engine

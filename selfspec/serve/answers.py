@@ -16,10 +16,15 @@ from selfspec.serve.logprobs import Json, joined
 class Usage:
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int  # of the prompt, whose KV pages were reused
 
     def as_json(self) -> Json:
-        total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass

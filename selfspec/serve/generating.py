@@ -97,7 +97,8 @@ class Generating(Response):
             response = await self._collect(run, started)
         seconds = time.monotonic() - started
         self._service.counters.add(run.sequences, prompt_tokens, self._first_s or seconds, seconds)
-        usage = Usage(prompt_tokens, run.new_tokens)
+        cached = sum(sequence.cached_tokens for sequence in run.sequences)
+        usage = Usage(prompt_tokens, run.new_tokens, min(cached, prompt_tokens))
         if response is not None:
             return JSONResponse(self._answer.whole(response, usage))
         if self._body.includes_usage:

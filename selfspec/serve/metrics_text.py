@@ -87,6 +87,9 @@ def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str
     yield "prompt_tokens_total", "counter", "Prompt tokens of answered requests", "", {"": counters.prompt_tokens}
     yield "generation_tokens_total", "counter", "New tokens", "", {"": summary.tokens}
     yield "request_success_total", "counter", "Ended sequences", "finished_reason", counters.finished
+    queries, hits = summary.prefix_cache_queries, summary.prefix_cache_hits
+    yield "prefix_cache_queries_total", "counter", "Prompt tokens of prefilled sequences", "", {"": queries}
+    yield "prefix_cache_hits_total", "counter", "Prompt tokens whose KV pages were reused", "", {"": hits}
     drafts = sum(summary.reached_by_depth[:1])
     yield "spec_decode_num_drafts_total", "counter", "Drafts, one per sequence and step", "", {"": drafts}
     yield "spec_decode_num_draft_tokens_total", "counter", "Drafted tokens", "", {"": counters.draft_tokens}

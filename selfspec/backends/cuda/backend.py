@@ -19,6 +19,7 @@ from selfspec.backends.cuda.prompts import PromptPrefill
 from selfspec.backends.cuda.readback import StepInFlight, StepTimes
 from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
+from selfspec.cache.prefixes import PrefixPath
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.sequence import Sequence, StepRecord
@@ -148,6 +149,9 @@ class CudaBackend:
 
     # Prompts
 
+    def prefix_path(self, tokens: int) -> PrefixPath:
+        return self._prompts.prefix_path(tokens)
+
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         self._times.note_slot_writes()
         return self._prompts.run(sequences, exit, captures=self.overlaps)
@@ -194,6 +198,10 @@ class CudaBackend:
             # A step in flight is plain: a drafting step would have filled all positions before.
             in_flight = [] if before is None else before.sequences
             self._exit_scores.send(fill, placed, placement.slots(placed), counts, in_flight)
+
+    def unfilled(self, sequence: Sequence) -> int:
+        """Counts a plain step in flight, whose position is not part of the sequence's length yet."""
+        return self._unfilled.get(sequence, 0)
 
     def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
         return self._exit_scores.read()

@@ -21,6 +21,7 @@ from selfspec.backends.cuda.prefill import SMALLEST, Prefill
 from selfspec.backends.cuda.prompt_scoring import PromptScore
 from selfspec.backends.cuda.readback import Readbacks
 from selfspec.backends.cuda.short_prefill import (
+    Prompt,
     PromptEmbedding,
     ShortPrefill,
     groups_per_pass,
@@ -103,7 +104,7 @@ class Graphs:
         self.model, self.cache, self.context = model, cache, context
         self.capacity = bucket(max_batch)  # slots of a batch
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
-        # Prompts up to this many tokens share passes of the kernels that decode; interpreted, these would be too slow.
+        # The kernels that decode prefill prompts up to this many tokens; interpreted, they would be too slow.
         self.max_short_prompt = longest_short_prompt(model) if model.device.type == "cuda" else 0
         self.new_step: Callable[..., DeviceStep] = DeviceStep  # a benchmark may replace it before the first step
         self.captured = GraphCache(model.device)
@@ -200,10 +201,10 @@ class Graphs:
         return self.captured.find(key, None, lambda: Prefill(*parts), "launch")
 
     def short_prefill(
-        self, exit: Exit | None, lengths: Sequence[int], keeps_states: bool = False
+        self, exit: Exit | None, lengths: Sequence[int], end: int = 0, keeps_states: bool = False
     ) -> tuple[ShortPrefill, Launch]:
-        """The pass over several short prompts of these lengths."""
-        size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
+        """The pass over so many tokens of each of some prompts; `end` as for `pass_size`."""
+        size, parts = pass_size(lengths, end), (self.model, self.cache, self.scratch)
         key = ("short prefill", *size, keeps_states, *_exit_key(exit))
         build = partial(ShortPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
         return self.captured.find(key, None, build, "launch")
@@ -233,7 +234,7 @@ class Graphs:
             for kv, prompt in zip(kvs, prompts, strict=True):
                 self.cache.reserve(kv, len(prompt))
             embedding, replay = self.prompt_embedding(list(map(len, prompts)), layer)
-            embedding.load([(prompt, kv.pages) for prompt, kv in zip(prompts, kvs, strict=True)])
+            embedding.load([Prompt(prompt, kv.pages) for prompt, kv in zip(prompts, kvs, strict=True)])
             replay()
             return embedding.sums[: sum(segments(len(prompt)) for prompt in prompts)].clone()
         finally:

@@ -9,8 +9,10 @@ import torch
 
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, segments
+from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, Prompt, next_part, segments
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
+from selfspec.cache.kv_cache import PAGE_SIZE
+from selfspec.cache.prefixes import PrefixPath
 from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
@@ -18,16 +20,25 @@ from selfspec.speculation.exit import Exit
 LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, a chunk keeps the device busy for longer than its launch takes
 
 
-class PromptPrefill:
-    """Prefills short prompts together and longer ones alone, chunk by chunk.
+# A row of the kernels gets the same bits in any pass. PyTorch's operations give equal bits in passes of equal shape,
+# which whole chunks that begin at the same position are.
+KERNELS = PrefixPath("kernels", PAGE_SIZE, decodes_alike=True)
+CHUNKS = PrefixPath("chunks", PREFILL_CHUNK, decodes_alike=False)
 
-    The length of a prompt alone decides which pass runs it, so its KV depends on nothing else.
+
+class PromptPrefill:
+    """Prefills prompts together or in parts by the kernels that decode, and longer ones alone, chunk by chunk.
+
+    The length of a prompt alone decides which of the two runs it, so its KV depends on nothing else.
     """
 
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.cache = graphs, graphs.cache
         self.prompt_ends: dict[Sequence, torch.Tensor] = {}  # states of last positions, until the prompt is scored
         self._torch = TorchBackend(graphs.model, graphs.cache)
+
+    def prefix_path(self, tokens: int) -> PrefixPath:
+        return KERNELS if tokens - 1 <= self.graphs.max_short_prompt else CHUNKS
 
     def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:
         """Runs one pass over as many of the sequences, in order, as share it. Returns those whose prompts are in the
@@ -37,30 +48,38 @@ class PromptPrefill:
             return [first]
         if len(first.prompt) > longest:
             return self._prefill_chunk(first, exit, captures)
-        group, taken = [], 0
+        group: list[Sequence] = []
+        lengths: list[int] = []
         for sequence in sequences:
-            size = segments(len(sequence.prompt) - 1)
-            if not 1 < len(sequence.prompt) <= longest or taken + size > MAX_SEGMENTS:
+            length = next_part(len(sequence.prompt) - 1 - sequence.kv.length)
+            is_full = sum(map(segments, lengths)) + segments(length) > MAX_SEGMENTS
+            if not 1 < len(sequence.prompt) <= longest or is_full:
                 break
             group.append(sequence)
-            taken += size
-        self._prefill_together(group, exit)
-        return group
+            lengths.append(length)
+        self._prefill_together(group, lengths, exit)
+        return [sequence for sequence in group if sequence.kv.length == len(sequence.prompt) - 1]
 
-    def _prefill_together(self, sequences: list[Sequence], exit: Exit | None) -> None:
-        contexts, kvs = [sequence.prompt[:-1] for sequence in sequences], [sequence.kv for sequence in sequences]
-        lengths = list(map(len, contexts))
-        for kv, length in zip(kvs, lengths, strict=True):
-            self.cache.reserve(kv, length)
-        prefill, replay = self.graphs.short_prefill(exit, lengths, _wants_logprobs(sequences))
-        prefill.load([(context, kv.pages) for context, kv in zip(contexts, kvs, strict=True)])
+    def _prefill_together(self, sequences: list[Sequence], lengths: list[int], exit: Exit | None) -> None:
+        """Runs one pass over the next tokens of each prompt, as many as `lengths` says."""
+        kvs = [sequence.kv for sequence in sequences]
+        ends = [kv.length + length for kv, length in zip(kvs, lengths, strict=True)]
+        for kv, end in zip(kvs, ends, strict=True):
+            self.cache.reserve(kv, end)
+        prefill, replay = self.graphs.short_prefill(exit, lengths, max(ends), _wants_logprobs(sequences))
+        prefill.load(
+            [
+                Prompt(of.prompt[of.kv.length : end], of.kv.pages, of.kv.length, of.previous_feature)
+                for of, end in zip(sequences, ends, strict=True)
+            ]
+        )
         replay()
         if exit is not None:
             features = prefill.features[: len(sequences)].clone()
-            ends = prefill.prompt_end[: len(sequences)].clone()
-            for sequence, feature, end in zip(sequences, features, ends, strict=True):
+            prompt_ends = prefill.prompt_end[: len(sequences)].clone()
+            for sequence, feature, prompt_end in zip(sequences, features, prompt_ends, strict=True):
                 sequence.previous_feature = sequence.prompt_feature = feature
-                self.prompt_ends[sequence] = end
+                self.prompt_ends[sequence] = prompt_end
         if prefill.final_states is not None:
             first = 0
             for sequence, length in zip(sequences, lengths, strict=True):

@@ -1,15 +1,16 @@
-"""Prefills short prompts, several in one pass of the kernels that decode, captured as a CUDA graph.
+"""Prefills prompts in passes of the kernels that decode, several prompts or a part of one, captured as a CUDA graph.
 
 A prompt is cut into segments of up to 64 positions. To the kernels a segment is a chain of nodes whose committed
 context is the prompt before it: in every layer all segments write their keys and values before any of them attends. A
-row gets the same bits in any pass, so a prompt's KV does not depend on the prompts beside it. `prefill.py` handles
-longer prompts.
+row gets the same bits in any pass, and in any step that decodes it: a position's KV depends on the tokens up to it
+alone. `prefill.py` handles longer prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,23 +26,39 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SHORT, LONGEST = 256, 1024  # tokens: passes are captured for prompts up to one or the other
+SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # positions: passes are captured for prompts that end before one of these
 SMALL_MODEL = 2048  # hidden size; from there on PyTorch's matrix products are faster for prompts over SHORT
 SEGMENT = PAGE_SIZE  # positions
 SHORTEST_SEGMENT = 16  # positions of a segment in passes whose prompts are no longer
 MAX_SEGMENTS = 16  # in a pass
+MAX_TOKENS = MAX_SEGMENTS * SEGMENT  # of a prompt, in a pass
 
-Prompt = tuple[Sequence[int], Sequence[int]]  # tokens, and the pages for their keys and values
+
+class Prompt(NamedTuple):
+    """The part of a prompt that a pass runs over."""
+
+    tokens: Sequence[int]
+    pages: Sequence[int]  # of the prompt, from its first position on
+    start: int = 0  # position of the first of these tokens
+    previous: torch.Tensor | None = None  # [2 * hidden]: feature of the position before; None: zeros
 
 
 def longest_short_prompt(model: Decoder) -> int:
-    """Tokens of the longest prompt that shares passes with others."""
+    """Tokens of the longest prompt that the kernels prefill."""
     return LONGEST if model.config.hidden_size <= SMALL_MODEL else SHORT
 
 
 def segments(tokens: int) -> int:
     """How many segments a prompt of so many tokens is cut into."""
     return -(-tokens // SEGMENT)
+
+
+def next_part(tokens: int) -> int:
+    """How many of a prompt's next `tokens` tokens the next pass takes. The last pass of a prompt has at least
+    PROMPT_END tokens, unless the prompt is shorter: it keeps the states by which the exit is scored."""
+    if tokens <= MAX_TOKENS:
+        return tokens
+    return MAX_TOKENS if tokens - MAX_TOKENS >= PROMPT_END else MAX_TOKENS - SEGMENT
 
 
 def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
@@ -56,23 +73,24 @@ def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
         yield range(start, len(lengths))
 
 
-def pass_size(lengths: Sequence[int]) -> tuple[int, int, int]:
-    """The size that a pass over prompts of these lengths is captured for, one of few: number of segments (a power of
-    two), positions per segment, tokens of the longest prompt."""
-    count, longest = sum(map(segments, lengths)), max(lengths)
-    segment = SHORTEST_SEGMENT if longest <= SHORTEST_SEGMENT else SEGMENT
-    return bucket(count), segment, SHORT if longest <= SHORT else LONGEST
+def pass_size(lengths: Sequence[int], end: int = 0) -> tuple[int, int, int]:
+    """The size that a pass over so many tokens of some prompts is captured for, one of few: number of segments (a power
+    of two), positions per segment, positions of the longest prompt. `end`: where the last part ends; 0: all parts begin
+    their prompts."""
+    count, end = sum(map(segments, lengths)), max(end, *lengths)
+    segment = SHORTEST_SEGMENT if end <= SHORTEST_SEGMENT else SEGMENT
+    return bucket(count), segment, next(size for size in (SHORT, MEDIUM, LONGEST) if end <= size)
 
 
-def lengths_to_capture(prompts: int, longest: int) -> Iterator[list[int]]:
-    """For each size of pass that up to `prompts` prompts of up to two segments, or one prompt of up to `longest` tokens
-    alone, may need: prompt lengths that need it."""
+def sizes_to_capture(prompts: int, longest: int) -> Iterator[tuple[list[int], int]]:
+    """For each size of pass that up to `prompts` prompts of up to two segments, or a part of one prompt of up to
+    `longest` tokens, may need: lengths of parts that need it, and where the last one ends."""
     most = min(max(2 * prompts, segments(SHORT)), MAX_SEGMENTS)
     for power in range((most - 1).bit_length() + 1):
-        yield [SEGMENT] * (1 << power)
-    while longest > SHORT:
-        yield [longest]
-        longest //= 2
+        yield [SEGMENT] * (1 << power), 0
+    for shorter, end in ((SHORT, MEDIUM), (MEDIUM, LONGEST)):
+        for power in range(MAX_SEGMENTS.bit_length() if longest > shorter else 0):
+            yield [SEGMENT << power], min(longest, end)
 
 
 class PromptPass:
@@ -132,7 +150,7 @@ class PassInputs:
             "lengths": (count,),  # positions of the prompt before each segment
             "filled": (count,),  # positions of each segment that hold a token
             "pages": (count, longest // PAGE_SIZE),
-            "previous": (count,),  # row of the feature before each segment; rows below `count` are zeros
+            "previous": (count,),  # row of the feature before each segment; row i below `count`: before the pass
             "last": (count,),  # row of each prompt's last token
             "end": (count, PROMPT_END),  # rows of each prompt's last tokens, -1 where it has fewer
         }
@@ -165,15 +183,15 @@ class PassInputs:
         inputs = self._without_prompts.copy()
         parts = self._views(inputs)
         at = 0
-        for number, (tokens, pages) in enumerate(prompts):
-            first, length = at, len(tokens)
-            for start in range(0, length, self.segment):
-                some = tokens[start : start + self.segment]
+        for number, prompt in enumerate(prompts):
+            first, length = at, len(prompt.tokens)
+            for offset in range(0, length, self.segment):
+                some = prompt.tokens[offset : offset + self.segment]
                 parts["tokens"][at, : len(some)] = some
-                parts["lengths"][at], parts["filled"][at] = start, len(some)
-                held = pages[: parts["pages"].shape[1]]
+                parts["lengths"][at], parts["filled"][at] = prompt.start + offset, len(some)
+                held = prompt.pages[: parts["pages"].shape[1]]
                 parts["pages"][at, : len(held)] = held
-                if start:
+                if offset:
                     parts["previous"][at] = self.count + self._row(at - 1, self.segment - 1)
                 at += 1
             positions = np.arange(max(0, length - PROMPT_END), length)
@@ -217,23 +235,36 @@ class PromptEmbedding(PromptPass):
 
 
 class ShortPrefill(PromptPass):
-    """Runs prompts through all layers. With an exit also fills its KV, and keeps each prompt's last feature and the
-    states of its last positions; with `keeps_states` the normed final states of all rows, for log probabilities."""
+    """Runs prompts through all layers. With an exit also fills its KV, and keeps the feature of each prompt's last
+    position in the pass and the states of its last positions; with `keeps_states` the normed final states of all rows,
+    for log probabilities."""
 
     def __init__(self, *size: Any, exit: Exit | None, keeps_states: bool = False) -> None:
         super().__init__(*size)
         model, self.exit = self.model, exit
         self.final_states = self._take("final", model.config.hidden_size) if keeps_states else None
         self.features = feature_buffer(model, self.count)  # of each prompt's last position
+        self.before = feature_buffer(model, self.count)  # row i: before segment i, if it is the first of its prompt
+        self._continues = False  # some of these are not zeros
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
-        # For each row, the row of the previous position's feature: the same number, since `count` rows of zeros come
-        # before the features of the pass's rows. `launch` replaces those of the segments' first positions.
+        # For each row, the row of the previous position's feature: the same number, since the `count` rows of `before`
+        # come before the features of the pass's rows. `launch` replaces those of the segments' first positions.
         self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors, self.features, self._previous_rows]
+        return [*super().tensors, self.features, self.before, self._previous_rows]
+
+    def load(self, prompts: Sequence[Prompt]) -> None:
+        super().load(prompts)
+        if self._continues:
+            self.before.zero_()
+        first_segments = accumulate((-(-len(of.tokens) // self.segment) for of in prompts), initial=0)
+        self._continues = any(prompt.previous is not None for prompt in prompts)
+        for row, prompt in zip(first_segments, prompts, strict=False):
+            if prompt.previous is not None:
+                self.before[row].copy_(prompt.previous)
 
     def launch(self) -> None:
         decoder, exit, layers = self.decoder, self.exit, self.model.config.num_layers
@@ -250,7 +281,7 @@ class ShortPrefill(PromptPass):
             return
         residual = decoder.run(range(exit.layer), residual, residual, self.nodes)
         features = self._take("features", self.features.shape[1], self.count + self.rows)
-        features[: self.count].zero_()  # before the first position
+        features[: self.count].copy_(self.before)
         fused_exit = FusedExit(decoder, exit)
         fused_exit.verify(residual, fused_exit.block_residual(self.rows), self.nodes, features[self.count :])
         if exit.block is not None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import groups_per_pass, lengths_to_capture
+from selfspec.backends.cuda.short_prefill import MAX_TOKENS, groups_per_pass, sizes_to_capture
 from selfspec.backends.cuda.slots import StepOptions, bucket
 from selfspec.profiles.router import EMBEDDED_TOKENS
 from selfspec.sampling import SamplingParams
@@ -62,6 +62,7 @@ class WarmUp:
         need several passes, captures the first only; longer prompts need no kernels to prefill."""
         graphs, size = self.graphs, bucket(step.sequences)
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_short_prompt + 1]
+        short = [min(length, MAX_TOKENS) for length in short]
         if router_layer is not None:
             ends = [min(len(prompt), EMBEDDED_TOKENS) for prompt in prompts]
             graphs.prompt_embedding(_first_pass(ends), router_layer)
@@ -76,14 +77,14 @@ class WarmUp:
             graphs.give_back(buffers)
 
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
-        """Captures passes over up to `batch` short prompts, and over one longer prompt; with `router_layer` also those
-        that embed prompts for the router."""
+        """Captures passes over up to `batch` short prompts, and over parts of one longer prompt; with `router_layer`
+        also those that embed prompts for the router."""
         graphs = self.graphs
         if not graphs.max_short_prompt:
             return
-        for lengths in lengths_to_capture(batch, min(graphs.max_short_prompt, bucket(graphs.context))):
-            graphs.short_prefill(exit, lengths)
-            if router_layer is not None and max(lengths) <= EMBEDDED_TOKENS:
+        for lengths, end in sizes_to_capture(batch, min(graphs.max_short_prompt, bucket(graphs.context))):
+            graphs.short_prefill(exit, lengths, end)
+            if router_layer is not None and max(end, *lengths) <= EMBEDDED_TOKENS:
                 graphs.prompt_embedding(lengths, router_layer)
 
 

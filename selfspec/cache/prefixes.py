@@ -1,0 +1,101 @@
+"""Pages by the tokens whose keys and values they hold, so that prompts which begin with the same tokens reuse them.
+
+The key of a page is a hash of all tokens up to its end and of how they were computed: equal keys mean equal keys and
+values, bit for bit. Registered pages that no sequence holds stay reusable until the cache needs them for other tokens;
+the least recently used ones go first. This module holds no tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from selfspec.kernels.constants import PAGE_SIZE
+
+_KEY_BYTES = 16  # of a hash: two of 2^40 pages have the same key with a probability below 2^-48
+_TAKEN_BACK = 16  # pages at a time, so that a sequence gets ascending ones, which attention reads without a gather
+
+
+@dataclass(frozen=True)
+class PrefixPath:
+    """How prompts are prefilled. For prompts of one path, the keys and values of each whole unit of positions depend on
+    the tokens up to its end alone."""
+
+    name: str
+    unit: int  # positions: whole pages; a prompt reuses a multiple of it
+    decodes_alike: bool  # decoding writes the same keys and values, so pages with generated tokens are reusable too
+
+
+@dataclass(eq=False)
+class PageKeys:
+    """The keys of one sequence's pages, each hashed once."""
+
+    path: PrefixPath
+    exit: object  # identifies the exit whose keys and values the pages hold too; None: no exit's
+    _keys: list[bytes] = field(default_factory=list)
+
+    def first(self, count: int, tokens: Seq[int]) -> list[bytes]:
+        """The keys of the first `count` pages of these tokens, which begin as those of the calls before."""
+        for index in range(len(self._keys), count):
+            before = self._keys[-1] if index else repr((self.path.name, self.exit)).encode()
+            page = array("q", tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
+            self._keys.append(blake2b(before + page.tobytes(), digest_size=_KEY_BYTES).digest())
+        return self._keys[:count]
+
+    def units(self, positions: int) -> int:
+        """The pages of the whole units in the first `positions` positions."""
+        return max(0, positions) // self.path.unit * self.path.unit // PAGE_SIZE
+
+
+class Prefixes:
+    """Registered pages by key, and those that no sequence holds in the order of their last use."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def reusable(self) -> int:
+        """Number of registered pages that no sequence holds."""
+        return len(self._reusable)
+
+    def find(self, keys: Seq[bytes]) -> list[int]:
+        """The pages of the first keys, up to one that is not registered."""
+        pages: list[int] = []
+        for key in keys:
+            if (page := self._pages.get(key)) is None:
+                break
+            pages.append(page)
+        return pages
+
+    def register(self, key: bytes, page: int) -> None:
+        """Registers a page that a sequence holds, unless the key has a page or the page a key."""
+        if key not in self._pages and page not in self._keys:
+            self._pages[key], self._keys[page] = page, key
+
+    def forget(self, page: int) -> None:
+        """Makes a page that a sequence holds ordinary again."""
+        if (key := self._keys.pop(page, None)) is not None:
+            del self._pages[key]
+
+    def hold(self, page: int) -> None:
+        """A sequence takes this page."""
+        self._reusable.pop(page, None)
+
+    def keep(self, page: int) -> bool:
+        """Keeps a page that no sequence holds any more, if it is registered; returns whether it is."""
+        if page not in self._keys:
+            return False
+        self._reusable[page] = None
+        return True
+
+    def take_back(self) -> list[int]:
+        """Forgets the least recently used reusable pages and returns them, the lowest number last."""
+        pages = [self._reusable.popitem(last=False)[0] for _ in range(min(_TAKEN_BACK, len(self._reusable)))]
+        for page in pages:
+            self.forget(page)
+        return sorted(pages, reverse=True)
