@@ -108,7 +108,7 @@ def write_texts(path: Path, sets: dict[str, list[Text]]) -> None:
 class _OnProfileDevice(Drafters):
     """Gives the candidates of the device that the profile was measured on, whatever device the model is on."""
 
-    _is_at_home = True  # type: ignore[assignment]
+    _is_measured_here = True  # type: ignore[assignment]
 
 
 @dataclass

@@ -1,12 +1,15 @@
-"""Acceptance: each sequence walks down its draft tree, from the root along the children that carry the target's choice.
+"""Acceptance: finds for each sequence the longest path of its draft tree along the target's choices.
 
 Reads the target's choice at every node (drawn before, so that it depends on the node's position and never on the walk),
 the nodes' tokens and the tree. Writes for each sequence the accepted path and a report for the host, and updates
-committed length, pending token and token counts. `kv_compaction` moves keys and values. The walk ends where no child
-carries the choice, after a stop token, and after the choice -1 (no finite logit), which is reported as it is.
+committed length, pending token, text and token counts. `kv_compaction` moves keys and values. A node is reached if its
+parent is and carries its token as choice; no node is reached after a stop token, or after the choice -1 (no finite
+logit), which is reported as it is. Of two nodes of one depth, a copied one and the exit's, the exit's is reported.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -14,107 +17,130 @@ from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-COUNT, LAST, TOKENS = 0, 1, 2  # columns of a report: tokens emitted, the node the walk ended at, first of the tokens
+# Columns of a report: tokens emitted; last node of the path; deepest reached node that is the exit's or the root;
+# copied nodes that were reached; first of the tokens.
+COUNT, LAST, EXIT_LAST, COPIED, TOKENS = 0, 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A plan's tree of n nodes and the root, as kernels read it."""
+
+    parents: torch.Tensor  # [n + 1] int32; the root's is 0
+    ancestors: torch.Tensor  # [n + 1] int64: bit j - 1 of entry i is set if node j is i or an ancestor of i
+    depths: torch.Tensor  # [n + 1] int32
+    paths: torch.Tensor  # [n + 1, depth + 1] int32: nodes from the root to each node; past its depth unused
+    copied: int  # nodes 1 to `copied` are copied, the others are the exit's
 
 
 def accept_reference(
     chosen: torch.Tensor,  # [(n + 1) * B], node-major
     tokens: torch.Tensor,  # [(n + 1) * B]
-    children: torch.Tensor,  # [n + 1, W], padded with -1
+    parents: list[int],  # of nodes 1..n
     sequences: int,
     stops: torch.Tensor | None = None,  # [B, S], padded with -1
-) -> list[tuple[list[int], list[int]]]:
-    """For each sequence the accepted path (nodes, root first) and the tokens emitted, one for each node of the path."""
+) -> list[list[list[int]]]:
+    """For each sequence the paths to all reached nodes (nodes, root first), in the order of their last nodes."""
     walks = []
     for sequence in range(sequences):
-        path, emitted, node = [], [], 0
-        while node >= 0:
-            choice = int(chosen[node * sequences + sequence])
-            path.append(node)
-            emitted.append(choice)
-            if choice < 0 or (stops is not None and choice in stops[sequence].tolist()):
-                break
-            kids = [int(child) for child in children[node] if child >= 0]
-            node = next((child for child in kids if int(tokens[child * sequences + sequence]) == choice), -1)
-        walks.append((path, emitted))
+        paths = {0: [0]}
+        for node, parent in enumerate(parents, start=1):
+            choice = int(chosen[parent * sequences + sequence])
+            ends = choice < 0 or (stops is not None and choice in stops[sequence].tolist())
+            if parent in paths and not ends and int(tokens[node * sequences + sequence]) == choice:
+                paths[node] = [*paths[parent], node]
+        walks.append(list(paths.values()))
     return walks
 
 
-@jit(do_not_specialize=["sequences", "path_stride", "report_stride", "deepest", "width", "stop_count"])
+@jit(do_not_specialize=["sequences", "nodes", "copied", "tree_stride", "path_stride", "report_stride", "stop_count"])
 def _accept_kernel(
-    chosen, tokens, children, active, lengths, lengths_before, pending, paths, report, counts, stops,
-    sequences, path_stride, report_stride, counts_stride, stops_stride, deepest, width, stop_count,
-    WIDTH_P2: tl.constexpr, STOPS_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    chosen, tokens, parents, ancestors, depths, tree_paths, active, lengths, lengths_before, pending, paths, report,
+    texts, counts, stops,
+    sequences, nodes, copied, tree_stride, path_stride, report_stride, text_stride, counts_stride, stops_stride,
+    stop_count,
+    NODES_P2: tl.constexpr, DEPTHS_P2: tl.constexpr, STOPS_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence. The loop always runs over all depths; `walking` masks what it writes."""
+    """One program per sequence; all nodes at once. A node is reached if the bits of all its ancestors are set in
+    `followed`."""
     release(PDL)
-    wait(PDL)
     sequence = tl.program_id(0)
-    kid = tl.arange(0, WIDTH_P2)
+    node = tl.arange(0, NODES_P2)
+    parent = tl.load(parents + node, mask=node < nodes, other=0)
+    above = tl.load(ancestors + node, mask=node < nodes, other=0)
+    depth = tl.load(depths + node, mask=node < nodes, other=0)
+    wait(PDL)
     state = tl.load(active + sequence)
-    walking = state != 0
-    node = tl.full((), 0, tl.int32)
-    count = tl.full((), 0, tl.int32)
-    last = tl.full((), 0, tl.int32)
-    newest = tl.load(pending + sequence)
+    choice = tl.load(chosen + parent * sequences + sequence).to(tl.int32)
+    drafted = tl.load(tokens + node * sequences + sequence, mask=node < nodes, other=-1)
+    follows = (drafted == choice) & (choice >= 0)
     if stops is not None:
         place = tl.arange(0, STOPS_P2)
         stop = tl.load(stops + sequence * stops_stride + place, mask=place < stop_count, other=-1)
-    if counts is not None:
-        counts += sequence.to(tl.int64) * counts_stride
-    for depth in range(deepest + 1):
-        choice = tl.load(chosen + node * sequences + sequence).to(tl.int32)
-        tl.store(report + sequence * report_stride + FIRST_TOKEN + depth, choice, mask=walking)
-        tl.store(paths + sequence * path_stride + depth, node, mask=walking)
-        count += walking.to(tl.int32)
-        last = tl.where(walking, node, last)
-        newest = tl.where(walking, choice.to(newest.dtype), newest)
-        walking = walking & (choice >= 0)
-        if counts is not None:
-            tl.store(counts + choice, tl.load(counts + choice, mask=walking, other=0) + 2, mask=walking)
-            tl.debug_barrier()  # the next token may be the same one
-        if stops is not None:
-            walking = walking & (tl.max((stop == choice).to(tl.int32), 0) == 0)
-        child = tl.load(children + node * width + kid, mask=kid < width, other=-1)
-        drafted = tl.load(tokens + child * sequences + sequence, mask=child >= 0, other=-1).to(tl.int32)
-        match = tl.min(tl.where((child >= 0) & (drafted == choice), child, 1 << 30), axis=0)
-        walking = walking & (match < (1 << 30)) & (state > 1)
-        node = tl.where(walking, match, node)
+        follows = follows & (tl.max((choice[:, None] == stop[None, :]).to(tl.int32), 1) == 0)
+    follows = follows & (node > 0) & (node < nodes) & (state > 1)
+    followed = tl.sum(follows.to(tl.int64) << tl.maximum(node - 1, 0).to(tl.int64), 0)
+    reached = (node < nodes) & ((above & followed) == above)
+    order = depth * 64 + node
+    last = tl.max(tl.where(reached, order, 0), 0) % 64
+    exit_last = tl.max(tl.where(reached & ((node == 0) | (node > copied)), order, 0), 0) % 64
+    copies = tl.sum((reached & (node > 0) & (node <= copied)).to(tl.int32), 0)
+    count = tl.where(state != 0, tl.load(depths + last) + 1, 0)
+
+    place = tl.arange(0, DEPTHS_P2)
+    inside = place < count
+    path = tl.load(tree_paths + last * tree_stride + place, mask=inside, other=0)
+    emitted = tl.load(chosen + path * sequences + sequence, mask=inside, other=-1).to(tl.int32)
     length = tl.load(lengths + sequence)
+    at = report + sequence * report_stride
+    tl.store(at + FIRST_TOKEN + place, emitted, mask=inside)
+    tl.store(paths + sequence * path_stride + place, path, mask=inside)
+    if texts is not None:
+        tl.store(texts + sequence.to(tl.int64) * text_stride + length + 1 + place, emitted, mask=inside)
+    if counts is not None:  # integer additions commute: their order changes no bit
+        entry = counts + sequence.to(tl.int64) * counts_stride + tl.maximum(emitted, 0)
+        tl.atomic_add(entry, 2, mask=inside & (emitted >= 0), sem="relaxed")
+    newest = tl.sum(tl.where(place == count - 1, emitted, 0), 0)
+    tl.store(pending + sequence, newest, mask=count > 0)
     tl.store(lengths_before + sequence, length)
     tl.store(lengths + sequence, length + count)
-    tl.store(pending + sequence, newest)
-    tl.store(report + sequence * report_stride, count)
-    tl.store(report + sequence * report_stride + 1, last)
+    tl.store(at, count)
+    tl.store(at + 1, last)
+    tl.store(at + 2, exit_last)
+    tl.store(at + 3, copies)
 
 
 def accept(
     chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the target's choice at every node, node-major
     tokens: torch.Tensor,  # [(n + 1) * B] int32: the nodes' tokens
-    children: torch.Tensor,  # [n + 1, W] int32, padded with -1
+    tree: TreeTensors,
     active: torch.Tensor,  # [B] int32: 0 idle, nothing changes; 1 emits only the root's choice; 2 accepts nodes
     lengths: torch.Tensor,  # [B] int32, advanced by the number of accepted tokens
     lengths_before: torch.Tensor,  # [B] int32, to fill
     pending: torch.Tensor,  # [B] int32, replaced by the newest token
     paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
     report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill
+    texts: torch.Tensor | None = None,  # [B, T] int32: tokens by position, to which the emitted ones are added
     counts: torch.Tensor | None = None,  # [B, V] int32: 2 is added for each token emitted (see `Processing.counts`)
     stops: torch.Tensor | None = None,  # [B, S] int32 stop tokens, padded with -1
 ) -> None:
-    """Finds the accepted paths; updates lengths, pending tokens and counts."""
-    sequences, depths = paths.shape
-    if report.shape[1] < TOKENS + depths:
-        raise ValueError(f"a report of {report.shape[1]} columns is too narrow for {depths} tokens")
-    if chosen.numel() != children.shape[0] * sequences or tokens.numel() != chosen.numel():
-        raise ValueError(f"{chosen.numel()} choices do not fit {children.shape[0]} nodes of {sequences} sequences")
-    for name, tensor in (("counts", counts), ("stops", stops)):
+    """Finds the accepted paths; updates lengths, pending tokens, texts and counts."""
+    (sequences, depths), nodes = paths.shape, len(tree.depths)
+    if report.shape[1] < TOKENS + depths or tree.paths.shape[1] > depths:
+        raise ValueError(f"paths of {depths} nodes or a report of {report.shape[1]} columns are too narrow")
+    if chosen.numel() != nodes * sequences or tokens.numel() != chosen.numel():
+        raise ValueError(f"{chosen.numel()} choices do not fit {nodes} nodes of {sequences} sequences")
+    for name, tensor in (("texts", texts), ("counts", counts), ("stops", stops)):
         if tensor is not None:
             check_tensor(tensor, name, (sequences, tensor.shape[-1]), (torch.int32,), chosen.device)
     pdl, stop_count = use_pdl(chosen), 1 if stops is None else stops.shape[1]
+    strides = (0 if tensor is None else tensor.stride(0) for tensor in (texts, counts, stops))
     _accept_kernel[(sequences,)](
-        chosen, tokens, children, active, lengths, lengths_before, pending, paths, report, counts, stops,
-        sequences, paths.stride(0), report.stride(0), 0 if counts is None else counts.stride(0),
-        0 if stops is None else stops.stride(0), depths - 1, children.shape[1], stop_count,
-        WIDTH_P2=triton.next_power_of_2(children.shape[1]), STOPS_P2=triton.next_power_of_2(max(1, stop_count)),
-        FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        chosen, tokens, tree.parents, tree.ancestors, tree.depths, tree.paths, active, lengths, lengths_before, pending,
+        paths, report, texts, counts, stops,
+        sequences, nodes, tree.copied, tree.paths.stride(0), paths.stride(0), report.stride(0), *strides, stop_count,
+        NODES_P2=triton.next_power_of_2(nodes), DEPTHS_P2=triton.next_power_of_2(tree.paths.shape[1]),
+        STOPS_P2=triton.next_power_of_2(max(1, stop_count)), FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

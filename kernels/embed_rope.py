@@ -2,9 +2,9 @@
 
 A pass runs M nodes of B sequences as R = M * B rows, node-major: row = node * B + sequence, so every depth of a tree,
 and the whole tree, is one contiguous range of rows. For each row one program finds its token (the sequence's pending
-token for the root, a ranked draft token for other nodes), writes `RowMetadata`, the embedding [R, hidden], and what the
-first layer's norm reads (see `norm`). Lengths, pages and tokens are read on the device, so a captured graph serves any
-step. A row depends on no other row; sums of squares run over fixed blocks of columns.
+token for the root, a copied or ranked token for other nodes), writes `RowMetadata`, the embedding [R, hidden], and what
+the first layer's norm reads (see `norm`). Lengths, pages and tokens are read on the device, so a captured graph serves
+any step. A row depends on no other row; sums of squares run over fixed blocks of columns.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _embed_rope_kernel(
     HIDDEN: tl.constexpr, SQUARES: tl.constexpr, SQUARES_P2: tl.constexpr, BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
-    WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, BEGINS: tl.constexpr, PAGE: tl.constexpr,
-    STRIDE: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, BY_ROW: tl.constexpr, BEGINS: tl.constexpr,
+    PAGE: tl.constexpr, STRIDE: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row.
 
@@ -102,7 +102,7 @@ def _embed_rope_kernel(
     sequence = row % sequences
     place = row // sequences  # of the node among those of this launch
     if pending is not None:
-        token = tl.load(pending + sequence).to(tl.int32)
+        token = tl.load(pending + (row if BY_ROW else sequence)).to(tl.int32)
     else:
         parent = (tl.load(parents + place) * sequences + sequence).to(tl.int64)
         rank = tl.load(ranks + place)
@@ -111,8 +111,8 @@ def _embed_rope_kernel(
         else:
             of_row = int_scores if WIDTH == 1 else int_scores + parent * scores_stride
             token = nth_best(tile_keys + parent * keys_stride, of_row, token_ids, tile_count, rank, WIDTH, NT, TILE)
-    token = tl.maximum(token, 0)  # -1: the head has fewer tokens than the plan asks for
     tl.store(tokens + row, token)
+    token = tl.maximum(token, 0)  # -1: nothing to copy, or the head has fewer tokens than the plan asks for
     length = tl.load(lengths + sequence)
     slot = length + first_node + place
     page = tl.load(page_table + sequence * page_table_stride + slot // PAGE).to(tl.int64)
@@ -160,7 +160,7 @@ def embed_rope(
     inv_freq: torch.Tensor,  # [ropes, D / 2] float32
     rope_scaling: torch.Tensor,  # [ropes] float32
     first_node: int,  # node i of this launch has slot length + first_node + i; 0 begins a pass
-    pending: torch.Tensor | None = None,  # [B]: tokens of the root
+    pending: torch.Tensor | None = None,  # [B]: tokens of the root; or [R]: of every row, -1 where there is none
     ranked: torch.Tensor | Ranking | None = None,  # [R of the parents' depth, W] tokens by rank, or where to find them
     parents: torch.Tensor | None = None,  # [M] int32: index of each node's parent at its depth
     ranks: torch.Tensor | None = None,  # [M] int32: rank of each node's token among its parent's
@@ -170,7 +170,7 @@ def embed_rope(
     rows, hidden = hidden_out.shape
     sequences = lengths.shape[0]
     if (pending is None) == (ranked is None):
-        raise ValueError("tokens come either from `pending` (the root) or from `ranked` (all other nodes)")
+        raise ValueError("tokens come either from `pending` (the root, copied nodes) or from `ranked` (other nodes)")
     if rows != sequences * depths.shape[0]:
         raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
     quantized = embedding if isinstance(embedding, QuantizedWeight) else None
@@ -196,7 +196,8 @@ def embed_rope(
         HIDDEN=hidden, SQUARES=squares, SQUARES_P2=triton.next_power_of_2(squares), BLOCK=columns_per_square(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
-        **ranking_constants, BEGINS=first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
+        **ranking_constants, BY_ROW=pending is not None and len(pending) == rows,
+        BEGINS=first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
         STRIDE=stride, FORMAT=None if quantized is None else format_of(quantized, hidden_out.dtype, 1),
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

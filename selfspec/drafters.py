@@ -42,7 +42,7 @@ Embed = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, laye
 class Drafter:
     """What one request drafts with."""
 
-    exit: Exit  # over the whole head
+    exit: Exit | None  # over the whole head; None: it only copies from the sequence's own text
     head_rows: HeadRows | None = None  # of its domain; None: all
     candidates: PlanCandidates | None = None  # the governor's plans; None: the policy's own plans
     prompt_agreement: float | None = None  # mean share of positions at which exit and model agree on calibrated prompts
@@ -80,13 +80,13 @@ class Drafters:
 
     def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
         """The request's exit layer; without one and without a profile, a quarter of the layers if the request has a
-        plan or forces speculation; else None."""
+        plan that uses the exit or forces speculation; else None."""
         if request.exit_layer is not None:
             check_exit_layer(request.exit_layer, self.model.config.num_layers)
             return request.exit_layer
         if self.profile is not None and request.domain != "auto":
             self.profile.choice(request.domain)  # raises for an unknown domain, even if nothing will be drafted
-        wanted = plan is not None or request.speculative_decoding == "force"
+        wanted = request.speculative_decoding == "force" if plan is None else plan.uses_exit
         return max(1, self.model.config.num_layers // 4) if wanted and self.profile is None else None
 
     def drafter(
@@ -95,8 +95,8 @@ class Drafters:
         """For one request; also, for each prompt, whether it is farther than `max_distance` from every domain. Gives
         the policy the profile's plans. None if nothing will be drafted."""
         if self.profile is None:
-            assert layer is not None
-            return self._checked(Drafter(self.exit(layer)), policy.possible_plans), []
+            exit = None if layer is None else self.exit(layer)
+            return self._checked(Drafter(exit), policy.possible_plans), []
         routed = request.domain == "auto" and self.profile.routes
         embeddings = self.prompt_embeddings(prompts) if routed else None
         domain = request.domain if request.domain != "auto" else self.profile.route(embeddings)
@@ -120,6 +120,8 @@ class Drafters:
 
     @staticmethod
     def _checked(drafter: Drafter, plans: Sequence[Plan]) -> Drafter:
+        if drafter.exit is None:
+            return drafter
         widest = max((rank for plan in plans for rank in plan.ranks), default=0)
         offered = drafter.exit.vocabulary if drafter.head_rows is None else len(drafter.head_rows)
         if widest >= offered:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from selfspec.kernels.accept import TOKENS, accept
+from selfspec.kernels.accept import TOKENS, TreeTensors, accept
 from selfspec.kernels.sample import SampleWorkspace, sample
 from tests.launches_lm_head_topk import META, sampling_of
 
@@ -36,4 +36,5 @@ def _ints(*shape: int) -> torch.Tensor:
 
 def _accept(counts: torch.Tensor | None, stops: torch.Tensor | None) -> None:
     per_sequence = (_ints(4) for _ in range(4))
-    accept(_ints(20), _ints(20), _ints(5, 2), *per_sequence, _ints(4, 3), _ints(4, TOKENS + 3), counts, stops)
+    tree = TreeTensors(_ints(5), _ints(5).long(), _ints(5), _ints(5, 3), 1)
+    accept(_ints(20), _ints(20), tree, *per_sequence, _ints(4, 3), _ints(4, TOKENS + 3), _ints(4, 99), counts, stops)

@@ -54,7 +54,11 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a tree", DeviceStep(decoder, slots, tree, exit, few).launch
     yield "a plain step that keeps unfilled states", DeviceStep(decoder, slots, NONE, exit, few).launch
     yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
+    copying = Plan.parse("tree:4,2+copy:8")
+    yield "a tree with copied nodes", DeviceStep(decoder, slots, copying, exit, few).launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
+    copies = Plan.parse("copy:15")
+    yield "copied nodes without an exit", DeviceStep(decoder, slots, copies, None, StepOptions()).launch
     fill = ExitFill(decoder, slots, exit, few, scores=True)
     yield "a pass that fills and scores the exit", fill.launch
     parts = DeviceStep(decoder, slots, tree, exit, everything)

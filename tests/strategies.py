@@ -11,8 +11,9 @@ SETTINGS = settings(deadline=None, derandomize=True, database=None, suppress_hea
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_nodes: int = 7) -> Plan:
-    """Any plan: parents ascend, so that nodes are listed depth by depth; ranks may be skipped."""
+def plans(draw: st.DrawFn, max_nodes: int = 7, max_copied: int = 0) -> Plan:
+    """Any plan: parents ascend, so that nodes are listed depth by depth; ranks may be skipped. `max_copied` nodes are
+    copied at most."""
     parents: list[int] = []
     for node in range(draw(st.integers(0, max_nodes))):
         parents.append(draw(st.integers(parents[-1] if parents else 0, node)))
@@ -20,7 +21,7 @@ def plans(draw: st.DrawFn, max_nodes: int = 7) -> Plan:
     for node, parent in enumerate(parents):
         siblings = [rank for rank, other in zip(ranks, parents[:node], strict=True) if other == parent]
         ranks.append((siblings[-1] + 1 if siblings else 0) + draw(st.integers(0, 1)))
-    return Plan(tuple(parents), tuple(ranks))
+    return Plan(tuple(parents), tuple(ranks)).with_copy(draw(st.integers(0, max_copied)))
 
 
 @st.composite

@@ -14,6 +14,7 @@ from selfspec.backends.cuda import prefill, prompt_scoring
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache
+from selfspec.drafters import Drafter
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE, Plan
@@ -35,7 +36,7 @@ from tests.interpreted import (
 pytestmark = ONLY_INTERPRETED
 
 END = 8  # positions of a prompt's end that are scored: fewer than in use, since interpreted kernels are slow
-PLANS = [Plan.parse(plan) for plan in ("none", "none", "chain:1", "chain:2", "tree:2,1")]
+PLANS = [Plan.parse(plan) for plan in ("none", "none", "copy:3", "chain:2", "tree:2,1+copy:2")]
 PARAMS: list[dict[str, Any]] = [
     {},
     {"stop_token_ids": (3, 5, 8, 13, 21, 34, 55, 89)},
@@ -166,7 +167,26 @@ def penalise_last(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("plan", ["none", "tree:2,1"])
+def test_text_that_repeats_is_copied_without_an_exit() -> None:
+    """The first steps are plain: the text that is copied from then on was written before and after the sequence joined.
+    A second sequence joins while a step is in flight."""
+    whole = plain_tokens(sequence_of(prompt_of(3, 0), 24))  # from its 14th token on it repeats one token
+    first, second = sequence_of(whole[:13], 10), sequence_of(prompt_of(5, 7), 5)
+    for sequence in (first, second):
+        sequence.request.drafter = Drafter(None)
+    batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), None)
+    batch.admit([first])
+    for plan in (NONE, NONE, Plan.parse("copy:3")):
+        batch.plan = plan
+        batch.step()
+    batch.admit([second])
+    batch.run([Plan.parse("copy:3")])
+    assert first.tokens == whole[:23] and second.tokens == plain_tokens(second)
+    assert first.accepted >= 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("plan", ["none", "tree:2,1+copy:2"])
 def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
     """Built-in processing comes before the callables."""
     exit = accurate_exit()

@@ -197,6 +197,11 @@ def test_a_trimmed_head_and_a_tree_that_skips_ranks_keep_the_distribution(accept
     assert p_value(drawn) > RIGHT
 
 
+def test_rejection_with_copied_nodes_keeps_the_distribution() -> None:
+    """A copied token is often one of the exit's too, in a text of few different tokens."""
+    assert p_value(draw("tree:2,1+copy:2", rejection=True)) > RIGHT
+
+
 def test_rejection_with_an_overconfident_exit_keeps_the_distribution() -> None:
     assert p_value(draw(IRREGULAR, rejection=True, exit=overconfident_exit())) > RIGHT
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from selfspec import Engine, GenerateOutput
+from selfspec import Engine, GenerateOutput, Plan
 from selfspec.governor.rules import Policy
 from tests.profiles import choice_of, profile_of, random_exit, random_rows, watch_vocabularies
 from tests.scripted import IRREGULAR, ScriptedPolicy, endless, left_padded, random_prompt
+from tests.strategies import SETTINGS, plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 NEW_TOKENS = 16
@@ -74,11 +77,22 @@ def plan_of_each_step(plans: list[str]) -> Iterator[None]:
         ("chain:4", 3, "top_k-min_p-penalty"),
         ("tree:4,2,2,1", 1, "top_k-min_p-penalty"),
         (IRREGULAR, 3, "top_p"),
+        ("tree:3,2+copy:4", 2, "top_k-min_p-penalty"),
+        ("copy:5", None, "greedy"),
     ],
 )
-def test_tokens_are_the_same_for_every_plan_and_exit(plan: str, exit_layer: int, sampling: str) -> None:
+def test_tokens_are_the_same_for_every_plan_and_exit(plan: str, exit_layer: int | None, sampling: str) -> None:
     drawn, _ = generate(engine_of("llama"), PROMPTS[:1], 5, sampling, plan=plan, exit_layer=exit_layer)
     assert drawn == [alone(0, 5, sampling)]
+
+
+@settings(SETTINGS, max_examples=6)
+@given(plans(max_nodes=4, max_copied=6), st.lists(st.integers(3, 5), min_size=1, max_size=9), st.integers(0, 9))
+def test_tokens_are_the_same_with_any_copied_nodes(plan: Plan, prompt: list[int], seed: int) -> None:
+    """The bias favours the prompt's few tokens, so that copied and ranked nodes often carry the same token."""
+    bias = {"logit_bias": dict.fromkeys(range(3, 6), 6.0)}
+    plain, drafted = (generate(engine_of("llama"), [prompt], seed, plan=of, **bias)[0] for of in ("none", str(plan)))
+    assert drafted == plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)

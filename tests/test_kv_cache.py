@@ -427,7 +427,7 @@ def attends(plan: Plan, length: int, node: int, slot: int, window: int | None) -
 
 
 @settings(SETTINGS, max_examples=60)
-@given(data=st.data(), plan=plans(max_nodes=9), window=st.none() | st.integers(1, 30))
+@given(data=st.data(), plan=plans(max_nodes=9, max_copied=3), window=st.none() | st.integers(1, 30))
 def test_the_mask_is_that_of_its_definition(data: st.DataObject, plan: Plan, window: int | None) -> None:
     lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3) | st.integers(0, 20).map(lambda n: [n, n]))
     nodes = data.draw(st.sampled_from([*plan.levels, range(len(plan) + 1)]))

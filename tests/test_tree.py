@@ -64,6 +64,8 @@ def path_to_root(plan: Plan, node: int) -> list[int]:
         ("tree:2,2", [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
         ("nodes:0.0,0.2,2.1", [(0, 0), (0, 2), (2, 1)]),
         ("nodes:0.1,0.0,2.0,1.0", [(0, 1), (0, 0), (2, 0), (1, 0)]),
+        ("copy:2", [(0, 0), (1, 0)]),
+        ("tree:2,1+copy:2", [(0, 0), (1, 0), (0, 0), (0, 1), (3, 0), (4, 0)]),
     ],
 )
 def test_a_string_describes_its_nodes(text: str, nodes: list[tuple[int, int]]) -> None:
@@ -73,7 +75,14 @@ def test_a_string_describes_its_nodes(text: str, nodes: list[tuple[int, int]]) -
 
 @pytest.mark.parametrize(
     ("text", "shortest"),
-    [("tree:1,1,1", "chain:3"), ("nodes:0.0,1.0", "chain:2"), ("nodes:0.0,0.1", "tree:2"), ("tree:4,2", "tree:4,2")],
+    [
+        ("tree:1,1,1", "chain:3"),
+        ("nodes:0.0,1.0", "chain:2"),
+        ("nodes:0.0,0.1", "tree:2"),
+        ("tree:4,2", "tree:4,2"),
+        ("tree:1,1+copy:2", "chain:2+copy:2"),
+        ("copy:3", "copy:3"),
+    ],
 )
 def test_str_is_the_shortest_form(text: str, shortest: str) -> None:
     assert str(Plan.parse(text)) == shortest
@@ -132,6 +141,12 @@ def test_equal_plans_hash_alike() -> None:
         "nodes:0.0,",
         "nodes:0.0.0",
         "beam:4",
+        "copy:",
+        "copy:0",
+        "+copy:2",
+        "tree:2copy:2",
+        "copy:2+tree:2",
+        "copy:2+copy:2",
     ],
 )
 def test_malformed_string_is_refused_with_the_forms_to_write(text: str) -> None:
@@ -162,6 +177,15 @@ def test_impossible_nodes_are_refused(nodes: list[tuple[int, int]], problem: str
         Plan.from_nodes(nodes)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "copied", "problem"),
+    [([(0, 0), (0, 0)], 2, "chain of rank 0"), ([(0, 0)], 2, "chain"), ([(0, 0), (1, 0)], 1, "a child of the exit's")],
+)
+def test_impossible_copied_nodes_are_refused(nodes: list[tuple[int, int]], copied: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Plan(tuple(parent for parent, _ in nodes), tuple(rank for _, rank in nodes), copied)
+
+
 def test_different_numbers_of_parents_and_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 parents and 1 ranks"):
         Plan((0, 0), (0,))
@@ -181,6 +205,8 @@ def test_63_nodes_are_allowed(plan: str | list[tuple[int, int]]) -> None:
         "tree:8,7",
         "tree:4,4,4",
         [(0, rank) for rank in range(64)],
+        "chain:62+copy:2",
+        "copy:64",
         "chain:99999999999999999999",
         "tree:99999999999999999999",
     ],
@@ -255,7 +281,22 @@ def test_first_chain_is_as_long_as_the_path_through_the_best_children(plan: Plan
 @few
 @given(plans)
 def test_a_chain_has_one_node_at_every_depth(plan: Plan) -> None:
-    assert plan.is_chain == (len(plan) == plan.depth)
+    assert plan.is_chain == all(len(children) <= 1 for children in plan.children)
+
+
+@few
+@given(plans, st.integers(1, MAX_NODES), st.integers(0, MAX_NODES))
+def test_copied_nodes_are_a_chain_that_leaves_the_others_as_they_are(plan: Plan, count: int, depth: int) -> None:
+    count = min(count, MAX_NODES - len(plan))
+    copying = plan.with_copy(count)
+    assert copying.without_copy == plan and Plan.parse(str(copying)) == copying
+    assert copying.path(count) == list(range(count + 1))
+    for node in range(1, len(plan) + 1):
+        assert copying.path(node + count) == [0, *(of + count for of in plan.path(node)[1:])]
+    assert copying.levels[0] == range(count + 1)
+    assert [len(level) for level in copying.levels[1:]] == [len(level) for level in plan.levels[1:]]
+    assert [copying.width(level) for level in copying.levels] == [plan.width(level) for level in plan.levels]
+    assert copying.truncated(depth) == plan.truncated(depth).with_copy(min(count, depth))
 
 
 @few

@@ -18,6 +18,7 @@ from selfspec.backends.base import Step
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
 from selfspec.cache.prefixes import PrefixPath
+from selfspec.kernels.copy_draft import copy_reference
 from selfspec.logprobs import pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import (
@@ -141,21 +142,30 @@ class TorchBackend:
         """Does nothing: `launch` has run the step."""
 
     def draft(self, sequences: list[Sequence], plan: Plan, exit: Exit | None) -> Draft:
-        """Depth by depth: runs the nodes of a depth through the layers below the exit, then ranks each node's
-        children."""
+        """Level by level: runs its nodes through the layers below the exit, then ranks each node's children. Copied
+        nodes, in the first level, are not ranked: only the root has children of the exit's there."""
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=self.model.device)  # [B, 1]
+        if plan.copied:
+            tokens = torch.cat((tokens, self._copied(sequences, plan.copied)), dim=1)
         draft = Draft(plan, tokens, hidden=tokens.new_empty(0))
         hidden: list[torch.Tensor] = []
         for depth, level in enumerate(plan.levels):
             if depth:
                 draft.tokens = torch.cat((draft.tokens, self._children(draft, level)), dim=1)
             draft.rows = at = self._rows_at(sequences, plan, level)
-            states = self.model.embed(draft.tokens[:, level.start : level.stop])
+            states = self.model.embed(draft.tokens[:, level.start : level.stop].clamp(min=0))
             hidden.append(self._run_draft_partition(states, at, exit))
-            if exit is not None and depth < plan.depth:
-                self._rank_children(sequences, draft, level, hidden[-1], at, exit)
-        draft.hidden = torch.cat(hidden, dim=1) if len(plan) else hidden[0]
+            if exit is not None and plan.width(level):
+                ranked = level if depth else range(1)
+                at = at if ranked == level else self._rows_at(sequences, plan, ranked)
+                self._rank_children(sequences, draft, ranked, hidden[-1][:, : len(ranked)], at, exit)
+        draft.hidden = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
         return draft
+
+    def _copied(self, sequences: list[Sequence], count: int) -> torch.Tensor:
+        """The tokens of `count` copied nodes [B, count]; -1, which no token is equal to, where nothing repeats."""
+        texts = [torch.tensor(sequence.tokens) for sequence in sequences]
+        return torch.stack([copy_reference(text, count) for text in texts]).to(self.model.device)
 
     def _rank_children(
         self, sequences: list[Sequence], draft: Draft, level: range, hidden: torch.Tensor, at: Rows, exit: Exit
@@ -173,7 +183,7 @@ class TorchBackend:
             logits = process_logits(logits, params, self._texts(sequences, draft, level), prompts, ids)
         if any(sequence.grammar is not None for sequence in sequences):
             self._ban(sequences, draft, level, logits, ids)
-        values = warp_logits(logits, params, cut=draft.plan.is_chain)
+        values = warp_logits(logits, params, cut=draft.plan.without_copy.is_chain)
         rejection = sequences[0].request.rejection
         key = self._noise_key(sequences, [len(sequence.tokens) + depth for sequence in sequences], repeat=len(level))
         sampled = [row for row, of in enumerate(params) if of.do_sample]
@@ -232,25 +242,24 @@ class TorchBackend:
         Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first."""
         plan, drafted = draft.plan, draft.tokens.tolist()
         best = _greedy_tokens(sequences, logits)
-        paths: list[list[int]] = [[0] for _ in sequences]
+        reached: list[list[int]] = [[0] for _ in sequences]  # nodes that stand for the text so far
         walking = list(range(len(sequences)))
         while walking:
-            nodes = [paths[index][-1] for index in walking]
+            nodes = [reached[index][0] for index in walking]
             if best is not None:
                 chosen = [best[index][node] for index, node in zip(walking, nodes, strict=True)]
             else:
                 chosen = self._choose([sequences[index] for index in walking], walking, nodes, draft, logits)
             still_walking = []
-            for index, node, token in zip(walking, nodes, chosen, strict=True):
+            for index, token in zip(walking, chosen, strict=True):
                 sequence = sequences[index]
-                drafts = sequence.drafts
-                child = next((c for c in plan.children[node] if drafted[index][c] == token), None) if drafts else None
-                sequence.append(token, drafted=child is not None)
-                if child is not None and not sequence.is_finished:
-                    paths[index].append(child)
+                carriers = plan.carriers(reached[index], token, drafted[index]) if sequence.drafts else []
+                sequence.append(token, drafted=bool(carriers))
+                if carriers and not sequence.is_finished:
+                    reached[index] = carriers
                     still_walking.append(index)
             walking = still_walking
-        return paths
+        return [plan.path(nodes[0]) for nodes in reached]
 
     def _choose(
         self, sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
@@ -266,7 +275,7 @@ class TorchBackend:
         finite = values.amax(-1).isfinite()
         chosen = choose(torch.where(finite[:, None], values, 0.0), params, key)
         for node in set(nodes) if sequences[0].request.rejection else ():
-            children = draft.plan.children[node]
+            children = [child for child in draft.plan.children[node] if child > draft.plan.copied]
             if children:
                 at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
                 of = torch.tensor(indices, device=values.device)[at]

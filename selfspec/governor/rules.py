@@ -102,7 +102,7 @@ class Policy:
             return "processor"
         if self.mode == "force":
             return None
-        if not self.has_exit:
+        if not self.has_exit and (self.plan is None or self.plan.uses_exit):
             return "no_profile"
         if batch > rules.max_batch:
             return "batch"

@@ -21,7 +21,7 @@ class Draft:
     tokens: torch.Tensor  # [B, n+1], the root's first
     hidden: torch.Tensor  # [B, n+1, hidden]: output of layer N-1
     rows: Rows | None = None  # layout of the newest level
-    # One entry for each level but the last, M being the number of its nodes:
+    # One entry for each level but the last, M being the number of its nodes, without the copied ones:
     reads: list[torch.Tensor] = field(default_factory=list)  # [B, M, hidden]: normed states, the exit head's input
     ranked: list[torch.Tensor] = field(default_factory=list)  # [B, M, width]: draft token ids, best first
     logits: list[torch.Tensor] = field(default_factory=list)  # [B, M, V]: processed draft logits, for rejection only

@@ -1,14 +1,15 @@
 """Plan: the shape of the draft tree of one step, as plain data.
 
-Node 0 is the root (the newest committed token). Drafted nodes are 1..n, ordered by depth; each has a parent and a rank:
-the node with rank r is the parent's draft token of rank r, rank 0 being the best. A plan holds no tokens, no tensors of
-a model and no cache slots.
+Node 0 is the root (the newest committed token), nodes 1..n are drafted. The first `copied` of them are a chain below
+the root, whose tokens are copied from the sequence's own text. The others are the exit's, ordered by depth; each has a
+parent and a rank: the node with rank r is the parent's draft token of rank r, rank 0 being the best. A plan holds no
+tokens, no tensors of a model and no cache slots.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -24,15 +25,20 @@ MAX_STEP_ROWS = 1024  # rows of one verify pass, all sequences together: bounds 
 # accepts and for the path of the step in flight before it, each at most MAX_NODES + 1.
 SPARE_POSITIONS = 3 * (MAX_NODES + 1)
 
-_FORMS = "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0)"
+_FORMS = (
+    "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0); 'copy:8' "
+    "copies 8 tokens of the text, alone or after '+' as in 'tree:4,2+copy:8'"
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1. The plan without nodes decodes plainly."""
+    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1; the rank of a copied node is 0. The plan
+    without nodes decodes plainly."""
 
     parents: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
+    copied: int = 0
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks):
@@ -46,9 +52,15 @@ class Plan:
                 raise ValueError(f"node {node} of the plan has parent {parent}; a parent must come before its child")
             if rank < 0:
                 raise ValueError(f"node {node} of the plan has rank {rank}; ranks start at 0")
-        if len(set(zip(self.parents, self.ranks, strict=True))) != len(self.parents):
+        if self.parents[: self.copied] != tuple(range(self.copied)) or any(self.ranks[: self.copied]):
+            raise ValueError(f"the first {self.copied} nodes of the plan are copied: they must be a chain of rank 0")
+        parents, ranks = self.parents[self.copied :], self.ranks[self.copied :]
+        if any(0 < parent <= self.copied for parent in parents):
+            raise ValueError("the plan gives a copied node a child of the exit's")
+        if len(set(zip(parents, ranks, strict=True))) != len(parents):
             raise ValueError("the plan gives a parent two children of the same rank")
-        if list(self.depths) != sorted(self.depths):
+        drafted = self.depths[self.copied + 1 :]
+        if list(drafted) != sorted(drafted):
             raise ValueError("the plan must list its nodes depth by depth")
 
     def __hash__(self) -> int:
@@ -56,7 +68,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.parents, self.ranks))  # computed once: plans are dictionary keys in every step
+        return hash((self.parents, self.ranks, self.copied))  # computed once: plans are dictionary keys in every step
 
     def __str__(self) -> str:
         """Returns the shortest string that `parse` reads as this plan."""
@@ -66,6 +78,9 @@ class Plan:
     def _name(self) -> str:
         if not self.parents:
             return "none"
+        if self.copied:
+            copy = f"copy:{self.copied}"
+            return f"{self.without_copy}+{copy}" if self.uses_exit else copy
         widths = tuple(self.width(level) for level in self.levels[:-1])
         nodes = sum(prod(widths[: depth + 1]) for depth in range(self.depth))
         if nodes == len(self) and self == Plan.tree(widths):  # every node has all its children, in order of rank
@@ -85,6 +100,9 @@ class Plan:
             return cls.from_nodes(plan)
         if plan == "none":
             return NONE
+        copies = re.fullmatch(r"(?:((?:chain|tree|nodes):[\d.,]+)\+)?copy:([1-9]\d*)", plan)
+        if copies:
+            return cls.parse(copies[1] or NONE).with_copy(int(copies[2]))
         kind, _, text = plan.partition(":")
         if kind == "chain" and re.fullmatch(r"\d+", text):
             if int(text) > MAX_NODES:
@@ -142,24 +160,33 @@ class Plan:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
-        return self.depths[-1]
+        return max(self.depths)
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
-        """The nodes of each depth as a range, the root's first."""
-        counts = [self.depths.count(depth) for depth in range(self.depth + 1)]
-        starts = [sum(counts[:depth]) for depth in range(self.depth + 1)]
+        """The nodes that pass the draft layers together, as ranges: the root and the copied nodes, whose tokens are
+        there at once, then the exit's nodes of each depth."""
+        drafted = self.depths[self.copied + 1 :]
+        counts = [self.copied + 1, *(drafted.count(depth) for depth in range(1, max(drafted, default=0) + 1))]
+        starts = [sum(counts[:level]) for level in range(len(counts))]
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """The children of every node, the root included, in order of rank (best first)."""
+        """The children of every node, the root included, in order of rank (best first); a copied child comes last."""
         children: list[list[int]] = [[] for _ in self.depths]
         for node, parent in enumerate(self.parents, start=1):
             children[parent].append(node)
-        return tuple(tuple(sorted(nodes, key=lambda node: self.ranks[node - 1])) for nodes in children)
+        return tuple(
+            tuple(sorted(nodes, key=lambda node: (node <= self.copied, self.ranks[node - 1]))) for nodes in children
+        )
+
+    def carriers(self, nodes: Sequence[int], token: int, tokens: Sequence[int]) -> list[int]:
+        """The children of `nodes` that carry a token; `tokens` are those of all nodes. There are up to two, the exit's
+        first: a copied token may be one of the exit's too. Both stand for one text then, so a walk follows both."""
+        return [child for node in nodes for child in self.children[node] if tokens[child] == token]
 
     @cached_property
     def ancestors(self) -> torch.Tensor:
@@ -176,30 +203,57 @@ class Plan:
             path.append(self.parents[path[-1] - 1])
         return path[::-1]
 
+    @property
+    def uses_exit(self) -> bool:
+        """True if some node is the exit's."""
+        return len(self) > self.copied
+
+    @cached_property
+    def without_copy(self) -> Plan:
+        """This plan without its copied nodes."""
+        if not self.copied:
+            return self
+        parents = (max(0, parent - self.copied) for parent in self.parents[self.copied :])
+        return Plan(tuple(parents), self.ranks[self.copied :])
+
+    def with_copy(self, count: int) -> Plan:
+        """Returns the exit's nodes of this plan and `count` copied nodes."""
+        drafted = self.without_copy
+        if count + len(drafted) > MAX_NODES:
+            raise ValueError(f"{drafted} and {count} copied nodes are more than {MAX_NODES} nodes; shorten the plan")
+        parents = (parent + count if parent else 0 for parent in drafted.parents)
+        return Plan((*range(count), *parents), (0,) * count + drafted.ranks, count)
+
     def width(self, level: range) -> int:
-        """Number of draft tokens to rank for each node of a level: the largest rank of its children plus one."""
-        return 1 + max((self.ranks[child - 1] for node in level for child in self.children[node]), default=-1)
+        """Number of draft tokens to rank for each node of a level: the largest rank of its children plus one. Copied
+        nodes are not ranked."""
+        children = (child for node in level for child in self.children[node] if child > self.copied)
+        return 1 + max((self.ranks[child - 1] for child in children), default=-1)
 
     @lru_cache(maxsize=256)  # noqa: B019 - plans are small and few, and truncated in every step
     def truncated(self, depth: int) -> Plan:
         """Returns this plan without the nodes deeper than `depth`."""
         if depth >= self.depth:
             return self
-        keep = sum(1 for d in self.depths[1:] if d <= depth)
-        return Plan(self.parents[:keep], self.ranks[:keep])
+        drafted = self.without_copy
+        keep = sum(1 for d in drafted.depths[1:] if d <= depth)
+        return Plan(drafted.parents[:keep], drafted.ranks[:keep]).with_copy(min(self.copied, depth))
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first_chain(self) -> Plan:
-        """Returns the chain as long as the path from the root through each node's best-ranked child."""
+        """Returns the chain as long as the path from the root through each node's best-ranked child; a plan without
+        nodes of the exit's as it is."""
+        if not self.uses_exit:
+            return self
         length, node = 0, 0
         while self.children[node]:
             node, length = self.children[node][0], length + 1
-        return Plan.tree((1,) * length) if length else NONE
+        return Plan.tree((1,) * length)
 
     @property
     def is_chain(self) -> bool:
         """True if no node has two children; true for the plan without nodes."""
-        return all(len(children) <= 1 for children in self.children)
+        return len(self) == self.depth
 
 
 NONE = Plan()

@@ -52,6 +52,8 @@ class CudaBackend:
         placement, plan = self._placement, record.plan
         placement.pages.reserve(sequences, plan, before)
         self._place(sequences, exit, before)
+        if plan.copied:
+            placement.write_texts(sequences)
         step = StepInFlight(list(sequences), record, slots=placement.slots(sequences))
         if any(sequence.request.uses_host for sequence in sequences):
             self._launch_with_callables(step, exit)

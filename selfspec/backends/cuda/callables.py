@@ -18,23 +18,27 @@ def run_with_callables(
     """Runs a step in its three captured parts: passes; choice; acceptance and commit.
 
     Depth by depth, the callables process the logits of the node that each sequence has reached, and the choice runs
-    again. Appends the tokens of sequences with callables; `read` appends those of the others from the report.
+    again; where two nodes stand for one text, both get the processed logits. Appends the tokens of sequences with
+    callables; `read` appends those of the others from the report.
     """
     device_step, passes, choose, commit = parts
     size, seconds_before = device_step.slots.count, callback_seconds(step.sequences)
     readback.start()
     passes()
     drafted = device_step.metadata.tokens.tolist() if len(step.record.plan) else []
-    walking = {of: (slot, 0) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.uses_host}
+    walking = {of: (slot, [0]) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.uses_host}
     while walking:
-        for sequence, (slot, node) in walking.items():
-            _process(sequence, device_step.logits[node * size + slot][None])
+        for sequence, (slot, nodes) in walking.items():
+            first, *others = (device_step.logits[node * size + slot][None] for node in nodes)
+            _process(sequence, first)
+            for same in others:
+                same.copy_(first)
         choose()
         chosen = device_step.chosen.view(-1).tolist()
         walking = {
-            sequence: (slot, child)
-            for sequence, (slot, node) in walking.items()
-            if (child := _append(step, sequence, node, chosen[slot::size], drafted[slot::size])) is not None
+            sequence: (slot, carriers)
+            for sequence, (slot, nodes) in walking.items()
+            if (carriers := _append(step, sequence, nodes, chosen[slot::size], drafted[slot::size]))
         }
     if not step.appended:
         choose()
@@ -53,12 +57,13 @@ def _process(sequence: Sequence, logits: torch.Tensor) -> None:
     logits.copy_(sequence.process(values))
 
 
-def _append(step: StepInFlight, sequence: Sequence, node: int, chosen: list[int], drafted: list[int]) -> int | None:
-    """Appends the token chosen at a node. Returns the child that carries it, or None if the walk ends. `chosen` and
-    `drafted` are the sequence's tokens by node."""
-    token = chosen[node]
-    children = step.record.plan.children[node] if sequence.drafts else ()
-    child = next((of for of in children if drafted[of] == token), None)
-    step.appended[sequence] = node
-    sequence.append(token, drafted=child is not None)
-    return None if sequence.is_finished else child
+def _append(
+    step: StepInFlight, sequence: Sequence, nodes: list[int], chosen: list[int], drafted: list[int]
+) -> list[int]:
+    """Appends the token chosen at nodes that stand for one text. Returns the children that carry it; none if the walk
+    ends. `chosen` and `drafted` are the sequence's tokens by node."""
+    token = chosen[nodes[0]]
+    carriers = step.record.plan.carriers(nodes, token, drafted) if sequence.drafts and len(step.record.plan) else []
+    step.appended[sequence] = nodes[0]
+    sequence.append(token, drafted=bool(carriers))
+    return [] if sequence.is_finished else carriers

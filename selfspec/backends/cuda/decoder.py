@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.cache.kv_cache import Cache
+from selfspec.kernels.accept import TreeTensors
 from selfspec.kernels.embed_rope import RowMetadata
 from selfspec.kernels.final_norm import final_norm
 from selfspec.kernels.gate_up_gemm import gated_linear
@@ -105,11 +106,12 @@ class Tree:
 
     def __init__(self, plan: Plan, sequences: int, device: torch.device) -> None:
         self.plan, self.sequences, self.device = plan, sequences, device
-        widest = max(1, *map(len, plan.children))
         self.depths = self._ints(list(plan.depths))  # [n + 1]
         paths = [plan.path(node) for node in range(len(plan) + 1)]
         self.paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])  # [n + 1, depth + 1]
-        self.children = self._ints([[*kids, *[-1] * (widest - len(kids))] for kids in plan.children])  # [n + 1, W]
+        ancestors = torch.tensor([sum(1 << node - 1 for node in path[1:]) for path in paths], device=device)
+        parents = self._ints([0, *plan.parents])
+        self.tensors = TreeTensors(parents, ancestors, self.depths, self.paths, plan.copied)
 
     def parents(self, level: range) -> torch.Tensor:
         """For each node of a level, the index of its parent among the nodes of the level above."""
@@ -196,7 +198,7 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, contexts: Contexts, max_context: int) -> None:
         self.model, self.cache, self.scratch, self.contexts = model, cache, scratch, contexts
-        self.ranges = ranges_for(max_context)
+        self.max_context, self.ranges = max_context, ranges_for(max_context)
 
     def over(self, contexts: Contexts) -> FusedDecoder:
         """The same over rows that attend to other contexts."""

@@ -66,6 +66,7 @@ class SlotPlacement:
         self._vacated: list[int] = []  # slots whose sequences have left since the newest step
         self._placed: list[Sequence] = []  # sequences of the newest step
         self._drafting: dict[Sequence, bool] = {}  # whether drafts are accepted, as written to the slots
+        self._texts: set[Sequence] = set()  # sequences whose text is in their slot
 
     def slots(self, sequences: Seq[Sequence]) -> list[int]:
         return [self.slot_of[sequence] for sequence in sequences]
@@ -106,7 +107,16 @@ class SlotPlacement:
             self._vacated.append(slot)
             self._free = sorted([*self._free, slot], reverse=True)
         self._drafting.pop(sequence, None)
+        self._texts.discard(sequence)
         self.pages.release(sequence)
+
+    def write_texts(self, sequences: Seq[Sequence]) -> None:
+        """Writes the texts that the slots lack, before the first step that copies from them."""
+        for sequence in sequences:
+            if sequence not in self._texts:
+                self._times.note_slot_writes()
+                self._buffers.slots.write_text(self.slot_of[sequence], sequence.tokens)
+                self._texts.add(sequence)
 
     def _write(self, joined: list[Sequence], idle: list[int]) -> None:
         """Writes the slots of sequences that join, and slots that become idle."""

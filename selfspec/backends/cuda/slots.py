@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from selfspec.backends.cuda.exit import DraftHead, SlotExit, draft_head_capacity, feature_buffer, prompt_end_buffer
+from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import MAX_STOPS, SamplingParams
@@ -45,6 +46,7 @@ class Slots:
     all_slots: AllSlots
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
+    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position; of use once the host has written the first ones
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
     lengths: torch.Tensor  # [B] int32, as all fields down to `min_length`: committed positions
     pending: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
@@ -71,6 +73,7 @@ class AllSlots:
         self._words = torch.zeros(len(_FIELDS), width, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(width, dtype=torch.int64, device=device)
         self.page_table = torch.full((capacity, pages), idle_page, dtype=torch.int32, device=device)
+        self.texts = torch.zeros(capacity, pages * PAGE_SIZE, dtype=torch.int32, device=device)
         self.stops = torch.full((capacity, MAX_STOPS), -1, dtype=torch.int32, device=device)
         self._bias: torch.Tensor | None = None  # [capacity, V] float32, allocated on first use
         self._counts: torch.Tensor | None = None  # [capacity, V] int32, allocated on first use
@@ -84,7 +87,7 @@ class AllSlots:
             for index, name in enumerate(_FIELDS):
                 words = self._words[index, :count]
                 fields[name] = words.view(torch.float32) if name in _FLOATS else words
-            own = self.seeds[:count], self.page_table[:count], self.stops[:count]
+            own = self.seeds[:count], self.page_table[:count], self.texts[:count], self.stops[:count]
             self._views[count] = Slots(count, self, *own, **fields)
         return self._views[count]
 
@@ -160,6 +163,11 @@ class AllSlots:
             self._biased.remove(slot)
             self.bias[slot].zero_()
 
+    def write_text(self, slot: int, tokens: Seq[int]) -> None:
+        """Writes the first tokens of a slot's text. Steps have written those that followed since the sequence joined, a
+        step in flight included."""
+        self.texts[slot, : len(tokens)].copy_(self._to_device(torch.tensor(tokens, dtype=torch.int32)))
+
     def write_drafting(self, slots: Seq[int], drafts: Seq[bool]) -> None:
         """Writes whether the sequences in these slots accept drafts."""
         values = torch.tensor([DRAFTING if of else PLAIN for of in drafts], dtype=torch.int32)
@@ -170,7 +178,7 @@ class AllSlots:
         """Moves slots to idle ones, with the same rows of `others`; the sources become idle."""
         self._biased.update(target for source, target in zip(sources, targets, strict=True) if source in self._biased)
         of, to = (self._to_device(torch.tensor(numbers)) for numbers in (sources, targets))
-        rows = [self.seeds, self.stops, self.page_table, *others]
+        rows = [self.seeds, self.stops, self.page_table, self.texts, *others]
         rows += [tensor for tensor in (self._bias, self._counts) if tensor is not None]
         for tensor in rows:
             tensor.index_copy_(0, to, tensor.index_select(0, of))
@@ -193,7 +201,7 @@ class AllSlots:
     @property
     def tensors(self) -> list[torch.Tensor]:
         optional = [tensor for tensor in (self._bias, self._counts) if tensor is not None]
-        return [self._words, self.seeds, self.page_table, self.stops, *optional]
+        return [self._words, self.seeds, self.page_table, self.texts, self.stops, *optional]
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return to_device(host, self.device)

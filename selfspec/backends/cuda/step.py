@@ -16,6 +16,7 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, 
 from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.slots import Slots, StepOptions
 from selfspec.kernels.accept import COUNT, TOKENS, accept
+from selfspec.kernels.copy_draft import copy_draft, tiles_of
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
@@ -87,13 +88,15 @@ class DeviceStep:
         # For the host: see `kernels.accept`.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
         self._levels = [_Level(tree, level) for level in plan.levels]
+        # Of roots and copied nodes, node-major; unused where nothing is copied.
+        self._first_tokens = torch.zeros(self._levels[0].rows[1], dtype=torch.int32, device=device)
         first_node_row = 0 if exit is None else exit.first_node_row
         self._previous_rows = tree.parent_rows(range(len(plan) + 1), first_node_row)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that belong to this step alone."""
-        own = [self.chosen, self.paths, self.report]
+        own = [self.chosen, self.paths, self.report, self._first_tokens]
         return own + [
             tensor for part in (self.head_input, self.draft_states, self.metadata) for tensor in vars(part).values()
         ]
@@ -128,34 +131,42 @@ class DeviceStep:
     # Draft
 
     def draft(self) -> None:
-        """Depth by depth: runs the nodes of a level through the layers below the exit, then ranks their children."""
+        """Level by level: runs its nodes through the layers below the exit, then ranks their children. Copied nodes
+        are in the first level, with the root."""
         ranked: torch.Tensor | Ranking | None = None
         for level in self._levels:
             states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
             self._embed(level, states, nodes, ranked)
             self.decoder.run(range(self._exit_layer), states, states, nodes)
             if self.exit is not None and level.width:
-                ranked = self._draft_children(self.exit, level, states, nodes)
+                ranked = self._draft_children(self.exit, level)
 
     def _embed(self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
-        """Embeds a level's tokens: the slots' newest ones for the root, ranked draft tokens for other levels."""
+        """Embeds a level's tokens: newest and copied ones for the first level, ranked draft tokens for others."""
         decoder, slots = self.decoder, self.slots
         first_norm = decoder.next_norm(self.model.layers[0].attention_norm, states)
-        source: dict[str, Any] = {"pending": slots.pending}
         if ranked is not None and level.parents is not None and level.ranks is not None:
-            source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
+            source: dict[str, Any] = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
+        else:
+            source = {"pending": self._copy() if self.plan.copied else slots.pending}
         embed_rope(
             nodes.metadata, states.states, first_norm, self.model.embedding.weight, self.model._embedding_scale,
             slots.lengths, slots.page_table, nodes.depths, decoder.inv_freq, decoder.rope_scaling, level.nodes.start,
             **source,
         )  # fmt: skip
 
-    def _draft_children(
-        self, slot_exit: SlotExit, level: _Level, states: Residual, nodes: Nodes
-    ) -> torch.Tensor | Ranking:
+    def _copy(self) -> torch.Tensor:
+        """The slots' newest tokens and the tokens that followed their last occurrence, for roots and copied nodes."""
+        slots, tiles = self.slots, tiles_of(self.decoder.max_context)
+        keys = self.decoder.scratch.take("copy keys", slots.count, tiles, dtype=torch.int64)
+        copy_draft(slots.texts, slots.lengths, slots.pending, self._first_tokens, keys)
+        return self._first_tokens
+
+    def _draft_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking:
         """Runs the exit at one level. Returns the best draft tokens after its rows [rows, width]; up to MAX_SCAN_WIDTH
         as a ranking, in which the next level's embedding finds them."""
-        start, stop = level.rows
+        start, stop = level.ranked_rows
+        states, nodes = self.draft_states.rows(start, stop), self._nodes(level.ranked)
         previous = PreviousFeatures(self.head_input.values, level.parent_rows, self.head_input.squares)
         if level.parent_rows is None and slot_exit.features is not None:
             previous = PreviousFeatures(slot_exit.features[: self.slots.count], None)
@@ -243,12 +254,12 @@ class DeviceStep:
 
     def accept(self) -> None:
         """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
-        tokens and token counts."""
+        tokens, texts and token counts."""
         slots = self.slots
         counts = slots.all_slots.counts[: slots.count] if self.sampling.options.processes else None
         accept(
-            self.chosen.view(-1), self.metadata.tokens, self.sampling.tree.children, slots.active, slots.lengths,
-            slots.lengths_before, slots.pending, self.paths, self.report, counts=counts, stops=slots.stops,
+            self.chosen.view(-1), self.metadata.tokens, self.sampling.tree.tensors, slots.active, slots.lengths,
+            slots.lengths_before, slots.pending, self.paths, self.report, slots.texts, counts=counts, stops=slots.stops,
         )  # fmt: skip
 
     # Commit
@@ -276,10 +287,12 @@ class DeviceStep:
 
 
 class _Level:
-    """The nodes of one depth, and for nodes below the root their parents and ranks."""
+    """The nodes of one level of a plan, and for the exit's their parents and ranks."""
 
     def __init__(self, tree: Tree, nodes: range) -> None:
         self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)
+        self.ranked = nodes if nodes.start else range(1)  # nodes whose children the exit drafts: no copied ones
+        self.ranked_rows = tree.rows(self.ranked)
         self.parents = tree.parents(nodes) if nodes.start else None
         self.ranks = tree.ranks(nodes) if nodes.start else None
         self.parent_rows = tree.parent_rows(nodes, 0) if nodes.start else None

@@ -1,0 +1,56 @@
+"""Copied drafts in Triton's interpreter and in PyTorch, against a naive search."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.kernels import copy_draft as module
+from selfspec.kernels.copy_draft import LONGEST_MATCH, copy_draft, copy_reference, tiles_of
+from tests.strategies import SETTINGS
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def naive(text: list[int], count: int) -> list[int]:
+    """What followed the longest of the earlier occurrences of the newest tokens, of several the latest."""
+    for length in range(LONGEST_MATCH, 0, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if len(text) > length and text[end - length : end] == text[-length:]:
+                continued = list(text)
+                for place in range(count):
+                    continued.append(continued[end + place])
+                return continued[len(text) :]
+    return [-1] * count
+
+
+@SETTINGS
+@given(text=texts, count=st.integers(1, 9))
+def test_the_reference_drafts_what_a_naive_search_finds(text: list[int], count: int) -> None:
+    assert copy_reference(torch.tensor(text), count).tolist() == naive(text, count)
+
+
+@SETTINGS
+@given(of=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20))
+def test_the_kernel_drafts_what_a_naive_search_finds(of: list[list[int]], count: int, spare: int) -> None:
+    """In tiles of 16 positions, so that matches lie in several tiles and cross their borders."""
+    sequences, longest = len(of), max(map(len, of)) + spare
+    stored = torch.randint(0, 4, (sequences, longest), dtype=torch.int32)  # past a text: anything
+    for row, text in zip(stored, of, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    lengths = torch.tensor([len(text) - 1 for text in of], dtype=torch.int32)
+    pending = torch.tensor([text[-1] for text in of], dtype=torch.int32)
+    tokens = torch.full(((count + 1) * sequences,), -9, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_TILE", 16)
+        copy_draft(stored, lengths, pending, tokens, torch.zeros(sequences, tiles_of(longest), dtype=torch.int64))
+    drafts = tokens.view(count + 1, sequences).T.tolist()
+    assert drafts == [[text[-1], *naive(text, count)] for text in of]
+
+
+def test_tokens_of_no_copied_node_are_refused() -> None:
+    ints = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="copied nodes"):
+        copy_draft(ints[:, None], ints, ints, ints, torch.zeros(2, 1, dtype=torch.int64))
