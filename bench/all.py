@@ -108,7 +108,8 @@ def request_options(run: Run) -> Result:
 
 
 def serve(run: Run) -> Result:
-    return serving.measure(run.target, run.sizes.load, list(serving.PARTS), Limit(run.seconds))
+    parts = [part for part in serving.PARTS if part != "second_turn"]  # `bench.serving` alone: results fit 150 lines
+    return serving.measure(run.target, run.sizes.load, parts, Limit(run.seconds))
 
 
 def compare(run: Run) -> Result:

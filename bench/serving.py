@@ -1,7 +1,8 @@
 """`python -m bench.serving`: many requests to one engine, plainly and with speculation.
 
 Measures throughput of requests submitted at once, latency with Poisson arrivals at shares of that throughput, the gap
-that a long joining prompt causes, and batches of sequences with different sampling parameters.
+that a long joining prompt causes, batches of sequences with different sampling parameters, and the time to the first
+token of a chat's second turn with and without prefix reuse.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from statistics import median
 from typing import Any
@@ -32,10 +34,13 @@ from bench.requests import (
     run_together,
 )
 from bench.timing import Limit, percentile
+from selfspec import Engine
 from selfspec.backends.torch_backend import PREFILL_CHUNK
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 
 _STEADY = 16  # tokens that running sequences have before the long prompt joins, and get after it
 _JOINED = 8  # new tokens of the long prompt's sequence
+_ANSWER, _QUESTION = 100, 40  # tokens: the answer to a chat's first turn, and the message of its second
 
 Result = dict[str, Any]
 
@@ -51,13 +56,16 @@ class Load:
     long_prompt: int = 4000  # tokens of the prompt that joins
     running: int = 8  # sequences that it joins; also sequences with different sampling parameters
     running_tokens: int = 2048  # new tokens of those sequences at most
+    chat: int = 2000  # tokens of a chat's first prompt
     repeat: int = 3  # runs of which the median counts
     seed: int = 0
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt included."""
-        return max(self.long_prompt + _JOINED, LONGEST_PROMPT + max(self.running_tokens, self.new_tokens))
+        of_chat = self.chat + _ANSWER + _QUESTION + _JOINED
+        prompts = LONGEST_PROMPT + max(self.running_tokens, self.new_tokens)
+        return max(self.long_prompt + _JOINED, prompts, of_chat)
 
     @property
     def max_batch(self) -> int:
@@ -68,9 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     load = Load(
         args.max_new_tokens, args.requests, args.decoding, tuple(args.shares), args.long_prompt, args.running,
-        args.running_tokens, args.repeat, args.seed,
+        args.running_tokens, args.chat, args.repeat, args.seed,
     )  # fmt: skip
     target = open_target(args, load.max_batch, load.longest)
+    if args.kernel_prompts and target.engine._graphs is not None:
+        target.engine._graphs.max_short_prompt = args.kernel_prompts
     setup = machine.describe(target.engine, target.name, target.synthetic)
     print(*tables.setup(setup), "", sep="\n")
     found = measure(target, load, args.parts, Limit(args.seconds))
@@ -90,6 +100,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--long-prompt", type=int, default=default.long_prompt, help="tokens of the joining prompt (default: 4000)")
     add("--running", type=int, default=default.running, help="sequences that it joins (default: 8)")
     add("--running-tokens", type=int, default=default.running_tokens, help="their new tokens (default: 2048)")
+    add("--chat", type=int, default=default.chat, help="tokens of a chat's first prompt (default: 2000)")
+    add("--kernel-prompts", type=int, help="tokens up to which the decode kernels prefill (default: by size)")
     add("--repeat", type=int, default=default.repeat, help="runs of which the median counts (default: 3)")
     add("--seed", type=int, default=default.seed, help="of the random arrivals (default: 0)")
     return parser.parse_args(arguments)
@@ -196,10 +208,11 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
     load, engine = bench.load, bench.target.engine
     engine.scheduler.max_decoding = load.running + 1
     length = min(load.long_prompt, engine.context - _JOINED)
-    tokens = list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), length))
-    chunks = max(1, -(-(len(tokens) - 1) // PREFILL_CHUNK))
+    tokens = _long_prompt(bench, length)
+    per_chunk = _chunk_tokens(engine, len(tokens))
+    chunks = max(1, -(-(len(tokens) - 1) // per_chunk))
     alone = _first_token_s(bench, tokens, options)
-    without_last = _first_token_s(bench, tokens[:-PREFILL_CHUNK], options) if chunks > 1 else 0.0
+    without_last = _first_token_s(bench, tokens[:-per_chunk], options) if chunks > 1 else 0.0
     chunk = max(alone - without_last, alone / chunks)  # the last chunk takes longest, so longer than the mean
     longest = engine.context - max(map(len, bench.target.prompts))
     running = bench.requests(load.running, [options], min(load.running_tokens, longest))
@@ -228,6 +241,19 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
         "first_token_ms": round(1e3 * joined.first_token_s, 3),
         "first_token_alone_ms": round(1e3 * alone, 3),
     }
+
+
+def _long_prompt(bench: Bench, length: int) -> list[int]:
+    return list(islice(cycle(token for prompt in bench.target.prompts for token in prompt), length))
+
+
+def _chunk_tokens(engine: Engine, prompt: int) -> int:
+    """Tokens that one pass prefills of a prompt of so many tokens, alone."""
+    if engine._graphs is None or prompt - 1 > engine._graphs.max_short_prompt:
+        return PREFILL_CHUNK
+    from selfspec.backends.cuda.short_prefill import MAX_TOKENS  # imports Triton
+
+    return MAX_TOKENS
 
 
 def _first_token_s(bench: Bench, tokens: list[int], options: Options) -> float:
@@ -262,11 +288,56 @@ def settings(bench: Bench) -> list[Result]:
     return results
 
 
+def second_turn(bench: Bench) -> list[Result]:
+    """Milliseconds to the first token of a chat's second turn, one request at a time."""
+    engine = bench.target.engine
+    before = engine.scheduler.prefix_reuse
+    try:
+        return [turn(bench, mode, {**GREEDY, **options}) for mode, options in bench.target.modes.items()]
+    finally:
+        engine.scheduler.prefix_reuse = before
+
+
+def turn(bench: Bench, mode: str, options: Options) -> Result:
+    """Medians with prefix reuse, after the first turn on an empty cache, and without."""
+    engine, reused = bench.target.engine, 0
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    question, length = bench.target.prompts[-1], min(bench.load.chat, engine.context - _ANSWER - _QUESTION - _JOINED)
+    for _ in range(bench.load.repeat):
+        for reuse in (True, False):
+            engine.scheduler.prefix_reuse = reuse
+            engine.scheduler.call(partial(_take_back_pages, engine.cache))
+            first = TimedRequest(engine, _long_prompt(bench, length), 0, _ANSWER, options)
+            run_together([first])
+            (chat,) = first.request.sequences
+            second = TimedRequest(engine, [*chat.tokens, *islice(cycle(question), _QUESTION)], 0, _JOINED, options)
+            run_together([second])
+            seconds[reuse].append(second.first_token_s)
+            reused = max(reused, second.request.sequences[0].cached_tokens)
+    with_reuse, without = (median(seconds[reuse]) for reuse in (True, False))
+    return {
+        "mode": mode,
+        "prompt_tokens": length + _ANSWER + _QUESTION,
+        "reused_tokens": reused,
+        "first_token_ms": round(1e3 * with_reuse, 3),
+        "without_reuse_ms": round(1e3 * without, 3),
+        "ratio": round(with_reuse / without, 3),
+    }
+
+
+def _take_back_pages(cache: Cache) -> None:
+    """Makes all pages of an idle cache free of reusable prefixes."""
+    kv = cache.open()
+    cache.reserve(kv, cache.free_pages * PAGE_SIZE)
+    cache.close(kv)
+
+
 PARTS: dict[str, Callable[[Bench], list[Result]]] = {
     "throughput": throughput,
     "latency": latency,
     "joining": joining,
     "settings": settings,
+    "second_turn": second_turn,
 }
 
 

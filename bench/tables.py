@@ -212,6 +212,7 @@ PARTS = {
     "latency": "Latency with random (Poisson) arrivals at shares of the plain throughput",
     "joining": "A long prompt joins running sequences (longest gap: between tokens of a running sequence)",
     "settings": "Sequences with equal and with different sampling parameters in one batch",
+    "second_turn": "Second turn of a chat: time to the first token with prefix reuse and without",
 }
 
 

@@ -82,10 +82,10 @@ def test_every_part_of_serving_is_measured_in_both_modes(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = "--max-new-tokens 4 --requests 5 --decoding 2 --long-prompt 600 --running 2 --running-tokens 300 --repeat 1"
-    assert serving.main([*command, *sizes.split()]) == 0
+    assert serving.main([*command, *sizes.split(), "--chat", "200"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     counts = {part: [of["mode"] for of in found[part]].count("speculation") for part in serving.PARTS}
-    assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3}
+    assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3, "second_turn": 1}
     assert all(2 * count == len(found[part]) for part, count in counts.items())
     plain, ninety = found["throughput"][0], found["latency"][-1]
     assert ninety["requests_per_s"] == pytest.approx(0.9 * plain["tokens_per_s"] / 4, rel=0.01)
@@ -94,6 +94,9 @@ def test_every_part_of_serving_is_measured_in_both_modes(
         assert of["chunks"] == 2 and of["prompt_tokens"] == 600
         assert of["longest_gap_ms"] > 0 and of["step_ms"] > 0 and of["chunk_ms"] > 0
         assert of["bound_ms"] == pytest.approx(of["chunk_ms"] + 2 * of["step_ms"], abs=0.01)
+    for of in found["second_turn"]:
+        assert of["prompt_tokens"] == 340 and of["reused_tokens"] == 256
+        assert of["ratio"] == pytest.approx(of["first_token_ms"] / of["without_reuse_ms"], abs=0.01)
 
 
 def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
