@@ -67,6 +67,7 @@ class Summary:
     speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
     mode_changes: int  # changes of a sequence's plan, its first plan included
     changes_by_reason: dict[str, int]  # of the changes to plain decoding
+    drafted: int = 0  # tokens, of ended sequences
     prefix_cache_queries: int = 0  # prompt tokens of prefilled sequences
     prefix_cache_hits: int = 0  # those of them whose KV pages were reused
 
@@ -155,7 +156,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = Lock()
         self._requests = self._tokens = self._emissions = 0
-        self._prompt_tokens = self._cached_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._drafted = 0
         self._seconds: dict[Plan | str, float] = {}  # of the steps of each plan
         self._steps: Counter[Plan | str] = Counter()  # of each plan
         self._compared = 0.0  # seconds of the steps for which the time of a plain step was known
@@ -191,11 +192,14 @@ class Metrics:
                 self._compared += seconds
                 self._plainly += plain_seconds * emitted / sequences
 
-    def add_acceptance(self, accepted_by_depth: Sequence[int], reached_by_depth: Sequence[int]) -> None:
-        """Adds a finished sequence's accepted nodes and reached depths, from depth 1 on."""
+    def add_acceptance(
+        self, accepted_by_depth: Sequence[int], reached_by_depth: Sequence[int], drafted: int = 0
+    ) -> None:
+        """Adds a finished sequence's accepted nodes and reached depths, from depth 1 on, and its drafted tokens."""
         if len(accepted_by_depth) != len(reached_by_depth):
             raise ValueError(f"{len(accepted_by_depth)} depths accepted but {len(reached_by_depth)} reached")
         with self._lock:
+            self._drafted += drafted
             _add(self._accepted, accepted_by_depth)
             _add(self._reached, reached_by_depth)
 
@@ -233,6 +237,7 @@ class Metrics:
                 speedup=self._plainly / self._compared if self._compared else None,
                 mode_changes=self._changes.total(),
                 changes_by_reason={reason: count for reason, count in self._changes.most_common() if reason},
+                drafted=self._drafted,
                 prefix_cache_queries=self._prompt_tokens,
                 prefix_cache_hits=self._cached_tokens,
             )

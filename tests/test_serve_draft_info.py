@@ -55,3 +55,21 @@ def test_the_tokens_of_held_back_text_join_to_the_text(served):
     assert "".join(part for info in infos for part, _ in info["tokens"]) == text[: text.index(text[9:13])]
     whole = served.http.post("/v1/chat/completions", json={**SETTINGS, **stops, "stream": False}).json()
     assert sum(length for info in infos for length in info["accepted_lengths"]) == whole["usage"]["completion_tokens"]
+
+
+def test_metrics_of_a_request_are_the_engines_statistics_of_its_sequences(served):
+    stats = served.engine.complete(CHAT, speculative_decoding="force", **AS_OPTIONS).stats
+    fields = {**SETTINGS, "speculative_decoding": "force", "return_metrics": True}
+    whole = served.http.post("/v1/chat/completions", json={**fields, "stream": False}).json()
+    events = events_of(served.http.post("/v1/chat/completions", json=fields))
+    found = whole["metrics"]["speculative_decoding"]
+    assert events[-1]["metrics"]["speculative_decoding"] == found and events[-1]["choices"] == []
+    assert (found["num_accepted_draft_tokens"], found["num_draft_tokens"]) == (stats.accepted, stats.drafted)
+    assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) == stats.reached_by_depth[0]
+    assert sum(count * steps for count, steps in enumerate(found["acceptance_histogram"])) == stats.accepted > 0
+    assert sum(found["plans"].values()) == stats.cycles and found["off_reasons"] == {}
+    fields |= {"speculative_decoding": False, "stream_options": {"include_usage": True}}
+    last = events_of(served.http.post("/v1/chat/completions", json=fields))[-1]
+    plain = last["metrics"]["speculative_decoding"]
+    assert last["usage"]["completion_tokens"] == 24 and plain["off_reasons"] == {"request": 1}
+    assert (plain["num_spec_steps"], plain["mean_acceptance_length"], plain["acceptance_histogram"]) == (0, None, [])

@@ -52,7 +52,7 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, collected: list[Collected], usage: Usage) -> Json:
+    def whole(self, collected: list[Collected], usage: Usage, metrics: Json) -> Json:
         choices = []
         for index, of in enumerate(collected):
             content: Json = {"text": of.text}
@@ -62,7 +62,7 @@ class Answer:
                 {"index": index, **content, "logprobs": joined(of.logprobs), "finish_reason": of.finish_reason}
             )
         name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return {**self._head(name), "choices": choices, "usage": usage.as_json()}
+        return {**self._head(name), "choices": choices, "usage": usage.as_json(), **metrics}
 
     def opening(self, count: int) -> list[Json]:
         """The chunks that come first: of a chat the role, for each choice."""
@@ -80,8 +80,10 @@ class Answer:
         if piece.finish_reason is not None:
             yield self._chunk(piece.index, {} if self.kind == "chat" else "", piece.finish_reason, draft_info)
 
-    def usage(self, usage: Usage) -> Json:
-        return {**self._head(self._chunk_name), "choices": [], "usage": usage.as_json()}
+    def totals(self, usage: Usage, metrics: Json) -> Json | None:
+        """The last chunk: usage and metrics, as far as they were asked for; None: neither was."""
+        asked = {"usage": usage.as_json(), **metrics} if self.includes_usage else metrics
+        return {**self._head(self._chunk_name), "choices": [], **asked} if asked else None
 
     @property
     def _chunk_name(self) -> str:

@@ -1,10 +1,43 @@
-"""Which tokens of a streamed text were drafted, the accepted lengths of its steps, and the plan; sent on request."""
+"""What drafting did for a request, sent if it asks for it: the origin of each token, and totals of its steps."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from selfspec.sequence import Sequence
+
+
+def speculation_metrics(sequences: Iterable[Sequence]) -> dict[str, Any]:
+    """Returns totals over a request's sequences, by vLLM's names; `plans` counts steps by plan, and `off_reasons`
+    sequences by their first reason for plain steps."""
+    accepted: Counter[int] = Counter()  # steps that drafted, by accepted nodes
+    plans: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    drafted = largest = 0
+    for sequence in sequences:
+        drafted += sequence.drafted
+        for (count, reached), steps in sequence.outcomes.items():
+            if reached:
+                accepted[count] += steps
+        for plan, steps in sequence.plans.items():
+            plans[str(plan)] += steps
+            largest = max(largest, len(plan))
+        if sequence.disabled_reason is not None:
+            reasons[sequence.disabled_reason] += 1
+    steps, total = accepted.total(), sum(count * steps for count, steps in accepted.items())
+    return {
+        "mean_acceptance_length": 1 + total / steps if steps else None,
+        "draft_acceptance_rate": total / drafted if drafted else None,
+        "acceptance_histogram": [accepted[count] for count in range(max(accepted, default=-1) + 1)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": total,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": largest,  # nodes of the largest plan
+        "plans": dict(plans),
+        "off_reasons": dict(reasons),
+    }
 
 
 class DraftInfo:

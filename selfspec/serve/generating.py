@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec.sequence import Sequence
 from selfspec.serve.answers import Answer, Collected, Usage
+from selfspec.serve.draft_info import speculation_metrics
 from selfspec.serve.errors import of_engine
 from selfspec.serve.following import Choice, ChoiceText, Run
 from selfspec.serve.logprobs import ChoiceLogprobs
@@ -99,10 +100,13 @@ class Generating(Response):
         self._service.counters.add(run.sequences, prompt_tokens, self._first_s or seconds, seconds)
         cached = sum(sequence.cached_tokens for sequence in run.sequences)
         usage = Usage(prompt_tokens, run.new_tokens, min(cached, prompt_tokens))
+        metrics = {}
+        if self._body.return_metrics:
+            metrics = {"metrics": {"speculative_decoding": speculation_metrics(run.sequences)}}
         if response is not None:
-            return JSONResponse(self._answer.whole(response, usage))
-        if self._body.includes_usage:
-            await events.write(self._answer.usage(usage))
+            return JSONResponse(self._answer.whole(response, usage, metrics))
+        if (totals := self._answer.totals(usage, metrics)) is not None:
+            await events.write(totals)
         await events.end()
         return None
 

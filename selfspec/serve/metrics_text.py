@@ -38,7 +38,7 @@ class ServerCounters:
     """Totals over the requests that the server answered; changed and read on the event loop only."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.draft_tokens = 0
+        self.prompt_tokens = 0
         self.finished: Counter[str] = Counter()  # sequences by finish reason
         self.first_token, self.request = Histogram(_REQUEST_LIMITS), Histogram(_REQUEST_LIMITS)
         self.output_token = Histogram(_TOKEN_LIMITS)
@@ -49,7 +49,6 @@ class ServerCounters:
         self.first_token.add(first_s)
         self.request.add(seconds)
         for sequence in sequences:
-            self.draft_tokens += sequence.drafted
             self.finished[sequence.finish_reason or "abort"] += 1
             if sequence.new_tokens > 1:
                 self.output_token.add((seconds - first_s) / (sequence.new_tokens - 1))
@@ -92,7 +91,7 @@ def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str
     yield "prefix_cache_hits_total", "counter", "Prompt tokens whose KV pages were reused", "", {"": hits}
     drafts = sum(summary.reached_by_depth[:1])
     yield "spec_decode_num_drafts_total", "counter", "Drafts, one per sequence and step", "", {"": drafts}
-    yield "spec_decode_num_draft_tokens_total", "counter", "Drafted tokens", "", {"": counters.draft_tokens}
+    yield "spec_decode_num_draft_tokens_total", "counter", "Drafted tokens", "", {"": summary.drafted}
     yield "spec_decode_num_accepted_tokens_total", "counter", "Accepted tokens", "", {"": sum(accepted.values())}
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     yield name, "counter", "Accepted tokens by depth, from 0", "position", accepted

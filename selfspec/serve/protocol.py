@@ -96,6 +96,7 @@ class Generation(Body):
     regex: str | None = None
     grammar: str | None = None  # in Lark's syntax
     stop_token_ids: list[TokenId] | None = None
+    return_metrics: bool | None = None  # what drafting did for the request, in totals
     return_draft_info: bool | None = None  # which tokens of each chunk were drafted, and the plan
 
     @property
