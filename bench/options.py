@@ -1,7 +1,8 @@
 """`python -m bench.options`: tokens per second with each option of a request, plainly and with speculation.
 
 One sequence at a time, all options in turn on every prompt, beside plain greedy decoding; tokens with speculation are
-compared with the plain ones.
+compared with the plain ones. Structured output on prompts that ask for it, beside greedy text on the same prompts:
+`python -m bench.options --prompts bench/prompts/structured --limit 8 --options JSON --max-new-tokens 256`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,18 @@ from bench.requests import (
 )
 from bench.timing import Limit, rotated
 
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "city": {"enum": ["Berlin", "Lima", "Nairobi", "Osaka", "Quito"]},
+        "hobbies": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "city", "hobbies"],
+    "additionalProperties": False,
+}
+_SCHEMA = {"type": "array", "items": _RECORD, "minItems": 100}  # longer than any measured text
 _SLEEP_S = 100e-6  # a processor of 100 us, about a quarter of a plain step of the demo model on an H200
 
 
@@ -56,8 +69,10 @@ def options_of(target: Target) -> dict[str, Options]:
     """Every option that is measured, greedy first. The stop tokens are ids that models hardly ever write."""
     vocabulary = target.engine.model.config.vocab_size
     stops = range(vocabulary - NAMED_TOKENS, vocabulary)
+    json_schema = {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}
     return {
         **built_in_options(target.prompts, stops, vocabulary),
+        **({} if target.engine.tokenizer is None else {"JSON schema": {**GREEDY, "response_format": json_schema}}),
         "processor that does nothing": {**GREEDY, "logits_processor": [do_nothing]},
         "processor that sleeps 100 us": {**GREEDY, "logits_processor": [sleep]},
     }

@@ -186,14 +186,15 @@ class TimedRequest:
 
     def __init__(self, engine: Engine, prompt: Sequence[int], seed: int, new_tokens: int, options: Options) -> None:
         speculation, kwargs = split_options(options)
-        processors = kwargs.pop("logits_processor", None)
+        processors, response_format = kwargs.pop("logits_processor", None), kwargs.pop("response_format", None)
         settings = read_settings(
             engine.generation_config, None, {"eos_token_id": None, "max_new_tokens": new_tokens, **kwargs}
         )
         self.engine, self.submitted_at, self.times = engine, 0.0, TokenTimes()
         self.request = engine._requests.build(
-            [list(prompt)], len(prompt), settings, seed, processors, None, speculation
-        )
+            [list(prompt)], len(prompt), settings, seed, processors, None, speculation, engine.tokenizer,
+            response_format,
+        )  # fmt: skip
         self.request.progress = self.times
 
     def submit(self) -> None:

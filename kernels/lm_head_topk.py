@@ -27,9 +27,11 @@ from selfspec.kernels.gemm_common import (
     rms_factor_of_squares,
 )
 from selfspec.kernels.logits_processing import (
+    Masks,
     Processing,
     check_sampling,
     load_processing,
+    mask,
     process,
     sampling_arguments,
 )
@@ -93,6 +95,7 @@ def _lm_head_kernel(
     noise,  # Noise.tensors, or None
     truncation,  # Truncation.tensors, or None
     processing,  # Processing.tensors, or None
+    masks,  # Masks.tensors, or None
     softcap,
     R, V, x_stride, weight_stride, keys_stride, scores_stride, logits_stride, squares_stride,
     sequences, first_node, path_stride,
@@ -167,6 +170,8 @@ def _lm_head_kernel(
                 values, loaded, processing, tl.where(row < R, row, 0), sequence, sequences, first_node, path_stride,
                 token, exists,
             )  # fmt: skip
+        if masks is not None:
+            values = mask(values, masks, safe_row, token, exists)
         if noise is not None:
             values = perturb(
                 values, sampling, noise, truncation, safe_row, sequence, token, tile * TILE, token_ids is None, STREAM
@@ -193,8 +198,9 @@ def lm_head_scores(
     noise: Noise | None = None,
     truncation: Truncation | None = None,
     processing: Processing | None = None,
+    masks: Masks | None = None,
 ) -> None:
-    """Scores the vocabulary for every row: logits, processed, over temperature, plus noise, each if given.
+    """Scores the vocabulary for every row: logits, processed, masked, over temperature, plus noise, each if given.
 
     Rows of a truncated sequence get no noise here: `sample_scored` adds it to the tokens that truncation keeps.
     token_ids [V] int32 or int64: the tokens of a trimmed head. The weight is then a copy of these rows of the head, or
@@ -209,9 +215,11 @@ def lm_head_scores(
     check_tensor(scores.tile_keys[: x.shape[0]], "the scores' tile_keys", wanted, (torch.int64,), x.device)
     vocabulary = weight.shape[0] if token_ids is None or gather else None
     check_sampling(x.shape[0], vocabulary, noise, truncation, processing, x.device)
+    if masks is not None:
+        masks.check(x.shape[0], weight.shape[0], x.device)
     _launch(
         x, weight, columns, scores, token_ids=token_ids, gather=gather, count=count, norm=norm, softcap=softcap,
-        noise=noise, truncation=truncation, processing=processing,
+        noise=noise, truncation=truncation, processing=processing, masks=masks,
     )  # fmt: skip
 
 
@@ -270,6 +278,7 @@ def _launch(
     noise: Noise | None = None,
     truncation: Truncation | None = None,
     processing: Processing | None = None,
+    masks: Masks | None = None,
     bm: int | None = None,  # rows of a tile; None: `row_tile`
 ) -> None:
     r, k = x.shape
@@ -279,7 +288,7 @@ def _launch(
     settings = _settings(x, weight, bm)
     _lm_head_kernel[(num_tiles(columns) * triton.cdiv(r, settings["BM"]),)](
         x, tensors, token_ids, count, keys, int_scores, logits, squares,
-        softcap=softcap, R=r, V=columns,
+        masks=None if masks is None else masks.tensors, softcap=softcap, R=r, V=columns,
         x_stride=x.stride(0), weight_stride=weight_stride,
         keys_stride=0 if keys is None else keys.stride(0),
         scores_stride=0 if int_scores is None else int_scores.stride(0),

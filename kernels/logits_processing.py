@@ -1,4 +1,4 @@
-"""Logits processing on the device: logit bias, repetition, presence and frequency penalty, and minimum length.
+"""Logits processing on the device: logit bias, penalties for repeated tokens, minimum length, and masks of tokens.
 
 Not a kernel of its own: `process` is inlined in the kernels that score logits (`lm_head_topk`, `score_logits`) after
 the softcap and before temperature. It works element by element, in this order: bias, repetition, presence, frequency,
@@ -77,6 +77,31 @@ class Processing:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Masks:
+    """Tokens that may follow each of R rows, one bit per token; the others get -inf after all other processing."""
+
+    of_row: torch.Tensor  # [R] int32: the row of `bits`; -1: all tokens may follow
+    bits: torch.Tensor  # [M, ceil(V / 32)] int32: bit t % 32 of word t // 32 is set if token t may follow
+
+    def check(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        check_tensor(self.of_row, "the masks' of_row", (rows,), (torch.int32,), device)
+        shape = self.bits.shape[0], -(-vocabulary // 32)
+        check_tensor(self.bits, "the masks' bits", shape, (torch.int32,), device)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self.of_row, self.bits, self.bits.stride(0)
+
+
+def mask_reference(logits: torch.Tensor, masks: Masks) -> torch.Tensor:
+    """Logits [R, V] with -inf where a row's mask has no bit."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    words = masks.bits[masks.of_row.clamp(min=0).long()][:, tokens // 32]
+    allowed = (words >> (tokens % 32) & 1 > 0) | (masks.of_row < 0)[:, None]
+    return logits.masked_fill(~allowed, -torch.inf)
+
+
 def process_logits_reference(
     logits: torch.Tensor, processing: Processing, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -146,6 +171,16 @@ def process(values, loaded, processing, row, sequence, sequences, first_node, pa
             stop = tl.load(stops + at * stops_stride + index, mask=early, other=-1)
             values = tl.where(stop[:, None] == tokens[None, :], float("-inf"), values)
     return values
+
+
+@jit
+def mask(values, masks, row, tokens, exists):
+    """Values [R, N] of `tokens` [N] with -inf where the row's mask has no bit."""
+    of_row, bits, stride = masks
+    at = tl.load(of_row + row)
+    words = bits + (at.to(tl.int64) * stride)[:, None] + (tokens // 32)[None, :]
+    word = tl.load(words, mask=(at >= 0)[:, None] & exists[None, :], other=-1)
+    return tl.where(((word >> (tokens % 32)[None, :]) & 1) != 0, values, float("-inf"))
 
 
 @jit

@@ -124,7 +124,7 @@ class Batch:
     @property
     def _overlaps(self) -> bool:
         """Whether the next step is launched before this one is read; not with callables, which need its tokens."""
-        return self.backend.overlaps and not any(of.request.uses_host for of in self.running)
+        return self.backend.overlaps and not any(of.request.processors for of in self.running)
 
     def drain(self) -> None:
         """Reads the step in flight, so that the host has its lengths and tokens."""

@@ -75,7 +75,7 @@ class Grammar:
 
     def masks(self, tokens: Sequence[int], plan: Plan, drafted: Sequence[int], out: np.ndarray) -> list[int]:
         """Fills rows of `out` [rows, words] with the masks of the root and of nodes whose path is allowed. Returns the
-        node of each row. `drafted` are the tokens of the nodes, root included; those of forbidden paths get no row."""
+        node of each row. `drafted` are the tokens of the nodes, root included; -1: the node has none."""
         self._advance(tokens)
         nodes: list[int] = []
 
@@ -85,7 +85,7 @@ class Grammar:
             self._fill(bits)
             for child in plan.children[node]:
                 token = drafted[child]
-                if token not in self.ends and bits[token >> 5] & _BIT[token & 31]:
+                if token >= 0 and token not in self.ends and bits[token >> 5] & _BIT[token & 31]:
                     self._matcher.consume_token(token)
                     visit(child)
                     self._matcher.rollback(1)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
-from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.logits_processing import Masks, Processing
 from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.topk import Scores, topk_tokens
 
@@ -43,10 +43,13 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         ("smol", 64, "logits"),
         ("8b", 32, "sampled"),
         ("8b", 64, "processed"),
+        ("8b", 16, "masked"),
     ):
         vocabulary, hidden = SIZES[model]
         x, weight = _empty(rows, hidden), _empty(vocabulary, hidden)
         noise, truncation, processing = sampling_of(rows, 1 if rows == 1 else 4, vocabulary)
+        words = -(-vocabulary // 32)
+        masks = Masks(_empty(rows, dtype=torch.int32), _empty(rows, words, dtype=torch.int32))
         one, many = (Scores.empty(rows, vocabulary, width, "meta") for width in (1, 20))
         logits = _empty(rows, vocabulary, dtype=torch.float32)
         calls: dict[str, Callable[[], object]] = {
@@ -54,6 +57,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
             "processed": partial(
                 lm_head_scores, x, weight, many, noise=noise, truncation=truncation, processing=processing
             ),
+            "masked": partial(lm_head_scores, x, weight, one, noise=noise, masks=masks),
             "logits": partial(lm_head_logits, x, weight, logits),
         }
         yield from ((f"{name}, {model}, {rows} rows", calls[name]) for name in names.split())

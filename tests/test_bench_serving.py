@@ -14,6 +14,7 @@ from bench.timing import Limit
 from selfspec import Engine
 from tests.scripted import endless, random_prompt
 from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny_tokenizer import JSON_TOKENS, json_tokenizer
 
 PROMPTS = [random_prompt(length) for length in (5, 9, 3)]
 TINY = {
@@ -136,3 +137,14 @@ def test_random_arrivals_have_the_tokens_of_each_request_alone() -> None:
     assert told["differing"] == 0 and told["compared"] >= 20 * 2 and len(found) > 5
     wrong = exactness.check_arrivals(target(repetition_penalty=5.0), 1, new_tokens=8, limit=Limit(), count=20)
     assert any(tally.differing and tally.first for tally in wrong.values())
+
+
+def test_structured_output_is_measured_where_there_is_a_tokenizer() -> None:
+    found = target()
+    assert "JSON schema" not in options.options_of(found)
+    model = tiny_model("llama", vocab_size=len(JSON_TOKENS))
+    engine = Engine.from_model(model, json_tokenizer(), profile=None)
+    found = Target("tiny", engine, {"text": [[1, 40]]}, {"plan": "chain:1", "exit_layer": 2})
+    chosen = {name: of for name, of in options.options_of(found).items() if name in ("greedy", "JSON schema")}
+    results = options.measure(found, chosen, new_tokens=8, repeat=1, limit=Limit())["results"]
+    assert [(of["option"], of["same_tokens"]) for of in results] == [("greedy", 1), ("JSON schema", 1)]

@@ -15,6 +15,7 @@ from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache
 from selfspec.drafters import Drafter
+from selfspec.grammar import Grammars
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE, Plan
@@ -32,6 +33,7 @@ from tests.interpreted import (
     torch_backend,
     trained_exit,
 )
+from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = ONLY_INTERPRETED
 
@@ -206,6 +208,51 @@ def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
     for sequence in with_callables:
         assert sequence.tokens == plain_tokens(sequence, processors=[penalise_last])
     assert sum(of.accepted for of in with_callables) > 0 or plan == "none"
+    assert graphs.cache.free_pages == graphs.cache.num_pages - 1
+
+
+# Grammars
+
+
+@torch.inference_mode()
+def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
+    """They join and leave at different steps; plain steps and drafting steps alternate, so that steps with open masks
+    are followed by passes that fill the exit's KV."""
+    exit, grammars = accurate_exit(), Grammars(101)
+
+    def sequence(seed: int, regex: str | None, **params: Any) -> Sequence:
+        made = sequence_of(prompt_of(5, seed), 5, SamplingParams(stop_token_ids=(2,), **params), seed=seed, exit=exit)
+        if regex is not None:
+            grammar = grammars.compile({"type": "regex", "regex": regex}, tiny_tokenizer(), (2,))
+            assert grammar is not None
+            made.grammar = grammar.copy(len(made.prompt))
+            made.request.uses_host = True
+        return made
+
+    def sequences() -> list[Sequence]:
+        return [
+            sequence(1, "[a-m]{3}"),
+            sequence(2, "((one|two|three) ?)+", do_sample=True, temperature=1.5, top_p=0.9),
+            sequence(3, None, do_sample=True, temperature=0.8),
+            sequence(4, "[0-9]*x", repetition_penalty=1.5, frequency_penalty=0.5),
+        ]
+
+    graphs, plans = new_graphs(), [Plan.parse(plan) for plan in ("tree:2,1", "none", "chain:1+copy:2", "none")]
+    batch, made = ScriptedBatch(cuda_backend(graphs, overlaps=True), exit), sequences()
+    waiting, steps = list(made), 0
+    while batch.running or waiting:
+        if waiting and len(batch.running) < SLOTS:
+            batch.admit([waiting.pop(0)])
+        batch.plan = plans[steps % len(plans)]
+        batch.step()
+        batch.dismiss_finished()
+        steps += 1
+    for got, alone in zip(made, sequences(), strict=True):
+        reference = ScriptedBatch(torch_backend(), None)
+        reference.admit([alone])
+        reference.run()
+        assert got.request.error is None and got.tokens == alone.tokens
+    assert sum(of.accepted for of in made) > 0 and made[0].finish_reason == "stop"
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 

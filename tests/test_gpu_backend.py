@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny import FAMILIES, tiny_model
+from tests.tiny_tokenizer import JSON_TOKENS, json_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -299,3 +302,38 @@ def test_out_of_memory_while_capturing_fails_the_request_and_not_the_engine(smal
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.cache.free_pages == engine.cache.num_pages - 1
     assert torch.equal(generate(engine, 1, "none", 16, **GREEDY).sequences, expected)
+
+
+def test_structured_output_is_valid_and_every_plan_gives_the_tokens_of_plain_decoding() -> None:
+    """Also beside sequences without a grammar, which get the tokens that they get alone."""
+    model = tiny_model("llama", dtype=torch.bfloat16, head_dim=64, hidden_size=64, vocab_size=len(JSON_TOKENS)).cuda()
+    engine = Engine.from_model(model, json_tokenizer(), profile=None, max_batch=8)
+    properties = {
+        "a": {"type": "integer", "minimum": 0, "maximum": 999},
+        "b": {"enum": ["x", "the"]},
+        "c": {"type": "boolean"},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+    schema |= {"x-guidance": {"whitespace_flexible": False}}
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+    def run(plan: str, count: int) -> list[list[int]]:
+        drafts = {"plan": plan, "exit_layer": 2, "speculative_decoding": "force"}
+        requests = [
+            engine.build_request([1, 30 + index], max_new_tokens=60, **settings, **drafts, **own)
+            for index, settings in enumerate(EVERY.values())
+            for own in (structured, {})
+        ][:count]
+        for request in requests:
+            engine.scheduler.submit(request)
+        for request in requests:
+            engine.scheduler.wait(request)
+        return [request.sequences[0].tokens for request in requests]
+
+    plain = run("none", 8)
+    for text in (engine.tokenizer.decode(tokens[2:], skip_special_tokens=True) for tokens in plain[::2]):
+        jsonschema.validate(json.loads(text), schema)
+    for plan in PLANS:
+        assert run(plan, 8) == plain
+        assert run(plan, 1) == plain[:1]
+    assert engine.metrics().accept_rate > 0

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 from selfspec.kernels import lm_head_topk as head  # noqa: E402
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_reference, lm_head_scores  # noqa: E402
+from selfspec.kernels.logits_processing import Masks, mask_reference  # noqa: E402
 from selfspec.kernels.noise import Noise, perturbed_reference  # noqa: E402
 from selfspec.kernels.norm import Norm, rms_norm_reference, scaled_reference, squares_reference  # noqa: E402
 from selfspec.kernels.topk import Scores, topk_tokens  # noqa: E402
@@ -129,6 +130,20 @@ def test_columns_behind_the_count_are_never_chosen(gather: bool, count: int) -> 
     values = perturbed_reference(lm_head_reference(x, part[:count]), rows[:count], noise_for(2))
     assert torch.equal(got[:, :count], rows[:count][ranked(values, min(7, count))])
     assert (got[:, count:] == -1).all()
+
+
+def test_masked_tokens_are_never_chosen() -> None:
+    """With noise, in rows with a mask of their own, a shared one, none, and one that allows nothing."""
+    x, weight = case(5, 100, 48, torch.float32)
+    bits = torch.randint(-(2**31), 2**31 - 1, (5, 4), dtype=torch.int32)
+    bits[2] = 0
+    masks, noise = Masks(torch.tensor([1, 0, -1, 1, 2], dtype=torch.int32), bits), noise_for(5)
+    values = perturbed_reference(mask_reference(lm_head_reference(x, weight), masks), torch.arange(100), noise)
+    scores, chosen = poisoned(5, 100, 1), torch.full((5, 1), -7)
+    lm_head_scores(x, weight, scores, noise=noise, masks=masks)
+    topk_tokens(scores, chosen, finite=True)
+    assert chosen[:, 0].tolist() == [*values.argmax(-1).tolist()[:4], -1]
+    assert values[:2].isinf().any() and values[2].isfinite().all()
 
 
 def test_a_scaled_stream_draws_the_tokens_of_its_norm() -> None:

@@ -8,11 +8,13 @@ one step at a time. Which sequences decode, and with which plan, is decided by t
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.callables import run_with_callables
 from selfspec.backends.cuda.exit_scoring import ExitScoresInFlight
 from selfspec.backends.cuda.graphs import Graphs
+from selfspec.backends.cuda.masking import Masking, OpenStep
 from selfspec.backends.cuda.placement import SlotPlacement
 from selfspec.backends.cuda.prompt_scoring import PromptScoresInFlight
 from selfspec.backends.cuda.prompts import PromptPrefill
@@ -39,6 +41,8 @@ class CudaBackend:
         self._prompts = PromptPrefill(graphs)
         self._prompt_scores = PromptScoresInFlight(graphs.readbacks)
         self._exit_scores = ExitScoresInFlight(graphs.readbacks)
+        self._masking = Masking(graphs.readbacks)
+        self._open: OpenStep | None = None  # a step with grammars whose choice is not launched yet
         self._unfilled: dict[Sequence, int] = {}  # plainly decoded tokens that the exit's KV lacks
         self._top: int | None = None  # likely tokens in the log probabilities of a step; None: no sequence wants any
 
@@ -49,16 +53,19 @@ class CudaBackend:
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
         """Launches a step and the copy of its report to the host, without waiting for either."""
+        self._complete()
         placement, plan = self._placement, record.plan
         placement.pages.reserve(sequences, plan, before)
         self._place(sequences, exit, before)
         if plan.copied:
             placement.write_texts(sequences)
         step = StepInFlight(list(sequences), record, slots=placement.slots(sequences))
-        if any(sequence.request.uses_host for sequence in sequences):
+        if not any(sequence.request.uses_host for sequence in sequences):
+            self._launch_captured(step, exit, before)
+        elif any(sequence.request.processors for sequence in sequences):
             self._launch_with_callables(step, exit)
         else:
-            self._launch_captured(step, exit, before)
+            self._launch_masked(step, exit, before)
         if exit is not None and not len(plan):
             for sequence in sequences:
                 self._unfilled[sequence] = self._unfilled.get(sequence, 0) + 1
@@ -72,8 +79,11 @@ class CudaBackend:
         self._send_logprobs(step, device_step)
         readback.send(device_step.report)
 
-    def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str) -> tuple:
+    def _captured_step(
+        self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str, masks: bool = False
+    ) -> tuple:
         size, options = self._placement.size, self._placement.options
+        options = replace(options, masks=True) if masks else options
         return self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
@@ -81,6 +91,22 @@ class CudaBackend:
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
         self._send_logprobs(step, parts[0])
+
+    def _launch_masked(self, step: StepInFlight, exit: Exit | None, before: Step | None) -> None:
+        """Launches the passes of a step with grammars; `_complete` launches the rest."""
+        parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.MASKED_PARTS, masks=True)
+        self._times.start(step, self.graphs.readbacks.take(parts[0].report), before, self.overlaps)
+        self._open = self._masking.launch(step, parts)
+
+    def _complete(self) -> None:
+        """Launches the rest of a step with grammars, if one is open: before all other work on the slots, and before
+        pages of its sequences may be given to others."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._masking.complete(opened)
+            self._send_logprobs(opened.step, opened.device_step)
+            assert opened.step.readback is not None
+            opened.step.readback.send(opened.device_step.report)
 
     def _send_logprobs(self, step: StepInFlight, device_step: DeviceStep) -> None:
         """Computes log probabilities behind a step, where a sequence wants them, and copies them to the host."""
@@ -93,6 +119,8 @@ class CudaBackend:
         """Waits for the step's report and appends its tokens. Drops the tokens of sequences that have ended since the
         step was launched."""
         assert isinstance(step, StepInFlight) and step.readback is not None
+        if self._open is not None and self._open.step is step:
+            self._complete()
         reports, plan = step.readback.read(), step.record.plan
         kept, last_nodes = [], []
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
@@ -133,6 +161,7 @@ class CudaBackend:
         self._top = max((of.request.logprobs for of in sequences if of.request.logprobs is not None), default=None)
 
     def release(self, sequence: Sequence) -> None:
+        self._complete()
         self._placement.release(sequence)
         self._prompts.release(sequence)
         self._unfilled.pop(sequence, None)
@@ -165,6 +194,7 @@ class CudaBackend:
         scored = [sequence for sequence in sequences if sequence in ends]
         if not scored or self._prompt_scores.in_flight is not None:
             return False
+        self._complete()
         self._place([*placement.slot_of, *(of for of in scored if of not in placement.slot_of)], exit, None)
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
@@ -189,6 +219,7 @@ class CudaBackend:
         placed = [sequence for sequence in sequences if sequence in placement.slot_of]
         if not placed:
             return
+        self._complete()
         placement.idle_vacated_slots()
         self._times.note_other_work()
         longest = _max_length(placed)

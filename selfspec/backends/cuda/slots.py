@@ -272,6 +272,7 @@ class StepOptions:
     truncates: bool = False  # top-k, top-p or min-p
     small_top_k: bool = True  # every sequence that truncates has a top-k up to 64
     processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
+    masks: bool = False  # grammars, whose masks the host computes between drafting and the choice
 
     @classmethod
     def of(cls, every: Seq[SamplingParams]) -> StepOptions:

@@ -1,7 +1,7 @@
 """One step of B slots as kernels: draft, verify, choose, accept, commit; the host takes part in none of them.
 
 The host writes sequences into slots before the step and reads its report after it. On CUDA `graphs.py` captures a step
-once and replays it. Where Python callables process logits, the parts before and after them are captured separately.
+once and replays it. Where the host takes part, the parts before and after it are captured separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selfspec.kernels.copy_draft import copy_draft, tiles_of
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
-from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.logits_processing import Masks, Processing
 from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.sample import SampleWorkspace, sample_scored
 from selfspec.kernels.score_logits import score_logits
@@ -69,6 +69,7 @@ class DeviceStep:
     """
 
     PARTS = "launch_passes", "choose_processed", "accept_and_commit"  # between which callables process logits
+    MASKED_PARTS = "draft", "verify", "choose_and_commit"  # before the last of which the host writes masks
 
     def __init__(
         self, decoder: FusedDecoder, slots: Slots, plan: Plan, exit: SlotExit | None, options: StepOptions
@@ -121,6 +122,22 @@ class DeviceStep:
     def accept_and_commit(self) -> None:
         self.accept()
         self.commit()
+
+    def choose_and_commit(self) -> None:
+        self.choose()
+        self.accept_and_commit()
+
+    @cached_property
+    def mask_words(self) -> torch.Tensor:
+        """Memory of `masks`, int32: R row numbers, then the bits. Taken from scratch once, as `logits`."""
+        words = -(-self.model.config.vocab_size // 32)
+        return self.decoder.scratch.take("masks", self.rows * (1 + words), dtype=torch.int32)
+
+    @property
+    def masks(self) -> Masks | None:
+        if not self.sampling.options.masks:
+            return None
+        return Masks(self.mask_words[: self.rows], self.mask_words[self.rows :].view(self.rows, -1))
 
     @cached_property
     def logits(self) -> torch.Tensor:
@@ -224,7 +241,8 @@ class DeviceStep:
     def choose(self) -> None:
         """Chooses the target's next token after every row; -1 where its logits are not finite."""
         softcap, head = self.model.config.logit_softcap, self.model.head.weight
-        self._choose(lambda scores, **how: lm_head_scores(self.final_states, head, scores, softcap=softcap, **how))
+        states, masks = self.final_states, self.masks
+        self._choose(lambda scores, **how: lm_head_scores(states, head, scores, softcap=softcap, masks=masks, **how))
 
     def choose_processed(self) -> None:
         """The same from `logits`, after callables have processed those of some rows."""
