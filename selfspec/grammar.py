@@ -28,7 +28,7 @@ _LIMITS = {
     "verbose_errors": False,
 }
 # Without a bound, a weak model fills its text with white space. A schema's own "x-guidance" comes first.
-_JSON = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
 _BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 Bits = np.ndarray  # [ceil(V / 32)] uint32: token t is allowed if bit t % 32 of word t // 32 is set
@@ -177,7 +177,9 @@ def read_response_format(given: Any) -> str | None:
         return json.dumps({"grammars": [{"lark_grammar": text}]})
     matcher = _llguidance().LLMatcher
     try:
-        return matcher.grammar_from_regex(text) if kind == "regex" else matcher.grammar_from_json_schema(text, _JSON)
+        if kind == "regex":
+            return matcher.grammar_from_regex(text)
+        return matcher.grammar_from_json_schema(text, JSON_OPTIONS)
     except ValueError as error:
         raise ResponseFormatError(f"response_format cannot be followed: {error}") from None
 

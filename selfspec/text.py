@@ -17,8 +17,8 @@ def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Returns the token ids of a text as it is, or of a chat by the tokenizer's chat template."""
+def encode(tokenizer: Any, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    """Returns the token ids of a text as it is, or of a chat by the tokenizer's chat template, with `tools` in it."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if not is_messages(prompt):
@@ -31,7 +31,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
             "this model's tokenizer has no chat template: pass the prompt as one string instead of messages"
         )
     messages = [{**message, "content": _plain(message["content"])} for message in prompt]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

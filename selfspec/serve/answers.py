@@ -34,12 +34,23 @@ class Collected:
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[Json] = field(default_factory=list)
+    tool_calls: list[Json] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.finish_reason = piece.finish_reason
         if piece.logprobs is not None:
             self.logprobs.append(piece.logprobs)
+        for delta in piece.tool_calls:
+            if "id" in delta:
+                self.tool_calls.append({name: delta[name] for name in ("id", "type", "function")})
+            else:
+                self.tool_calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+
+    @property
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": self.text, "refusal": None}
+        return {**message, "content": self.text or None, "tool_calls": self.tool_calls} if self.tool_calls else message
 
 
 @dataclass(frozen=True)
@@ -55,9 +66,7 @@ class Answer:
     def whole(self, collected: list[Collected], usage: Usage, metrics: Json) -> Json:
         choices = []
         for index, of in enumerate(collected):
-            content: Json = {"text": of.text}
-            if self.kind == "chat":
-                content = {"message": {"role": "assistant", "content": of.text, "refusal": None}}
+            content: Json = {"message": of.message} if self.kind == "chat" else {"text": of.text}
             choices.append(
                 {"index": index, **content, "logprobs": joined(of.logprobs), "finish_reason": of.finish_reason}
             )
@@ -71,12 +80,14 @@ class Answer:
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(count)]
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
-        """The chunks of a piece: its text, then the finish reason."""
+        """The chunks of a piece: its text, then tool calls, then the finish reason."""
         draft_info = piece.draft_info
         if piece.text or piece.logprobs is not None:
             content = {"content": piece.text} if self.kind == "chat" else piece.text
             yield self._chunk(piece.index, content, None, draft_info, piece.logprobs)
             draft_info = None
+        for delta in piece.tool_calls:
+            yield self._chunk(piece.index, {"tool_calls": [delta]})
         if piece.finish_reason is not None:
             yield self._chunk(piece.index, {} if self.kind == "chat" else "", piece.finish_reason, draft_info)
 

@@ -17,6 +17,7 @@ from selfspec.serve.draft_info import DraftInfo
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.logprobs import ChoiceLogprobs
 from selfspec.serve.stops import find_stop
+from selfspec.serve.tools import ToolCallParser
 from selfspec.text import Detokenizer
 
 
@@ -29,6 +30,7 @@ class Piece:
     finish_reason: str | None
     draft_info: dict[str, Any] | None = None  # where the call asks for it
     logprobs: dict[str, Any] | None = None  # of tokens whose text may be held back, where the call asks for them
+    tool_calls: Sequence[dict[str, Any]] = ()  # deltas
 
 
 class Wakeups:
@@ -108,14 +110,20 @@ class Choice:
 
     text: ChoiceText
     logprobs: ChoiceLogprobs | None = None  # None: not asked for
+    calls: ToolCallParser | None = None  # None: the model may call no tool
 
     def advance(self, index: int, new_tokens: int, finish_reason: str | None) -> Piece | None:
         """Returns the piece after a step that left the sequence with so many new tokens; None if nothing is shown."""
         text = self.text.advance(new_tokens, finish_reason)
         logprobs = None if self.logprobs is None else self.logprobs.advance(new_tokens)
-        if not text and finish_reason is None and logprobs is None:
+        deltas: list[dict[str, Any]] = []
+        if self.calls is not None:
+            text, deltas = self.calls.add(text, last=finish_reason is not None)
+            if self.calls.calls and finish_reason == "stop":
+                finish_reason = "tool_calls"
+        if not text and not deltas and finish_reason is None and logprobs is None:
             return None
-        return Piece(index, text, finish_reason, self.text.draft_info, logprobs)
+        return Piece(index, text, finish_reason, self.text.draft_info, logprobs, deltas)
 
 
 class Run:

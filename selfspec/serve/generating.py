@@ -21,6 +21,7 @@ from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
 from selfspec.serve.streaming import Events, Stalled, unless_disconnected
+from selfspec.serve.tools import ToolCallParser, ToolForm
 
 _log = logging.getLogger(__name__)
 
@@ -76,18 +77,20 @@ class Generating(Response):
         prepared = await loop.run_in_executor(service.preparing, prepare, service.engine, self._body)
         assert service.wakeups is not None
         choices = [
-            [self._choice(sequence, echo) for sequence in request.sequences]
+            [self._choice(sequence, echo, prepared.form) for sequence in request.sequences]
             for request, echo in zip(prepared.requests, prepared.echoes, strict=True)
         ]
         run = Run(service.engine.scheduler, prepared.requests, choices, service.wakeups, self._body.new_tokens)
         return run, prepared.prompt_tokens
 
-    def _choice(self, sequence: Sequence, echo: str) -> Choice:
+    def _choice(self, sequence: Sequence, echo: str, form: ToolForm | None) -> Choice:
         body, service = self._body, self._service
-        text = ChoiceText(sequence, service.engine.tokenizer, body.stops, echo, bool(body.return_draft_info))
-        if body.top is None:
-            return Choice(text)
-        return Choice(text, ChoiceLogprobs(sequence, service.token_bytes, self._answer.kind, echo))
+        choice = Choice(ChoiceText(sequence, service.engine.tokenizer, body.stops, echo, bool(body.return_draft_info)))
+        if body.top is not None:
+            choice.logprobs = ChoiceLogprobs(sequence, service.token_bytes, self._answer.kind, echo)
+        if form is not None and isinstance(body, ChatBody):
+            choice.calls = ToolCallParser(form, {tool.function.name for tool in body.callable_tools})
+        return choice
 
     async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
         """Runs the requests; sends events, or returns the whole answer."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec.serve.errors import ApiError
-from selfspec.serve.protocol import Generation
+from selfspec.serve.protocol import ChatBody, Generation
 
 _OPEN_PATHS = ("/", "/health", "/version")  # need no key: the page asks for it, load balancers have none
 
@@ -28,6 +28,7 @@ class Limits:
     stops: int = 16
     stop_characters: int = 256  # of one stop text; each new token's text is compared with that of 4 times as many
     stop_token_ids: int = 64
+    tools: int = 128
     sequences: int = 256  # in progress, over all requests: waiting and running
 
 
@@ -53,11 +54,15 @@ async def read_limited(request: Request, limits: Limits) -> bytes:
 
 def check_limits(body: Generation, limits: Limits) -> None:
     """Raises ApiError 422 that names the field above its limit."""
-    given = {"n": body.samples, "stop": len(body.stops), "stop_token_ids": len(body.stop_token_ids or ())}
-    allowed = {"n": limits.samples, "stop": limits.stops, "stop_token_ids": limits.stop_token_ids}
-    for name, value in given.items():
-        if value > allowed[name]:
-            raise ApiError(422, f"{name}: at most {allowed[name]} are possible, not {value}", name)
+    tools = len(body.tools or ()) if isinstance(body, ChatBody) else 0
+    for name, value, most in (
+        ("n", body.samples, limits.samples),
+        ("stop", len(body.stops), limits.stops),
+        ("stop_token_ids", len(body.stop_token_ids or ()), limits.stop_token_ids),
+        ("tools", tools, limits.tools),
+    ):
+        if value > most:
+            raise ApiError(422, f"{name}: at most {most} are possible, not {value}", name)
     if any(len(text) > limits.stop_characters for text in body.stops):
         raise ApiError(422, f"stop: a stop text may have at most {limits.stop_characters} characters", "stop")
 

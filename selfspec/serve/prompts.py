@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -11,8 +13,9 @@ from selfspec.grammar import ResponseFormatError
 from selfspec.sequence import Request
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.options import engine_options
-from selfspec.serve.protocol import ChatBody, CompletionBody, Message
+from selfspec.serve.protocol import ChatBody, CompletionBody, Message, Tool
 from selfspec.serve.stops import StopTexts
+from selfspec.serve.tools import ToolForm, call_grammar, tool_form
 from selfspec.text import Prompt, encode
 
 _COMPLETION_TOKENS = 16  # new tokens of a text completion that gives no length: OpenAI's default
@@ -25,6 +28,7 @@ class Prepared:
     requests: list[Request]
     echoes: list[str]  # one per request
     prompt_tokens: int
+    form: ToolForm | None = None  # of tool calls, where the model may call tools
 
 
 def count_sequences(body: ChatBody | CompletionBody) -> int:
@@ -36,30 +40,42 @@ def prepare(engine: Engine, body: ChatBody | CompletionBody) -> Prepared:
     requests: list[Request] = []
     echoes: list[str] = []
     prompt_tokens = 0
+    form = _form(engine, body) if isinstance(body, ChatBody) and body.callable_tools else None
+    must_call = isinstance(body, ChatBody) and body.must_call
     try:
         for tokens, echo in _prompts(engine, body):
-            made = _requests(engine, body, tokens)
+            made = _requests(engine, body, tokens, form)
             requests += made
             echoes += [echo] * len(made)
             prompt_tokens += len(tokens)
     except ResponseFormatError as error:
-        raise ApiError(400, str(error), body.formats[0]) from None
+        param = "tools" if must_call else body.formats[0]
+        raise ApiError(400, f"{param}: {error}" if must_call else str(error), param) from None
     except ValueError as error:
         raise of_engine(error) from None
-    return Prepared(requests, echoes, prompt_tokens)
+    return Prepared(requests, echoes, prompt_tokens, form)
 
 
-def tokenize_chat(engine: Engine, messages: list[Message]) -> list[int]:
-    return _encode(engine, [message.as_dict() for message in messages], "messages")
+def _form(engine: Engine, body: ChatBody) -> ToolForm:
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.callable_tools]
+    try:
+        return tool_form(engine.tokenizer.get_chat_template(tools=tools))
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", "tools", "unsupported_field") from None
+
+
+def tokenize_chat(engine: Engine, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    described = [tool.model_dump(exclude_unset=True) for tool in tools]
+    return _encode(engine, [message.as_dict() for message in messages], "messages", described)
 
 
 def tokenize_text(engine: Engine, text: str) -> list[int]:
     return _encode(engine, text, "prompt")
 
 
-def _encode(engine: Engine, prompt: Prompt, param: str) -> list[int]:
+def _encode(engine: Engine, prompt: Prompt, param: str, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     try:
-        return encode(engine.tokenizer, prompt)
+        return encode(engine.tokenizer, prompt, tools)
     except (ValueError, TypeError, TemplateError) as error:  # templates refuse some orders of roles
         raise ApiError(400, f"{param}: {error}", param) from None
 
@@ -67,7 +83,8 @@ def _encode(engine: Engine, prompt: Prompt, param: str) -> list[int]:
 def _prompts(engine: Engine, body: ChatBody | CompletionBody) -> list[tuple[list[int], str]]:
     """Returns the tokens of each prompt, and its text where the call asks to echo it."""
     if isinstance(body, ChatBody):
-        return [(_checked(engine, tokenize_chat(engine, body.messages), "messages"), "")]
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        return [(_checked(engine, tokenize_chat(engine, body.messages, tools), "messages"), "")]
     prompts = []
     for prompt in body.prompts:
         tokens = _checked(engine, tokenize_text(engine, prompt) if isinstance(prompt, str) else prompt, "prompt")
@@ -91,13 +108,19 @@ def _checked(engine: Engine, tokens: list[int], param: str) -> list[int]:
     return tokens
 
 
-def _requests(engine: Engine, body: ChatBody | CompletionBody, tokens: list[int]) -> list[Request]:
+def _requests(
+    engine: Engine, body: ChatBody | CompletionBody, tokens: list[int], form: ToolForm | None
+) -> list[Request]:
     """Returns one request for all samples of a prompt; one per sample where decoding is greedy, since the engine
     refuses several greedy samples in one request."""
     left = engine.context - len(tokens)
     default = left if isinstance(body, ChatBody) else _COMPLETION_TOKENS
     asked = default if body.new_tokens is None else max(1, body.new_tokens)  # 0: one token, which is not shown
     options = engine_options(body, engine.generation_config, min(asked, left))
+    if isinstance(body, ChatBody) and body.must_call and form is not None:
+        functions = [tool.function for tool in body.callable_tools]
+        lark = call_grammar(form, {of.name: of.parameters for of in functions}, body.tool_choice == "required")
+        options["response_format"] = {"type": "grammar", "grammar": lark}
     if body.stops:
         options["stopping_criteria"] = [StopTexts(engine.tokenizer, body.stops, len(tokens), body.min_tokens or 0)]
     if options["do_sample"]:

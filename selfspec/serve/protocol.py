@@ -20,6 +20,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 NewTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0 only with echo
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 # Fields that would change the output and are not supported; for each the values, besides None, that ask for nothing.
@@ -32,6 +33,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("structured_outputs chat_template truncate_prompt_tokens reasoning_effort".split(), ()),
     "top_logprobs": (0,),
     "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
     "function_call": ("none",),
     "modalities": (["text"],),
     "suffix": ("",),
@@ -56,15 +58,58 @@ class Part(Body):
     text: str
 
 
+class CalledFunction(Body):
+    name: FunctionName
+    arguments: str  # a JSON object
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool's answer
 
     def as_dict(self) -> dict[str, Any]:
-        """The message for a chat template: its role, and its text in one piece."""
-        if isinstance(self.content, list):
-            return {"role": self.role, "content": "".join(part.text for part in self.content)}
-        return {"role": self.role, "content": self.content or ""}
+        """The message for a chat template: its text in one piece, and the arguments of tool calls as objects."""
+        names = ("name", "tool_call_id")
+        message: dict[str, Any] = {of: value for of in names if (value := getattr(self, of)) is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [_for_template(call) for call in self.tool_calls]
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text for part in parts) if parts else self.content or ""
+        return {"role": self.role, "content": text, **message}
+
+
+def _for_template(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of the arguments
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class Generation(Body):
@@ -135,6 +180,20 @@ class ChatBody(Generation):
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call: all of them, or the one that `tool_choice` names."""
+        choice, tools = self.tool_choice, self.tools or []
+        if isinstance(choice, NamedTool):
+            return [tool for tool in tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else tools
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def top(self) -> int | None:
@@ -229,8 +288,10 @@ def _check_generation(body: Generation) -> None:
     for token in body.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and len(token) <= 9):
             raise ApiError(400, "logit_bias: its keys must be token ids, written as integers", "logit_bias")
-    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    if isinstance(body, ChatBody):
+        _check_tools(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     if body.new_tokens == 0 and not body.echoes_prompt:
         raise ApiError(400, "max_tokens must be at least 1, or 0 with echo=true", "max_tokens")
     if body.min_tokens and body.new_tokens is not None and body.min_tokens > body.new_tokens:
@@ -242,8 +303,27 @@ def _check_generation(body: Generation) -> None:
             raise ApiError(400, f"{name} needs stream=true", name)
 
 
+def _check_tools(body: ChatBody) -> None:
+    names = [tool.function.name for tool in body.tools or ()]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools: two functions have the same name", "tools")
+    if body.tool_choice not in (None, "none") and not body.callable_tools:
+        raise ApiError(400, "tool_choice needs tools that have the function it names", "tool_choice")
+    if body.must_call and any(getattr(body, name) != {"type": "text"} for name in body.formats):
+        message = f"tool_choice that asks for a call and {body.formats[0]} are not possible together: leave one out"
+        raise ApiError(400, message, "tool_choice")
+
+
 def _check_message(index: int, message: Message) -> None:
-    for name in ("tool_calls", "function_call", "audio"):
+    for number, call in enumerate(message.tool_calls or ()):
+        try:
+            is_object = isinstance(json.loads(call.function.arguments), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            param = f"messages.{index}.tool_calls.{number}.function.arguments"
+            raise ApiError(400, f"{param} must be a JSON object, written as text", param)
+    for name in ("function_call", "audio"):
         if (message.model_extra or {}).get(name):
             param = f"messages.{index}.{name}"
             raise ApiError(400, f"{param} is not supported: leave it out", param, "unsupported_field")
