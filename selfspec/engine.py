@@ -142,11 +142,12 @@ class Engine:
         max_batch: int | None = None,
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
-        prefix_reuse: bool = True,
+        prefix_reuse: bool = False,
     ) -> Engine:
         """Shares the weights of a live transformers model: no copy is made, and the model stays usable.
 
-        `profile` and the limits are those of `from_pretrained`.
+        `profile` and the limits are those of `from_pretrained`. `prefix_reuse` is off unless asked for: pages that were
+        computed before a change of the live model's weights would be wrong.
         """
         model = loading.adopt(hf_model)
         config = getattr(hf_model, "generation_config", None)

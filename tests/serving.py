@@ -67,7 +67,8 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_engine(folder: Path, **overrides: Any) -> Engine:
     """An engine of a tiny random model without an end token, with a profile whose drafts are accepted now and then."""
     model = endless(tiny_model("llama", **overrides))
-    return Engine.from_model(model, chat_tokenizer(), profile=save_profile(model, folder), max_batch=8)
+    profile = save_profile(model, folder)
+    return Engine.from_model(model, chat_tokenizer(), profile=profile, max_batch=8, prefix_reuse=True)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from tests.test_scheduler import (
     Call,
     assert_all_pages_free,
     generate,
+    hf_model,
     new_engine,
     plain_engine,
     request_of,
@@ -213,3 +214,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_fresh_prefill() -> None:
         assert found.cached_tokens == 0 and len(found.prompt_logprobs) == len(prompt) - 1
     del options["prompt_logprobs"]
     assert answered(engine, prompt, **options).cached_tokens == PAGE_SIZE
+
+
+def test_an_engine_of_a_live_model_whose_weights_may_change_reuses_nothing_unasked() -> None:
+    engine = Engine.from_model(hf_model())
+    assert [answered(engine, random_prompt(140), **GREEDY, max_new_tokens=2).cached_tokens for _ in range(2)] == [0, 0]

@@ -63,9 +63,8 @@ def new_engine(pages: int | None = None, max_batch: int | None = None, **options
     gigabytes = None
     if pages is not None:
         gigabytes = (pages + 0.5) * page_nbytes(plain_engine().model.config, torch.float64) / 1e9
-    engine = Engine.from_model(
-        model, tiny_tokenizer(), profile=profile(), max_batch=max_batch, kv_cache_gb=gigabytes, **options
-    )
+    options = {"prefix_reuse": True, "max_batch": max_batch, "kv_cache_gb": gigabytes, **options}
+    engine = Engine.from_model(model, tiny_tokenizer(), profile=profile(), **options)
     assert pages is None or engine.cache.num_pages == pages
     engine.drafters.exits[2] = random_exit(engine.model, 2)
     return engine
