@@ -42,6 +42,7 @@ from selfspec.results import Completion, GenerateOutput, Stream, completion_of, 
 from selfspec.scheduler import MAX_DECODING, Scheduler
 from selfspec.sequence import Request
 from selfspec.text import Message, Prompt, is_messages
+from selfspec.warn import WarnOnce
 
 if TYPE_CHECKING:
     from selfspec.backends.cuda.graphs import Graphs
@@ -384,6 +385,8 @@ class Engine:
             return Graphs(self.model, self.cache, self.context, self.max_batch)
         if kernels:
             raise ValueError(REQUIREMENTS)
+        if self.model.is_quantized:
+            WarnOnce()(f"{slow_weights(self.model)}: {REQUIREMENTS}")
         return None
 
     def _check_shared_weights(self) -> None:
@@ -420,6 +423,16 @@ class Engine:
             _log.info("profile %s", self.profile.folder or "in memory")
         tokens = self.cache.num_pages * PAGE_SIZE
         _log.info("KV cache: %.2f GB for %d tokens, at most %d in a sequence", cache, tokens, self.context)
+
+
+def slow_weights(model: Decoder) -> str:
+    """Says that quantized weights will be slow, and what of the model and its GPU the kernels may not support."""
+    config, (major, minor) = model.config, torch.cuda.get_device_capability(model.device)
+    sizes = f"hidden size {config.hidden_size}, MLP {config.intermediate_size}, heads of {config.head_dim}"
+    return (
+        f"this model's quantized weights run on PyTorch's operations, which expand each weight in every call: it has "
+        f"{sizes}, in {_short(model.dtype)} on sm_{major}{minor}"
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -161,6 +161,12 @@ def test_a_memory_bound_holds_and_memory_below_it_can_be_allocated() -> None:
         torch.empty(free + 64 * MIB, dtype=torch.uint8, device=device)
 
 
+def test_quantized_weights_that_the_kernels_do_not_support_are_warned_of(tmp_path: Path) -> None:
+    tiny_model("llama", torch.bfloat16, head_dim=8).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="quantized weights run on PyTorch's operations.*heads of 8.*on sm_"):
+        Engine.from_pretrained(tmp_path, device="cuda", quantize="int8", profile=None)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")

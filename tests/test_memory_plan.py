@@ -12,6 +12,7 @@ import torch
 
 from selfspec import Engine, generate, plan_memory, scratch
 from selfspec.cache.kv_cache import page_nbytes
+from selfspec.engine import slow_weights
 from selfspec.memory_plan import MemoryPlan, on_meta
 from selfspec.models import loading, pretrained
 from selfspec.models.decoder import Decoder
@@ -115,6 +116,12 @@ def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
     planned, graphs = scratch.graphs_nbytes(on_meta(model), profile, 256, 2, 2)
     assert graphs == len(engine._graphs.captured.entries)  # type: ignore[union-attr]
     assert planned == pytest.approx(engine.memory()["graphs"], rel=0.05)
+
+
+def test_slow_quantized_weights_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    text = slow_weights(loading.adopt(tiny_model("llama", torch.float16)))
+    assert "hidden size 32, MLP 48, heads of 8, in float16 on sm_75" in text
 
 
 def refuse(*_: Any) -> Any:

@@ -146,11 +146,9 @@ class GgufModel:
 
     def read_quantized(self, part: Part, rows: slice | None = None) -> QuantizedTensor:
         """Returns a weight, or a range of its rows, as it is stored, in Hugging Face's layout."""
-        source, heads = self.tensors[self.gguf_name(part)], self._interleaved_heads(part)
-        rows = rows if heads is None and rows is not None else slice(None)
-        n = len(range(*rows.indices(part.shape[0])))
-        found = read_blocks(f"{source.name} of {self.path}", source.data[rows], source.tensor_type, (n, part.shape[1]))
-        return found if heads is None else found.rows(_halves(torch.arange(n), heads))
+        source, heads, rows = self.tensors[self.gguf_name(part)], self._interleaved_heads(part), rows or slice(None)
+        data = source.data[rows] if heads is None else source.data[_halves(torch.arange(part.shape[0]), heads)[rows]]
+        return read_blocks(f"{source.name} of {self.path}", data, source.tensor_type, (len(data), part.shape[1]))
 
     def expand(self, part: Part, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Returns a tensor in a 16- or 32-bit dtype and in Hugging Face's layout."""

@@ -58,9 +58,8 @@ def _load(
     if len(parts[0].shape) == 2 and all(is_native(kind) for kind in kinds.values()):
         if device.type == "meta":
             return _unread(tuple((source.kind(part), part.shape) for part in parts))
-        if len(parts) == 1:
-            return _load_by_rows(source, parts[0], device)
-        # Read whole: the rows of queries and keys are reordered.
+        if len(set(kinds.values())) == 1:
+            return _load_by_rows(source, parts, device)
         return pack([source.read_quantized(part) for part in parts]).to(device)
     if device.type == "meta":
         return torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype, device=device)
@@ -76,12 +75,13 @@ def _unread(parts: tuple[tuple[GGMLQuantizationType, tuple[int, int]], ...]) -> 
     return pack([unread_blocks(kind, shape) for kind, shape in parts])
 
 
-def _load_by_rows(source: GgufModel, part: Part, device: torch.device) -> Weight:
-    """Packs some rows at a time: the LM head's 8 bit values would take 8 times the memory of another weight's."""
-    step = max(1, _PACKED_TOGETHER // part.shape[1])
-    starts = range(0, part.shape[0], step)
-    rows = (pack([source.read_quantized(part, slice(start, start + step))]).to(device) for start in starts)
-    return join(rows, part.shape[0])
+def _load_by_rows(source: GgufModel, parts: tuple[Part, ...], device: torch.device) -> Weight:
+    """Packs some rows of parts of one type at a time: unpacked and packed values together take several times the
+    memory of the packed ones."""
+    step = max(1, _PACKED_TOGETHER // parts[0].shape[1])
+    ranges = ((part, slice(start, start + step)) for part in parts for start in range(0, part.shape[0], step))
+    packed = (pack([source.read_quantized(part, rows)]).to(device) for part, rows in ranges)
+    return join(packed, sum(part.shape[0] for part in parts))
 
 
 def _nbytes(source: GgufModel, parts: tuple[Part, ...]) -> int:
