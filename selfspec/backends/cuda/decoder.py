@@ -32,15 +32,13 @@ from selfspec.models.linear import Linear
 from selfspec.speculation.plan import Plan
 
 REQUIREMENTS = (
-    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16, "
-    "that is not quantized; without kernels=True this model runs on PyTorch's own operations"
+    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16; "
+    "without kernels=True this model runs on PyTorch's own operations"
 )
 
 
 def is_supported(model: Decoder) -> bool:
     """Whether the kernels can run this model on its device; `REQUIREMENTS` in code."""
-    if model.is_quantized:
-        return False
     config = model.config
     sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
     if triton is None or any(size % 16 for size in sizes) or config.head_dim > 256:
