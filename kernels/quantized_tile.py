@@ -37,8 +37,9 @@ def _run(PTX: tl.constexpr, bytes_, dtype: tl.constexpr):
 def _ones(bytes_, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """As many ones as bytes. They are made from the bytes, so that the compiler gives x the same layout in both of its
     dots, which it needs to pipeline the loads of x."""
-    if FORMAT.ones is not None:
-        return _run(FORMAT.ones, bytes_, DTYPE)
+    PTX: tl.constexpr = FORMAT.ones
+    if PTX is not None:
+        return _run(PTX, bytes_, DTYPE)
     else:
         return tl.full(bytes_.shape, 1.0, DTYPE)
 
@@ -46,8 +47,9 @@ def _ones(bytes_, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def _convert(bytes_, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """The numbers of the low or high 4 bits of bytes, or of whole bytes, in DTYPE."""
-    if FORMAT.low is not None:
-        return _run(FORMAT.high if HIGH else FORMAT.low, bytes_, DTYPE)
+    PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
+    if PTX is not None:
+        return _run(PTX, bytes_, DTYPE)
     elif FORMAT.kind == "int4":
         number = bytes_ >> 4 if HIGH else bytes_ & 15
         return (number.to(tl.int32) + (FORMAT.bias - FORMAT.zero)).to(DTYPE)
@@ -69,10 +71,11 @@ def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, FORMAT: 
 @jit
 def _load_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
     """Scales, zeros and minimums of groups as stored, without the super scales and super minimums."""
+    GROUP: tl.constexpr = FORMAT.group
     return (
-        load_of_groups(weight[1], column, rows, inside, FORMAT.group, FORMAT),
-        load_of_groups(weight[3], column, rows, inside, FORMAT.group, FORMAT),
-        load_of_groups(weight[4], column, rows, inside, FORMAT.group, FORMAT),
+        load_of_groups(weight[1], column, rows, inside, GROUP, FORMAT),
+        load_of_groups(weight[3], column, rows, inside, GROUP, FORMAT),
+        load_of_groups(weight[4], column, rows, inside, GROUP, FORMAT),
     )
 
 
@@ -89,9 +92,10 @@ def _load_unit_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
     if FORMAT.parts == 4:
         scales_16 = _load_scales(weight, column + 16, rows, inside, FORMAT)
         scales_48 = _load_scales(weight, column + 48, rows, inside, FORMAT)
+    SUPER: tl.constexpr = FORMAT.super_columns
     super_scales = (
-        load_of_groups(weight[2], column, rows, inside, FORMAT.super_columns, FORMAT),
-        load_of_groups(weight[5], column, rows, inside, FORMAT.super_columns, FORMAT),
+        load_of_groups(weight[2], column, rows, inside, SUPER, FORMAT),
+        load_of_groups(weight[5], column, rows, inside, SUPER, FORMAT),
     )
     return scales, scales_16, scales_32, scales_48, super_scales
 
@@ -135,7 +139,8 @@ def _add_half(sums, q, x, ones, scales, second_scales, super_scales, weight, FOR
     if FORMAT.group % FORMAT.half == 0:
         return _add_group(sums, q, x, ones, scales, super_scales, weight, FORMAT)
     else:
-        is_first = (tl.arange(0, FORMAT.half) < FORMAT.half // 2)[None, :, None]
+        HALF: tl.constexpr = FORMAT.half
+        is_first = (tl.arange(0, HALF) < HALF // 2)[None, :, None]
         sums = _add_group(sums, q, tl.where(is_first, x, 0.0).to(x.dtype), ones, scales, super_scales, weight, FORMAT)
         second = tl.where(is_first, 0.0, x).to(x.dtype)
         return _add_group(sums, q, second, ones, second_scales, super_scales, weight, FORMAT)
@@ -161,20 +166,21 @@ def quantized_sums(
     nothing but the first scales is read; None: always.
     """
     HALF: tl.constexpr = FORMAT.half
+    SPLITS: tl.constexpr = FORMAT.splits
     UNIT: tl.constexpr = 2 * HALF
-    STEP: tl.constexpr = FORMAT.splits * UNIT  # columns of a step
+    STEP: tl.constexpr = SPLITS * UNIT  # columns of a step
     PADDED: tl.constexpr = (K + UNIT - 1) // UNIT * UNIT
     dtype: tl.constexpr = x.dtype.element_ty
-    unit = tl.arange(0, FORMAT.splits) * UNIT  # first column of each split's unit in the first step
+    unit = tl.arange(0, SPLITS) * UNIT  # first column of each split's unit in the first step
     column = unit[:, None, None] + tl.arange(0, HALF)[None, :, None]  # [splits, HALF, 1]
     x_at = x + x_rows[None, None, :] + column  # [splits, HALF, BM]
     byte = tl.arange(0, HALF)[None, None, :]
     byte += unit[:, None, None] // 2 if FORMAT.kind == "int4" else unit[:, None, None]
     weight_at = weight[0] + (weight_rows.to(tl.int64) * weight_stride)[None, :, None] + byte  # [splits, BN, HALF]
     rows = weight_rows[None, :]
-    here = unit[:, None] + tl.zeros((FORMAT.splits, BN), tl.int32)  # [splits, BN]: first column of the unit
+    here = unit[:, None] + tl.zeros((SPLITS, BN), tl.int32)  # [splits, BN]: first column of the unit
     scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
-    sums = tl.zeros((FORMAT.splits, BN, BM), tl.float32)
+    sums = tl.zeros((SPLITS, BN, BM), tl.float32)
     x_sums = sums  # of one group; with one scale per row, of all of x
     steps = (PADDED + STEP - 1) // STEP
     if is_needed is not None:
@@ -219,7 +225,7 @@ def quantized_sums(
             )
     if FORMAT.by_row:
         sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, super_scales, weight, FORMAT)
-    return _add_splits(sums, FORMAT.splits, BN, BM)
+    return _add_splits(sums, SPLITS, BN, BM)
 
 
 @jit
@@ -246,6 +252,8 @@ def weight_tile(
 def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl.constexpr):
     """Some columns of one row of a weight in float32, rounded as `QuantizedWeight.dequantize` rounds them."""
     HALF: tl.constexpr = FORMAT.half
+    GROUP: tl.constexpr = FORMAT.group
+    SUPER: tl.constexpr = FORMAT.super_columns
     at = weight[0] + row * STRIDE
     if FORMAT.kind == "int4":
         byte = tl.load(at + column // (2 * HALF) * HALF + column % HALF, mask=inside, other=0)
@@ -254,14 +262,14 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
         q = fp8_value(tl.load(at + column, mask=inside, other=0))
     else:
         q = tl.load(at + column, mask=inside, other=0).to(tl.float32)
-    scale = load_of_groups(weight[1], column, row, inside, FORMAT.group, FORMAT).to(tl.float32)
+    scale = load_of_groups(weight[1], column, row, inside, GROUP, FORMAT).to(tl.float32)
     if weight[2] is not None:
-        scale *= load_of_groups(weight[2], column, row, inside, FORMAT.super_columns, FORMAT).to(tl.float32)
-    zero = load_of_groups(weight[3], column, row, inside, FORMAT.group, FORMAT).to(tl.float32) + FORMAT.zero
+        scale *= load_of_groups(weight[2], column, row, inside, SUPER, FORMAT).to(tl.float32)
+    zero = load_of_groups(weight[3], column, row, inside, GROUP, FORMAT).to(tl.float32) + FORMAT.zero
     value = mul_rounded(q - zero, scale)
     if weight[4] is not None:
-        minimum = load_of_groups(weight[4], column, row, inside, FORMAT.group, FORMAT).to(tl.float32)
+        minimum = load_of_groups(weight[4], column, row, inside, GROUP, FORMAT).to(tl.float32)
         if weight[5] is not None:
-            minimum *= load_of_groups(weight[5], column, row, inside, FORMAT.super_columns, FORMAT).to(tl.float32)
+            minimum *= load_of_groups(weight[5], column, row, inside, SUPER, FORMAT).to(tl.float32)
         value -= minimum
     return value
