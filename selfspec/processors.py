@@ -92,6 +92,8 @@ def absorb_processors(
     """
     merged = merge(_built_in(params, prompt_length, built_in, device), processors)
     stops = params.stop_token_ids if stop_token_ids is None else stop_token_ids
+    if not merged:  # spares a plain request the checks of two more SamplingParams
+        return replace(params, min_new_tokens=0, min_length=0, stop_token_ids=tuple(stops)), []
     folded = replace(params, repetition_penalty=1.0, min_new_tokens=0, min_length=0, stop_token_ids=tuple(stops))
     left: list[Processor] = []
     for processor in merged:
@@ -108,12 +110,12 @@ def _built_in(
     made: list[Any] = list(others)
     if params.repetition_penalty != 1:
         made.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    ends: Any = torch.tensor(params.stop_token_ids, device=device)
     shortest = max(params.min_length, prompt_length + params.min_new_tokens if params.min_new_tokens else 0)
-    if len(ends) and shortest:
+    if params.stop_token_ids and shortest:
+        ends: Any = torch.tensor(params.stop_token_ids, device=device)
         made.append(MinLengthLogitsProcessor(shortest, ends))
-    if len(ends) and params.min_new_tokens:
-        made.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
+        if params.min_new_tokens:
+            made.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
     return sorted(made, key=lambda processor: _ORDER.index(type(processor)))
 
 

@@ -121,8 +121,6 @@ def test_an_engine_loads_a_folder_by_its_config(tmp_path: Path) -> None:
     assert same_fingerprint(fingerprint(engine.model), fingerprint(folder.dense()))
     with pytest.raises(ValueError, match="dtype='native' keeps the quantized weights of a GGUF file"):
         Engine.from_pretrained(tmp_path, device="cpu", dtype="native")
-    with pytest.raises(ValueError, match="that is not quantized"):
-        Engine.from_pretrained(tmp_path, device="cpu", kernels=True)
 
 
 def test_a_fused_weight_with_a_part_in_16_bit_is_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

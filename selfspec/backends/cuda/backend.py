@@ -8,6 +8,7 @@ one step at a time. Which sequences decode, and with which plan, is decided by t
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 
 from selfspec.backends.base import Step
@@ -21,12 +22,13 @@ from selfspec.backends.cuda.prompts import PromptPrefill
 from selfspec.backends.cuda.readback import StepInFlight, StepTimes
 from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
+from selfspec.cache.kv_cache import CacheFull
 from selfspec.cache.prefixes import PrefixPath
 from selfspec.kernels.accept import COUNT, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation.exit import Exit
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import NONE, Plan
 
 
 class CudaBackend:
@@ -195,6 +197,8 @@ class CudaBackend:
         if not scored or self._prompt_scores.in_flight is not None:
             return False
         self._complete()
+        with suppress(CacheFull):  # the first step takes its pages, or waits for them
+            placement.pages.reserve(scored, NONE, None)  # before the slots are written, so that they are written once
         self._place([*placement.slot_of, *(of for of in scored if of not in placement.slot_of)], exit, None)
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
