@@ -10,12 +10,14 @@ import argparse
 import json
 import sys
 from statistics import median
+from typing import Any
 
 import torch
 
 from bench import tables
 from bench.machine import bytes_per_step, gpu_bandwidth
-from bench.synthetic import SHAPES, synthetic
+from bench.quantized import FORMATS
+from bench.synthetic import SHAPES, random_quantized, synthetic
 from selfspec import Engine
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.slots import SlotState, StepOptions
@@ -49,13 +51,25 @@ def pass_seconds(graphs: Graphs, tokens: int, length: int) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.passes", description=__doc__)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
+    parser.add_argument("--format", default=["bf16"], nargs="+", choices=FORMATS, help="of weights (default: bf16)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="of a pass, up to 64")
     parser.add_argument("--context", type=int, nargs="+", default=[2048], help="tokens before it (default: 2048)")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device: run it on a machine with an NVIDIA GPU")
     bandwidth = gpu_bandwidth()
-    model = synthetic(args.shape, "cuda", torch.bfloat16, exit_layer=2)
+    for name in args.format:
+        show(name, measure_format(args, name, bandwidth), args.shape)
+    return 0
+
+
+def measure_format(args: argparse.Namespace, format: str, bandwidth: float) -> tuple[float, list[dict[str, Any]]]:
+    """The seconds that reading the weights takes, and a result for each context and number of tokens."""
+    model = (
+        synthetic(args.shape, "cuda", torch.bfloat16, exit_layer=2)
+        if format == "bf16"
+        else random_quantized(args.shape, format)
+    )
     engine = Engine(model, kernels=True, max_length=max(args.context) + 256, max_batch=1)
     graphs = engine._graphs
     assert graphs is not None
@@ -66,16 +80,20 @@ def main(arguments: list[str] | None = None) -> int:
         for tokens in args.tokens:
             seconds = one if tokens == 1 else pass_seconds(graphs, tokens, length)
             results.append({"context": length, "tokens": tokens, "ms": 1e3 * seconds, "against_one": seconds / one})
-    print(
-        f"{args.shape}, bfloat16 on {torch.cuda.get_device_name()}; reading the weights takes {1e3 * ceiling:.3f} ms\n"
-    )
+    return ceiling, results
+
+
+def show(format: str, found: tuple[float, list[dict[str, Any]]], shape: str) -> None:
+    ceiling, results = found
+    gpu = torch.cuda.get_device_name()
+    print(f"{shape}, {format} weights on {gpu}; reading them takes {1e3 * ceiling:.3f} ms\n")
     lines = [
         (of["context"], of["tokens"], f"{of['ms']:.3f}", f"{of['against_one']:.3f}x", f"{1e3 * ceiling / of['ms']:.0%}")
         for of in results
     ]
     print(*tables.table(("context", "tokens", "ms", "against one token", "ceiling / ms"), lines), sep="\n")
-    print(json.dumps({"benchmark": "passes", "shape": args.shape, "ceiling_ms": 1e3 * ceiling, "results": results}))
-    return 0
+    summary = {"benchmark": "passes", "shape": shape, "format": format, "ceiling_ms": 1e3 * ceiling, "results": results}
+    print(json.dumps(summary), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ SHAPES = {  # rows and columns of the weights
     "down": (HIDDEN, INNER),
     "head": (VOCABULARY, HIDDEN),
 }
-FORMATS = ("bf16", "int8", "int4", "q4_k")
+FORMATS = ("bf16", "int8", "int8_rows", "int4", "int4_symmetric", "q4_k")
 SMALLER_CARDS = {"1 TB/s": 1e12, "0.36 TB/s": 0.36e12}
 _COPIES_BYTES = 256 * 2**20  # weights that one graph reads: several times an L2 cache of 50 MB
 _LAUNCHES = 20  # in a graph, so that its own launch time does not count
@@ -47,15 +47,20 @@ Launch = Callable[[Weight, TileConfig | None], None]
 
 
 def random_weight(n: int, k: int, name: str, device: str) -> Weight:
-    """bf16; int8: one scale per row; int4: groups of 128 columns; q4_k: groups of 32 with super scales and minimums."""
+    """bf16; int8 and int4 as `quantize=` rounds them: groups of 128 columns, int4 with zeros; int8_rows: one scale
+    per row; int4_symmetric: one zero for all; q4_k: groups of 32 with super scales and minimums."""
     if name == "bf16":
         return torch.randn(n, k, device=device, dtype=DTYPE) * k**-0.5
-    if name == "int8":
+    if name.startswith("int8"):
         q = torch.randint(-128, 128, (n, k), device=device, dtype=torch.int8)
-        return QuantizedWeight.pack(q, _floats(n, 1, device), k, bits=8)
+        group = k if name == "int8_rows" else 128
+        return QuantizedWeight.pack(q, _floats(n, k // group, device), group, bits=8)
     q = torch.randint(0, 16, (n, k), device=device, dtype=torch.uint8)
-    if name == "int4":
+    if name == "int4_symmetric":
         return QuantizedWeight.pack(q, _floats(n, k // 128, device), 128, bits=4, zero=8)
+    if name == "int4":
+        zero = torch.randint(0, 16, (n, k // 128), device=device, dtype=torch.uint8)
+        return QuantizedWeight.pack(q, _floats(n, k // 128, device), 128, bits=4, zero=zero)
     scale, minimum = torch.randint(0, 64, (2, n, k // 32), device=device, dtype=torch.int8)
     above, below = (_floats(n, k // 256, device).half() for _ in range(2))
     return QuantizedWeight.pack(q, scale, 32, bits=4, super_scale=above, minimum=minimum, super_minimum=below)
@@ -106,9 +111,14 @@ def seconds_per_launch(launch: Launch, weights: list[Weight], config: TileConfig
     return replay_seconds(graph) / _LAUNCHES
 
 
+def head_format(name: str) -> str:
+    """The format of LM head and embedding beside layers of a format: never 4 bits."""
+    return name if name == "bf16" else "int8"
+
+
 def measure(name: str, matmul: str, row_counts: list[int], bandwidth: float) -> list[dict[str, Any]]:
     """One result for each number of rows; the weights are made once."""
-    kept = "int8" if matmul == "head" and name != "bf16" else name
+    kept = head_format(name) if matmul == "head" else name
     n, k = SHAPES[matmul]
     first = random_weight(n, k, kept, "cuda")
     copies = min(_LAUNCHES, -(-_COPIES_BYTES // first.nbytes) + 1)

@@ -24,6 +24,7 @@ from selfspec import Engine
 from selfspec.models import loading
 from selfspec.progress import Progress
 from selfspec.request import read_settings, split_options
+from selfspec.speculation.exit import Exit
 from selfspec.text import encode
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, new_tokens: int, prompts: int
     add("--shape", choices=synthetic.SHAPES, help="random weights of this shape in place of a model")
     add("--device", default="auto", help="cpu, cuda (default: the best there is)")
     add("--dtype", default="auto", help="float32, bfloat16, float16 (default: by device)")
+    add("--quantize", choices=["int4", "int8"], help="round 16-bit weights at load")
     add("--profile", default="auto", help="folder, 'auto' or 'none'")
     add("--plan", help=f"draft this plan (default: the profile's choice, without a profile {DEFAULT_PLAN})")
     add("--exit-layer", type=int, help="default: the profile's, else a quarter of the layers; 2 for a shape")
@@ -103,7 +105,7 @@ def open_target(
         hf, tokenizer = _load_transformers(args)
         engine = Engine.from_model(hf, tokenizer, profile=profile, **limits)
     else:
-        engine = Engine.from_pretrained(args.model, args.device, args.dtype, profile, **limits)
+        engine = Engine.from_pretrained(args.model, args.device, args.dtype, profile, quantize=args.quantize, **limits)
     texts = read_prompts(args.prompts, args.limit)
     domains = {name: [tokens_of(engine.tokenizer, text) for text in of] for name, of in texts.items()}
     drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": args.exit_layer}
@@ -125,6 +127,10 @@ def _open_shape(args: argparse.Namespace, limits: dict[str, Any]) -> Target:
     engine = Engine(synthetic.synthetic(args.shape, str(device), dtype), **limits)
     layer, wanted = args.exit_layer or 2, synthetic.Agreement(args.agree, args.agree_top4)
     found = synthetic.tune_exit(engine, layer, wanted)
+    if args.quantize:
+        exit = engine.drafters.exits[layer]
+        engine = Engine(synthetic.rounded(engine.model, args.quantize), **limits)
+        engine.drafters.exits[layer] = Exit(engine.model, layer).offering(exit.head_rows, [])
     prompts = synthetic.random_prompts(engine.model, args.limit, args.prompt_tokens).tolist()
     drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": layer}
     return Target(args.shape, engine, {"random": prompts}, drafts, found)

@@ -19,12 +19,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from bench.quantized import head_format, random_weight
 from selfspec import Engine
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
 from selfspec.cache.size import pages_for
 from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, model_parts
+from selfspec.models.linear import Weight
+from selfspec.models.quantized.folder import rounded_bits
+from selfspec.models.quantized.packed import pack
+from selfspec.models.quantized.rounding import quantize as round_weight
 from selfspec.speculation.exit import Exit
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -73,6 +78,35 @@ def synthetic(
         weight.normal_(0, _std(name, columns), generator=generator)
         if exit_layer is not None and name.endswith((".out", ".down")) and int(name.split(".")[1]) >= exit_layer:
             weight *= damping
+    return Decoder(config, tensors)
+
+
+@torch.no_grad()
+def rounded(model: Decoder, quantize: str) -> Decoder:
+    """The model with its weights rounded to "int4" or "int8", as `quantize=` rounds them at load."""
+    tensors: dict[str, Weight] = {"embedding": model.embedding.dense, "norm": model.norm}
+    if model.head is not model.embedding:
+        tensors["head"] = model.head.dense
+    for index, layer in enumerate(model.layers):
+        tensors |= {f"layers.{index}.{name}": weight for name, weight in layer.tensors().items()}
+    for name, weight in tensors.items():
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+            tensors[name] = pack([round_weight(weight, rounded_bits(name, quantize), 128)])
+    return Decoder(model.config, tensors)
+
+
+@torch.no_grad()
+def random_quantized(shape: str, format: str) -> Decoder:
+    """A model of this shape on the GPU with random weights of a format of `bench.quantized`."""
+    config = config_of(shape)
+    tensors: dict[str, Weight] = {}
+    for name, parts in model_parts(config).items():
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1:]
+        if columns:
+            kept = head_format(format) if name in ("embedding", "head") else format
+            tensors[name] = random_weight(rows, columns[0], kept, "cuda")
+        else:
+            tensors[name] = torch.ones(rows, device="cuda", dtype=torch.bfloat16)
     return Decoder(config, tensors)
 
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = ["int8", "int8 32", "fp8", "int4", "int4 zeros", "q4_k", "q6_k"]
+FORMATS = ["int8_rows", "int8", "int8 32", "fp8", "int4_symmetric", "int4 zeros", "q4_k", "q6_k"]
 SHAPES = [(HIDDEN, INNER), (28672, HIDDEN), (576, 576), (640, 1536)]  # Llama-8B's and smaller ones
 COUNTS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 65, 129]
 ROWS = 200
@@ -38,7 +38,7 @@ def weight_of(n: int, k: int, name: str) -> QuantizedWeight:
         if k % 256:
             return QuantizedWeight.pack(q, scale.half(), 16, bits=8)
         return QuantizedWeight.pack(q, scale, 16, bits=8, super_scale=halves(n, k // 256))
-    if name == "int4 zeros" or k % 256:
+    if name == "int4 zeros" or (k % 256 and name != "int8_rows"):
         q, zeros = (rand(0, 16, (n, width), dtype=torch.uint8) for width in (k, k // 64))
         return QuantizedWeight.pack(q, halves(n, k // 64), 64, bits=4, zero=zeros)
     found = random_weight(n, k, name, "cuda")
