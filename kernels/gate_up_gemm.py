@@ -21,9 +21,9 @@ from selfspec.kernels.gemm_common import (
     norm_squares,
 )
 from selfspec.kernels.norm import Norm
-from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
-from selfspec.kernels.quantized_tile import weight_tile
+from selfspec.kernels.quantized_tile import prefetch_tile, weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -79,7 +79,7 @@ def _gated_kernel(
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     weight_rows = tl.minimum(first + index // 2, N - 1) + (index % 2) * N
     weight_offsets = weight_rows.to(tl.int64) * weight_stride
-    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
+    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)

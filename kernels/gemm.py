@@ -26,9 +26,9 @@ from selfspec.kernels.norm import (
     next_tensors,
     tree_sum_groups,
 )
-from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
-from selfspec.kernels.quantized_tile import weight_tile
+from selfspec.kernels.quantized_tile import prefetch_tile, weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 
@@ -70,7 +70,7 @@ def _linear_kernel(
     inside = (row < row_count)[:, None] & (column < N)[None, :]
     if next_weight is not None:
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
-    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
+    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)

@@ -18,9 +18,9 @@ from selfspec.kernels.gemm_common import (
     norm_squares,
 )
 from selfspec.kernels.norm import Norm, apply_norm_reference, next_power_of_two, tree_sum
-from selfspec.kernels.pdl import prefetch_weight, release, wait
+from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
-from selfspec.kernels.quantized_tile import weight_tile
+from selfspec.kernels.quantized_tile import prefetch_tile, weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
 
@@ -114,7 +114,7 @@ def _qkv_kernel(
     weight_rows = head * (2 * HALF) + dimension
     weight_offsets = weight_rows.to(tl.int64) * weight_stride
     release(PDL)  # early: attention reads lengths, pages and the tree before it waits
-    prefetch_weight(weight if FORMAT is None else weight[0], weight_offsets, BN, PREFETCH, PDL)
+    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from selfspec.kernels.norm import next_power_of_two
 from selfspec.kernels.quantized_convert import bias, conversions, ones
 from selfspec.kernels.quantized_weight import HALF, SUPER_COLUMNS, QuantizedWeight
 from selfspec.kernels.triton_compat import INTERPRETED
@@ -24,7 +25,11 @@ class Format:
     bias: int  # added to them in products, and subtracted with the offsets
     has_offsets: bool  # groups have zeros or minimums of their own
     half: int  # columns of half a unit
+    groups: int  # scales of a row
+    groups_power: int  # the next power of two
     super_columns: int  # columns that share a super scale
+    super_groups: int  # super scales of a row, at least 1
+    super_groups_power: int
     rows: int  # of the weight
     splits: int  # warps that divide K among them
     low: str | None  # PTX that converts bytes to columns of a unit's first half; None: converted by Triton
@@ -38,8 +43,10 @@ def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Forma
     has_offsets = isinstance(weight.zero, torch.Tensor) or weight.minimum is not None
     added = bias(weight.kind, has_offsets)
     low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero - added)) or (None, None)
+    groups, supers = weight.scale.shape[0], max(1, weight.columns // SUPER_COLUMNS)
     return Format(
-        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, added, has_offsets, HALF, SUPER_COLUMNS,
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, added, has_offsets, HALF,
+        groups, next_power_of_two(groups), SUPER_COLUMNS, supers, next_power_of_two(supers),
         weight.shape[0], splits, low, high, None if INTERPRETED else ones(dtype),
     )  # fmt: skip
 

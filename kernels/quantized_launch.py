@@ -15,10 +15,11 @@ from selfspec.kernels.gemm_common import TileConfig, choose_tile, launch_setting
 from selfspec.kernels.norm import Norm, columns_per_square
 from selfspec.kernels.quantized_format import format_of, weight_tensors
 from selfspec.kernels.quantized_weight import HALF, QuantizedWeight
-from selfspec.kernels.triton_compat import shared_bytes, use_pdl
+from selfspec.kernels.triton_compat import processors, shared_bytes, use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
+_EXCHANGE_BYTES = 12 * 1024  # shared memory in which a program exchanges scales and sums between threads
 _PREFETCH_BYTES = 512  # of each weight row, while a launch waits for the one before it
 
 
@@ -82,18 +83,21 @@ def weight_settings(
 
 def fit_stages(x: torch.Tensor, weight: QuantizedWeight, config: TileConfig, block_n: int) -> tuple[int, int]:
     """Rows of a tile, and pipeline stages. Tiles are lower where two stages would not fit the shared memory, or the
-    sums of block_n weight rows the registers."""
+    sums of block_n weight rows the registers. Programs that can run at the same time share the memory of an SM."""
     block_m = max(8, min(config.block_m, _most_sums(weight) // block_n))
     weight_bytes = config.warps * block_n * HALF * (1 if weight.bits == 4 else 2)
     # Float32 products need as much memory again, to exchange operands.
-    available = shared_bytes(x) * 2 // x.element_size()
+    available = (shared_bytes(x) - _EXCHANGE_BYTES) * 2 // x.element_size()
 
-    def buffers(height: int) -> int:
-        return available // (weight_bytes + config.warps * height * 2 * HALF * x.element_size())
+    def stage_bytes(height: int) -> int:
+        return weight_bytes + config.warps * height * 2 * HALF * x.element_size()
 
-    while block_m > 8 and buffers(block_m) < 2:
+    while block_m > 8 and available // stage_bytes(block_m) < 2:
         block_m //= 2
-    return block_m, max(1, min(config.stages, buffers(block_m) + 1))  # one stage is in registers
+    programs = -(-x.shape[0] // block_m) * -(-weight.shape[0] // block_n)
+    together = min(-(-programs // processors(x)), 16 // config.warps)
+    buffers = max(available // together, 2 * stage_bytes(block_m)) // stage_bytes(block_m)
+    return block_m, max(1, min(config.stages, buffers + 1))  # one stage is in registers
 
 
 def weight_arguments(weight: Weight) -> tuple[Any, int]:

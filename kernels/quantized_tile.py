@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from selfspec.kernels.gemm_common import load_squares, matmul_tile, rms_factor_of_squares
 from selfspec.kernels.noise import mul_rounded
+from selfspec.kernels.pdl import prefetch_weight
 from selfspec.kernels.triton_compat import jit, tl
 
 
@@ -226,6 +227,43 @@ def quantized_sums(
     if FORMAT.by_row:
         sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, super_scales, weight, FORMAT)
     return _add_splits(sums, SPLITS, BN, BM)
+
+
+@jit
+def _prefetch_of_groups(source, rows, COUNT: tl.constexpr, POWER: tl.constexpr, FORMAT: tl.constexpr):
+    """Prefetches COUNT groups' values of some rows into L2; POWER: the next power of two."""
+    if source is not None:
+        group = tl.minimum(tl.arange(0, POWER), COUNT - 1).to(tl.int64)
+        at = source + group[:, None] * FORMAT.rows + rows[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def prefetch_tile(
+    weight, weight_rows, weight_offsets, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Prefetches the first COLUMNS columns of a tile's weight rows into L2 and, of a quantized weight, all scales, zeros
+    and minimums: the loop loads these only one step ahead, which hides the latency of L2 but not of memory."""
+    if FORMAT is None:
+        prefetch_weight(weight, weight_offsets, BN, COLUMNS, PDL)
+    else:
+        prefetch_weight(weight[0], weight_offsets, BN, COLUMNS, PDL)
+        if FORMAT.ones is not None:
+            # Of each 16 rows one even and one odd one: rows are neighbours, or those of two ranges alternate.
+            pairs = tl.min(tl.reshape(weight_rows, (BN // 16, 8, 2)), axis=1)
+            rows = tl.reshape(pairs, (BN // 8,))
+            GROUPS: tl.constexpr = FORMAT.groups
+            GROUPS_POWER: tl.constexpr = FORMAT.groups_power
+            SUPERS: tl.constexpr = FORMAT.super_groups
+            SUPERS_POWER: tl.constexpr = FORMAT.super_groups_power
+            _prefetch_of_groups(weight[1], rows, GROUPS, GROUPS_POWER, FORMAT)
+            _prefetch_of_groups(weight[3], rows, GROUPS, GROUPS_POWER, FORMAT)
+            _prefetch_of_groups(weight[4], rows, GROUPS, GROUPS_POWER, FORMAT)
+            _prefetch_of_groups(weight[2], rows, SUPERS, SUPERS_POWER, FORMAT)
+            _prefetch_of_groups(weight[5], rows, SUPERS, SUPERS_POWER, FORMAT)
 
 
 @jit

@@ -67,3 +67,8 @@ def shared_bytes(tensor: torch.Tensor) -> int:
 def shared_bytes_of(arch: tuple[int, int]) -> int:
     """The same by architecture; others than sm_80 and sm_90 have at least 99 KB. A few KB are left to the compiler."""
     return {(8, 0): 160, (9, 0): 220}.get(arch, 96) * 1024
+
+
+def processors(tensor: torch.Tensor) -> int:
+    """Streaming multiprocessors of the tensor's device."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
