@@ -1,8 +1,7 @@
 """Launch settings of the fused matmuls for weights in any format: tiles, stages and kernel arguments.
 
-For dense weights these are the functions of `gemm_common`. Tiles of quantized weights follow from bytes in flight: an
-H200 needs about 40 KB of loads in flight per SM, smaller GPUs less. A program keeps all sums of its tile in the
-registers of each of its warps, which divide K among them.
+For dense weights these are the functions of `gemm_common`. A program of a quantized weight keeps all sums of its tile
+in the registers of each of its warps, which divide K among them.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
     n, k = weight.shape
     if not isinstance(weight, QuantizedWeight):
         return choose_tile(kind, n, k, rows)
-    block_n = _choose_width(kind, n)
     return TileConfig(
-        block_n=block_n,
+        block_n=_choose_width(kind, n, rows),
         block_k=0,
-        stages=4 if n // block_n >= 256 else 10,  # where an SM has only one or two programs each needs more in flight
+        stages=3,  # more did not pay on an H200: several programs share an SM and its memory
         warps=choose_splits(kind, n, k),
         block_m=8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64,
         prefetch=_PREFETCH_BYTES,
@@ -44,10 +42,12 @@ def choose_splits(kind: str, n: int, k: int) -> int:
     return 8 if n <= 8192 and k >= 4096 and kind in ("linear", "qkv", "gate_up") else 4
 
 
-def _choose_width(kind: str, n: int) -> int:
-    """Weight rows of a tile: few enough that each of 132 SMs gets a program."""
+def _choose_width(kind: str, n: int, rows: int) -> int:
+    """Weight rows of a tile: few enough that each of 132 SMs gets a program. With few rows of x, wider tiles exchange
+    scales less often."""
     least = columns_per_square(n) if kind == "linear" else 16
-    return max(least, 64 if n >= 8192 else 32 if n >= 2048 else 16)
+    widest = 128 if rows <= 8 and n >= 16384 else 64
+    return max(least, widest if n >= 8192 else 32 if n >= 2048 else 16)
 
 
 def _most_sums(weight: QuantizedWeight) -> int:

@@ -245,8 +245,8 @@ def prefetch_tile(
     weight, weight_rows, weight_offsets, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches the first COLUMNS columns of a tile's weight rows into L2 and, of a quantized weight, all scales, zeros
-    and minimums: the loop loads these only one step ahead, which hides the latency of L2 but not of memory."""
+    """Prefetches the first COLUMNS columns of a tile's weight rows into L2 and all scales, zeros and minimums of a
+    quantized weight: the loop loads these one step ahead, which hides the latency of L2 but not that of memory."""
     if FORMAT is None:
         prefetch_weight(weight, weight_offsets, BN, COLUMNS, PDL)
     else:

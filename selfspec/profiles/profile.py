@@ -349,11 +349,10 @@ class Profile(Entry):
     def are_unfamiliar(self, embeddings: torch.Tensor, deviations: float) -> list[bool]:
         """For each prompt embedding [P, hidden], whether its distance to every centroid exceeds the mean of the
         domain's prompts by more than so many standard deviations."""
-        spreads = {number: of.distance for number, of in enumerate(self.domains.values()) if of.distance}
-        if not self.routes or not spreads:
+        centroids, means, spreads = self._distances
+        if not self.routes or not len(means):
             return [False] * len(embeddings)
-        limits = np.array([of.mean + deviations * of.deviation for of in spreads.values()])
-        exceeds = distances(embeddings, self._router.centroids[list(spreads)]) > limits
+        exceeds = distances(embeddings, centroids) > means + deviations * spreads
         return [bool(of.all()) for of in exceeds]
 
     @property
@@ -372,6 +371,14 @@ class Profile(Entry):
         choices = self.domains.values()
         centroids, directions = (torch.tensor([getattr(c, n) for c in choices]) for n in ("centroid", "direction"))
         return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
+
+    @cached_property
+    def _distances(self) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """Of domains with a measured distance: centroids [D, hidden], and mean and deviation [D] of prompts' distances
+        to them. Made once: indexing a tensor can take milliseconds in a request, where it wakes PyTorch's threads."""
+        measured = [(number, of.distance) for number, of in enumerate(self.domains.values()) if of.distance]
+        means, spreads = (np.array([getattr(of, name) for _, of in measured]) for name in ("mean", "deviation"))
+        return self._router.centroids[[number for number, _ in measured]], means, spreads
 
     def exit(self, model: Decoder, layer: int) -> Exit:
         """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where

@@ -108,16 +108,20 @@ class AllSlots:
 
     def write(self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]) -> None:
         """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle."""
-        count, fields = len(slots), len(_FIELDS)
-        packed = np.zeros((count, fields + MAX_STOPS), dtype=np.int32)  # one copy to the device
+        count, fields, words = len(slots), len(_FIELDS), len(_FIELDS) + MAX_STOPS
+        table = _rectangle(pages)
+        packed = np.zeros((count, words + table.shape[1]), dtype=np.int32)
         for index, state in enumerate(states):
-            self._pack(packed[index, :fields], packed[index, fields:], state)
-        keys = self._to_device(torch.tensor([slots, seeds]))
-        of_slots, at = self._to_device(torch.from_numpy(packed)), keys[0]
-        self._words.index_copy_(1, at, of_slots[:, :fields].T)
-        self.stops.index_copy_(0, at, of_slots[:, fields:])
-        self.seeds.index_copy_(0, at, keys[1])
-        self._copy_pages(at, pages)
+            self._pack(packed[index, :fields], packed[index, fields:words], state)
+        packed[:, words:] = table
+        keys = np.array([slots, seeds], dtype=np.int64).view(np.int32)
+        copy = self._to_device(torch.from_numpy(np.concatenate((keys.ravel(), packed.ravel()))))
+        at, seeds_there = copy[: keys.size].view(torch.int64).view(2, count)
+        rows = copy[keys.size :].view(count, -1)
+        self._words.index_copy_(1, at, rows[:, :fields].T)
+        self.stops.index_copy_(0, at, rows[:, fields:words])
+        self.seeds.index_copy_(0, at, seeds_there)
+        self.page_table[:, : table.shape[1]].index_copy_(0, at, rows[:, words:])
 
     @staticmethod
     def _pack(words: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
@@ -130,15 +134,9 @@ class AllSlots:
 
     def write_pages(self, slots: Seq[int], pages: Seq[Seq[int]]) -> None:
         """Writes the page tables of sequences that have taken pages."""
-        self._copy_pages(self._to_device(torch.tensor(slots)), pages)
-
-    def _copy_pages(self, at: torch.Tensor, pages: Seq[Seq[int]]) -> None:
-        """Writes rows of the page table, as wide as the longest of them; entries behind a row's pages are not read."""
-        width = max(map(len, pages))
-        rows = np.zeros((len(pages), width), dtype=np.int32)
-        for row, of_slot in zip(rows, pages, strict=True):
-            row[: len(of_slot)], row[len(of_slot) :] = of_slot, of_slot[0]
-        self.page_table[:, :width].index_copy_(0, at, self._to_device(torch.from_numpy(rows)))
+        rows = torch.from_numpy(_rectangle(pages))
+        at = self._to_device(torch.tensor(slots))
+        self.page_table[:, : rows.shape[1]].index_copy_(0, at, self._to_device(rows))
 
     def write_processing(self, slot: int, state: ProcessingState) -> None:
         """Writes the bias and token counts of a slot whose sequence processes logits."""
@@ -205,6 +203,12 @@ class AllSlots:
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return to_device(host, self.device)
+
+
+def _rectangle(pages: Seq[Seq[int]]) -> np.ndarray:
+    """Rows of a page table as wide as the longest of them; entries behind a row's pages are not read."""
+    width = max(map(len, pages))
+    return np.array([[*of_slot, *[of_slot[0]] * (width - len(of_slot))] for of_slot in pages], dtype=np.int32)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
