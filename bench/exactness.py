@@ -1,7 +1,7 @@
 """`python -m bench.exactness`: counts tokens that differ from the same request alone, decoded plainly.
 
 `plans` decodes fixed plans in batches of 1, 4 and 16; `arrivals` sends requests with random options, plans and lengths
-at random times, so that they join and leave shared batches.
+at random times, so that they join and leave shared batches, and reuse KV pages of prompts that begin as theirs.
 """
 
 from __future__ import annotations
@@ -135,21 +135,25 @@ def check_arrivals(
 ) -> Tallies:
     """Rounds of `count` random arrivals until `wanted` tokens are compared or the budget is spent."""
     tallies: Tallies = {}
-    number = 0
+    scheduler, number = target.engine.scheduler, 0
+    before = scheduler.prefix_reuse
     while compared(tallies) < wanted and not limit.is_spent:
         drawn = random.Random(f"{seed} {number}")
         asked = [draw_request(target, drawn, new_tokens) for _ in range(count)]
         alone = [TimedRequest(target.engine, *of.text, {**of.options, "speculative_decoding": False}) for of in asked]
+        scheduler.prefix_reuse = False
         for request in alone:
             request.submit()
             request.wait()
         gap = mean(request.ended_at - request.submitted_at for request in alone) / AT_ONCE
         together = [TimedRequest(target.engine, *of.text, {**of.options, **of.speculation}) for of in asked]
+        scheduler.prefix_reuse = True
         arrive(together, gap, drawn)
         for index, (of, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
             tally = tallies.setdefault(of.name, Tally())
             tally.add(number * count + index, expected.tokens, found.tokens)
         number += 1
+    scheduler.prefix_reuse = before
     return tallies
 
 
@@ -164,11 +168,13 @@ class Asked:
 
 
 def draw_request(target: Target, drawn: random.Random, new_tokens: int) -> Asked:
-    """Draws a prompt with tokens of others before it, options, a length of up to `new_tokens`, and a plan or none."""
+    """Draws a prompt with tokens of others before or after it, options, a length of up to `new_tokens`, and a plan or
+    none."""
     offered = arriving_options(target)
     name = drawn.choice(list(offered))
     vocabulary = [token for prompt in target.prompts for token in prompt]
-    prompt = drawn.choices(vocabulary, k=drawn.randint(0, PREFIX)) + drawn.choice(target.prompts)
+    parts = [drawn.choices(vocabulary, k=drawn.randint(0, PREFIX)), drawn.choice(target.prompts)]
+    prompt = [token for part in (parts if drawn.random() < 0.5 else reversed(parts)) for token in part]
     text = prompt, drawn.getrandbits(63), drawn.randint(max(1, new_tokens // 4), new_tokens)
     return Asked(text, name, offered[name], drawn.choice(speculations(target)))
 

@@ -30,6 +30,7 @@ from selfspec.backends.cuda.short_prefill import (
     sizes_to_capture,
 )
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, KVPages, flat_slot
+from selfspec.cache.prefixes import PageKeys
 from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -254,3 +255,26 @@ def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: p
     assert finished[0] == [other] and len(finished) == 2
     theirs = left_in_cache(graphs.cache, parts.kv, decoded.kv.length)
     assert all(torch.equal(one, another) for one, another in zip(ours, theirs, strict=True))
+
+
+@torch.inference_mode()
+def test_a_prompt_that_reuses_whole_chunks_gets_the_bits_of_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's layers: the exit's first position after the reused ones lacks the feature of the one before."""
+    for module in (torch_backend_module, prompts_module):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", PAGE_SIZE)
+    graphs, exit = new_graphs(), trained_exit()
+    backend, shared = cuda_backend(graphs, overlaps=True), prompt_of(2 * PAGE_SIZE, 1)
+    prompt = [*shared, *prompt_of(PROMPT_END + 1, 2)]
+    other, fresh, reusing = (sequence_of(text, 1) for text in ([*shared, 7, 8], prompt, prompt))
+    keys = PageKeys(backend.prefix_path(len(prompt)), exit.layer).first(2, shared)
+    for sequence in (other, fresh, reusing):
+        if sequence is reusing:
+            graphs.cache.register(other.kv, keys)
+            graphs.cache.close(other.kv)
+            sequence.kv = graphs.cache.open_with(keys, 1)
+            assert sequence.kv.length == 2 * PAGE_SIZE and graphs.cache.reusable_pages == 0
+        while not backend.prefill([sequence], exit):
+            pass
+    ours, theirs = (left_in_cache(graphs.cache, of.kv, len(prompt) - 1) for of in (reusing, fresh))
+    assert all(torch.equal(one[:-1], another[:-1]) for one, another in zip(ours, theirs, strict=True))
+    assert torch.equal(backend._prompts.prompt_ends[reusing][1:], backend._prompts.prompt_ends[fresh][1:])
