@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, way: str) -> dict[str, Any]:
         "way": way,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kernels": engine.has_kernels,
-        "weights_mb": round(engine.memory()["weights"] / 1e6, 1),
+        "weights_mb": round(engine.memory()["weights"] / 1e6, 2),
         "tokens": count,
         "perplexity": math.exp(loss),
         "seconds": round(seconds, 1),
