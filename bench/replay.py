@@ -14,11 +14,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,9 +35,11 @@ from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.drafters import Drafters
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates
+from selfspec.governor.copying import Copying
 from selfspec.governor.costs import Costs
 from selfspec.governor.governor import Budget, Governor
 from selfspec.governor.rules import BATCHES, Policy
+from selfspec.kernels.copy_draft import copy_reference
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.profiles.profile import DomainChoice
 from selfspec.sampling import SamplingParams
@@ -57,13 +61,26 @@ class Text:
     is_unfamiliar: bool  # the prompt is unlike every domain
     agreement: float  # share of positions at the prompt's end where exit and model choose the same token
     positions: int  # number of these positions
+    tokens: list[int]  # of prompt and answer
+    prompt: int  # tokens of the prompt
 
-    def last(self, plan: Plan, position: int) -> int:
-        """The last node that a step with this plan accepts at a position; 0, the root, if it accepts none."""
+    def last(self, plan: Plan, position: int) -> tuple[int, int]:
+        """The last node that a step with this plan accepts at a position, and the last one that the exit alone would
+        have reached; 0, the root, if there is none."""
+        exit_node, copied = self._last_of_exit(plan, position), 0
+        if plan.copied:
+            start = self.prompt + position
+            draft = copy_reference(torch.tensor(self.tokens[:start]), plan.copied).tolist()
+            same = (of == token for of, token in zip(draft, self.tokens[start:], strict=False))
+            copied = sum(takewhile(bool, same))
+        return copied if copied > plan.depths[exit_node] else exit_node, exit_node
+
+    def _last_of_exit(self, plan: Plan, position: int) -> int:
         node = 0
         while position < len(self.ranks) and plan.depths[node] < DEPTHS:
             rank = self.ranks[position][plan.depths[node]]
-            child = next((child for child in plan.children[node] if plan.ranks[child - 1] == rank), None)
+            children = (child for child in plan.children[node] if child > plan.copied)
+            child = next((child for child in children if plan.ranks[child - 1] == rank), None)
             if child is None:
                 break
             node = child
@@ -90,7 +107,8 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         is_unfamiliar = embeddings is not None and profile.are_unfamiliar(embeddings, Rules().max_distance)[0]
         positions = min(len(prompt) - 1, PROMPT_END)
         ranks = found.ranks[: prompts.new_tokens]
-        texts.append(Text(ranks, domain, is_unfamiliar, found.prompt_agreement[0], positions))
+        agreement = found.prompt_agreement[0]
+        texts.append(Text(ranks, domain, is_unfamiliar, agreement, positions, prompt + answer, len(prompt)))
     return texts
 
 
@@ -148,10 +166,10 @@ class Texts:
     def active(self) -> list[int]:
         return [number for number, text in enumerate(self.texts) if self.positions[number] < len(text.ranks)]
 
-    def step(self, plan: Plan) -> list[tuple[int, int]]:
-        """Advances all active texts; returns each one's number and the last node it accepted."""
-        outcomes = [(number, self.texts[number].last(plan, self.positions[number])) for number in self.active]
-        for number, last in outcomes:
+    def step(self, plan: Plan) -> list[tuple[int, int, int]]:
+        """Advances all active texts; returns each one's number, the last node it accepted and the exit's last one."""
+        outcomes = [(number, *self.texts[number].last(plan, self.positions[number])) for number in self.active]
+        for number, last, _ in outcomes:
             self.positions[number] += plan.depths[last] + 1
         return outcomes
 
@@ -174,6 +192,7 @@ class Governed:
         self.governor = Governor(timing.candidates, costs, timing.rules, budget)
         self.timing, self.running = timing, Texts(texts)
         self.skills = [Skill.of_prompt(text.is_unfamiliar) for text in texts]
+        self.copying = [Copying() for _ in texts]
         self.plans: list[Plan] = []  # of each step
         self.total = 0.0  # device seconds
         self._noise, self._random = noise, Random(0)  # standard deviation of the logarithm of measured times
@@ -194,8 +213,13 @@ class Governed:
                 for skill, text in zip(self.skills, running.texts, strict=True):
                     skill.observe_prompt(text.agreement, text.positions, agreement.mean)
             active = set(running.active)
-            observed = [(self.skills[number] if number in active else None, last) for number, last in outcomes]
-            self.governor.observe(plan, observed, seconds * math.exp(self._random.gauss(0, self._noise)), _CONTEXT)
+            observed = [(self.skills[number] if number in active else None, last) for number, last, _ in outcomes]
+            measured, exit_nodes = seconds * math.exp(self._random.gauss(0, self._noise)), [of for *_, of in outcomes]
+            self.governor.observe(plan, observed, measured, _CONTEXT, exit_nodes)
+            for number, *_ in outcomes if self.governor.copies(count) else ():
+                text = running.texts[number]
+                end = text.prompt + running.positions[number]
+                self.skills[number].copied = self.copying[number].read(text.tokens[:end], text.prompt)
             self.total += seconds
             self.plans.append(plan)
             plan = following

@@ -17,9 +17,9 @@ from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-# Columns of a report: tokens emitted; last node of the path; deepest reached node that is the exit's or the root;
-# copied nodes that were reached; first of the tokens.
-COUNT, LAST, EXIT_LAST, COPIED, TOKENS = 0, 1, 2, 3, 4
+# Columns of a report: tokens emitted; last node of the path; deepest reached node that is the exit's or the root; first
+# of the tokens.
+COUNT, LAST, EXIT_LAST, TOKENS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ def _accept_kernel(
     order = depth * 64 + node
     last = tl.max(tl.where(reached, order, 0), 0) % 64
     exit_last = tl.max(tl.where(reached & ((node == 0) | (node > copied)), order, 0), 0) % 64
-    copies = tl.sum((reached & (node > 0) & (node <= copied)).to(tl.int32), 0)
     count = tl.where(state != 0, tl.load(depths + last) + 1, 0)
 
     place = tl.arange(0, DEPTHS_P2)
@@ -108,7 +107,6 @@ def _accept_kernel(
     tl.store(at, count)
     tl.store(at + 1, last)
     tl.store(at + 2, exit_last)
-    tl.store(at + 3, copies)
 
 
 def accept(

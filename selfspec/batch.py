@@ -260,7 +260,10 @@ class Batch:
         self._learn_scores()
         seconds = step.seconds if step.is_typical else None
         if step.governor is not None:  # sequences that joined or left since the launch may have brought another one
-            step.governor.observe(plan, outcomes, seconds, context)
+            step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
+            if step.governor.copies(len(step.sequences)):
+                for sequence in step.sequences:
+                    sequence.skill.copied = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
             self._costs.observe(self._costs.cell(len(step.sequences), context), plan, seconds, modelled=1.0)
         if record.chosen != self._plan:

@@ -20,6 +20,7 @@ import torch
 from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.cache.prefixes import PageKeys
 from selfspec.governor.acceptance import Skill
+from selfspec.governor.copying import Copying
 from selfspec.governor.governor import MEASURING, Change
 from selfspec.grammar import Grammar
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
@@ -75,6 +76,7 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
     elapsed_s: float = 0.0
     skill: Skill = field(default_factory=Skill)  # how well its drafts are accepted
+    copying: Copying = field(default_factory=Copying)  # how much of its text repeats
     unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's KV lacks
     records: list[StepRecord] = field(default_factory=list)  # one per step
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:2,1")
 def text(*ranks: list[int], times: int = 1) -> Text:
     """A text whose tokens have these ranks by depth, repeated `times` times."""
     padded = [[*of_token, *[MISSED] * (5 - len(of_token))] for of_token in ranks]
-    return Text(np.array(padded * times), "text", False, 0.5, 20)
+    return Text(np.array(padded * times), "text", False, 0.5, 20, list(range(1 + len(padded) * times)), 1)
 
 
 def timing() -> DomainTiming:
@@ -61,8 +62,14 @@ def engine_of(folder: Path, **entries: Any) -> Engine:
 
 def test_a_plan_accepts_by_the_ranks_of_its_own_depths() -> None:
     one = text([0, 0], [1, 0], [1, 1], [MISSED])
-    assert [one.last(CHAIN, position) for position in range(5)] == [2, 0, 0, 0, 0]
-    assert [one.last(TREE, position) for position in range(5)] == [3, 4, 2, 0, 0]
+    assert [one.last(CHAIN, position)[0] for position in range(5)] == [2, 0, 0, 0, 0]
+    assert [one.last(TREE, position)[0] for position in range(5)] == [3, 4, 2, 0, 0]
+
+
+def test_a_plan_accepts_copied_tokens_where_they_reach_farther_than_the_exit() -> None:
+    """The text repeats three tokens; the exit is right about one token, at the first position only."""
+    one = replace(text([0], [MISSED], [MISSED], [MISSED]), tokens=[5, 6, 7, 5, 6, 7, 5], prompt=3)
+    assert [one.last(CHAIN.with_copy(3), position) for position in range(4)] == [(4, 4), (3, 0), (2, 0), (1, 0)]
 
 
 @pytest.mark.parametrize(("rank", "steps"), [(0, ceil(20 / 3)), (MISSED, 20)])

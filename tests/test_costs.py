@@ -143,7 +143,10 @@ def test_domains_share_plans_and_have_their_own_lengths() -> None:
     shared = SharedPlans(Acceptance(mean_shares([SHARES, [[0.2, 0.1]]])), models, max_tree_batch=4)
     good, bad = (PlanCandidates(Acceptance(of), models, shared).table(1) for of in (SHARES, [[0.2, 0.1]]))
     assert good.plans == bad.plans
-    assert (good.lengths > bad.lengths).all()
+    drafting = [place for place, plan in enumerate(good.plans) if plan.uses_exit]
+    assert (good.lengths > bad.lengths)[:, drafting].all()
+    both = [place for place in drafting if good.plans[place].copied]
+    assert (good.copied < bad.copied)[:, both].all() and both, "a copy adds less where the exit is right"
 
 
 def test_the_mean_of_shares_continues_each_domains_last_depth() -> None:
@@ -189,7 +192,16 @@ def test_there_is_no_plan_where_a_step_may_not_even_be_a_plain_one() -> None:
 
 
 def test_where_rows_are_dear_small_plans_remain_to_probe_with() -> None:
-    assert candidates(row=1.0).table(1).plans == (Plan.parse("chain:1"), Plan.parse("tree:4"))
+    assert [str(plan) for plan in candidates(row=1.0).table(1).plans] == ["chain:1", "copy:3", "tree:4", "copy:15"]
+
+
+def test_without_an_exit_plans_only_copy_and_large_batches_have_none() -> None:
+    models = {size: estimated_cost(0, 30, size) for size in (1, 4, 16)}
+    found = PlanCandidates(None, models, SharedPlans(None, models, max_tree_batch=4))
+    table = found.table(2)
+    assert [str(plan) for plan in table.plans] == ["copy:3", "copy:15"] and found.table(5).plans == ()
+    assert (table.lengths == 1).all() and table.copied[:, 1] == pytest.approx(1.0)
+    assert (table.copied[:, 0] < table.copied[:, 1]).all()
 
 
 def test_plans_ask_for_no_rank_that_the_exit_lacks() -> None:

@@ -113,13 +113,34 @@ def test_drafting_stops_only_below_plain_speed(gain: float, continues: bool) -> 
 @pytest.mark.parametrize(("gain", "switches"), [(-0.02, False), (0.02, True)])
 def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switches: bool) -> None:
     governor = governor_of()
-    first, other, *rest = governor.candidates.table(1).plans
+    first, other, *rest = sorted(governor.candidates.table(1).plans, key=lambda plan: plan.copied)
     for plan in rest:
         set_cost(governor, plan, 9.0)
     lengths = {of: float(governor.candidates.acceptance.lengths(of)[skilled(1.0).level]) for of in (first, other)}
     set_cost(governor, first, lengths[first] / 1.2)
     set_cost(governor, other, lengths[other] / (1.2 * (1 + gain)))
     assert choose(governor, skilled(1.0), in_use=first)[0] == (other if switches else first)
+
+
+def test_nodes_are_copied_where_the_text_repeats_and_only_there() -> None:
+    governor = governor_of()
+    repeats, differs, bad = skilled(1.0), skilled(1.0), skilled(0.05)
+    repeats.copied = bad.copied = 13
+    assert choose(governor, repeats)[0].copied and not choose(governor, differs)[0].copied
+    assert str(choose(governor, bad)[0]) == "copy:15", "an exit that is always wrong is not used"
+
+
+def test_a_skill_learns_what_the_exit_alone_would_have_reached() -> None:
+    """A copied branch that reaches farther than the exit does not make the exit's drafts right."""
+    governor, alone, beside = governor_of(), skilled(1.0), skilled(1.0)
+    tree = Plan.parse("tree:2,2")
+    for last in (0, 2, 3, 0):
+        governor.observe(tree, [(alone, last)], None, 1)
+        exit_node = last and last + 6
+        governor.observe(tree.with_copy(6), [(beside, 6)], None, 1, [exit_node])
+    assert beside.value == pytest.approx(alone.value)
+    governor.observe(Plan.parse("copy:6"), [(beside, 0)], None, 1, [0])
+    assert beside.value == pytest.approx(alone.value)
 
 
 def test_no_plan_takes_longer_than_a_step_may() -> None:

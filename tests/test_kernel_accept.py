@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.backends.cuda.decoder import Tree
-from selfspec.kernels.accept import COPIED, COUNT, EXIT_LAST, LAST, TOKENS, TreeTensors, accept, accept_reference
+from selfspec.kernels.accept import COUNT, EXIT_LAST, LAST, TOKENS, TreeTensors, accept, accept_reference
 from selfspec.speculation.plan import MAX_NODES, Plan
 from tests.strategies import plans
 
@@ -63,7 +63,6 @@ def test_every_sequence_walks_as_the_reference_does(
         assert report[sequence, LAST] == path[-1]
         exits = [path for path in walk if path[-1] > plan.copied or path == [0]]
         assert report[sequence, EXIT_LAST] == max(exits, key=lambda path: (len(path), path[-1]))[-1]
-        assert report[sequence, COPIED] == len(walk) - len(exits)
         assert report[sequence, TOKENS : TOKENS + count].tolist() == emitted
         assert paths[sequence, :count].tolist() == path
         assert lengths[sequence] == before[sequence] + count
@@ -84,7 +83,7 @@ def test_63_nodes_are_walked(copied: int) -> None:
     ints = [torch.full((1,), 2, dtype=torch.int32) for _ in range(4)]
     paths, report = (torch.zeros(1, width + plan.depth + 1, dtype=torch.int32) for width in (0, TOKENS))
     accept(chosen, tokens, tree_of(plan), *ints, paths, report)
-    assert report[0, :TOKENS].tolist() == [plan.depth + 1, max(copied, MAX_NODES * (copied < 32)), MAX_NODES, copied]
+    assert report[0, :TOKENS].tolist() == [plan.depth + 1, max(copied, MAX_NODES * (copied < 32)), MAX_NODES]
 
 
 def test_the_walk_ends_after_a_stop_token_and_after_a_missing_choice() -> None:

@@ -162,7 +162,10 @@ class Observer:
 
     def launched(self, *_: Any) -> None: ...
 
-    def observe(self, plan: Plan, outcomes: Any, seconds: float | None, context: int) -> None:
+    def copies(self, batch: int) -> bool:
+        return False
+
+    def observe(self, plan: Plan, outcomes: Any, seconds: float | None, context: int, exit_nodes: Any) -> None:
         self.seen.append((plan, [None if skill is None else last for skill, last in outcomes], context))
         self.timed.append(seconds is not None)
 

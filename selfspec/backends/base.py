@@ -26,6 +26,8 @@ class Step:
     is_typical: bool = True  # the time contains only this plan's own work, so it is the plan's cost
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
     governor: Any = None  # that chose the plan and charged its budget; None: no governor did
+    # Deepest nodes that the exit alone would have reached, after reading; empty: the last accepted ones.
+    exit_nodes: list[int] = field(default_factory=list)
 
 
 class Backend(Protocol):

@@ -129,14 +129,14 @@ class TorchBackend:
             draft = self.draft(sequences, plan, exit)
             features = self.verify(sequences, draft, exit)
             logits = self._logits(features)
-            paths = self.accept(sequences, draft, logits, exit)
+            paths, exit_nodes = self.accept(sequences, draft, logits, exit)
         except BaseException:
             self.cache.abort(kvs)
             raise
         self.commit(sequences, draft, features, paths, exit)
         _add_logprobs(sequences, paths, logits)
         seconds = time.perf_counter() - started - (callback_seconds(sequences) - callbacks)
-        return Step(sequences, record, [path[-1] for path in paths], seconds)
+        return Step(sequences, record, [path[-1] for path in paths], seconds, exit_nodes=exit_nodes)
 
     def read(self, step: Step) -> None:
         """Does nothing: `launch` has run the step."""
@@ -237,12 +237,14 @@ class TorchBackend:
 
     def accept(
         self, sequences: list[Sequence], draft: Draft, logits: torch.Tensor, exit: Exit | None
-    ) -> list[list[int]]:
+    ) -> tuple[list[list[int]], list[int]]:
         """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
-        Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first."""
+        Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and the deepest
+        nodes that the exit alone would have reached."""
         plan, drafted = draft.plan, draft.tokens.tolist()
         best = _greedy_tokens(sequences, logits)
         reached: list[list[int]] = [[0] for _ in sequences]  # nodes that stand for the text so far
+        exit_nodes = [0] * len(sequences)
         walking = list(range(len(sequences)))
         while walking:
             nodes = [reached[index][0] for index in walking]
@@ -257,9 +259,10 @@ class TorchBackend:
                 sequence.append(token, drafted=bool(carriers))
                 if carriers and not sequence.is_finished:
                     reached[index] = carriers
+                    exit_nodes[index] = carriers[0] if carriers[0] > plan.copied else exit_nodes[index]
                     still_walking.append(index)
             walking = still_walking
-        return [plan.path(nodes[0]) for nodes in reached]
+        return [plan.path(nodes[0]) for nodes in reached], exit_nodes
 
     def _choose(
         self, sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor

@@ -52,6 +52,7 @@ class Skill:
     value: float = field(init=False)
     level: int = field(init=False)  # index of the nearest of LEVELS
     ood: bool = False  # the skill was below UNFAMILIAR at some time
+    copied: int = 0  # level of `copying.TOKENS`: how much a copied branch would bring
 
     def __post_init__(self, prior: float) -> None:
         self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)
@@ -107,13 +108,21 @@ class Acceptance:
         of_depth = self._chances[min(depth, len(self._chances) - 1)]
         return float(of_depth[rank, level]) if rank < len(of_depth) else 0.0
 
-    def lengths(self, plan: Plan) -> np.ndarray:
-        """The expected accepted length of a plan at each level of skill."""
+    def reach(self, plan: Plan) -> np.ndarray:
+        """[depth + 1, levels]: the chance that a step of a plan of the exit's reaches each depth, at each level of
+        skill."""
         reached = [np.ones(len(LEVELS))]
-        for parent, rank in zip(plan.parents, plan.ranks, strict=True):
-            of_depth = self._chances[min(plan.depths[parent], len(self._chances) - 1)]
-            reached.append(reached[parent] * (of_depth[rank] if rank < len(of_depth) else 0.0))
-        return np.sum(reached, axis=0)
+        by_depth = np.zeros((plan.depth + 1, len(LEVELS)))
+        by_depth[0] = 1.0
+        for depth, parent, rank in zip(plan.depths[1:], plan.parents, plan.ranks, strict=True):
+            chances = self._chances[min(depth, len(self._chances)) - 1]
+            reached.append(reached[parent] * (chances[rank] if rank < len(chances) else 0.0))
+            by_depth[depth] += reached[-1]
+        return by_depth
+
+    def lengths(self, plan: Plan) -> np.ndarray:
+        """The expected accepted length of the exit's nodes of a plan at each level of skill."""
+        return self.reach(plan.without_copy).sum(0)
 
     def _evidence(self, plan: Plan) -> list[Evidence]:
         """Of a step that ended at each node. At accepted depths the token's rank was observed, and the better ones were

@@ -10,15 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from heapq import heappop, heappush
+from itertools import product
 from math import inf
 
 import numpy as np
 
 from selfspec.governor.acceptance import LEVELS, Acceptance, Skill
+from selfspec.governor.copying import MOST_COPIED, WEIGHTS, WITH_EXIT
 from selfspec.governor.costs import CostModel
-from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, Plan
+from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
 _SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # of texts that a tree is made for: 1/8 to 2
+_COPYING = ((0.7, 1.0), (0.7, 3.0))  # skills and copied tokens of texts that a tree with copied nodes is made for
+_COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
+_ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
 
 Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
@@ -30,7 +35,9 @@ class PlanTable:
 
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
-    lengths: np.ndarray  # [levels, plans] expected accepted lengths
+    lengths: np.ndarray  # [levels, plans] expected accepted lengths without the copied nodes
+    copied: np.ndarray  # [levels, plans] tokens that copied nodes add, for each that MOST_COPIED of them alone would
+    copies: bool  # some plan has copied nodes
 
 
 class SharedPlans:
@@ -38,9 +45,9 @@ class SharedPlans:
 
     def __init__(
         self,
-        acceptance: Acceptance,
+        acceptance: Acceptance | None,  # None: there is no exit, plans only copy
         costs: dict[int, CostModel],  # by the largest batch each is for
-        max_tree_batch: int,  # larger batches draft chains only
+        max_tree_batch: int,  # larger batches draft chains only, and copy nothing
         widest: int = MAX_NODES,  # ranks that the exit can offer
         max_step: float = inf,  # plain steps that a step may take
     ) -> None:
@@ -50,34 +57,42 @@ class SharedPlans:
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
         """The fastest plan for each skill and smaller ones, which pay where larger ones take longer than modelled: all
-        shorter chains, or two small trees. The smallest first. `size` is one of the cost models' batches."""
+        shorter chains, or two small trees; unless only chains are asked for, also plans that copy. The smallest first.
+        `size` is one of the cost models' batches."""
         if self._max_step < 1:
             return ()
         width, cost = 1 if chains else self._widest, self._costs[size]
-        plans = {plan for skill in _SKILLS if (plan := self._fastest(skill, width, cost)) is not None}
-        if width == 1:
-            plans |= {Plan.tree((1,) * depth) for depth in range(1, max((plan.depth for plan in plans), default=1))}
-        return tuple(
-            sorted(plans | {Plan.tree((1,)), Plan.tree((min(4, width),))}, key=lambda plan: (len(plan), str(plan)))
-        )
+        plans = set() if chains else {NONE.with_copy(count) for count in _ONLY_COPIES}
+        if self._acceptance is not None:
+            found = [self._fastest(skill, 0.0, width, cost) for skill in _SKILLS]
+            if width == 1:
+                deepest = max((plan.depth for plan in found if plan is not None), default=1)
+                plans |= {Plan.tree((1,) * depth) for depth in range(1, deepest)}
+            if not chains:
+                found += [self._fastest(skill, copied, width, cost) for skill, copied in _COPYING]
+            plans |= {plan for plan in found if plan is not None} | {Plan.tree((1,)), Plan.tree((min(4, width),))}
+        return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
         """The plans of the smallest size with a cost model that the batch fits in."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
-    def _fastest(self, skill: float, width: int, cost: CostModel) -> Plan | None:
+    def _fastest(self, skill: float, copied: float, width: int, cost: CostModel) -> Plan | None:
         """The plan with most expected tokens per time, of those that take at most `max_step`; None: plain decoding.
-        Nodes are taken in the order of their chances, for each depth that a plan may have."""
-        level, best, speed = Skill(skill).level, None, 1.0
-        for depth in range(1, DEEPEST_PLAN + 1):
+        Nodes are taken in the order of their chances, for each depth that a plan may have. With tokens `copied` in each
+        step it has copied nodes."""
+        assert self._acceptance is not None
+        level, best, speed, copies = Skill(skill).level, None, 1.0, 0
+        for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if copied else (0,)):
             chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
-            nodes, length = likeliest(chances), 1.0
-            for count, (chance, _) in enumerate(nodes, start=1):
-                length += chance
-                taken = cost(depth, count)
-                if taken <= self._max_step and length / taken > speed:
-                    best, speed = nodes[:count], length / taken
-        return None if best is None else Plan.from_paths([path for _, path in best])
+            added = WITH_EXIT * copied * WEIGHTS[:count]  # by depth, where the exit is wrong
+            nodes, length = likeliest(chances)[: MAX_NODES - count], 1.0 + float(added.sum())
+            for taken, (chance, path) in enumerate(nodes, start=1):
+                length += chance * (1 - (float(added[len(path) - 1]) if len(path) <= count else 0.0))
+                steps = cost(depth, taken + count)
+                if steps <= self._max_step and length / steps > speed:
+                    best, speed, copies = nodes[:taken], length / steps, count
+        return None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
 
 
 class PlanCandidates:
@@ -85,7 +100,7 @@ class PlanCandidates:
 
     def __init__(
         self,
-        acceptance: Acceptance,
+        acceptance: Acceptance | None,  # None: there is no exit
         costs: dict[int, CostModel],  # by the largest batch each is for
         shared: SharedPlans,
         score_cost: float = 0.1,  # plain steps that scoring the exit takes
@@ -96,19 +111,36 @@ class PlanCandidates:
 
     def _table(self, batch: int) -> PlanTable:
         """The plans for a batch."""
-        plans, cost = self._shared.for_batch(batch), self._costs[size_of(batch, self._costs)]
-        lengths = np.array([self.acceptance.lengths(plan) for plan in plans])
-        costs = tuple(cost(plan.depth, len(plan)) for plan in plans)
-        return PlanTable(plans, costs, lengths.reshape(-1, len(LEVELS)).T)
+        plans = self._shared.for_batch(batch)
+        reach = [self._reach(plan.without_copy) for plan in plans]
+        lengths = np.array([of_plan.sum(0) for of_plan in reach]).reshape(-1, len(LEVELS)).T
+        copied = np.array([_copied(plan, of) for plan, of in zip(plans, reach, strict=True)])
+        costs = tuple(self._cost(plan, batch) for plan in plans)
+        copies = any(plan.copied for plan in plans)
+        return PlanTable(plans, costs, lengths, copied.reshape(-1, len(LEVELS)).T, copies)
+
+    def _reach(self, plan: Plan) -> np.ndarray:
+        return np.ones((1, len(LEVELS))) if self.acceptance is None else self.acceptance.reach(plan)
 
     def _cost(self, plan: Plan, batch: int) -> float:
         """Plain steps that a step of any plan takes, by the cost model."""
-        return self._costs[size_of(batch, self._costs)](plan.depth, len(plan)) if len(plan) else 1.0
+        drafts = self._costs[size_of(batch, self._costs)]
+        return drafts(plan.without_copy.depth, len(plan)) if len(plan) else 1.0
 
     @property
     def all_plans(self) -> list[Plan]:
         """For any batch."""
         return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
+
+
+def _copied(plan: Plan, reach: np.ndarray) -> np.ndarray:
+    """[levels]: tokens that the copied nodes of a plan add, for each that MOST_COPIED of them alone would: at each
+    depth, where the exit does not reach it."""
+    weights = WEIGHTS[: plan.copied]
+    reached = np.zeros((plan.copied, len(LEVELS)))
+    of_exit = reach[1 : plan.copied + 1]
+    reached[: len(of_exit)] = of_exit
+    return (WITH_EXIT if plan.uses_exit else 1.0) * (weights @ (1 - reached))
 
 
 def size_of(batch: int, costs: Iterable[int]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
+from selfspec.governor.copying import TOKENS
 from selfspec.governor.costs import Cell, Costs
 from selfspec.governor.rules import Rules
 from selfspec.speculation.plan import NONE, Plan
@@ -81,12 +82,16 @@ class Governor:
     def _mean_lengths(self, skills: Sequence[Skill], batch: int, table: PlanTable) -> list[float]:
         """Expected accepted length of each plan, as the mean over the batch; 1 for sequences that may not draft. Found
         again only when a skill has reached another level."""
-        levels = [skill.level for skill in skills]
-        key = table, batch, levels
+        levels, copied = [skill.level for skill in skills], [skill.copied for skill in skills]
+        key = table, batch, levels, copied
         if key != self._lengths[0]:
-            lengths = (table.lengths[levels].sum(0) + (batch - len(levels))) / batch
-            self._lengths = key, lengths.tolist()
+            lengths = table.lengths[levels].sum(0) + TOKENS[copied] @ table.copied[levels]
+            self._lengths = key, ((lengths + (batch - len(levels))) / batch).tolist()
         return self._lengths[1]
+
+    def copies(self, batch: int) -> bool:
+        """Whether some candidate for a batch of this size copies."""
+        return self.candidates.table(batch).copies
 
     def launched(self, plan: Plan, batch: int, context: int) -> None:
         """Charges what a step would lose if no draft were accepted."""
@@ -95,10 +100,16 @@ class Governor:
             self.budget.charge(self.costs.ratio(self.costs.cell(batch, context), plan, modelled) - 1)
 
     def observe(
-        self, plan: Plan, outcomes: Sequence[tuple[Skill | None, int]], seconds: float | None, context: int
+        self,
+        plan: Plan,
+        outcomes: Sequence[tuple[Skill | None, int]],
+        seconds: float | None,
+        context: int,
+        exit_nodes: Sequence[int] | None = None,
     ) -> None:
         """Learns from a step that was read: of each sequence the last accepted node and its skill (None: it was not
-        drafted for, or its text has ended). `seconds` of device time, None where they are not the plan's alone."""
+        drafted for, or its text has ended). `seconds` of device time, None where they are not the plan's alone.
+        `exit_nodes` are the deepest nodes that the exit alone would have reached; None: the last accepted ones."""
         batch = len(outcomes)
         if seconds is not None:
             cell, modelled = self.costs.cell(batch, context), self.candidates.cost(plan, batch)
@@ -106,10 +117,12 @@ class Governor:
         if not len(plan):
             self.budget.add(self.budget.refill)
             return
-        evidence = self.candidates.acceptance.evidence(plan)
-        for skill, last in outcomes:
-            if skill is not None:
-                skill.observe(evidence[last])
+        if plan.uses_exit and self.candidates.acceptance is not None:
+            evidence = self.candidates.acceptance.evidence(plan.without_copy)
+            lasts = exit_nodes or [last for _, last in outcomes]
+            for (skill, _), last in zip(outcomes, lasts, strict=True):
+                if skill is not None:
+                    skill.observe(evidence[max(0, last - plan.copied)])
         self.budget.add(sum(plan.depths[last] for _, last in outcomes) / batch)
 
     # Scores of the exit
@@ -128,4 +141,5 @@ class Governor:
 
     def scored(self, skill: Skill, right: Sequence[bool]) -> None:
         """Learns from some plainly decoded positions: whether the exit's best draft token was right there."""
+        assert self.candidates.acceptance is not None
         skill.observe_share(sum(right), len(right), self.candidates.acceptance.first_exposure)

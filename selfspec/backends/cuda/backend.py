@@ -24,7 +24,7 @@ from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.cache.prefixes import PrefixPath
-from selfspec.kernels.accept import COUNT, LAST, TOKENS
+from selfspec.kernels.accept import COUNT, EXIT_LAST, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation.exit import Exit
@@ -124,7 +124,7 @@ class CudaBackend:
         if self._open is not None and self._open.step is step:
             self._complete()
         reports, plan = step.readback.read(), step.record.plan
-        kept, last_nodes = [], []
+        kept, last_nodes, exit_nodes = [], [], []
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
             last = step.appended.get(sequence)
             if sequence.is_finished and last is None:
@@ -136,10 +136,11 @@ class CudaBackend:
                 last = append_tokens(sequence, report[TOKENS : TOKENS + count], plan, report[LAST])
             kept.append(sequence)
             last_nodes.append(last)
+            exit_nodes.append(report[EXIT_LAST])
         if step.logprobs is not None:
             self._add_logprobs(step, kept)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
-        step.sequences, step.last_nodes = kept, last_nodes
+        step.sequences, step.last_nodes, step.exit_nodes = kept, last_nodes, exit_nodes
         self._times.stop(step)
 
     def _add_logprobs(self, step: StepInFlight, kept: list[Sequence]) -> None:
