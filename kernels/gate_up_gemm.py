@@ -79,7 +79,7 @@ def _gated_kernel(
     source = tl.minimum(row, row_count - 1).to(tl.int64)
     weight_rows = tl.minimum(first + index // 2, N - 1) + (index % 2) * N
     weight_offsets = weight_rows.to(tl.int64) * weight_stride
-    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
+    prefetch_tile(weight, weight_rows, weight_offsets, weight_stride, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)

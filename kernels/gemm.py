@@ -70,7 +70,7 @@ def _linear_kernel(
     inside = (row < row_count)[:, None] & (column < N)[None, :]
     if next_weight is not None:
         scale = next_scale(next_weight, column, column < N, NEXT_OFFSET, SHRINK)
-    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
+    prefetch_tile(weight, weight_rows, weight_offsets, weight_stride, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     if RELEASE_EARLY:
         release(PDL)

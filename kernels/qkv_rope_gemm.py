@@ -114,7 +114,7 @@ def _qkv_kernel(
     weight_rows = head * (2 * HALF) + dimension
     weight_offsets = weight_rows.to(tl.int64) * weight_stride
     release(PDL)  # early: attention reads lengths, pages and the tree before it waits
-    prefetch_tile(weight, weight_rows, weight_offsets, BN, PREFETCH, PDL, FORMAT)
+    prefetch_tile(weight, weight_rows, weight_offsets, weight_stride, BN, PREFETCH, PDL, FORMAT)
     wait(PDL)
     valid = (pair < HALF)[None, :]
     slot = tl.load(slots + source)

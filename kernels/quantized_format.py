@@ -9,7 +9,7 @@ import torch
 
 from selfspec.kernels.norm import next_power_of_two
 from selfspec.kernels.quantized_convert import bias, conversions, ones
-from selfspec.kernels.quantized_weight import HALF, SUPER_COLUMNS, QuantizedWeight
+from selfspec.kernels.quantized_weight import HALF, SUPER_COLUMNS, TILE_ROWS, QuantizedWeight
 from selfspec.kernels.triton_compat import INTERPRETED
 
 
@@ -25,6 +25,7 @@ class Format:
     bias: int  # added to them in products, and subtracted with the offsets
     has_offsets: bool  # groups have zeros or minimums of their own
     half: int  # columns of half a unit
+    tile_rows: int  # rows whose bytes of a unit, or of half a unit, are neighbours
     groups: int  # scales of a row
     groups_power: int  # the next power of two
     super_columns: int  # columns that share a super scale
@@ -45,7 +46,7 @@ def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Forma
     low, high = (None if INTERPRETED else conversions(weight.kind, dtype, zero - added)) or (None, None)
     groups, supers = weight.scale.shape[0], max(1, weight.columns // SUPER_COLUMNS)
     return Format(
-        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, added, has_offsets, HALF,
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, added, has_offsets, HALF, TILE_ROWS,
         groups, next_power_of_two(groups), SUPER_COLUMNS, supers, next_power_of_two(supers),
         weight.shape[0], splits, low, high, None if INTERPRETED else ones(dtype),
     )  # fmt: skip

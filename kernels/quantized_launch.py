@@ -13,7 +13,7 @@ import torch
 from selfspec.kernels.gemm_common import TileConfig, choose_tile, launch_settings, norm_constants
 from selfspec.kernels.norm import Norm, columns_per_square
 from selfspec.kernels.quantized_format import format_of, weight_tensors
-from selfspec.kernels.quantized_weight import HALF, QuantizedWeight
+from selfspec.kernels.quantized_weight import HALF, TILE_ROWS, QuantizedWeight
 from selfspec.kernels.triton_compat import processors, shared_bytes, use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
@@ -72,7 +72,7 @@ def weight_settings(
         "BN": width,
         "BK": 0,
         "FORMAT": format_of(weight, x.dtype, config.warps),
-        "PREFETCH": config.prefetch if config.prefetch <= weight.packed.shape[1] else 0,
+        "PREFETCH": config.prefetch if config.prefetch * TILE_ROWS <= weight.packed.stride(0) else 0,
         "PDL": pdl,
         "num_warps": config.warps,
         "num_stages": stages,
@@ -101,7 +101,7 @@ def fit_stages(x: torch.Tensor, weight: QuantizedWeight, config: TileConfig, blo
 
 
 def weight_arguments(weight: Weight) -> tuple[Any, int]:
-    """The kernel argument `weight`, and the stride of its rows."""
+    """The kernel argument `weight`, and the stride of its rows, or of a quantized weight's tiles of 16 rows."""
     if isinstance(weight, QuantizedWeight):
         return weight_tensors(weight), weight.packed.stride(0)
     return weight, weight.stride(0)

@@ -157,6 +157,14 @@ def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
 
 
 @jit
+def row_offsets(weight_rows, weight_stride, FORMAT: tl.constexpr):
+    """Offsets of the first bytes of weight rows; weight_stride: bytes of a tile's rows (16)."""
+    ROWS: tl.constexpr = FORMAT.tile_rows
+    HALF: tl.constexpr = FORMAT.half
+    return (weight_rows // ROWS).to(tl.int64) * weight_stride + (weight_rows % ROWS) * HALF
+
+
+@jit
 def quantized_sums(
     x, weight, real, x_rows, weight_rows, weight_stride, is_needed,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
@@ -175,9 +183,10 @@ def quantized_sums(
     unit = tl.arange(0, SPLITS) * UNIT  # first column of each split's unit in the first step
     column = unit[:, None, None] + tl.arange(0, HALF)[None, :, None]  # [splits, HALF, 1]
     x_at = x + x_rows[None, None, :] + column  # [splits, HALF, BM]
-    byte = tl.arange(0, HALF)[None, None, :]
-    byte += unit[:, None, None] // 2 if FORMAT.kind == "int4" else unit[:, None, None]
-    weight_at = weight[0] + (weight_rows.to(tl.int64) * weight_stride)[None, :, None] + byte  # [splits, BN, HALF]
+    TILE: tl.constexpr = FORMAT.tile_rows * HALF  # bytes of a tile: half a unit (8 bits) or a whole one (4 bits)
+    UNIT_BYTES: tl.constexpr = TILE if FORMAT.kind == "int4" else 2 * TILE
+    byte = (tl.arange(0, SPLITS) * UNIT_BYTES)[:, None, None] + tl.arange(0, HALF)[None, None, :]
+    weight_at = weight[0] + row_offsets(weight_rows, weight_stride, FORMAT)[None, :, None] + byte
     rows = weight_rows[None, :]
     here = unit[:, None] + tl.zeros((SPLITS, BN), tl.int32)  # [splits, BN]: first column of the unit
     scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
@@ -188,18 +197,18 @@ def quantized_sums(
         steps = tl.where(is_needed, steps, 0)
     for step in range(steps):
         start = step * STEP
-        at = start if FORMAT.kind != "int4" else start // 2
+        at = step * (SPLITS * UNIT_BYTES)
         if K % STEP == 0:
             x_low = tl.load(x_at + start, mask=real[None, None, :], other=0.0)
             x_high = tl.load(x_at + start + HALF, mask=real[None, None, :], other=0.0)
             bytes_low = tl.load(weight_at + at)
-            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + HALF)
+            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE)
         else:
             x_low = tl.load(x_at + start, mask=real[None, None, :] & (column < K - start), other=0.0)
             x_high = tl.load(x_at + start + HALF, mask=real[None, None, :] & (column < K - start - HALF), other=0.0)
             exists = (unit < PADDED - start)[:, None, None]
             bytes_low = tl.load(weight_at + at, mask=exists, other=0)
-            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + HALF, mask=exists, other=0)
+            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE, mask=exists, other=0)
         low, high = _convert(bytes_low, False, FORMAT, dtype), _convert(bytes_high, True, FORMAT, dtype)
         ones = _ones(bytes_low, FORMAT, dtype)
         if FORMAT.by_row:
@@ -242,7 +251,7 @@ def _prefetch_of_groups(source, rows, COUNT: tl.constexpr, POWER: tl.constexpr, 
 
 @jit
 def prefetch_tile(
-    weight, weight_rows, weight_offsets, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    weight, weight_rows, weight_offsets, weight_stride, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Prefetches the first COLUMNS columns of a tile's weight rows into L2 and all scales, zeros and minimums of a
@@ -250,7 +259,10 @@ def prefetch_tile(
     if FORMAT is None:
         prefetch_weight(weight, weight_offsets, BN, COLUMNS, PDL)
     else:
-        prefetch_weight(weight[0], weight_offsets, BN, COLUMNS, PDL)
+        # Neighbouring rows prefetch neighbouring parts of the first bytes of their tiles.
+        TILE_ROWS: tl.constexpr = FORMAT.tile_rows
+        parts = (weight_rows // TILE_ROWS).to(tl.int64) * weight_stride + (weight_rows % TILE_ROWS) * COLUMNS
+        prefetch_weight(weight[0], parts, BN, COLUMNS, PDL)
         if FORMAT.ones is not None:
             # Of each 16 rows one even and one odd one: rows are neighbours, or those of two ranges alternate.
             pairs = tl.min(tl.reshape(weight_rows, (BN // 16, 8, 2)), axis=1)
@@ -292,14 +304,16 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
     HALF: tl.constexpr = FORMAT.half
     GROUP: tl.constexpr = FORMAT.group
     SUPER: tl.constexpr = FORMAT.super_columns
-    at = weight[0] + row * STRIDE
+    ROWS: tl.constexpr = FORMAT.tile_rows
+    tile = column // (2 * HALF) if FORMAT.kind == "int4" else column // HALF
+    at = weight[0] + row_offsets(row, STRIDE, FORMAT) + tile * (ROWS * HALF) + column % HALF
+    byte = tl.load(at, mask=inside, other=0)
     if FORMAT.kind == "int4":
-        byte = tl.load(at + column // (2 * HALF) * HALF + column % HALF, mask=inside, other=0)
         q = tl.where(column // HALF % 2 == 0, byte & 15, byte >> 4).to(tl.float32)
     elif FORMAT.kind == "fp8":
-        q = fp8_value(tl.load(at + column, mask=inside, other=0))
+        q = fp8_value(byte)
     else:
-        q = tl.load(at + column, mask=inside, other=0).to(tl.float32)
+        q = byte.to(tl.float32)
     scale = load_of_groups(weight[1], column, row, inside, GROUP, FORMAT).to(tl.float32)
     if weight[2] is not None:
         scale *= load_of_groups(weight[2], column, row, inside, SUPER, FORMAT).to(tl.float32)

@@ -5,8 +5,9 @@ A weight [N, K] of small numbers q has a scale for each group of `group` columns
     w = scale * (q - zero) - minimum
 
 Columns are stored in units of 64. With 4 bits, byte j of a unit holds column j in its low and column 32 + j in its high
-4 bits, so that a block of bytes gives two blocks of neighbouring columns. Scales, zeros and minimums are stored by
-group, then by row: the rows of a tile are neighbours.
+4 bits, so that a block of bytes gives two blocks of neighbouring columns. The bytes of 16 rows of a unit are neighbours
+(8 bits: of each half of it), so that a warp reads whole cache lines. Scales, zeros and minimums are stored by group,
+then by row: the rows of a tile are neighbours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 HALF = 32  # columns of half a unit: the least that the tensor cores take of 8-bit operands
+TILE_ROWS = 16  # rows whose bytes of a unit are neighbours
 SUPER_COLUMNS = 256  # columns that share a super_scale or super_minimum
 _KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
@@ -28,8 +30,8 @@ class QuantizedWeight:
     """Made by `pack`. Where `super_scale` is given, `scale` is int8 and scale * super_scale is the group's scale;
     likewise `minimum`. Groups of padded columns have scale 0."""
 
-    packed: torch.Tensor  # uint8 [N, Kp / 2] (4 bits); int8 or float8_e4m3fn [N, Kp]; Kp: K padded to whole units
-    scale: torch.Tensor  # [groups of Kp, N]
+    packed: torch.Tensor  # [N / 16, units, 1 (4 bits) or 2 halves, 16 rows, 32]: uint8 (4 bits), int8 or float8_e4m3fn
+    scale: torch.Tensor  # [groups of Kp, N]; Kp: K padded to whole units
     columns: int  # K
     group: int  # columns that share a scale; K: one scale per row
     zero: torch.Tensor | int = 0  # one for all weights, or [groups of Kp, N] uint8 (4 bits) or int8
@@ -62,12 +64,10 @@ class QuantizedWeight:
         if isinstance(zero, int) and zero and bits == 8:
             zero = torch.full((n, k // group), zero, dtype=torch.int8, device=q.device)
         # Padded as bytes: float8 has no `pad`.
-        packed = F.pad(q.view(torch.uint8), (0, padding))
-        if bits == 4:
-            low, high = packed.unflatten(1, (-1, 2, HALF)).unbind(2)
-            packed = (low | high << 4).flatten(1)
+        halves = F.pad(q.view(torch.uint8), (0, padding)).unflatten(1, (-1, 2, HALF))
+        row_bytes = halves[:, :, :1] | halves[:, :, 1:] << 4 if bits == 4 else halves
         return cls(
-            packed.contiguous() if bits == 4 else packed.view(q.dtype).contiguous(),
+            _tiled(row_bytes).view(q.dtype),
             by_group(scale),
             k,
             group,
@@ -79,7 +79,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.packed.shape[0], self.columns
+        return self.scale.shape[1], self.columns
 
     @property
     def bits(self) -> int:
@@ -113,16 +113,23 @@ class QuantizedWeight:
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedWeight:
         """A copy of the rows that an index along N selects, in its order."""
-        return self._map(
-            lambda name, tensor: tensor[index].contiguous() if name == "packed" else tensor[:, index].contiguous()
-        )
+        tiles = _tiled(self.row_bytes(index)).view(self.packed.dtype)
+        return self._map(lambda name, tensor: tiles if name == "packed" else tensor[:, index].contiguous())
+
+    def row_bytes(self, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """The stored bytes of rows, row by row: uint8 [rows, units, halves, 32]."""
+        at = torch.arange(self.shape[0], device=self.device)[index]
+        return self.packed.view(torch.uint8)[at // TILE_ROWS, :, :, at % TILE_ROWS]
+
+    def write_rows(self, packed: torch.Tensor, start: int) -> None:
+        """Copies the rows into the tiles `packed` of a larger weight, from row `start` on."""
+        at = torch.arange(start, start + self.shape[0], device=self.device)
+        packed.view(torch.uint8)[at // TILE_ROWS, :, :, at % TILE_ROWS] = self.row_bytes()
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32: [N, K]."""
-        q = self.packed
-        if self.bits == 4:
-            bytes_of_units = q.unflatten(1, (-1, HALF))
-            q = torch.stack((bytes_of_units & 15, bytes_of_units >> 4), 2).flatten(1)
+        q = self.row_bytes()
+        q = torch.cat((q & 15, q >> 4), 2).flatten(1) if self.bits == 4 else q.flatten(1).view(self.packed.dtype)
         groups = self.columns // self.group
         weight = q[:, : self.columns].float().unflatten(1, (groups, self.group))
         zero = self.zero[:groups].float().T[..., None] if isinstance(self.zero, torch.Tensor) else self.zero
@@ -137,6 +144,12 @@ class QuantizedWeight:
     def _map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self._tensors().items()}
         return replace(self, **changed)
+
+
+def _tiled(row_bytes: torch.Tensor) -> torch.Tensor:
+    """[N, units, halves, 32] to [N / 16, units, halves, 16, 32]; rows that fill the last tile are 0."""
+    padded = F.pad(row_bytes, (0, 0, 0, 0, 0, 0, 0, -len(row_bytes) % TILE_ROWS))
+    return padded.unflatten(0, (-1, TILE_ROWS)).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _multiply_out(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:

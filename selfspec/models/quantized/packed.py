@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.quantized_weight import QuantizedWeight
+from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight
 from selfspec.models.quantized.tensor import QuantizedTensor, concatenate
 
 _COLUMNS = 16  # columns and groups are packed in multiples of these
@@ -51,10 +51,13 @@ def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
         if part.shape[0] == rows:
             return part
         tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        packed = tensors.pop("packed")
+        stop = start + part.shape[0]
+        if not start:
+            fields["packed"] = packed.new_zeros(-(-rows // TILE_ROWS), *packed.shape[1:])
+            fields |= {name: tensor.new_empty(len(tensor), rows) for name, tensor in tensors.items()}
+        part.write_rows(fields["packed"], start)
         for name, tensor in tensors.items():
-            dim = 0 if name == "packed" else 1
-            if not start:
-                fields[name] = tensor.new_empty([rows if at == dim else size for at, size in enumerate(tensor.shape)])
-            fields[name].narrow(dim, start, part.shape[0]).copy_(tensor)
-        start += part.shape[0]
+            fields[name][:, start:stop].copy_(tensor)
+        start = stop
     return replace(part, **fields)
