@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 from selfspec import Engine
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
+from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.models.decoder import Decoder
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.native import load_native
