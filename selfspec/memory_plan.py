@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -138,10 +137,17 @@ def _runs_kernels(model: Decoder, device: torch.device, kernels: bool | None) ->
         return False
     from selfspec.backends.cuda.decoder import is_supported  # imports Triton
 
-    loaded: Any = SimpleNamespace(
-        config=model.config, device=device, dtype=model.dtype, is_quantized=model.is_quantized, layers=model.layers
-    )
-    return is_supported(loaded)
+    return is_supported(cast(Decoder, _OnDevice(model, device)))
+
+
+class _OnDevice:
+    """A model on the meta device as it will be on another one."""
+
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self._model, self.device = model, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int:
