@@ -216,7 +216,7 @@ def lm_head_scores(
     vocabulary = weight.shape[0] if token_ids is None or gather else None
     check_sampling(x.shape[0], vocabulary, noise, truncation, processing, x.device)
     if masks is not None:
-        masks.check(x.shape[0], weight.shape[0], x.device)
+        masks.check(x.shape[0], vocabulary, x.device)
     _launch(
         x, weight, columns, scores, token_ids=token_ids, gather=gather, count=count, norm=norm, softcap=softcap,
         noise=noise, truncation=truncation, processing=processing, masks=masks,

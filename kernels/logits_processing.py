@@ -84,9 +84,10 @@ class Masks:
     of_row: torch.Tensor  # [R] int32: the row of `bits`; -1: all tokens may follow
     bits: torch.Tensor  # [M, ceil(V / 32)] int32: bit t % 32 of word t // 32 is set if token t may follow
 
-    def check(self, rows: int, vocabulary: int, device: torch.device) -> None:
+    def check(self, rows: int, vocabulary: int | None, device: torch.device) -> None:
+        """vocabulary: number of tokens that are scored; None for a trimmed head."""
         check_tensor(self.of_row, "the masks' of_row", (rows,), (torch.int32,), device)
-        shape = self.bits.shape[0], -(-vocabulary // 32)
+        shape = self.bits.shape[0], self.bits.shape[1] if vocabulary is None else -(-vocabulary // 32)
         check_tensor(self.bits, "the masks' bits", shape, (torch.int32,), device)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from selfspec.speculation.plan import NONE, Plan
+from selfspec.speculation.plan import Plan
 
 MAX_BYTES = 128 * 1024  # of a schema, regex or grammar: llguidance compiles about 1 MB per second
 # llguidance's limits, by its own figures: 20 ms to read regexes; 14 ms and 2.5 ms for one mask; 2 kB per lexer state.
@@ -27,7 +27,7 @@ _LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-# Without a bound, a weak model fills its text with white space. A schema's own "x-guidance" comes first.
+# Without a bound, a weak model fills its text with white space. A schema's own "x-guidance" replaces it.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
 _BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
@@ -73,24 +73,28 @@ class Grammar:
             ~(allowed[: logits.shape[1]] if token_ids is None else allowed[token_ids]), -torch.inf
         )
 
-    def masks(self, tokens: Sequence[int], plan: Plan, drafted: Sequence[int], out: np.ndarray) -> list[int]:
-        """Fills rows of `out` [rows, words] with the masks of the root and of nodes whose path is allowed. Returns the
-        node of each row. `drafted` are the tokens of the nodes, root included; -1: the node has none."""
+    def mask(self, tokens: Sequence[int], out: Bits) -> None:
+        """Computes the mask after the tokens of the sequence."""
         self._advance(tokens)
+        self._fill(out)
+
+    def node_masks(self, plan: Plan, drafted: Sequence[int], root: Bits, out: np.ndarray) -> list[int]:
+        """Fills rows of `out` [rows, words] with the masks of drafted nodes whose path is allowed. Returns the node of
+        each row. `root` is the mask at the root; `drafted` are the tokens of the nodes, root included; -1: none."""
         nodes: list[int] = []
 
-        def visit(node: int) -> None:
-            bits = out[len(nodes)]
-            nodes.append(node)
-            self._fill(bits)
+        def visit(node: int, bits: Bits) -> None:
             for child in plan.children[node]:
                 token = drafted[child]
                 if token >= 0 and token not in self.ends and bits[token >> 5] & _BIT[token & 31]:
                     self._matcher.consume_token(token)
-                    visit(child)
+                    below = out[len(nodes)]
+                    nodes.append(child)
+                    self._fill(below)
+                    visit(child, below)
                     self._matcher.rollback(1)
 
-        visit(0)
+        visit(0, root)
         return nodes
 
     def _advance(self, tokens: Sequence[int]) -> None:
@@ -136,7 +140,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(reads, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         grammar = Grammar(matcher, reads.eos_token, ends or (reads.eos_token,), -(-self._vocab_size // 32))
         grammar.check()
-        grammar.copy(0).masks((), NONE, (), np.empty((1, grammar.words), np.uint32))  # the first mask may fail too
+        grammar.copy(0).mask((), np.empty(grammar.words, np.uint32))  # the first mask may fail too
         return grammar
 
     def _tokenizer(self, tokenizer: Any) -> Any:
@@ -179,7 +183,7 @@ def read_response_format(given: Any) -> str | None:
     try:
         if kind == "regex":
             return matcher.grammar_from_regex(text)
-        return matcher.grammar_from_json_schema(text, JSON_OPTIONS)
+        return matcher.grammar_from_json_schema(text, {} if "x-guidance" in json.loads(text) else JSON_OPTIONS)
     except ValueError as error:
         raise ResponseFormatError(f"response_format cannot be followed: {error}") from None
 

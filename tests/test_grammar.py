@@ -106,6 +106,10 @@ def test_texts_match_a_regex_or_a_grammar(plan: str) -> None:
     assert found.finish_reason == "stop" and re.fullmatch(regex, found.text)
     found = engine().complete("hi", response_format={"type": "grammar", "grammar": lark}, **options)
     assert found.finish_reason == "stop" and re.fullmatch(r"\[(ab|[0-9]{2})(,(ab|[0-9]{2}))*\]", found.text)
+    flags = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
+    compact = json_format({**flags, "x-guidance": {"whitespace_flexible": False}})
+    found = engine().complete("hi", response_format=compact, **options)
+    assert re.fullmatch(r"\[(true|false)(,(true|false)){2}\]", found.text)
     whole = engine().complete("hi", response_format={"type": "json_object"}, **options)
     assert whole.text.startswith("{") and (whole.finish_reason == "length" or json.loads(whole.text))
 

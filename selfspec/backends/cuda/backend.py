@@ -95,10 +95,17 @@ class CudaBackend:
         self._send_logprobs(step, parts[0])
 
     def _launch_masked(self, step: StepInFlight, exit: Exit | None, before: Step | None) -> None:
-        """Launches the passes of a step with grammars; `_complete` launches the rest."""
-        parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.MASKED_PARTS, masks=True)
-        self._times.start(step, self.graphs.readbacks.take(parts[0].report), before, self.overlaps)
-        self._open = self._masking.launch(step, parts)
+        """Launches the first pass of a step with grammars. Passes that need the tokens of the step before are launched
+        when it is read; `_complete` launches the rest."""
+        plan = step.record.plan
+        device_step, *parts = self._captured_step(
+            step.sequences, plan, exit, *DeviceStep.masked_parts(plan), masks=True
+        )
+        self._times.start(step, self.graphs.readbacks.take(device_step.report), before, self.overlaps)
+        self._open = OpenStep(step, device_step, parts)
+        self._masking.launch(self._open)
+        if before is None:
+            self._masking.draft(self._open)
 
     def _complete(self) -> None:
         """Launches the rest of a step with grammars, if one is open: before all other work on the slots, and before
@@ -141,6 +148,8 @@ class CudaBackend:
             self._add_logprobs(step, kept)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
         step.sequences, step.last_nodes, step.exit_nodes = kept, last_nodes, exit_nodes
+        if self._open is not None:
+            self._masking.draft(self._open)
         self._times.stop(step)
 
     def _add_logprobs(self, step: StepInFlight, kept: list[Sequence]) -> None:

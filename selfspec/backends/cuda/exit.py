@@ -16,7 +16,7 @@ from selfspec.kernels.embed_rope import embed_rope
 from selfspec.kernels.final_norm import UnfilledStates
 from selfspec.kernels.gemm import linear
 from selfspec.kernels.lm_head_topk import lm_head_scores
-from selfspec.kernels.logits_processing import Processing
+from selfspec.kernels.logits_processing import Masks, Processing
 from selfspec.kernels.noise import Noise
 from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_per_row, squares_reference
 from selfspec.kernels.topk import Ranking, Scores
@@ -172,6 +172,7 @@ class FusedExit:
         width: int,
         noise: Noise | None,
         processing: Processing | None,
+        masks: Masks | None = None,
     ) -> Ranking:
         """Scores the draft tokens after each row, of which the best `width` can be ranked; in scratch that the next
         call overwrites."""
@@ -182,7 +183,7 @@ class FusedExit:
         lm_head_scores(
             head_input.values, model.head.weight, scores, token_ids=tokens, gather=tokens is not None,
             count=None if head is None else head.count, norm=self._norm(head_input.squares),
-            softcap=model.config.logit_softcap, noise=noise, processing=processing,
+            softcap=model.config.logit_softcap, noise=noise, processing=processing, masks=masks,
         )  # fmt: skip
         return Ranking(scores, width, tokens)
 

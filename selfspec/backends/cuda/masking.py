@@ -1,13 +1,14 @@
-"""Steps of sequences with grammars: the host computes masks from the drafted tokens while the device verifies them.
+"""Steps of sequences with grammars: the host computes masks of the root, then of the drafted nodes, while the device
+runs.
 
-The step is captured in three parts: draft; verify; choice, acceptance and commit. The first two are launched at once,
-the last when the masks are known. The next step can be launched before this one is read, as without grammars: only the
-choice needs the host.
+The step is captured in parts: draft of the root; draft of its descendants; verify; choice, acceptance and commit. The
+first part is launched before the step before is read, as without grammars. Once that is read, the roots' masks are
+known, and the next two parts are launched. While the device verifies, the host computes the masks of the nodes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,63 +16,88 @@ import torch
 from selfspec.backends.cuda.graphs import Launch
 from selfspec.backends.cuda.readback import Readback, Readbacks, StepInFlight
 from selfspec.backends.cuda.step import DeviceStep
-from selfspec.speculation.plan import NONE
+from selfspec.sequence import Sequence
+from selfspec.speculation.plan import Plan
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenStep:
-    """A step whose passes are launched."""
+    """A step whose choice is not launched."""
 
     step: StepInFlight
     device_step: DeviceStep
-    choose_and_commit: Launch
-    drafted: Readback | None  # the nodes' tokens, node-major; None: nothing is drafted
+    parts: list[Launch]  # that are left to launch
+    drafted: Readback | None = None  # the nodes' tokens, node-major
+    is_drafted: bool = False
+    roots: list[tuple[Sequence, int]] = field(default_factory=list)  # sequences whose root has a mask, and their slots
+
+    @property
+    def plan(self) -> Plan:
+        return self.step.record.plan
 
 
 class Masking:
-    """Launches the parts of steps, and holds the masks of the newest one in pinned memory: the host writes them after
-    it has read the step before, whose masks are copied by then."""
+    """Launches the parts of steps. Holds the masks of the newest step in pinned memory: the host writes them after it
+    has read the step before, whose masks are copied by then."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
         self._words = torch.empty(0, dtype=torch.int32)  # as `DeviceStep.mask_words`
 
-    def launch(self, step: StepInFlight, parts: tuple[DeviceStep, Launch, Launch, Launch]) -> OpenStep:
-        """Launches draft and verify, and the copy of the drafted tokens between them."""
-        device_step, draft, verify, choose_and_commit = parts
-        drafted = None
-        draft()
-        if len(step.record.plan):
-            drafted = self._readbacks.take(device_step.metadata.tokens)
-            drafted.send(device_step.metadata.tokens)
-        verify()
-        return OpenStep(step, device_step, choose_and_commit, drafted)
+    def launch(self, opened: OpenStep) -> None:
+        """Launches the draft of the root, which needs no mask."""
+        opened.parts.pop(0)()
+
+    def draft(self, opened: OpenStep) -> None:
+        """Computes the roots' masks and launches the other passes, unless that is done. A grammar that fails ends its
+        request."""
+        if opened.is_drafted:
+            return
+        opened.is_drafted = True
+        of_row, bits = self._views(opened)
+        of_row.fill(-1)
+        for sequence, slot in zip(opened.step.sequences, opened.step.slots, strict=True):
+            if sequence.grammar is not None and not sequence.is_finished:
+                with sequence.request.callback():
+                    sequence.grammar.mask(sequence.tokens, bits[len(opened.roots)])
+                    of_row[slot] = len(opened.roots)
+                    opened.roots.append((sequence, slot))
+        if opened.plan.uses_exit:
+            self._send(opened, len(opened.roots))
+            opened.parts.pop(0)()
+        if len(opened.plan):
+            tokens = opened.device_step.metadata.tokens
+            opened.drafted = self._readbacks.take(tokens)
+            opened.drafted.send(tokens)
+        opened.parts.pop(0)()
 
     def complete(self, opened: OpenStep) -> None:
-        """Computes the masks, copies them to the device and launches the choice. A grammar that fails ends its request;
-        rows without a mask may be followed by any token."""
-        step, device_step, size = opened.step, opened.device_step, opened.device_step.slots.count
-        rows, drafted = device_step.rows, [0] * device_step.rows
+        """Computes the nodes' masks and launches the choice. Rows without a mask may be followed by any token."""
+        self.draft(opened)
+        (of_row, bits), size, used = self._views(opened), opened.device_step.slots.count, len(opened.roots)
         if opened.drafted is not None:
             drafted = opened.drafted.read()
             self._readbacks.give_back(opened.drafted)
-        words = self._take(device_step.mask_words)
-        of_row, bits, used = words[:rows].view(np.int32), words[rows:].reshape(rows, -1), 0
-        of_row.fill(-1)
-        for sequence, slot in zip(step.sequences, step.slots, strict=True):
-            if sequence.grammar is None or sequence.is_finished:
-                continue
-            with sequence.request.callback():
-                plan = step.record.plan if sequence.drafts else NONE
-                for node in sequence.grammar.masks(sequence.tokens, plan, drafted[slot::size], bits[used:]):
-                    of_row[node * size + slot] = used
-                    used += 1
-        count = rows + used * bits.shape[1]
-        device_step.mask_words[:count].copy_(self._words[:count], non_blocking=True)
-        opened.choose_and_commit()
+            for index, (sequence, slot) in enumerate(opened.roots):
+                if sequence.drafts and sequence.grammar is not None:
+                    with sequence.request.callback():
+                        tokens = drafted[slot::size]
+                        for node in sequence.grammar.node_masks(opened.plan, tokens, bits[index], bits[used:]):
+                            of_row[node * size + slot] = used
+                            used += 1
+        self._send(opened, used)
+        opened.parts.pop(0)()
 
-    def _take(self, like: torch.Tensor) -> np.ndarray:
-        """Pinned memory of at least the size of `like`, as unsigned words."""
+    def _views(self, opened: OpenStep) -> tuple[np.ndarray, np.ndarray]:
+        """The pinned memory for a step's masks: the mask of each row, and the masks' words."""
+        rows, like = opened.device_step.rows, opened.device_step.mask_words
         if len(self._words) < len(like):
             self._words = torch.empty(len(like), dtype=torch.int32, pin_memory=like.device.type == "cuda")
-        return self._words[: len(like)].numpy().view(np.uint32)
+        words = self._words[: len(like)].numpy()
+        return words[:rows], words[rows:].view(np.uint32).reshape(rows, -1)
+
+    def _send(self, opened: OpenStep, used: int) -> None:
+        """Copies the rows' numbers and the first `used` masks to the device, without waiting."""
+        words, rows = opened.device_step.mask_words, opened.device_step.rows
+        count = rows + used * (len(words) // rows - 1)
+        words[:count].copy_(self._words[:count], non_blocking=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,11 @@ class DeviceStep:
     """
 
     PARTS = "launch_passes", "choose_processed", "accept_and_commit"  # between which callables process logits
-    MASKED_PARTS = "draft", "verify", "choose_and_commit"  # before the last of which the host writes masks
+
+    @staticmethod
+    def masked_parts(plan: Plan) -> tuple[str, ...]:
+        """The parts of a step with grammars; the host writes masks before the second and before the last."""
+        return ("draft_root", *(["draft_children"] if plan.uses_exit else []), "verify", "choose_and_commit")
 
     def __init__(
         self, decoder: FusedDecoder, slots: Slots, plan: Plan, exit: SlotExit | None, options: StepOptions
@@ -129,15 +134,15 @@ class DeviceStep:
 
     @cached_property
     def mask_words(self) -> torch.Tensor:
-        """Memory of `masks`, int32: R row numbers, then the bits. Taken from scratch once, as `logits`."""
+        """Memory of the masks, int32: R row numbers, then the bits. Taken from scratch once, as `logits`."""
         words = -(-self.model.config.vocab_size // 32)
         return self.decoder.scratch.take("masks", self.rows * (1 + words), dtype=torch.int32)
 
-    @property
-    def masks(self) -> Masks | None:
+    def _masks(self, rows: int) -> Masks | None:
+        """The masks of the first rows; None for a step without grammars."""
         if not self.sampling.options.masks:
             return None
-        return Masks(self.mask_words[: self.rows], self.mask_words[self.rows :].view(self.rows, -1))
+        return Masks(self.mask_words[:rows], self.mask_words[self.rows :].view(self.rows, -1))
 
     @cached_property
     def logits(self) -> torch.Tensor:
@@ -148,15 +153,26 @@ class DeviceStep:
     # Draft
 
     def draft(self) -> None:
-        """Level by level: runs its nodes through the layers below the exit, then ranks their children. Copied nodes
-        are in the first level, with the root."""
-        ranked: torch.Tensor | Ranking | None = None
-        for level in self._levels:
-            states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
-            self._embed(level, states, nodes, ranked)
-            self.decoder.run(range(self._exit_layer), states, states, nodes)
-            if self.exit is not None and level.width:
-                ranked = self._draft_children(self.exit, level)
+        """Level by level: ranks the children of the level above and runs them through the layers below the exit."""
+        self.draft_root()
+        self.draft_children()
+
+    def draft_root(self) -> None:
+        """The first level: the root and copied nodes."""
+        self._draft_level(self._levels[0], None)
+
+    def draft_children(self) -> None:
+        for above, level in pairwise(self._levels):
+            assert self.exit is not None
+            self._draft_level(level, self._rank_children(self.exit, above))
+
+    def _draft_level(self, level: _Level, ranked: torch.Tensor | Ranking | None) -> None:
+        """Runs a level's nodes through the layers below the exit and, where they have children, through the exit."""
+        states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
+        self._embed(level, states, nodes, ranked)
+        self.decoder.run(range(self._exit_layer), states, states, nodes)
+        if self.exit is not None and level.width:
+            self._read_exit(self.exit, level)
 
     def _embed(self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
         """Embeds a level's tokens: newest and copied ones for the first level, ranked draft tokens for others."""
@@ -179,19 +195,24 @@ class DeviceStep:
         copy_draft(slots.texts, slots.lengths, slots.pending, self._first_tokens, keys)
         return self._first_tokens
 
-    def _draft_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking:
-        """Runs the exit at one level. Returns the best draft tokens after its rows [rows, width]; up to MAX_SCAN_WIDTH
-        as a ranking, in which the next level's embedding finds them."""
+    def _read_exit(self, slot_exit: SlotExit, level: _Level) -> None:
+        """Runs the exit's block at one level; its head's input is then in `head_input`."""
         start, stop = level.ranked_rows
         states, nodes = self.draft_states.rows(start, stop), self._nodes(level.ranked)
         previous = PreviousFeatures(self.head_input.values, level.parent_rows, self.head_input.squares)
         if level.parent_rows is None and slot_exit.features is not None:
             previous = PreviousFeatures(slot_exit.features[: self.slots.count], None)
+        exit = FusedExit(self.decoder, slot_exit.exit)
+        exit.read(states.states, previous, nodes, self.head_input.rows(start, stop))
+
+    def _rank_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking:
+        """Returns the best draft tokens after a level's rows [rows, width]; up to MAX_SCAN_WIDTH as a ranking, in which
+        the next level's embedding finds them. Masks are known of the root only."""
+        (start, stop), metadata, sampling = level.ranked_rows, self._nodes(level.ranked).metadata, self.sampling
         exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
-        exit.read(states.states, previous, nodes, head_input)
-        sampling = self.sampling
-        processing = sampling.processing(nodes.metadata, self.metadata, level.nodes.start)
-        ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(nodes.metadata), processing)
+        processing = sampling.processing(metadata, self.metadata, level.nodes.start)
+        masks = None if start else self._masks(stop)
+        ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(metadata), processing, masks)
         if level.width <= MAX_SCAN_WIDTH:
             return ranking
         ranked = self.decoder.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
@@ -241,7 +262,7 @@ class DeviceStep:
     def choose(self) -> None:
         """Chooses the target's next token after every row; -1 where its logits are not finite."""
         softcap, head = self.model.config.logit_softcap, self.model.head.weight
-        states, masks = self.final_states, self.masks
+        states, masks = self.final_states, self._masks(self.rows)
         self._choose(lambda scores, **how: lm_head_scores(states, head, scores, softcap=softcap, masks=masks, **how))
 
     def choose_processed(self) -> None:
