@@ -22,7 +22,7 @@ from selfspec.cache.size import cache_pages, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Mode, Rules
 from selfspec.memory import free_device_bytes
-from selfspec.memory_plan import Limits, MemoryPlan, left_for, limit_to_plan, on_meta, plan_memory, plan_of
+from selfspec.memory_plan import Limits, MemoryPlan, limit_to_plan, on_meta, plan_memory, plan_of
 from selfspec.metrics import Metrics, Summary
 from selfspec.models import loading
 from selfspec.models.decoder import Decoder
@@ -65,7 +65,6 @@ class Engine:
         kernels: bool | None = None,
         kv_cache_gb: float | None = None,
         name: str | None = None,
-        memory_gb: float | None = None,
         prefix_reuse: bool = True,
     ) -> None:
         _check_limits(max_length=max_length, max_batch=max_batch)
@@ -77,7 +76,8 @@ class Engine:
         self.max_batch = max_batch or MAX_DECODING
         self.profile = self._read_profile(profile)
         context = min(model.config.context, max_length or model.config.context)
-        pages = cache_pages(model.config, model.dtype, context, max_batch, kv_cache_gb, left_for(model, memory_gb))
+        free = free_device_bytes(model.device)
+        pages = cache_pages(model.config, model.dtype, context, max_batch, kv_cache_gb, free)
         self.cache = Cache(model.config, model.device, model.dtype, pages)
         self.context = min(context, longest_sequence(pages))
         self._graphs = self._build_graphs(kernels)
@@ -126,11 +126,12 @@ class Engine:
         device = loading.pick_device(device)
         if memory_gb is not None:
             limits = max_length, max_batch, kv_cache_gb, memory_gb
-            limit_to_plan(plan_memory(path_or_name, device, dtype, profile, quantize, *limits, kernels), device)
+            plans = plan_memory(path_or_name, device, dtype, profile, quantize, *limits, kernels)
+            kv_cache_gb = limit_to_plan(plans, device)
         loaded = load_pretrained(path_or_name, device, dtype, quantize)
         parts = loaded.model, loaded.tokenizer, loaded.generation_config
         name = str(path_or_name)
-        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, memory_gb, prefix_reuse)
+        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, prefix_reuse)
 
     @classmethod
     def from_model(

@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from selfspec.cache.kv_cache import page_nbytes
-from selfspec.cache.size import USUAL_BATCH, cache_pages, longest_sequence
+from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
 from selfspec.memory import free_device_bytes, limit_memory
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import pick_device
 from selfspec.models.pretrained import Weights, stored_weights
+from selfspec.models.quantized.folder import BITS
 from selfspec.profiles.profile import Profile
 from selfspec.scheduler import MAX_DECODING
 from selfspec.scratch import graphs_nbytes, prefill_nbytes
@@ -118,12 +119,14 @@ def plan_of(
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
         buffers, cuda = buffers + of_graphs, cuda + (graphs * GRAPH_NBYTES if device.type == "cuda" else 0)
     available = free if limits.memory_gb is None else min(free, int(limits.memory_gb * 1e9))
+    exits = _exits_nbytes(model, profile, kernels)
     left = available - cuda - model.nbytes
+    left = min(left, int((left - exits - buffers) / SHARE))  # of which the cache takes at most all but these
 
     def pages(context: int, sequences: int | None) -> int:
         return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, left)
 
-    exits, held = _exits_nbytes(model, profile, kernels), pages(wanted, limits.max_batch)
+    held = pages(wanted, limits.max_batch)
     context = min(wanted, longest_sequence(held))
     longest = {of: min(wanted, longest_sequence(pages(wanted, of), of)) for of in BATCHES}
     total = model.nbytes + exits + held * size + buffers + cuda
@@ -161,32 +164,28 @@ def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int
     return sum(profile.exit(model, layer).nbytes for layer in layers) + rows * row
 
 
-def limit_to_plan(plans: list[MemoryPlan], device: torch.device) -> None:
-    """Limits GPU memory to that of the first plan. Raises ValueError, with all plans, if it does not fit."""
+def limit_to_plan(plans: list[MemoryPlan], device: torch.device) -> float:
+    """Limits GPU memory to that of the first plan; returns the size of its KV cache in 10^9 bytes. Raises ValueError,
+    with all plans, if it does not fit."""
     plan = plans[0]
     if not plan.fits:
         raise ValueError(f"{_what_fits(plans)}\n{as_text(plans)}")
     if device.type == "cuda":
         limit_memory((plan.available - plan.cuda) / 1e9, device)
+    return plan.cache / 1e9
 
 
 def _what_fits(plans: list[MemoryPlan]) -> str:
     """Says why the first plan does not fit, and which settings would."""
     plan = plans[0]
     without_cache = plan.available - (plan.total - plan.cache)
-    ways = [f"load the weights as {of.weights_as}" for of in plans[1:] if of.fits]
+    ways = [f"pass {'quantize' if of.weights_as in BITS else 'dtype'}={of.weights_as!r}" for of in plans[1:] if of.fits]
     if plan.total <= plan.available:
         ways.insert(0, f"pass max_length={plan.context} or less")
     elif without_cache > 0:
         ways.insert(0, f"pass kv_cache_gb={int(without_cache / 1e7) / 100}")
     fix = ", or ".join(ways) or "use a smaller model, or a larger memory_gb"
     return f"the model does not fit {plan.available / 1e9:.2f} GB with these settings: {fix}"
-
-
-def left_for(model: Decoder, memory_gb: float | None) -> int:
-    """Bytes that are free for an engine beside its loaded weights."""
-    free = free_device_bytes(model.device)  # on a GPU within the limit that `limit_to_plan` has set
-    return free if memory_gb is None else min(free, int(memory_gb * 1e9) - model.nbytes)
 
 
 def on_meta(model: Decoder) -> Decoder:

@@ -6,6 +6,7 @@ scratch memory that their launches take. Everywhere: the temporary tensors of a 
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ def prefill_nbytes(model: Decoder) -> int:
     up projection, the activated gate and its product with up; and of weights that are expanded in each call."""
     config = model.config
     width = 3 * config.hidden_size + 4 * config.intermediate_size
-    expanding = EXPANDED_TOGETHER * EXPANDING_NBYTES if model.is_quantized else 0
+    expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
     return PREFILL_CHUNK * width * model.dtype.itemsize + expanding
 
 

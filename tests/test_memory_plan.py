@@ -13,7 +13,7 @@ import torch
 from selfspec import Engine, generate, plan_memory, scratch
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.engine import slow_weights
-from selfspec.memory_plan import MemoryPlan, on_meta
+from selfspec.memory_plan import MemoryPlan, limit_to_plan, on_meta
 from selfspec.models import loading, pretrained
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Profile
@@ -145,6 +145,15 @@ def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(
             Engine.from_pretrained(source, device="cpu", memory_gb=-1)
 
 
+def test_the_error_names_the_ways_that_fit() -> None:
+    def plan(weights_as: str, weights: int) -> MemoryPlan:
+        return MemoryPlan(weights_as, weights, 0, 1, 0, 0, 10, 64, dict.fromkeys((1, 4, 16), 64), weights < 10)
+
+    with pytest.raises(ValueError, match="settings: pass quantize='int8', or pass dtype='native'\n"):
+        limit_to_plan([plan("bfloat16", 16), plan("int8", 8), plan("native", 5)], torch.device("cpu"))
+    assert limit_to_plan([plan("native", 5)], torch.device("cpu")) == 1e-9
+
+
 def test_a_limit_makes_the_cache_smaller_by_the_one_rule(tmp_path: Path) -> None:
     source = dense(tmp_path)
     free = plan_memory(source, profile=None, device="cpu")[0]
@@ -153,6 +162,9 @@ def test_a_limit_makes_the_cache_smaller_by_the_one_rule(tmp_path: Path) -> None
     engine = Engine.from_pretrained(source, profile=None, device="cpu", memory_gb=limit)
     assert engine.memory()["cache"] == plan.cache < free.cache and engine.context == plan.context
     assert plan.fits and plan.total <= limit * 1e9
+    # Half of what is left beside the weights, but not more than buffers leave.
+    tight = plan_memory(source, profile=None, device="cpu", memory_gb=(free.total - 0.9 * free.cache) / 1e9)[0]
+    assert tight.fits and 0.05 * free.cache < tight.cache < 0.2 * free.cache
 
 
 def test_the_command_prints_the_plan_and_loads_nothing(

@@ -29,7 +29,7 @@ def cache_pages(
     if kv_cache_gb is not None:
         if isinstance(kv_cache_gb, bool) or not isinstance(kv_cache_gb, int | float) or not kv_cache_gb > 0:
             raise ValueError(f"kv_cache_gb={kv_cache_gb!r} is not possible: it must be a number above 0")
-        pages = int(kv_cache_gb * 1e9 / size)
+        pages = int(kv_cache_gb * 1e9 / size + 1e-6)  # whole pages in gigabytes may be rounded down
         if pages < least:
             raise ValueError(
                 f"kv_cache_gb={kv_cache_gb:g} holds {pages} pages of {PAGE_SIZE} positions, and at least {least} are "
