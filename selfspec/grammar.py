@@ -184,7 +184,7 @@ def read_response_format(given: Any) -> str | None:
         if kind == "regex":
             return matcher.grammar_from_regex(text)
         return matcher.grammar_from_json_schema(text, {} if "x-guidance" in json.loads(text) else JSON_OPTIONS)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResponseFormatError(f"response_format cannot be followed: {error}") from None
 
 

@@ -78,6 +78,11 @@ def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
             x, whole, scores, token_ids=rows, gather=True, count=count, noise=noise, processing=processing
         ),
     )
+    masks = Masks(_empty(16, dtype=torch.int32), _empty(32, 1536, dtype=torch.int32))
+    yield (
+        "trimmed masked",
+        lambda: lm_head_scores(x, whole, scores, token_ids=rows, gather=True, count=count, masks=masks),
+    )
     for columns, width in ((128256, 1), (15872, 20), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
