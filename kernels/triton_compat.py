@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,3 +74,21 @@ def shared_bytes_of(arch: tuple[int, int]) -> int:
 def processors(tensor: torch.Tensor) -> int:
     """Streaming multiprocessors of the tensor's device."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
+
+
+@cache
+def can_launch() -> bool:
+    """Whether Triton can launch kernels here; warns if not. Triton builds its launcher with a C compiler on first
+    use."""
+    try:
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        warnings.warn(
+            "decoding with PyTorch's own operations, which are much slower: Triton cannot launch kernels here; install "
+            f"a C compiler and Python's headers ({text})",
+            UserWarning,
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from selfspec.kernels.dequantize import dequantize
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.gate_up_gemm import gated_linear
 from selfspec.kernels.gemm import linear
@@ -85,6 +86,10 @@ def embed(name: str) -> None:
     )  # fmt: skip
 
 
+def rows_of(name: str) -> None:
+    dequantize(weight_of(HIDDEN, INNER, name), slice(16, 64), empty(48, INNER))
+
+
 def launches() -> Launches:
     """Every format; every height of tiles for the format that needs most registers."""
     yield from _all_formats()
@@ -97,6 +102,7 @@ def launches() -> Launches:
     yield "head q6_k rows 16", partial(head, 16, "q6_k", False)
     yield "trimmed head int8 rows 64", partial(head, 64, "int8", True)
     yield "embedding q4_k", partial(embed, "q4_k")
+    yield "dequantize q4_k", partial(rows_of, "q4_k")
     yield "float16", partial(plain, 3, "int8 32", torch.float16)
     yield "float32", partial(plain, 3, "int8 32", torch.float32)
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from selfspec.backends.cuda import decoder as decoder_module
 from selfspec.backends.cuda.decoder import FusedDecoder, Residual, Scratch
+from selfspec.kernels import triton_compat
 from selfspec.kernels.norm import scaled_reference, squares_reference
 from selfspec.models.decoder import Layer
 from selfspec.speculation.exit import Exit
@@ -66,11 +66,11 @@ def test_kernels_are_not_used_where_triton_cannot_launch(monkeypatch: pytest.Mon
         def active(self) -> None:
             raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(decoder_module, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=NoCompiler())))
-    decoder_module.can_launch.cache_clear()
+    monkeypatch.setattr(triton_compat, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=NoCompiler())))
+    triton_compat.can_launch.cache_clear()
     with pytest.warns(UserWarning, match="Failed to find C compiler"):
-        assert not decoder_module.can_launch()
-    decoder_module.can_launch.cache_clear()
+        assert not triton_compat.can_launch()
+    triton_compat.can_launch.cache_clear()
 
 
 def test_a_scratch_buffer_that_grew_is_kept_for_graphs_captured_before() -> None:

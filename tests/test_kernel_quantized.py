@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from selfspec.kernels import norm as norms  # noqa: E402
+from selfspec.kernels.dequantize import dequantize, dequantize_reference
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope, embed_rope_reference  # noqa: E402
 from selfspec.kernels.gate_up_gemm import gated_linear, gated_linear_reference  # noqa: E402
 from selfspec.kernels.gemm import linear, linear_reference  # noqa: E402
@@ -108,6 +109,17 @@ def test_a_packed_weight_takes_the_memory_of_its_bits_and_scales() -> None:
     assert pack(quantized(64, 1024, "int4", 128)).nbytes == 64 * 1024 * (4 + 16 / 128) / 8
     assert pack(quantized(64, 1024, "int4", 32, "super")).nbytes == 64 * 1024 * (4 + 16 / 32 + 32 / 256) / 8
     assert pack(quantized(64, 1024, "int8", 1024)).nbytes == 64 * 1024 * (8 + 16 / 1024) / 8
+
+
+@settings(max_examples=20, deadline=None)
+@given(tensors(), st.integers(0, 2))
+def test_rows_are_dequantized_to_the_values_of_the_tensor(tensor: QuantizedTensor, tile: int) -> None:
+    weight, rows = pack(tensor), slice(16 * tile, min(16 * tile + 20, tensor.shape[0]))
+    if rows.start < rows.stop:
+        out = nan(rows.stop - rows.start, tensor.shape[1])
+        dequantize(weight, rows, out)
+        assert torch.equal(out, dequantize_reference(weight, rows, torch.float32))
+        assert torch.equal(out, tensor.dequantize()[rows])
 
 
 @settings(max_examples=40, deadline=None)

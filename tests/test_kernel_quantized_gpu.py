@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.quantized import HIDDEN, INNER, random_weight
+from selfspec.kernels.dequantize import dequantize, dequantize_reference
 from selfspec.kernels.gemm import linear
 from selfspec.kernels.lm_head_topk import lm_head_logits
 from selfspec.kernels.quantized_launch import choose_weight_tile
@@ -82,3 +83,12 @@ def test_neither_height_width_nor_stages_of_a_tile_change_a_bit(name: str) -> No
         some = torch.empty(count, n, device="cuda")
         lm_head_logits(x[:count], weight, some)
         assert torch.equal(some, logits[:count])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_dequantized_as_the_reference_rounds_them(name: str) -> None:
+    weight = weight_of(640, HIDDEN, name)
+    rows = slice(32, 601)
+    out = torch.full((569, HIDDEN), torch.nan, device="cuda", dtype=torch.bfloat16)
+    dequantize(weight, rows, out)
+    assert torch.equal(out, dequantize_reference(weight, rows, torch.bfloat16))

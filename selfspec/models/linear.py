@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.quantized_weight import QuantizedWeight
+from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
@@ -54,7 +54,7 @@ class Linear:
         outputs = []
         for rows in _row_ranges(self.weight):
             bias = None if self.bias is None else self.bias[rows]
-            outputs.append(F.linear(x, self.weight.rows(rows).dequantize().to(x.dtype), bias))
+            outputs.append(F.linear(x, _expand_rows(self.weight, rows, x.dtype), bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -74,13 +74,34 @@ def expand(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         return weight.to(dtype)
     dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for rows in _row_ranges(weight):
-        dense[rows] = weight.rows(rows).dequantize()
+        dense[rows] = _expand_rows(weight, rows, dtype)
     return dense
+
+
+def _expand_rows(weight: QuantizedWeight, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a range of rows of `_row_ranges`, dense."""
+    if not _has_kernel(weight):
+        return weight.rows(rows).dequantize().to(dtype)
+    from selfspec.kernels.dequantize import dequantize  # imports Triton
+
+    dense = torch.empty(rows.stop - rows.start, weight.columns, dtype=dtype, device=weight.device)
+    dequantize(weight, rows, dense)
+    return dense
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    if weight.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from selfspec.kernels.triton_compat import can_launch, triton  # imports Triton
+
+    return triton is not None and can_launch()
 
 
 def _row_ranges(weight: QuantizedWeight) -> Iterator[slice]:
     """Yields ranges of rows that are expanded together."""
     n, k = weight.shape
-    step = max(1, EXPANDED_TOGETHER // k)
+    # A kernel takes no more than the result, of at most 4 bytes.
+    together = EXPANDED_TOGETHER * (EXPANDING_NBYTES // 4 if _has_kernel(weight) else 1)
+    step = max(1, together // k // TILE_ROWS) * TILE_ROWS
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))

@@ -6,10 +6,9 @@ kernel gives a row the same bits whichever other rows are in the pass. `step.py`
 
 from __future__ import annotations
 
-import warnings
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from selfspec.kernels.lm_head_topk import lm_head_logits
 from selfspec.kernels.norm import NextNorm, Norm, rms_norm, squares_per_row
 from selfspec.kernels.qkv_rope_gemm import qkv_linear
 from selfspec.kernels.tree_attention import counters_size, ranges_for, tree_attention, workspace_size
-from selfspec.kernels.triton_compat import INTERPRETED, triton
+from selfspec.kernels.triton_compat import INTERPRETED, can_launch, triton
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
 from selfspec.models.linear import Linear
@@ -50,24 +49,6 @@ def is_supported(model: Decoder) -> bool:
     if torch.version.hip is not None or model.dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(model.device) >= (8, 0) and can_launch()
-
-
-@cache
-def can_launch() -> bool:
-    """Whether Triton can launch kernels here; warns if not. Triton builds its launcher with a C compiler on first
-    use."""
-    try:
-        _ = triton.runtime.driver.active.utils
-    except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        warnings.warn(
-            "decoding with PyTorch's own operations, which are much slower: Triton cannot launch kernels here; install "
-            f"a C compiler and Python's headers ({text})",
-            UserWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 @dataclass(frozen=True)
