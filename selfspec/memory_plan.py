@@ -121,7 +121,8 @@ def plan_of(
     available = free if limits.memory_gb is None else min(free, int(limits.memory_gb * 1e9))
     exits = _exits_nbytes(model, profile, kernels)
     left = available - cuda - model.nbytes
-    left = min(left, int((left - exits - buffers) / SHARE))  # of which the cache takes at most all but these
+    if limits.memory_gb is not None:  # then the cache, which takes SHARE of it, gets at most what all others leave
+        left = min(left, int((left - exits - buffers) / SHARE))
 
     def pages(context: int, sequences: int | None) -> int:
         return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, left)
