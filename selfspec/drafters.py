@@ -60,7 +60,7 @@ class Drafters:
         time_rows: Callable[[], RowCost] | None = None,  # called where the profile lacks costs; None: as on a GPU
     ) -> None:
         self.model, self.profile = model, profile
-        self._embed, self._kernels = embed, kernels
+        self._embed, self._kernels, self._time_rows = embed, kernels, time_rows
         self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
         self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: of all
@@ -68,6 +68,7 @@ class Drafters:
         self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
         self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
+        self._copying = cache(self._make_copying)  # by rules
         self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
 
     @property
@@ -95,6 +96,8 @@ class Drafters:
         """For one request; also, for each prompt, whether it is farther than `max_distance` from every domain. Gives
         the policy the profile's plans. None if nothing will be drafted."""
         if self.profile is None:
+            if policy.only_copies:
+                return Drafter(None, candidates=self.copying_candidates(policy.rules)), []
             exit = None if layer is None else self.exit(layer)
             return self._checked(Drafter(exit), policy.possible_plans), []
         routed = request.domain == "auto" and self.profile.routes
@@ -228,6 +231,15 @@ class Drafters:
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
         acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]))
         return SharedPlans(acceptance, costs, max_tree_batch, widest, step_limit)
+
+    def copying_candidates(self, rules: Rules) -> PlanCandidates:
+        """The plans that the governor chooses from without an exit."""
+        return self._copying(rules.max_tree_batch, rules.step_limit)
+
+    def _make_copying(self, max_tree_batch: int, step_limit: float) -> PlanCandidates:
+        row_cost = gpu_rows if self._time_rows is None else self._time_rows()
+        costs = {size: estimated_cost(0, self.model.config.num_layers, size, row_cost) for size in BATCHES.values()}
+        return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch, max_step=step_limit))
 
     def _cost_models(self, choice: DomainChoice) -> dict[int, CostModel]:
         """By the largest batch each is for."""

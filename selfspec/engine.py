@@ -419,7 +419,7 @@ class Engine:
         how = "Triton kernels in CUDA graphs" if self.has_kernels else "PyTorch operations"
         _log.info("model %s: %.2f GB in %s on %s, %s", self.name, weights, _short(self.dtype), self.device, how)
         if self.profile is None:
-            _log.info("no profile: decoding plainly unless a request gives an exit layer or a plan")
+            _log.info("no profile: drafting only what a text repeats unless a request gives an exit layer or a plan")
         else:
             _log.info("profile %s", self.profile.folder or "in memory")
         tokens = self.cache.num_pages * PAGE_SIZE

@@ -246,7 +246,8 @@ class Metrics:
 def short_plan_name(plan: str) -> str:
     """Returns a plan's name for one line of text: an irregular plan's own name lists all its nodes."""
     kind, _, nodes = plan.partition(":")
-    return f"tree of {nodes.count(',') + 1} nodes" if kind == "nodes" else plan
+    drafted, *copied = nodes.split("+")
+    return "+".join([f"tree of {drafted.count(',') + 1} nodes", *copied]) if kind == "nodes" else plan
 
 
 def _share(part: float, whole: float) -> float:

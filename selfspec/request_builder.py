@@ -79,7 +79,7 @@ class RequestBuilder:
         plan = None if speculation.plan is None else Plan.parse(speculation.plan)
         layer = self.drafters.own_exit_layer(speculation, plan)
         policy = self._policy(params, speculation, plan, layer)
-        if policy.off_for_good == "no_profile":
+        if policy.only_copies:
             self._warn_no_profile()
         if resolved.processors and self.has_kernels:
             self._warn_callables(resolved.processors)
@@ -207,7 +207,7 @@ class RequestBuilder:
 
     def _warn_no_profile(self) -> None:
         self._warn(
-            "decoding plainly: this model has no profile, so there is no trained exit to draft with. Calibrate it "
+            "drafting only what the text repeats: this model has no profile, so there is no trained exit. Calibrate it "
             "(python -m selfspec.calibrate --model ...), or pass exit_layer= and plan= to draft with an untrained exit."
         )
 

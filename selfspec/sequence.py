@@ -22,6 +22,7 @@ from selfspec.cache.prefixes import PageKeys
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.copying import Copying
 from selfspec.governor.governor import MEASURING, Change
+from selfspec.governor.rules import NO_PROFILE
 from selfspec.grammar import Grammar
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
@@ -190,9 +191,12 @@ class Sequence:
 
     @property
     def disabled_reason(self) -> str | None:
-        """The first reason why a step drafted nothing; plain steps that only measure do not count."""
+        """The first reason why a step drafted nothing; plain steps that only measure do not count. Without a profile it
+        is `no_profile`, also where steps copy: no exit drafts."""
         reasons = (record.reason for record, _ in self._counted())
-        return next((reason for reason in reasons if reason not in (None, MEASURING)), None)
+        first = next((reason for reason in reasons if reason not in (None, MEASURING)), None)
+        policy = self.request.policy
+        return NO_PROFILE if policy is not None and policy.only_copies and first != "processor" else first
 
     @property
     def outcomes(self) -> Counter[tuple[int, int]]:

@@ -75,7 +75,8 @@ def _router_layer(profile: Profile | None) -> int | None:
 def expected_steps(
     drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
 ) -> Iterator[ExpectedStep]:
-    """Yields plain steps and those of the profile's plans, for batches of every power of two up to `batch`."""
+    """Yields plain steps and those of the profile's plans, without a profile of plans that copy, for batches of every
+    power of two up to `batch`."""
     profile, domain, batch = drafters.profile, expected.domain, expected.batch
     domains = [] if profile is None else [domain] if domain is not None else list(profile.domains)
     sizes = [1 << power for power in range((batch - 1).bit_length(), -1, -1)]  # sequences end at different times
@@ -83,5 +84,7 @@ def expected_steps(
         asked = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         params = read_settings(generation_config, None, asked).resolve(1).params
         yield ExpectedStep(size, NONE, None, params)
+        for plan in drafters.copying_candidates(rules).table(min(size, batch)).plans if profile is None else ():
+            yield ExpectedStep(size, plan, None, params)
         for plan, exit in drafters.expected(min(size, batch), domains, Policy(rules, params)):
             yield ExpectedStep(size, plan, exit, params)

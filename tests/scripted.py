@@ -110,6 +110,8 @@ class ScriptedPolicy:
         self.plans = [Plan.parse(plan) for plan in plans]
         self.steps = 0
 
+    only_copies = False
+
     def reason(self, batch: int) -> str | None:
         return None
 

@@ -33,7 +33,7 @@ LAYERS = 4
 PROMPT = torch.tensor([[1, 5, 9, 33]])
 BATCH = torch.tensor([[1, 5, 9, 33], [4, 8, 15, 16]])
 
-pytestmark = pytest.mark.filterwarnings("ignore:decoding plainly")
+pytestmark = pytest.mark.filterwarnings("ignore:drafting only")
 
 Refuses = Callable[..., None]
 

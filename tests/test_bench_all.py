@@ -18,7 +18,7 @@ from tests.tiny import tiny_model
 ROOT = Path(__file__).parents[1]
 SECTIONS = list(bench_all.SECTIONS)
 
-pytestmark = pytest.mark.filterwarnings("ignore:decoding plainly")
+pytestmark = pytest.mark.filterwarnings("ignore:drafting only")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_every_token_after_the_prompt_is_a_hit_or_a_miss_once(tokens: list[int],
         copying.read(tokens[:end], prompt)
     copying.read(tokens, prompt)
     for hit in hits(tokens, prompt):
-        expected += (hit - expected) / 24
+        expected += (hit - expected) / 16
     assert abs(copying.share - expected) < 1e-9
 
 

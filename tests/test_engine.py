@@ -251,7 +251,7 @@ class TestLimits:
         assert engine.cache.free_pages == engine.cache.num_pages
 
 
-@pytest.mark.filterwarnings("ignore:decoding plainly")
+@pytest.mark.filterwarnings("ignore:drafting only")
 class TestComplete:
     """Text in, text out; the tokens are those of `generate`."""
 

@@ -228,7 +228,7 @@ class TestAutomaticProfile:
         assert engine.profile.folder == home / "some-name"
         assert stats_of(engine)[0].exit_layer == 2
 
-    @pytest.mark.filterwarnings("ignore:decoding plainly")
+    @pytest.mark.filterwarnings("ignore:drafting only")
     @pytest.mark.parametrize("what", ["no-home", "another-model's", "broken"])
     def test_without_one_the_engine_decodes_plainly(self, home, folder, what):
         if what == "another-model's":

@@ -26,7 +26,7 @@ def engine(model) -> Engine:
 DRAFTING = {"exit_layer": 2, "plan": "chain:2"}
 
 
-@pytest.mark.filterwarnings("ignore:decoding plainly")
+@pytest.mark.filterwarnings("ignore:drafting only")
 class TestRules:
     @pytest.mark.parametrize(
         ("kwargs", "reason"),

@@ -18,7 +18,7 @@ from tests.commanding import save_model
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHORT = ("--max-new-tokens", "6")
 
-pytestmark = pytest.mark.filterwarnings("ignore:decoding plainly")
+pytestmark = pytest.mark.filterwarnings("ignore:drafting only")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_streaming_prints_an_answer_and_its_speed(run):
 
 def test_metrics_are_printed(run):
     out = run("read_metrics.py", *SHORT)
-    assert "accepted by depth: ['" in out and "{'no_profile': " in out
+    assert "accepted by depth: ['" in out and "{'measuring': " in out
     assert "weights " in out and "for Prometheus:" in out
 
 

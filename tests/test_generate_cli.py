@@ -99,7 +99,7 @@ def test_without_a_profile_a_warning_of_one_line_names_options_of_the_command(ru
 
 def test_the_statistics_of_plain_decoding(run):
     _, about = run("hello", "--max-new-tokens", "12")
-    assert re.search(r"12 tokens in [\d.]+ s \([\d.]+ tokens/s\), plain decoding \(no_profile\)", about)
+    assert re.search(r"12 tokens in [\d.]+ s \([\d.]+ tokens/s\), plain decoding \(measuring, no_profile\)", about)
 
 
 def test_the_statistics_of_speculation(run, engine):

@@ -8,14 +8,17 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.governor.acceptance import MEMORY, UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
+from selfspec.governor.copying import Copying
 from selfspec.governor.costs import PLAIN_INTERVAL, PLAIN_SAMPLES, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
+from selfspec.kernels.copy_draft import copy_reference
 from selfspec.speculation.plan import NONE, Plan
 
 SHARES = [[0.64, 0.10, 0.05, 0.03, 0.02, 0.01]] * 4
@@ -128,6 +131,30 @@ def test_nodes_are_copied_where_the_text_repeats_and_only_there() -> None:
     repeats.copied = bad.copied = 13
     assert choose(governor, repeats)[0].copied and not choose(governor, differs)[0].copied
     assert str(choose(governor, bad)[0]) == "copy:15", "an exit that is always wrong is not used"
+
+
+def test_without_an_exit_copying_stops_where_the_text_no_longer_repeats() -> None:
+    """60 tokens of one period, then 140 different ones; every step that copies takes 1.2 plain steps."""
+    models = {1: estimated_cost(0, 30)}
+    candidates = PlanCandidates(None, models, SharedPlans(None, models, max_tree_batch=4))
+    governor = Governor(candidates, Costs(), RULES, Budget(RULES.budget, RULES.budget_refill))
+    text, skill, copying = [1, 2, 3] * 20 + list(range(10, 150)), Skill(), Copying()
+    position, taken, plans = 6, 0.0, []
+    while position < len(text):
+        plan, reason = choose(governor, skill, in_use=plans[-1] if plans else NONE)
+        governor.launched(plan, 1, CONTEXT)
+        draft = copy_reference(torch.tensor(text[:position]), plan.copied).tolist() if len(plan) else []
+        same = [of == token for of, token in zip(draft, text[position : position + len(draft)], strict=False)]
+        last = (*same, False).index(False)
+        seconds = 1.2 if len(plan) else 1.0
+        governor.observe(plan, [(skill, last)], seconds, CONTEXT, [0])
+        position, taken = position + last + 1, taken + seconds
+        skill.copied = copying.read(text[:position], 6)
+        plans.append(plan)
+        assert reason in (None, MEASURING, "no_profile")
+    assert taken < 170, "the period was copied"
+    copied = [number for number, plan in enumerate(plans) if plan.copied]
+    assert copied and max(copied) < len(plans) - 100, "a few steps after the period has ended it decodes plainly"
 
 
 def test_a_skill_learns_what_the_exit_alone_would_have_reached() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from selfspec import Engine, GenerateOutput, Plan
 from selfspec.governor.rules import Policy
 from tests.profiles import choice_of, profile_of, random_exit, random_rows, watch_vocabularies
-from tests.scripted import IRREGULAR, ScriptedPolicy, endless, left_padded, random_prompt
+from tests.scripted import IRREGULAR, ScriptedPolicy, endless, forced_text_model, left_padded, random_prompt
 from tests.strategies import SETTINGS, plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
@@ -93,6 +93,16 @@ def test_tokens_are_the_same_with_any_copied_nodes(plan: Plan, prompt: list[int]
     bias = {"logit_bias": dict.fromkeys(range(3, 6), 6.0)}
     plain, drafted = (generate(engine_of("llama"), [prompt], seed, plan=of, **bias)[0] for of in ("none", str(plan)))
     assert drafted == plain
+
+
+@pytest.mark.filterwarnings("ignore:drafting only")
+def test_without_a_profile_text_that_repeats_is_copied_and_stays_the_same() -> None:
+    engine, period = Engine.from_model(forced_text_model([5, 9, 7, 3, 11])), [5, 9, 7, 3, 11, 5, 9]
+    settings = {"speculative_decoding": None, "max_new_tokens": 60}
+    plain, (of_plain,) = generate(engine, [period], 0, "greedy", **settings | {"speculative_decoding": False})
+    copied, (stats,) = generate(engine, [period], 0, "greedy", **settings)
+    assert copied == plain and of_plain.disabled_reason == "request"
+    assert stats.accepted > 10 and (stats.exit_layer, stats.disabled_reason) == (None, "no_profile")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

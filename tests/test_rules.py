@@ -74,8 +74,9 @@ def test_a_rule_holds_past_its_threshold(
     assert reason(batch, sampling, rules) == expected
 
 
-def test_without_an_exit_it_is_off() -> None:
-    assert reason(has_exit=False) == "no_profile"
+def test_without_an_exit_small_batches_copy_and_larger_ones_are_off() -> None:
+    assert reason(has_exit=False) is reason(4, has_exit=False) is None
+    assert reason(5, has_exit=False) == "no_profile"
 
 
 @given(temperature=st.floats(0.1, 9), top_k=st.integers(0, 1000))
@@ -86,7 +87,7 @@ def test_sampling_rules_leave_greedy_requests_alone(temperature: float, top_k: i
 HOLDS: dict[str, dict[str, Any]] = {  # in the order in which reasons are given
     "request": {"mode": False},
     "processor": {"stateful_processors": True},
-    "no_profile": {"has_exit": False},
+    "no_profile": {"has_exit": False, "batch": 17},
     "batch": {"batch": 17},
     "temperature": {"sampling": sampled(2.0, top_k=500)},
     "top_k": {"sampling": sampled(top_k=500)},
@@ -106,10 +107,10 @@ def test_forcing_skips_every_rule_but_what_the_request_itself_says(name: str) ->
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_only_the_batch_is_a_reason_that_may_pass(name: str) -> None:
+def test_only_reasons_of_the_batch_may_pass(name: str) -> None:
     request = {key: value for key, value in HOLDS[name].items() if key != "batch"}
     policy = Policy(**{"rules": Rules(), "sampling": GREEDY, **request})
-    assert policy.off_for_good == (None if name == "batch" else name)
+    assert policy.off_for_good == (None if name in ("batch", "no_profile") else name)
 
 
 def test_goodput_holds_for_good_only_where_no_batch_pays() -> None:

@@ -13,7 +13,7 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     engine = Engine.from_model(hf, max_batch=2, kernels=True)
     prompt, settings = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 2, "do_sample": False}
     engine.generate(prompt, **settings)  # type: ignore[arg-type]
-    assert engine.warmup(2) == 2 and engine._graphs is not None
+    assert engine.warmup(2) == 6 and engine._graphs is not None, "two sizes, each plain, copy:3 and copy:15"
     captured = len(engine._graphs.captured.entries)
     engine.generate(prompt.repeat(2, 1), **settings)  # type: ignore[arg-type]
     assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"

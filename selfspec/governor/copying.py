@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 MOST_COPIED = 15  # nodes of a copied branch at most: with the root 16 rows, one tile of the matrix products
-_MEMORY = 24  # tokens after which a hit or miss counts 1/e
+_MEMORY = 16  # tokens after which a hit or miss counts 1/e
 _STEPS = 16  # levels between a share of 0 and 1
-_PRIOR = 0.3  # share of hits that a text begins with: between those of chat (0.2) and summaries (0.5)
+_PRIOR = 0.1  # share of hits that a text begins with: so low that copying starts only where a text repeats
 _CONTINUES = 0.85  # chance that a branch is right at one more depth, where texts copy
 # Share of the copied tokens at depths where the exit is wrong that are right: both are right where a text is easy. It
 # was 0.4 to 1.0 on the demo model's own texts, the least where little is copied.

@@ -14,7 +14,7 @@ from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
 from selfspec.governor.copying import TOKENS
 from selfspec.governor.costs import Cell, Costs
-from selfspec.governor.rules import Rules
+from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
 MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and lengths are plain, and 1 in 128 later
@@ -68,8 +68,11 @@ class Governor:
         best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
         if best is not None and speeds[best] > 0:
             needed = 1.0 if len(in_use) else 1 + self.rules.start_gain
-            if speeds[best] > needed or (not len(in_use) and self.budget.is_full):
+            probes = not len(in_use) and self.budget.is_full and self.candidates.acceptance is not None
+            if speeds[best] > needed or probes:
                 return table.plans[best], None
+        if self.candidates.acceptance is None:
+            return NONE, NO_PROFILE
         return NONE, "ood" if all(skill.is_ood for skill in skills) else "goodput"
 
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, cell: Cell) -> list[float]:

@@ -15,6 +15,8 @@ from selfspec.speculation.plan import NONE, Plan
 
 Mode = Literal["force"] | bool | None
 
+NO_PROFILE = "no_profile"  # why no exit drafts: no profile was found and no exit was given
+
 BATCHES = {"1": 1, "2-4": 4, "5-16": 16}  # batch sizes with plans of their own, and the largest of each band
 TEMPERATURES = {"0": 0.0, "0.7": 0.7, "1": 1.0}  # temperatures with plans of their own; 0 is greedy
 DEFAULT_TREE = Plan.parse("tree:4,2,2,1")
@@ -93,6 +95,11 @@ class Policy:
         """Every plan that some step of this request might draft."""
         return [self.plan] if self.plan else [*self.plans.values(), DEFAULT_TREE]
 
+    @property
+    def only_copies(self) -> bool:
+        """Whether the request asks for no plan and has no exit to draft with: it only copies from its own text."""
+        return not self.has_exit and self.plan is None and self.mode in (None, True)
+
     def reason(self, batch: int) -> str | None:
         """The first rule that forbids drafting in a batch of this size; None if none does."""
         rules, sampling = self.rules, self.sampling
@@ -102,8 +109,8 @@ class Policy:
             return "processor"
         if self.mode == "force":
             return None
-        if not self.has_exit and (self.plan is None or self.plan.uses_exit):
-            return "no_profile"
+        if self.only_copies and batch > rules.max_tree_batch:
+            return NO_PROFILE
         if batch > rules.max_batch:
             return "batch"
         if sampling.do_sample and sampling.temperature > rules.max_temperature:
