@@ -88,7 +88,7 @@ def test_a_second_turn_gets_the_bits_and_tokens_of_a_fresh_prefill(
 def test_prompts_that_share_a_system_prompt_get_the_tokens_that_they_get_without_reuse(small: Decoder) -> None:
     reusing, fresh = (engine_of(small, reuse, None) for reuse in (True, False))
     system = random_tokens(500, 3)
-    prompts = [system + random_tokens(count, 4) for count in (40, 100, 600)]
+    prompts = [system + random_tokens(count, seed=count) for count in (40, 100, 600)]
     answered(reusing, system, 4, **DRAFTING)
     for prompt in prompts:
         found = answered(reusing, prompt, 60, **DRAFTING)

@@ -96,6 +96,8 @@ class DeviceStep:
         self._levels = [_Level(tree, level) for level in plan.levels]
         # Of roots and copied nodes, node-major; unused where nothing is copied.
         self._first_tokens = torch.zeros(self._levels[0].rows[1], dtype=torch.int32, device=device)
+        if options.masks:
+            self.mask_words[:rows].fill_(-1)  # no row has a mask when the step runs before it is captured
         first_node_row = 0 if exit is None else exit.first_node_row
         self._previous_rows = tree.parent_rows(range(len(plan) + 1), first_node_row)
 
