@@ -54,3 +54,22 @@ def test_tokens_of_no_copied_node_are_refused() -> None:
     ints = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="copied nodes"):
         copy_draft(ints[:, None], ints, ints, ints, torch.zeros(2, 1, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("longest", [40, 5000, 70_000])
+def test_on_a_gpu_texts_of_many_tiles_give_the_references_drafts(longest: int) -> None:
+    generator = torch.Generator().manual_seed(longest)
+    stored = torch.randint(0, 40, (4, longest), generator=generator, dtype=torch.int32)
+    stored[1, -30:] = stored[1, 3:33].clone()  # a long match far behind
+    stored[2] = torch.arange(longest) % 7
+    stored[3] = torch.arange(longest)  # no match
+    lengths = torch.tensor([longest - 1, longest - 1, longest // 2, longest - 1], dtype=torch.int32)
+    pending = stored[torch.arange(4), lengths.long()]
+    keys = torch.zeros(4, tiles_of(longest), dtype=torch.int64, device="cuda")
+    tokens = torch.zeros(16 * 4, dtype=torch.int32, device="cuda")
+    copy_draft(stored.cuda(), lengths.cuda(), pending.cuda(), tokens, keys)
+    drafts = tokens.view(16, 4).T.cpu()
+    for draft, text, newest in zip(drafts, stored, lengths.tolist(), strict=True):
+        assert draft.tolist() == [int(text[newest]), *copy_reference(text[: newest + 1], 15).tolist()]
