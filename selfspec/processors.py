@@ -92,8 +92,9 @@ def absorb_processors(
     """
     merged = merge(_built_in(params, prompt_length, built_in, device), processors)
     stops = params.stop_token_ids if stop_token_ids is None else stop_token_ids
-    if not merged:  # spares a plain request the checks of two more SamplingParams
-        return replace(params, min_new_tokens=0, min_length=0, stop_token_ids=tuple(stops)), []
+    if not merged:  # spares most requests the checks of further SamplingParams
+        is_same = not (params.min_new_tokens or params.min_length) and tuple(stops) == params.stop_token_ids
+        return params if is_same else replace(params, min_new_tokens=0, min_length=0, stop_token_ids=tuple(stops)), []
     folded = replace(params, repetition_penalty=1.0, min_new_tokens=0, min_length=0, stop_token_ids=tuple(stops))
     left: list[Processor] = []
     for processor in merged:
