@@ -15,6 +15,7 @@ from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache
 from selfspec.drafters import Drafter
+from selfspec.governor.rules import Policy, Rules
 from selfspec.grammar import Grammars
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
@@ -214,20 +215,23 @@ def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
 # Grammars
 
 
+def follow(sequence: Sequence, regex: str) -> Sequence:
+    """Gives a sequence the grammar of a regex."""
+    grammar = Grammars(101).compile({"type": "regex", "regex": regex}, tiny_tokenizer(), (2,))
+    assert grammar is not None
+    sequence.grammar, sequence.request.uses_host = grammar.copy(len(sequence.prompt)), True
+    return sequence
+
+
 @torch.inference_mode()
 def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
     """They join and leave at different steps; plain steps and drafting steps alternate, so that steps with open masks
     are followed by passes that fill the exit's KV."""
-    exit, grammars = accurate_exit(), Grammars(101)
+    exit = accurate_exit()
 
     def sequence(seed: int, regex: str | None, **params: Any) -> Sequence:
         made = sequence_of(prompt_of(5, seed), 5, SamplingParams(stop_token_ids=(2,), **params), seed=seed, exit=exit)
-        if regex is not None:
-            grammar = grammars.compile({"type": "regex", "regex": regex}, tiny_tokenizer(), (2,))
-            assert grammar is not None
-            made.grammar = grammar.copy(len(made.prompt))
-            made.request.uses_host = True
-        return made
+        return made if regex is None else follow(made, regex)
 
     def sequences() -> list[Sequence]:
         return [
@@ -256,7 +260,51 @@ def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
+@torch.inference_mode()
+def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_step() -> None:
+    """The third sequence joins while a step that drafts is in flight, and forbids drafting from the next step on."""
+    exit = accurate_exit()
+
+    def sequence(seed: int) -> Sequence:
+        made = sequence_of(prompt_of(5, seed), 8, exit=exit)
+        made.request.policy = Policy(Rules(max_batch=2), made.params, plan=Plan.parse("chain:2"))
+        return follow(made, "[a-m]{30}")
+
+    batch, made = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), exit), [sequence(seed) for seed in (1, 2, 3)]
+    batch.plan = Plan.parse("chain:2")
+    batch.admit(made[:2])
+    batch.step()
+    batch.admit(made[2:])
+    batch.run()
+    for got, alone in zip(made, map(sequence, (1, 2, 3)), strict=True):
+        reference = ScriptedBatch(torch_backend(), None)
+        reference.admit([alone])
+        reference.run()
+        assert got.request.error is None and got.tokens == alone.tokens
+    assert made[0].accepted and "batch" in {record.reason for record in made[0].records}
+
+
 # Failures
+
+
+def raise_out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("on purpose")
+
+
+@torch.inference_mode()
+def test_a_sequence_leaves_its_slot_even_if_its_open_step_cannot_be_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), None)
+    failing, later = follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}"), sequence_of(prompt_of(5, 2), 2)
+    failing.request.logprobs = 0
+    batch.admit([failing])
+    batch.step()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("selfspec.backends.cuda.step.DeviceStep.logprobs", raise_out_of_memory)
+        batch.dismiss(failing)
+    batch.in_flight = None
+    batch.admit([later])
+    batch.run()
+    assert later.tokens == plain_tokens(later)
 
 
 def break_after(count: int) -> Any:

@@ -173,10 +173,12 @@ class CudaBackend:
         self._top = max((of.request.logprobs for of in sequences if of.request.logprobs is not None), default=None)
 
     def release(self, sequence: Sequence) -> None:
-        self._complete()
-        self._placement.release(sequence)
-        self._prompts.release(sequence)
-        self._unfilled.pop(sequence, None)
+        try:
+            self._complete()
+        finally:  # a slot that is not freed would make all later steps fail
+            self._placement.release(sequence)
+            self._prompts.release(sequence)
+            self._unfilled.pop(sequence, None)
 
     def suspend(self, sequence: Sequence) -> None:
         """Fills the exit's KV and copies the sequence's feature from its slot."""

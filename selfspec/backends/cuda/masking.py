@@ -79,7 +79,8 @@ class Masking:
             drafted = opened.drafted.read()
             self._readbacks.give_back(opened.drafted)
             for index, (sequence, slot) in enumerate(opened.roots):
-                if sequence.drafts and sequence.grammar is not None:
+                # As at the launch: `sequence.drafts` may have changed since, when other sequences joined.
+                if sequence not in opened.step.reasons and sequence.grammar is not None:
                     with sequence.request.callback():
                         tokens = drafted[slot::size]
                         for node in sequence.grammar.node_masks(opened.plan, tokens, bits[index], bits[used:]):
