@@ -28,7 +28,7 @@ class Stats:
     accept_rate: float  # share of reached depths whose node was accepted; 0 where nothing was drafted
     tokens_per_cycle: float
     plan: str  # the most used one
-    exit_layer: int | None
+    exit_layer: int | None  # of the exit that the request may draft with, also where the plan only copies
     disabled_reason: str | None  # the first that held
     finish_reason: str
     elapsed_s: float

@@ -16,6 +16,7 @@ DRAFTED = completed("de" * 5, FROM_THE_START)
 SWITCHED_OFF = completed("de" * 3 + "p" * 8, FROM_THE_START, OFF, plan="none")
 CAME_BACK = completed("de" * 3 + "p" * 8 + "de" * 8, FROM_THE_START, OFF, BACK)
 TWO_PLANS = completed("de" * 5, FROM_THE_START, Change(2, 4, "chain:5", None))
+COPIED = completed("de" * 5, Change(0, 0, "copy:8", None), plan="copy:8")
 PLAIN = completed("p" * 10, Change(0, 0, "none", "goodput"), plan="none", disabled_reason="goodput")
 
 
@@ -61,9 +62,10 @@ def test_text_unlike_calibrations_is_named():
             "mostly plan tree:4 after layer 3: 1.58 tokens per step, 40% of reached depths accepted; "
             "8 of 30 tokens decoded plainly (goodput)",
         ),
+        (COPIED, "plan copy:8: 2.00 tokens per step, 40% of reached depths accepted"),
         (PLAIN, "plain decoding (goodput)"),
     ],
-    ids=["drafted", "two plans", "switched off", "came back", "plain"],
+    ids=["drafted", "two plans", "switched off", "came back", "copied", "plain"],
 )
 def test_a_summary_names_speed_and_plan(completion: Completion, how: str):
     count = len(completion.tokens)

@@ -54,7 +54,9 @@ REFUSED = [
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"logit_bias": {"101": 1}}, 400, "logit_bias"),
-    ({"domain": "none such"}, 400, None),
+    ({"domain": "none such"}, 400, "domain"),
+    ({"speculative_decoding": "on"}, 400, "speculative_decoding"),
+    ({"stop": 1}, 400, "stop"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"model": "another"}, 404, "model"),
     ({"messages": []}, 400, "messages"),
@@ -74,6 +76,11 @@ def test_a_refusal_names_the_field_in_openais_shape(served):
             error = response.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}
             assert error["message"] and error["param"] == param, (fields, error)
+
+
+def test_a_refusal_lists_every_type_that_a_field_may_have(served):
+    message = post(served, {"messages": CHAT, "speculative_decoding": "on"}).json()["error"]["message"]
+    assert "boolean" in message and "'force'" in message
 
 
 def test_values_that_ask_for_nothing_are_accepted_and_unknown_fields_are_logged_by_name(served, caplog):

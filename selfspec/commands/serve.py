@@ -84,7 +84,7 @@ def listen(host: str, port: int) -> socket.socket:
 def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
     """Prints what was loaded, its memory, the page's address, and a first request to try."""
     memory = {name: size / 1e9 for name, size in engine.memory().items()}
-    profile = "no profile, so it decodes plainly" if engine.profile is None else "drafting with its profile"
+    profile = "drafting with its profile" if engine.profile else "no profile: drafting only what a text repeats"
     note(f"{engine.name} in {str(engine.dtype).removeprefix('torch.')} on {engine.device}, {profile}")
     note(
         f"{memory['weights']:.2f} GB weights, {memory['exits']:.2f} GB exits, {memory['cache']:.2f} GB KV cache; "

@@ -148,7 +148,10 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device, stored: torch.dty
         return torch.float16 if device.type == "mps" else torch.float32
     chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(chosen, torch.dtype) or chosen not in FLOAT_DTYPES.values():
-        raise ValueError(f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16', 'float16' or 'float32'")
+        raise ValueError(
+            f"dtype={dtype!r} is not supported; use 'auto', 'bfloat16', 'float16' or 'float32', or 'native' for a "
+            "GGUF file"
+        )
     return chosen
 
 

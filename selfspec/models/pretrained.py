@@ -73,7 +73,7 @@ def _native_source(path_or_name: str | Path) -> GgufModel:
 
 def _check_native(dtype: torch.dtype | str, quantize: str | None) -> None:
     if dtype == NATIVE and quantize is not None:
-        raise ValueError(f"dtype='native' keeps weights as they are stored; leave out it or quantize={quantize!r}")
+        raise ValueError(f"dtype='native' keeps the stored weights; leave out dtype='native' or quantize={quantize!r}")
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ class Profile(Entry):
     def choice(self, domain: str) -> DomainChoice:
         """The entries of a domain. Raises ValueError for an unknown name."""
         if domain not in self.domains:
-            raise ValueError(f"the profile has no domain {domain!r}; choose from {', '.join(self.domains)} and 'auto'")
+            raise ValueError(f"domain={domain!r} is not in the profile; use {', '.join(self.domains)} or 'auto'")
         return self.domains[domain]
 
     def route(self, embeddings: torch.Tensor | None) -> str:

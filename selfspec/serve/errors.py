@@ -15,6 +15,7 @@ RETRY_AFTER_S = 1  # seconds a client is asked to wait; a request of 100 tokens 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Arguments of the engine that have another name as a field of a request.
 _FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
+_TYPE_NAMES = {"bool", "str", "NamedTool"}  # of fields that have one of several types, in pydantic's locations
 _ARGUMENT = re.compile(r"(\w+)(=| or )")  # how the engine's messages begin
 
 
@@ -36,12 +37,17 @@ class ApiError(Exception):
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """Names the first field at fault, and says what it must be."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # The parts of a location are field names, indices, and the names of the types that were tried.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    """Names the first field at fault, and says what it must be: one of several types, where the field may have them."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    path = _path(faults[0]["loc"])
+    wanted = dict.fromkeys(fault["msg"] for fault in faults if _path(fault["loc"]) == path)
     param = ".".join(path[:3]) or None
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param)
+    return ApiError(400, f"{param or 'the body'}: {', or '.join(wanted)}", param)
+
+
+def _path(location: tuple[int | str, ...]) -> list[str]:
+    """The field names and indices of a location, without the names of the types that were tried."""
+    return [str(part) for part in location if str(part) not in _TYPE_NAMES and re.fullmatch(r"\w+", str(part))]
 
 
 def of_engine(error: BaseException) -> ApiError:

@@ -220,7 +220,9 @@ class Plan:
         """Returns the exit's nodes of this plan and `count` copied nodes."""
         drafted = self.without_copy
         if count + len(drafted) > MAX_NODES:
-            raise ValueError(f"{drafted} and {count} copied nodes are more than {MAX_NODES} nodes; shorten the plan")
+            raise ValueError(
+                f"{count} copied nodes and {len(drafted)} of the exit are more than {MAX_NODES} nodes; shorten the plan"
+            )
         parents = (parent + count if parent else 0 for parent in drafted.parents)
         return Plan((*range(count), *parents), (0,) * count + drafted.ranks, count)
 
