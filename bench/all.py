@@ -216,8 +216,9 @@ def measure_all(args: argparse.Namespace) -> Result:
 def model_arguments(args: argparse.Namespace, sizes: Sizes) -> argparse.Namespace:
     """The arguments that `open_target` reads."""
     return argparse.Namespace(
-        model=args.model, shape=None, device=args.device, dtype=args.dtype, profile=args.profile, plan=None,
-        exit_layer=None, no_kernels=False, prompts=PROMPTS, limit=sizes.prompts, max_new_tokens=sizes.new_tokens,
+        model=args.model, shape=None, device=args.device, dtype=args.dtype, quantize=None, profile=args.profile,
+        plan=None, exit_layer=None, no_kernels=False, prompts=PROMPTS, limit=sizes.prompts,
+        max_new_tokens=sizes.new_tokens,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """`python -m bench.options`: tokens per second with each option of a request, plainly and with speculation.
 
 One sequence at a time, all options in turn on every prompt, beside plain greedy decoding; tokens with speculation are
-compared with the plain ones. Structured output on prompts that ask for it, beside greedy text on the same prompts:
-`python -m bench.options --prompts bench/prompts/structured --limit 8 --options JSON --max-new-tokens 256`.
+compared with the plain ones.
 """
 
 from __future__ import annotations
@@ -47,6 +46,10 @@ _SLEEP_S = 100e-6  # a processor of 100 us, about a quarter of a plain step of t
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.options", description=__doc__)
+    parser.epilog = (
+        "Structured output on prompts that ask for it, beside greedy text on the same prompts: --prompts "
+        "bench/prompts/structured --limit 8 --options JSON --max-new-tokens 256"
+    )
     add_arguments(parser, new_tokens=128, prompts=1)
     parser.add_argument("--options", nargs="+", help="only greedy and options whose name contains one of these words")
     parser.add_argument("--repeat", type=int, default=3, help="runs on every prompt (default: 3)")
@@ -69,13 +72,23 @@ def options_of(target: Target) -> dict[str, Options]:
     """Every option that is measured, greedy first. The stop tokens are ids that models hardly ever write."""
     vocabulary = target.engine.model.config.vocab_size
     stops = range(vocabulary - NAMED_TOKENS, vocabulary)
-    json_schema = {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}
+    json_schema = {**GREEDY, "response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}}
     return {
         **built_in_options(target.prompts, stops, vocabulary),
-        **({} if target.engine.tokenizer is None else {"JSON schema": {**GREEDY, "response_format": json_schema}}),
+        **(
+            {"JSON schema": {**GREEDY, "response_format": json_schema}}
+            if can_write_json(target.engine.tokenizer)
+            else {}
+        ),
         "processor that does nothing": {**GREEDY, "logits_processor": [do_nothing]},
         "processor that sleeps 100 us": {**GREEDY, "logits_processor": [sleep]},
     }
+
+
+def can_write_json(tokenizer: Any) -> bool:
+    """Whether there is a tokenizer, and it has tokens for the signs of JSON."""
+    signs = '[{":,}]'
+    return tokenizer is not None and signs in tokenizer.decode(tokenizer.encode(signs, add_special_tokens=False))
 
 
 def do_nothing(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -400,7 +400,7 @@ def accept_anything(running: Decoding, data: st.DataObject) -> None:
     """Draws plans, accepted paths and ends of sequences."""
     running.request.policy = AnyPlan(data)  # type: ignore[assignment]
 
-    def accept(sequences: list[Sequence_], draft: Draft, *_: Any) -> list[list[int]]:
+    def accept(sequences: list[Sequence_], draft: Draft, *_: Any) -> tuple[list[list[int]], list[int]]:
         walks = paths(draft.plan, data.draw(st.sampled_from(["always", "mostly", "never", "at random"])))
         accepted = [data.draw(walks) for _ in sequences]
         for index, (sequence, path) in enumerate(zip(sequences, accepted, strict=True)):
@@ -408,7 +408,7 @@ def accept_anything(running: Decoding, data: st.DataObject) -> None:
             sequence.tokens += [*draft.tokens[index, path[1:]].tolist(), own]
         if len(sequences) > 1 and data.draw(st.booleans()):
             data.draw(st.sampled_from(sequences)).finish_reason = "stop"
-        return accepted
+        return accepted, [path[-1] for path in accepted]
 
     running.backend.accept = accept  # type: ignore[method-assign]
 
