@@ -144,7 +144,7 @@ class Grammars:
         return grammar
 
     def _tokenizer(self, tokenizer: Any) -> Any:
-        """llguidance's form of a tokenizer, which takes about 0.5 s to build for 49,152 tokens."""
+        """llguidance's form of a tokenizer, which takes about 1 s to build for 49,152 tokens on one ARM core."""
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise ResponseFormatError("response_format needs a tokenizer that has an end token")
         with self._lock:

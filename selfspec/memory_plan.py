@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by what takes them, for one way to hold the weights."""
+    """Bytes of each part of an engine's memory, for one way to hold the weights."""
 
     weights_as: str  # "bfloat16", "int4", "native": as values of `dtype` and `quantize`
     weights: int
@@ -200,13 +200,13 @@ def on_meta(model: Decoder) -> Decoder:
 
 
 def table(plans: Sequence[MemoryPlan]) -> Table:
-    """The plans as columns: gigabytes by what takes them, and the longest context of each of 1, 4 and 16 sequences."""
+    """The plans as columns: gigabytes of each part, and the longest context of each of 1, 4 and 16 sequences."""
     shown = Table("GB (10^9 bytes)", *(Column(plan.weights_as, justify="right") for plan in plans))
     for field in ("weights", "exits", "cache", "buffers", "cuda", "total", "available"):
         shown.add_row(field, *(f"{getattr(plan, field) / 1e9:.2f}" for plan in plans))
     shown.add_row("fits", *("yes" if plan.fits else "no" for plan in plans), end_section=True)
     for batch in BATCHES:
-        name = f"most tokens of {batch} sequence{'s' if batch > 1 else ''}"
+        name = "most tokens of 1 sequence" if batch == 1 else f"most tokens of each of {batch} sequences"
         shown.add_row(name, *(f"{plan.longest[batch]:,}" if plan.fits else "-" for plan in plans))
     return shown
 

@@ -2,8 +2,8 @@
 work.
 
 Merges transformers' defaults, the model's generation config, the caller's generation config and the keyword arguments;
-later sources win. Raises ValueError for an unsupported argument that would change the output. Runs no model and knows
-no scheduler.
+later sources win. Raises ValueError for an unsupported argument that would change the output. Runs no model and submits
+nothing to the scheduler.
 """
 
 from __future__ import annotations

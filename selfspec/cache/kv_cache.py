@@ -4,7 +4,7 @@ A sequence holds a list of pages and a committed length; slot i of a sequence is
 a step the draft pass (layers below the exit, and the exit block's layer) writes slots past the length, then the verify
 pass (the remaining layers) writes the same slots. Commit moves the accepted path's slots so that they follow the length
 in every layer, and advances the length. Slots past the length are never read again and are overwritten by the next
-step: that is the rollback. This module handles slots and pages; it knows no tokens, positions or attention masks.
+step: that is the rollback. This module handles slots and pages; tokens, positions and attention masks are its callers'.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Cache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds; `reusable_pages` of them hold the KV of known tokens until they are taken."""
+        """Pages that no sequence holds; `reusable_pages` of them are registered for reuse until they are taken."""
         return len(self._free) + self._prefixes.reusable
 
     @property
