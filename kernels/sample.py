@@ -174,8 +174,10 @@ def _sort_best(
     tile_bests, int_scores, tile_list, candidates, k,
     SORTED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist."""
-    count = gather_candidates(tile_bests, int_scores, None, tile_list, candidates, k, CAPACITY, TILE, GROUP)
+    """The keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist: none of -inf.
+    Where a mask allows fewer than k tokens, to find the first of the others would take many passes over the row."""
+    LEAST: tl.constexpr = -0x7F800000  # the int score of the least finite number
+    count = gather_candidates(tile_bests, int_scores, None, tile_list, candidates, k, LEAST, CAPACITY, TILE, GROUP)
     found, rank = rank_candidates(candidates, count, CAPACITY)
     tl.store(candidates + CAPACITY + rank, found, mask=tl.arange(0, CAPACITY) < count)
     tl.debug_barrier()

@@ -238,15 +238,16 @@ def _count_reaching(int_scores, tile_list, tile_count, threshold, TILE: tl.const
 @jit
 def gather_candidates(
     tile_bests, int_scores, token_ids, tile_list, candidates, k,
-    CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    LEAST: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes the keys of at most CAPACITY columns of a row to `candidates`, the k best among them; returns how many.
 
-    tile_bests [NT]: the int score of each tile's best column. If more than CAPACITY columns reach the threshold, it is
-    raised by bisection; among columns equal to the final threshold the first ones are kept.
+    tile_bests [NT]: the int score of each tile's best column. Columns below the int score LEAST are not among the
+    candidates. If more than CAPACITY columns reach the threshold, it is raised by bisection; among columns equal to the
+    final threshold the first ones are kept.
     """
     none = tl.full((), 0, tl.int32)
-    low = threshold_of_kth(tile_bests, k)
+    low = tl.maximum(threshold_of_kth(tile_bests, k), LEAST)
     reach = tile_bests >= low
     tile_count = tl.sum(reach.to(tl.int32), 0)
     tl.store(tile_list + tl.cumsum(reach.to(tl.int32), 0) - 1, tl.arange(0, tile_bests.shape[0]), mask=reach)
@@ -308,7 +309,8 @@ def _gather_kernel(
     candidates += row * candidates_stride
     tile_list += row * tile_list_stride
     count = gather_candidates(
-        tile_bests, int_scores + row * scores_stride, token_ids, tile_list, candidates, width, CAPACITY, TILE, GROUP
+        tile_bests, int_scores + row * scores_stride, token_ids, tile_list, candidates, width,
+        -0x7FFFFFFF, CAPACITY, TILE, GROUP,
     )  # fmt: skip
     found, rank = rank_candidates(candidates, count, CAPACITY)
     place = tl.arange(0, CAPACITY)

@@ -215,6 +215,20 @@ def test_banned_tokens_are_not_drawn(parameters: dict[str, Any]) -> None:
     assert set(got.tolist()) == {30, 70}
 
 
+@pytest.mark.parametrize("parameters", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_tiles_of_banned_tokens_are_not_searched(parameters: dict[str, Any]) -> None:
+    """As with a mask that allows few tokens of a large vocabulary: their tiles alone are read."""
+    logits = torch.full((2, 4500), -math.inf)
+    logits[:, [3, 130, 131, 4499]] = torch.tensor([0.5, 1.0, 0.0, 0.7])
+    noise, truncation = noise_for(2), truncation_for(2, **parameters)
+    work, out = workspace(*logits.shape, small_top_k=truncation.small_top_k), torch.full((2,), -7)
+    assert work.scores.tile_list is not None
+    work.scores.tile_list.fill_(-1)
+    sample(logits, out, work, noise=noise, truncation=truncation)
+    assert torch.equal(out, expected(logits, noise, **parameters))
+    assert [[tile for tile in row if tile >= 0] for row in work.scores.tile_list.tolist()] == [[0, 2, 70]] * 2
+
+
 WAYS: dict[str, dict[str, Any] | None] = {
     "greedy": None,
     "not_truncated": {},
