@@ -13,7 +13,7 @@ from selfspec.backends.cuda import exit as exit_module
 from selfspec.backends.cuda import prefill, prompt_scoring
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
-from selfspec.cache.kv_cache import Cache
+from selfspec.cache.kv_cache import Cache, CacheFull
 from selfspec.drafters import Drafter
 from selfspec.governor.rules import Policy, Rules
 from selfspec.grammar import Grammars
@@ -292,14 +292,27 @@ def raise_out_of_memory(*_: Any) -> None:
 
 
 @torch.inference_mode()
+def test_too_little_memory_for_log_probabilities_fails_the_request_that_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), None)
+    failing, other = (sequence_of(prompt_of(5, seed), 3) for seed in (1, 2))
+    failing.request.logprobs = 0
+    monkeypatch.setattr("selfspec.backends.cuda.step.DeviceStep.logprobs", raise_out_of_memory)
+    batch.admit([failing, other])
+    batch.run()
+    assert other.request.error is None and other.tokens == plain_tokens(other)
+    assert isinstance(failing.request.error, CacheFull) and "log probabilities" in str(failing.request.error)
+
+
+@torch.inference_mode()
 def test_a_sequence_leaves_its_slot_even_if_its_open_step_cannot_be_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), None)
     failing, later = follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}"), sequence_of(prompt_of(5, 2), 2)
-    failing.request.logprobs = 0
     batch.admit([failing])
     batch.step()
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr("selfspec.backends.cuda.step.DeviceStep.logprobs", raise_out_of_memory)
+        patch.setattr("selfspec.backends.cuda.masking.Masking.complete", raise_out_of_memory)
         batch.dismiss(failing)
     batch.in_flight = None
     batch.admit([later])

@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.callables import run_with_callables
 from selfspec.backends.cuda.exit_scoring import ExitScoresInFlight
@@ -118,11 +120,20 @@ class CudaBackend:
             opened.step.readback.send(opened.device_step.report)
 
     def _send_logprobs(self, step: StepInFlight, device_step: DeviceStep) -> None:
-        """Computes log probabilities behind a step, where a sequence wants them, and copies them to the host."""
-        if self._top is not None:
+        """Computes log probabilities behind a step, where a sequence wants them, and copies them to the host. If there
+        is too little memory for them, fails the requests that want them."""
+        if self._top is None:
+            return
+        try:
             packed = device_step.logprobs(self._top)
-            step.logprobs = self.graphs.readbacks.take(packed)
-            step.logprobs.send(packed)
+        except torch.OutOfMemoryError as error:
+            message = f"out of memory for log probabilities ({error}): build the engine with a smaller kv_cache_gb"
+            for sequence in step.sequences:
+                if sequence.request.logprobs is not None:
+                    sequence.request.fail(CacheFull(message))
+            return
+        step.logprobs = self.graphs.readbacks.take(packed)
+        step.logprobs.send(packed)
 
     def read(self, step: Step) -> None:
         """Waits for the step's report and appends its tokens. Drops the tokens of sequences that have ended since the

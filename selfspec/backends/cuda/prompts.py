@@ -116,9 +116,10 @@ class PromptPrefill:
         """Adds the log probabilities of the prompt's tokens after those in the cache, where the request asks for them,
         from the final states [T, hidden] that they follow."""
         if (top := sequence.request.prompt_logprobs) is not None:
-            after = sequence.prompt[sequence.kv.length + 1 :][: len(states)]
-            project = partial(head_logits, self.graphs.model)
-            sequence.prompt_logprobs += prompt_logprobs(states, after, top, project)
+            start, project = sequence.kv.length, partial(head_logits, self.graphs.model)
+            after = sequence.prompt[start + 1 :][: len(states)]
+            # Replaces those of a pass that failed for another of its prompts.
+            sequence.prompt_logprobs[start:] = prompt_logprobs(states, after, top, project)
 
     def release(self, sequence: Sequence) -> None:
         self.prompt_ends.pop(sequence, None)
