@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from selfspec import Engine
 from selfspec.backends import torch_backend as torch_backend_module
 from selfspec.backends.cuda import prompts as prompts_module
 from selfspec.backends.cuda import short_prefill
-from selfspec.logprobs import TokenLogprob
+from selfspec.logprobs import TokenLogprob, prompt_logprobs
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
@@ -126,7 +127,8 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
 @torch.inference_mode()
 @pytest.mark.parametrize("drafting", [False, True])
 def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backend(drafting, monkeypatch):
-    """One token, two prompts that share a pass, and one that runs in padded chunks."""
+    """One token, two prompts that share a pass, and one that runs in padded chunks. The first pass fails after the log
+    probabilities of its first prompt, and runs again."""
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
     for module in (torch_backend_module, prompts_module):
@@ -134,7 +136,16 @@ def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backe
     graphs, exit = new_graphs(), trained_exit() if drafting else None
     graphs.max_short_prompt = 12
     sequences = [with_logprobs(sequence_of(prompt_of(length, length), 1), None, 3) for length in (4, 10, 1, 18)]
-    backend, waiting = cuda_backend(graphs, overlaps=True), list(sequences)
+    backend, waiting, calls = cuda_backend(graphs, overlaps=True), list(sequences), count(1)
+
+    def fail_once(*arguments):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("on purpose")
+        return prompt_logprobs(*arguments)
+
+    monkeypatch.setattr(prompts_module, "prompt_logprobs", fail_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.prefill(waiting, exit)
     while waiting:
         ready = backend.prefill(waiting, exit)
         waiting = [of for of in waiting if of not in ready]
