@@ -52,7 +52,7 @@ class Limits:
 class MemoryPlan:
     """Bytes of each part of an engine's memory, for one way to hold the weights."""
 
-    weights_as: str  # "bfloat16", "int4", "native": as values of `dtype` and `quantize`
+    weights_as: str  # a value of `dtype` or `quantize`, "as stored" (a quantized folder), "as loaded" (by an engine)
     weights: int
     exits: int
     cache: int
