@@ -284,6 +284,18 @@ def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_ste
     assert made[0].accepted and "batch" in {record.reason for record in made[0].records}
 
 
+@torch.inference_mode()
+def test_the_time_of_a_step_with_a_grammar_is_not_typical_if_a_prompt_is_prefilled_between_its_parts() -> None:
+    backend = cuda_backend(new_graphs(), overlaps=True)
+    batch = ScriptedBatch(backend, None)
+    batch.admit([follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}")])
+    batch.step()
+    batch.step()
+    assert batch.in_flight is not None and batch.in_flight.is_typical
+    backend.prefill([sequence_of(prompt_of(5, 2), 1)], None)
+    assert not batch.in_flight.is_typical
+
+
 # Failures
 
 

@@ -210,6 +210,8 @@ class CudaBackend:
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         self._times.note_slot_writes()
+        if self._open is not None:
+            self._open.step.is_typical = False  # the pass runs between its parts
         return self._prompts.run(sequences, exit, captures=self.overlaps)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
