@@ -112,14 +112,26 @@ class QuantizedWeight:
         return self._map(lambda _, tensor: tensor.to(device))
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedWeight:
-        """A copy of the rows that an index along N selects, in its order."""
-        tiles = _tiled(self.row_bytes(index)).view(self.packed.dtype)
-        return self._map(lambda name, tensor: tiles if name == "packed" else tensor[:, index].contiguous())
+        """The rows that an index along N, or a slice of step 1, selects, in its order. Copies no whole tiles."""
+        tiles = self._whole_tiles(index)
+        packed = _tiled(self.row_bytes(index)).view(self.packed.dtype) if tiles is None else self.packed[tiles]
+        return self._map(lambda name, tensor: packed if name == "packed" else tensor[:, index].contiguous())
 
     def row_bytes(self, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """The stored bytes of rows, row by row: uint8 [rows, units, halves, 32]."""
+        packed, tiles = self.packed.view(torch.uint8), self._whole_tiles(index)
+        if tiles is not None:
+            return packed[tiles].permute(0, 3, 1, 2, 4).flatten(0, 1)[: len(range(self.shape[0])[index])]
         at = torch.arange(self.shape[0], device=self.device)[index]
-        return self.packed.view(torch.uint8)[at // TILE_ROWS, :, :, at % TILE_ROWS]
+        return packed[at // TILE_ROWS, :, :, at % TILE_ROWS]
+
+    def _whole_tiles(self, index: torch.Tensor | slice) -> slice | None:
+        """The tiles that a range of rows consists of; None where it is no range, or divides tiles."""
+        if not isinstance(index, slice):
+            return None
+        start, stop, _ = index.indices(self.shape[0])
+        is_whole = start % TILE_ROWS == 0 and (stop % TILE_ROWS == 0 or stop == self.shape[0])
+        return slice(start // TILE_ROWS, -(-stop // TILE_ROWS)) if is_whole else None
 
     def write_rows(self, packed: torch.Tensor, start: int) -> None:
         """Copies the rows into the tiles `packed` of a larger weight, from row `start` on."""

@@ -81,8 +81,7 @@ def expand(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def _expand_rows(weight: QuantizedWeight, rows: slice, dtype: torch.dtype) -> torch.Tensor:
     """Returns a range of rows of `_row_ranges`, dense."""
     if not _has_kernel(weight):
-        part = weight if rows == slice(0, weight.shape[0]) else weight.rows(rows)  # `rows` copies
-        return part.dequantize().to(dtype)
+        return weight.rows(rows).dequantize().to(dtype)
     from selfspec.kernels.dequantize import dequantize  # imports Triton
 
     dense = torch.empty(rows.stop - rows.start, weight.columns, dtype=dtype, device=weight.device)
