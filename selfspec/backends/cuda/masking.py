@@ -43,6 +43,7 @@ class Masking:
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
         self._words = torch.empty(0, dtype=torch.int32)  # as `DeviceStep.mask_words`
+        self._sent: torch.cuda.Event | None = None  # after the newest copy to a GPU
 
     def launch(self, opened: OpenStep) -> None:
         """Launches the draft of the root, which needs no mask."""
@@ -54,6 +55,8 @@ class Masking:
         if opened.is_drafted:
             return
         opened.is_drafted = True
+        if self._sent is not None:
+            self._sent.synchronize()  # masks of a step that failed may still be on their way
         of_row, bits = self._views(opened)
         of_row.fill(-1)
         for sequence, slot in zip(opened.step.sequences, opened.step.slots, strict=True):
@@ -91,14 +94,17 @@ class Masking:
 
     def _views(self, opened: OpenStep) -> tuple[np.ndarray, np.ndarray]:
         """The pinned memory for a step's masks: the mask of each row, and the masks' words."""
-        rows, like = opened.device_step.rows, opened.device_step.mask_words
+        step, like = opened.device_step, opened.device_step.mask_words
         if len(self._words) < len(like):
             self._words = torch.empty(len(like), dtype=torch.int32, pin_memory=like.device.type == "cuda")
         words = self._words[: len(like)].numpy()
-        return words[:rows], words[rows:].view(np.uint32).reshape(rows, -1)
+        return words[: step.rows], words[step.mask_start :].view(np.uint32).reshape(step.rows, -1)
 
     def _send(self, opened: OpenStep, used: int) -> None:
         """Copies the rows' numbers and the first `used` masks to the device, without waiting."""
-        words, rows = opened.device_step.mask_words, opened.device_step.rows
-        count = rows + used * (len(words) // rows - 1)
+        step, words = opened.device_step, opened.device_step.mask_words
+        count = step.mask_start + used * ((len(words) - step.mask_start) // step.rows)
         words[:count].copy_(self._words[:count], non_blocking=True)
+        if words.is_cuda:
+            self._sent = self._sent or torch.cuda.Event()
+            self._sent.record()

@@ -136,15 +136,21 @@ class DeviceStep:
 
     @cached_property
     def mask_words(self) -> torch.Tensor:
-        """Memory of the masks, int32: R row numbers, then the bits. Taken from scratch once, as `logits`."""
+        """Memory of the masks, int32: R row numbers, then, from `mask_start` on, the bits. Taken from scratch once, as
+        `logits`."""
         words = -(-self.model.config.vocab_size // 32)
-        return self.decoder.scratch.take("masks", self.rows * (1 + words), dtype=torch.int32)
+        return self.decoder.scratch.take("masks", self.mask_start + self.rows * words, dtype=torch.int32)
+
+    @property
+    def mask_start(self) -> int:
+        """Where the bits begin in `mask_words`: at a multiple of 16 bytes, so that one compiled kernel serves all R."""
+        return -(-self.rows // 4) * 4
 
     def _masks(self, rows: int) -> Masks | None:
         """The masks of the first rows; None for a step without grammars."""
         if not self.sampling.options.masks:
             return None
-        return Masks(self.mask_words[:rows], self.mask_words[self.rows :].view(self.rows, -1))
+        return Masks(self.mask_words[:rows], self.mask_words[self.mask_start :].view(self.rows, -1))
 
     @cached_property
     def logits(self) -> torch.Tensor:
