@@ -120,8 +120,9 @@ class QuantizedWeight:
     def row_bytes(self, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """The stored bytes of rows, row by row: uint8 [rows, units, halves, 32]."""
         packed, tiles = self.packed.view(torch.uint8), self._whole_tiles(index)
-        if tiles is not None:
-            return packed[tiles].permute(0, 3, 1, 2, 4).flatten(0, 1)[: len(range(self.shape[0])[index])]
+        if tiles is not None and isinstance(index, slice):
+            start, stop, _ = index.indices(self.shape[0])
+            return packed[tiles].permute(0, 3, 1, 2, 4).flatten(0, 1)[: stop - start]
         at = torch.arange(self.shape[0], device=self.device)[index]
         return packed[at // TILE_ROWS, :, :, at % TILE_ROWS]
 
