@@ -75,11 +75,7 @@ def options_of(target: Target) -> dict[str, Options]:
     json_schema = {**GREEDY, "response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}}
     return {
         **built_in_options(target.prompts, stops, vocabulary),
-        **(
-            {"JSON schema": {**GREEDY, "response_format": json_schema}}
-            if can_write_json(target.engine.tokenizer)
-            else {}
-        ),
+        **({"JSON schema": json_schema} if can_write_json(target.engine.tokenizer) else {}),
         "processor that does nothing": {**GREEDY, "logits_processor": [do_nothing]},
         "processor that sleeps 100 us": {**GREEDY, "logits_processor": [sleep]},
     }

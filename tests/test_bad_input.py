@@ -596,4 +596,4 @@ class TestProfile:
 
     def test_unknown_domain(self, folder, refuses, model):
         engine = Engine.from_model(model, profile=folder)
-        refuses(engine, lambda: engine.generate(PROMPT, domain="law"), "domain 'law'", "chat, code", "'auto'")
+        refuses(engine, lambda: engine.generate(PROMPT, domain="law"), "domain='law'", "chat, code", "'auto'")
