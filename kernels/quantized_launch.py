@@ -28,7 +28,7 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
     if not isinstance(weight, QuantizedWeight):
         return choose_tile(kind, n, k, rows)
     return TileConfig(
-        block_n=_choose_width(kind, n, rows),
+        block_n=_choose_width(kind, n),
         block_k=0,
         stages=3,  # more did not pay on an H200: several programs share an SM and its memory
         warps=choose_splits(kind, n, k),
@@ -42,12 +42,10 @@ def choose_splits(kind: str, n: int, k: int) -> int:
     return 8 if n <= 8192 and k >= 4096 and kind in ("linear", "qkv", "gate_up") else 4
 
 
-def _choose_width(kind: str, n: int, rows: int) -> int:
-    """Weight rows of a tile: few enough that each of 132 SMs gets a program. With few rows of x, wider tiles exchange
-    scales less often."""
+def _choose_width(kind: str, n: int) -> int:
+    """Weight rows of a tile: few enough that each of 132 SMs gets a program."""
     least = columns_per_square(n) if kind == "linear" else 16
-    widest = 128 if rows <= 8 and n >= 16384 else 64
-    return max(least, widest if n >= 8192 else 32 if n >= 2048 else 16)
+    return max(least, 64 if n >= 8192 else 32 if n >= 2048 else 16)
 
 
 def _most_sums(weight: QuantizedWeight) -> int:

@@ -158,10 +158,32 @@ def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
 
 @jit
 def row_offsets(weight_rows, weight_stride, FORMAT: tl.constexpr):
-    """Offsets of the first bytes of weight rows; weight_stride: bytes of a tile's rows (16)."""
+    """Offsets of the first bytes of weight rows; weight_stride: bytes from 16 rows to the next 16."""
     ROWS: tl.constexpr = FORMAT.tile_rows
     HALF: tl.constexpr = FORMAT.half
     return (weight_rows // ROWS).to(tl.int64) * weight_stride + (weight_rows % ROWS) * HALF
+
+
+@jit
+def _load_step(
+    x_at, weight_at, column, unit, real, start, at,
+    K: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The inputs of a step of the loop over K: both halves of x, and their weights' bytes (4 bits: the same bytes).
+    start, at: the step's first column, and its first byte in a row's tiles."""
+    HALF: tl.constexpr = FORMAT.half
+    if K % STEP == 0:
+        x_low = tl.load(x_at + start, mask=real[None, None, :], other=0.0)
+        x_high = tl.load(x_at + start + HALF, mask=real[None, None, :], other=0.0)
+        bytes_low = tl.load(weight_at + at)
+        bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE)
+    else:
+        x_low = tl.load(x_at + start, mask=real[None, None, :] & (column < K - start), other=0.0)
+        x_high = tl.load(x_at + start + HALF, mask=real[None, None, :] & (column < K - start - HALF), other=0.0)
+        exists = (unit < PADDED - start)[:, None, None]
+        bytes_low = tl.load(weight_at + at, mask=exists, other=0)
+        bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE, mask=exists, other=0)
+    return x_low, x_high, bytes_low, bytes_high
 
 
 @jit
@@ -197,18 +219,9 @@ def quantized_sums(
         steps = tl.where(is_needed, steps, 0)
     for step in range(steps):
         start = step * STEP
-        at = step * (SPLITS * UNIT_BYTES)
-        if K % STEP == 0:
-            x_low = tl.load(x_at + start, mask=real[None, None, :], other=0.0)
-            x_high = tl.load(x_at + start + HALF, mask=real[None, None, :], other=0.0)
-            bytes_low = tl.load(weight_at + at)
-            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE)
-        else:
-            x_low = tl.load(x_at + start, mask=real[None, None, :] & (column < K - start), other=0.0)
-            x_high = tl.load(x_at + start + HALF, mask=real[None, None, :] & (column < K - start - HALF), other=0.0)
-            exists = (unit < PADDED - start)[:, None, None]
-            bytes_low = tl.load(weight_at + at, mask=exists, other=0)
-            bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE, mask=exists, other=0)
+        x_low, x_high, bytes_low, bytes_high = _load_step(
+            x_at, weight_at, column, unit, real, start, step * (SPLITS * UNIT_BYTES), K, PADDED, STEP, TILE, FORMAT
+        )
         low, high = _convert(bytes_low, False, FORMAT, dtype), _convert(bytes_high, True, FORMAT, dtype)
         ones = _ones(bytes_low, FORMAT, dtype)
         if FORMAT.by_row:
