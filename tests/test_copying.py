@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.copying import MOST_COPIED, TOKENS, WEIGHTS, Copying
+from selfspec.governor.acceptance import MEMORY
+from selfspec.governor.copying import MOST_COPIED, REACH, Copying
 from tests.strategies import SETTINGS
 
 
@@ -37,7 +37,7 @@ def test_every_token_after_the_prompt_is_a_hit_or_a_miss_once(tokens: list[int],
         copying.read(tokens[:end], prompt)
     copying.read(tokens, prompt)
     for hit in hits(tokens, prompt):
-        expected += (hit - expected) / 16
+        expected += (hit - expected) / MEMORY
     assert abs(copying.share - expected) < 1e-9
 
 
@@ -45,5 +45,5 @@ def test_a_text_that_repeats_reaches_the_highest_levels_and_one_that_does_not_th
     period, different = Copying(), Copying()
     assert period.read([1, 2, 3] * 60, 3) == 16
     assert different.read(list(range(180)), 3) == 0
-    assert all(more >= less for less, more in pairwise(TOKENS)) and TOKENS[0] == 0 and TOKENS[-1] == MOST_COPIED
-    assert abs(WEIGHTS.sum() - 1) < 1e-9
+    assert REACH[0].sum() == 0 and REACH[-1].sum() == MOST_COPIED
+    assert (np.diff(REACH, axis=0) >= 0).all() and (np.diff(REACH, axis=1) <= 0).all()

@@ -52,7 +52,7 @@ class Skill:
     value: float = field(init=False)
     level: int = field(init=False)  # index of the nearest of LEVELS
     ood: bool = False  # the skill was below UNFAMILIAR at some time
-    copied: int = 0  # level of `copying.TOKENS`: how much a copied branch would bring
+    copied: int = 0  # level of `copying.REACH`: how often a copied branch would be right
 
     def __post_init__(self, prior: float) -> None:
         self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)

@@ -16,12 +16,12 @@ from math import inf
 import numpy as np
 
 from selfspec.governor.acceptance import LEVELS, Acceptance, Skill
-from selfspec.governor.copying import MOST_COPIED, WEIGHTS, WITH_EXIT
+from selfspec.governor.copying import MOST_COPIED, REACH
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
 _SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # of texts that a tree is made for: 1/8 to 2
-_COPYING = ((0.7, 1.0), (0.7, 3.0))  # skills and copied tokens of texts that a tree with copied nodes is made for
+_COPYING = ((0.7, 0.5), (0.7, 0.75))  # skills and shares of hits of texts that trees with copied nodes are made for
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
 _ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
@@ -35,8 +35,7 @@ class PlanTable:
 
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
-    lengths: np.ndarray  # [levels, plans] expected accepted lengths without the copied nodes
-    copied: np.ndarray  # [levels, plans] tokens that copied nodes add, for each that MOST_COPIED of them alone would
+    lengths: np.ndarray  # [levels of skill, levels of copying, plans] expected accepted lengths
     copies: bool  # some plan has copied nodes
 
 
@@ -69,7 +68,7 @@ class SharedPlans:
                 deepest = max((plan.depth for plan in found if plan is not None), default=1)
                 plans |= {Plan.tree((1,) * depth) for depth in range(1, deepest)}
             if not chains:
-                found += [self._fastest(skill, copied, width, cost) for skill, copied in _COPYING]
+                found += [self._fastest(skill, share, width, cost) for skill, share in _COPYING]
             plans |= {plan for plan in found if plan is not None} | {Plan.tree((1,)), Plan.tree((min(4, width),))}
         return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
 
@@ -77,15 +76,15 @@ class SharedPlans:
         """The plans of the smallest size with a cost model that the batch fits in."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
-    def _fastest(self, skill: float, copied: float, width: int, cost: CostModel) -> Plan | None:
+    def _fastest(self, skill: float, share: float, width: int, cost: CostModel) -> Plan | None:
         """The plan with most expected tokens per time, of those that take at most `max_step`; None: plain decoding.
-        Nodes are taken in the order of their chances, for each depth that a plan may have. With tokens `copied` in each
-        step it has copied nodes."""
+        Nodes are taken in the order of their chances, for each depth that a plan may have. With a `share` of hits above
+        0 it has copied nodes."""
         assert self._acceptance is not None
         level, best, speed, copies = Skill(skill).level, None, 1.0, 0
-        for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if copied else (0,)):
+        for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
             chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
-            added = WITH_EXIT * copied * WEIGHTS[:count]  # by depth, where the exit is wrong
+            added = share ** np.arange(1, count + 1)  # by depth, where the exit is wrong
             nodes, length = likeliest(chances)[: MAX_NODES - count], 1.0 + float(added.sum())
             for taken, (chance, path) in enumerate(nodes, start=1):
                 length += chance * (1 - (float(added[len(path) - 1]) if len(path) <= count else 0.0))
@@ -112,12 +111,10 @@ class PlanCandidates:
     def _table(self, batch: int) -> PlanTable:
         """The plans for a batch."""
         plans = self._shared.for_batch(batch)
-        reach = [self._reach(plan.without_copy) for plan in plans]
-        lengths = np.array([of_plan.sum(0) for of_plan in reach]).reshape(-1, len(LEVELS)).T
-        copied = np.array([_copied(plan, of) for plan, of in zip(plans, reach, strict=True)])
+        lengths = np.array([_lengths(plan, self._reach(plan.without_copy)) for plan in plans])
         costs = tuple(self._cost(plan, batch) for plan in plans)
         copies = any(plan.copied for plan in plans)
-        return PlanTable(plans, costs, lengths, copied.reshape(-1, len(LEVELS)).T, copies)
+        return PlanTable(plans, costs, np.moveaxis(lengths.reshape(-1, len(LEVELS), len(REACH)), 0, 2), copies)
 
     def _reach(self, plan: Plan) -> np.ndarray:
         return np.ones((1, len(LEVELS))) if self.acceptance is None else self.acceptance.reach(plan)
@@ -133,14 +130,14 @@ class PlanCandidates:
         return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
 
 
-def _copied(plan: Plan, reach: np.ndarray) -> np.ndarray:
-    """[levels]: tokens that the copied nodes of a plan add, for each that MOST_COPIED of them alone would: at each
-    depth, where the exit does not reach it."""
-    weights = WEIGHTS[: plan.copied]
-    reached = np.zeros((plan.copied, len(LEVELS)))
-    of_exit = reach[1 : plan.copied + 1]
-    reached[: len(of_exit)] = of_exit
-    return (WITH_EXIT if plan.uses_exit else 1.0) * (weights @ (1 - reached))
+def _lengths(plan: Plan, reach: np.ndarray) -> np.ndarray:
+    """[levels of skill, levels of copying]: expected accepted lengths, where the exit's nodes reach each depth with the
+    chances `reach` [depth + 1, levels of skill]. A depth is reached by the exit's nodes or, independently, the copied
+    ones."""
+    missed = 1 - reach[1 : plan.copied + 1]
+    copied = np.ones((plan.copied, len(LEVELS)))
+    copied[: len(missed)] = missed
+    return reach.sum(0)[:, None] + copied.T @ REACH[:, : plan.copied].T
 
 
 def size_of(batch: int, costs: Iterable[int]) -> int:

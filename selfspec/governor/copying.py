@@ -1,4 +1,4 @@
-"""Estimates on the host how many tokens a copied branch would bring to a sequence in each step.
+"""Estimates on the host how often the tokens of a copied branch would be right in a sequence.
 
 Follows one earlier occurrence through the text: a token that continues as there is a hit; after a miss the latest
 occurrence of the missed token is followed. The device compares up to 4 tokens (`kernels/copy_draft.py`), so it finds
@@ -11,26 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MOST_COPIED = 15  # nodes of a copied branch at most: with the root 16 rows, one tile of the matrix products
-_MEMORY = 16  # tokens after which a hit or miss counts 1/e
-_STEPS = 16  # levels between a share of 0 and 1
-_PRIOR = 0.1  # share of hits that a text begins with: so low that copying starts only where a text repeats
-_CONTINUES = 0.85  # chance that a branch is right at one more depth, where texts copy
-# Share of the copied tokens at depths where the exit is wrong that are right: both are right where a text is easy. It
-# was 0.4 to 1.0 on the demo model's own texts, the least where little is copied.
-WITH_EXIT = 0.7
+from selfspec.governor.acceptance import MEMORY
 
-_depths = _CONTINUES ** np.arange(MOST_COPIED)
-WEIGHTS = _depths / _depths.sum()  # [MOST_COPIED]: share of the copied tokens at each depth, from depth 1 on
-_shares = np.arange(_STEPS) / _STEPS
-# By level: tokens that MOST_COPIED copied nodes bring to a step: with a share s of hits, s / (1 - s) before a miss.
-TOKENS = np.minimum(np.append(_shares / (1 - _shares), MOST_COPIED), MOST_COPIED)
+MOST_COPIED = 15  # nodes of a copied branch at most: with the root 16 rows, one tile of the matrix products
+_LEVELS = 16  # levels between a share of 0 and 1
+_shares = np.arange(_LEVELS + 1)[:, None] / _LEVELS
+# [level, MOST_COPIED]: the chance that a copied branch is right down to each depth, where each of its tokens is right
+# with the share of the level.
+REACH = _shares ** np.arange(1, MOST_COPIED + 1)
 
 
 class Copying:
     """The share of a sequence's tokens that followed an earlier occurrence of the tokens before them."""
 
-    def __init__(self, share: float = _PRIOR) -> None:
+    def __init__(self, share: float = 0.0) -> None:
         self.share = share
         self._latest: dict[int, int] = {}  # the latest position of every token
         self._count = 0  # tokens that were read
@@ -38,8 +32,8 @@ class Copying:
 
     @property
     def level(self) -> int:
-        """Index into TOKENS."""
-        return round(_STEPS * self.share)
+        """Index into REACH."""
+        return round(_LEVELS * self.share)
 
     def read(self, tokens: Sequence[int], prompt: int) -> int:
         """Reads the tokens since the last call, at first also the `prompt` ones, none of which is a hit or miss.
@@ -53,10 +47,10 @@ class Copying:
         for position in range(self._count, len(tokens)):
             token = tokens[position]
             if following >= 0 and tokens[following] == token:
-                share += (1 - share) / _MEMORY
+                share += (1 - share) / MEMORY
                 following += 1
             else:
-                share -= share / _MEMORY
+                share -= share / MEMORY
                 following = latest.get(token, -2) + 1
             latest[token] = position
         self._count, self._next, self.share = len(tokens), following, share

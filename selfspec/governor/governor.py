@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
-from selfspec.governor.copying import TOKENS
 from selfspec.governor.costs import Cell, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
@@ -88,7 +87,7 @@ class Governor:
         levels, copied = [skill.level for skill in skills], [skill.copied for skill in skills]
         key = table, batch, levels, copied
         if key != self._lengths[0]:
-            lengths = table.lengths[levels].sum(0) + TOKENS[copied] @ table.copied[levels]
+            lengths = table.lengths[levels, copied].sum(0)
             self._lengths = key, ((lengths + (batch - len(levels))) / batch).tolist()
         return self._lengths[1]
 
