@@ -92,6 +92,9 @@ class Engine:
         )  # fmt: skip
         self._requests = RequestBuilder(model, self.drafters, self.rules, self.context, self.has_kernels)
         self._shared_embedding: Any = None  # the parameter of a live model whose storage is shared
+        if self.device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float16):
+            name = _short(self.dtype)
+            WarnOnce()(f"{name} is several times slower than float32 on most CPUs: load the model with dtype='float32'")
         self._log_state()
 
     @classmethod

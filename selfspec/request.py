@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,11 @@ SUPPORTED = tuple(
     "max_new_tokens max_length min_new_tokens min_length do_sample temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias sequence_bias bad_words_ids suppress_tokens allowed_token_ids "
     "eos_token_id stop_token_ids pad_token_id stop_strings num_return_sequences logprobs prompt_logprobs".split()
+)
+# Arguments of `Engine.generate` that are neither settings of a text nor of its speculation.
+_OF_CALLS = tuple(
+    "input_ids attention_mask generation_config logits_processor stopping_criteria streamer return_dict_in_generate "
+    "seed response_format inputs tokenizer".split()
 )
 
 # Fields of a GenerationConfig that do not change the tokens of a decoder-only model, greedy or sampling.
@@ -142,7 +148,7 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     fields_of_config = _generation_config_fields()
     for name in kwargs:
         if name not in SUPPORTED and name not in fields_of_config:
-            raise ValueError(f"generate() has no argument {name!r}; it supports {', '.join(SUPPORTED)}")
+            raise ValueError(f"generate() has no argument {name!r}{_suggestion(name)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
     # transformers ignores entries of generation_config.json that are not fields of its GenerationConfig.
     of_model = {name: value for name, value in vars(model_config).items() if name in fields_of_config}
@@ -153,6 +159,13 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     for name, value in merged.items():
         _check_supported(name, value, merged)
     return _settings_from(merged)
+
+
+def _suggestion(name: str) -> str:
+    """The accepted arguments that are spelt like an unknown one, or else all of them."""
+    every = [*SUPPORTED, *_OF_CALLS, *SpeculationRequest.__dataclass_fields__]
+    close = get_close_matches(name, every)
+    return f": did you mean {' or '.join(close)}?" if close else f"; it supports {', '.join(every)}"
 
 
 def _settings_from(merged: dict[str, Any]) -> Settings:

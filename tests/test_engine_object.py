@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from selfspec import Engine
+from selfspec.request import SUPPORTED
 from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of
 from tests.tiny import tiny_model
@@ -50,6 +53,29 @@ def test_the_representation_of_a_live_model_names_its_class():
 def test_copies_are_refused_with_what_to_do_instead(engine, duplicate):
     with pytest.raises(TypeError, match="cannot be copied or pickled.*Threads may share one.*from_pretrained"):
         duplicate(engine)
+
+
+def test_a_16_bit_model_on_a_cpu_is_warned_of_with_the_dtype_to_pass(saved):
+    with pytest.warns(UserWarning, match="bfloat16 is several times slower .* dtype='float32'") as caught:
+        Engine.from_pretrained(saved, device="cpu", dtype="bfloat16", profile=None, kv_cache_gb=0.01)
+    assert caught[0].filename == __file__
+
+
+def test_a_misspelt_argument_is_refused_with_those_that_it_is_close_to(engine):
+    for given, meant in (("temprature", "temperature"), ("logit_processor", "logits_processor"), ("exits_layer", "exit_layer")):
+        with pytest.raises(ValueError, match=rf"no argument '{given}': did you mean .*\b{meant}\b"):
+            engine.generate(PROMPT, **{given: 1})
+    arguments = inspect.signature(Engine.generate).parameters.keys() - {"self", "generation_kwargs"}
+    with pytest.raises(ValueError, match="it supports max_new_tokens") as refused:
+        engine.generate(PROMPT, xyzzy=1)
+    assert all(f" {name}" in str(refused.value) for name in arguments)
+
+
+def test_the_page_of_the_python_api_names_every_argument():
+    page = (Path(__file__).parent.parent / "docs/python.md").read_text(encoding="utf-8")
+    calls = Engine.from_pretrained, Engine.from_model, Engine.generate, Engine.warmup, Engine.memory_plan
+    named = {name for call in calls for name in inspect.signature(call).parameters} - {"self", "generation_kwargs"}
+    assert not [name for name in sorted({*named, *SUPPORTED}) if not re.search(rf"\b{name}\b", page)]
 
 
 def test_loading_is_logged_and_prints_nothing(saved, caplog, capsys):

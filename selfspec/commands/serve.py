@@ -87,7 +87,7 @@ def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
     profile = "drafting with its profile" if engine.profile else "no profile: drafting only what a text repeats"
     note(f"{engine.name} in {str(engine.dtype).removeprefix('torch.')} on {engine.device}, {profile}")
     note(
-        f"{memory['weights']:.2f} GB weights, {memory['exits']:.2f} GB exits, {memory['cache']:.2f} GB KV cache; "
+        f"{memory['weights']:.2f} GB weights, {memory['cache']:.2f} GB KV cache; "
         f"up to {engine.context} tokens in a sequence, {engine.max_batch} sequences at once"
     )
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
