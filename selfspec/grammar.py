@@ -8,7 +8,7 @@ state: masks of a draft tree's nodes are computed by consuming the tokens of a p
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -29,6 +29,7 @@ _LIMITS = {
 }
 # Without a bound, a weak model fills its text with white space. A schema's own "x-guidance" replaces it.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
+_DEFINITIONS = ("$defs", "definitions")  # of a schema, to which its parts refer
 _BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 Bits = np.ndarray  # [ceil(V / 32)] uint32: token t is allowed if bit t % 32 of word t // 32 is set
@@ -139,8 +140,11 @@ class Grammars:
         llguidance, reads = _llguidance(), self._tokenizer(tokenizer)
         matcher = llguidance.LLMatcher(reads, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         grammar = Grammar(matcher, reads.eos_token, ends or (reads.eos_token,), -(-self._vocab_size // 32))
-        grammar.check()
-        grammar.copy(0).mask((), np.empty(grammar.words, np.uint32))  # the first mask may fail too
+        try:
+            grammar.mask((), np.empty(grammar.words, np.uint32))  # the first mask may fail too
+        except ResponseFormatError as error:
+            field = _failing_field(response_format["json_schema"]["schema"]) if "json_schema" in response_format else ""
+            raise ResponseFormatError(f"{error}, in {field} of the schema" if field else str(error)) from None
         return grammar
 
     def _tokenizer(self, tokenizer: Any) -> Any:
@@ -196,6 +200,34 @@ def _schema(given: Any) -> str:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ResponseFormatError(f"response_format: json_schema.schema is not JSON: {error}") from None
+
+
+def _failing_field(schema: dict[str, Any]) -> str:
+    """Returns the path of the innermost part of a schema that llguidance refuses with the error of the whole schema."""
+    matcher, definitions = _llguidance().LLMatcher, {key: schema[key] for key in _DEFINITIONS if key in schema}
+
+    def error_of(part: dict[str, Any]) -> str:
+        return matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps({**definitions, **part})))
+
+    error, path = error_of(schema), ""
+    while error:
+        parts = ((key, part) for key, part in _parts_of_schema(schema) if isinstance(part, dict))
+        inner = next((at for at in parts if error_of(at[1]) == error), None)
+        if inner is None:
+            break
+        path, schema = f"{path}.{inner[0]}".lstrip("."), inner[1]
+    return path
+
+
+def _parts_of_schema(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values directly below a schema that may be schemas, with their keys."""
+    for key, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFINITIONS):
+        if isinstance(value, dict) and key in (*_DEFINITIONS, "properties", "patternProperties"):
+            yield from ((f"{key}.{name}", of) for name, of in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{key}.{place}", of) for place, of in enumerate(value))
+        else:
+            yield key, value
 
 
 def _llguidance() -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 
 MAX_TOP = 20  # most likely tokens of a position: the most that OpenAI's API and vLLM return
-_ROWS = 64  # prompt positions whose logits exist at a time: 64 of 150,000 tokens in float32 take 38 MB
+ROWS = 64  # positions whose logits exist at a time: 64 of 150,000 tokens in float32 take 38 MB
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,31 @@ def unpack_logprobs(packed: Sequence[Sequence[float]], tokens: Sequence[int], to
     return unpacked
 
 
+def state_logprobs(
+    states: torch.Tensor, tokens: torch.Tensor, top: int, project: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Returns `pack_logprobs` for positions' normed final states [T, hidden] and the tokens [T] after them; `project`
+    is the LM head. Computes the logits of ROWS positions at a time; does not wait for the device."""
+    parts = zip(states.split(ROWS), tokens.split(ROWS), strict=True)
+    return torch.cat([pack_logprobs(project(some), after, top) for some, after in parts])
+
+
 def prompt_logprobs(
-    states: torch.Tensor, tokens: Sequence[int], top: int, project: Callable[[torch.Tensor], torch.Tensor]
-) -> list[TokenLogprob]:
-    """Returns the log probabilities of the tokens after prompt positions, given the positions' normed final states
-    [T, hidden]; `project` is the LM head. Waits for the device."""
-    found: list[TokenLogprob] = []
-    for start in range(0, len(tokens), _ROWS):
-        some = tokens[start : start + _ROWS]
-        logits = project(states[start : start + len(some)])
-        packed = pack_logprobs(logits, torch.tensor(some, device=logits.device), top)
-        found += unpack_logprobs(packed.tolist(), some, top)
-    return found
+    states: torch.Tensor,
+    tokens: Sequence[Sequence[int]],
+    tops: Sequence[int],
+    project: Callable[[torch.Tensor], torch.Tensor],
+) -> list[list[TokenLogprob]]:
+    """Returns the log probabilities of each prompt's tokens, with its own number of likely tokens, given the normed
+    final states [T, hidden] of the positions before the tokens, prompt by prompt. Waits for the device once."""
+    after = torch.tensor(list(chain.from_iterable(tokens)), device=states.device)
+    packed = state_logprobs(states, after, max(tops), project).tolist()
+    ends = accumulate(map(len, tokens))
+    return [
+        unpack_logprobs(packed[end - len(of) : end], of, top) for of, top, end in zip(tokens, tops, ends, strict=True)
+    ]
+
+
+def logprobs_nbytes(vocabulary: int) -> int:
+    """Bytes of the temporary tensors: logits of ROWS positions and their log-softmax, float32."""
+    return 2 * 4 * ROWS * vocabulary

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
+from selfspec.logprobs import logprobs_nbytes
 from selfspec.memory import free_device_bytes, limit_memory
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import pick_device
@@ -114,7 +115,8 @@ def plan_of(
     config, size = model.config, page_nbytes(model.config, model.dtype)
     wanted = min(config.context, limits.max_length or config.context)
     batch = limits.max_batch or USUAL_BATCH
-    buffers, cuda = prefill_nbytes(model), CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
+    buffers = prefill_nbytes(model) + logprobs_nbytes(config.vocab_size)
+    cuda = CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
     if kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
         buffers, cuda = buffers + of_graphs, cuda + (graphs * GRAPH_NBYTES if device.type == "cuda" else 0)

@@ -149,6 +149,10 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
         (json_format({"type": "object", "x": {1, 2}}), "not JSON"),
         (json_format({"type": "thing"}), "Invalid type"),
         (json_format({"not": {}}), "Unimplemented keys"),
+        (
+            json_format({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"anyOf": [{}, {"not": {}}]}}}),
+            r"Unimplemented keys: ..not.., in \$defs.b.anyOf.1 of the schema",
+        ),
         (json_format({"type": "object", "x-guidance": {"nothing": 1}}), "unknown field"),
         ({"type": "regex", "regex": "(a"}, "unclosed group"),
         ({"type": "regex", "regex": ""}, "not empty"),

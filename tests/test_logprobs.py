@@ -127,8 +127,8 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
 @torch.inference_mode()
 @pytest.mark.parametrize("drafting", [False, True])
 def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backend(drafting, monkeypatch):
-    """One token, two prompts that share a pass, and one that runs in padded chunks. The first pass fails after the log
-    probabilities of its first prompt, and runs again."""
+    """One token, two prompts that share a pass, and one that runs in two padded chunks. The first pass fails at the log
+    probabilities and runs again; every pass computes those of all of its prompts at once."""
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
     for module in (torch_backend_module, prompts_module):
@@ -139,7 +139,7 @@ def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backe
     backend, waiting, calls = cuda_backend(graphs, overlaps=True), list(sequences), count(1)
 
     def fail_once(*arguments):
-        if next(calls) == 2:
+        if next(calls) == 1:
             raise torch.OutOfMemoryError("on purpose")
         return prompt_logprobs(*arguments)
 
@@ -149,5 +149,6 @@ def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backe
     while waiting:
         ready = backend.prefill(waiting, exit)
         waiting = [of for of in waiting if of not in ready]
+    assert next(calls) == 1 + len(["failed", "together", "chunk", "chunk"])
     for sequence in sequences:
         assert_close(sequence.prompt_logprobs, expected_of(sequence).prompt_logprobs)

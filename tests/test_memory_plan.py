@@ -59,6 +59,8 @@ def test_the_plan_is_what_the_engine_allocates(name: str, tmp_path: Path, monkey
     assert (plan.weights, plan.exits, plan.cache) == (memory["weights"], memory["exits"], memory["cache"])
     assert plan.context == engine.context == 256 and plan.fits and plan.cuda == 0
     assert plan.total == plan.weights + plan.cache + plan.buffers
+    logits = 64 * 4 * engine.model.config.vocab_size
+    assert plan.buffers >= 2 * logits, "logits and log probabilities of 64 positions"
     loaded = engine.memory_plan(max_length=256, max_batch=2)
     assert (loaded.weights, loaded.cache, loaded.buffers) == (plan.weights, plan.cache, plan.buffers)
     if name in ("bfloat16", "GGUF like Q4_K_M"):  # the other ways to hold the same weights

@@ -90,7 +90,7 @@ class TorchBackend:
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
         if (top := sequence.request.prompt_logprobs) is not None:
             after = sequence.prompt[sequence.kv.length + 1 :][:count]
-            sequence.prompt_logprobs += prompt_logprobs(features[0], after, top, self._logits)
+            sequence.prompt_logprobs += prompt_logprobs(features[0], [after], [top], self._logits)[0]
         if exit is not None:
             previous = torch.cat((self._previous_features([sequence]), features[:, :-1]), dim=1)
             exit.fill(hidden, previous, at, self.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -81,11 +82,9 @@ class PromptPrefill:
                 sequence.previous_feature = sequence.prompt_feature = feature
                 self.prompt_ends[sequence] = prompt_end
         if prefill.final_states is not None:
-            first = 0
-            for sequence, length in zip(sequences, lengths, strict=True):
-                rows = prefill.inputs.rows_of(first, length).to(prefill.final_states.device)
-                self._add_logprobs(sequence, prefill.final_states.index_select(0, rows))
-                first += segments(length)
+            firsts = accumulate(map(segments, lengths[:-1]), initial=0)
+            rows = [prefill.inputs.rows_of(first, length) for first, length in zip(firsts, lengths, strict=True)]
+            self._add_logprobs(sequences, prefill.final_states, rows)
         for kv, length in zip(kvs, lengths, strict=True):
             self.cache.extend(kv, length)
 
@@ -108,18 +107,20 @@ class PromptPrefill:
             sequence.previous_feature = sequence.prompt_feature = prefill.feature[0, 0].clone()
             self.prompt_ends[sequence] = prefill.prompt_end.clone()
         if prefill.final_states is not None:
-            self._add_logprobs(sequence, prefill.final_states[: len(chunk)])
+            self._add_logprobs([sequence], prefill.final_states, [torch.arange(len(chunk))])
         self.cache.extend(kv, len(chunk))
         return [sequence] if kv.length == len(context) else []
 
-    def _add_logprobs(self, sequence: Sequence, states: torch.Tensor) -> None:
-        """Adds the log probabilities of the prompt's tokens after those in the cache, where the request asks for them,
-        from the final states [T, hidden] that they follow."""
-        if (top := sequence.request.prompt_logprobs) is not None:
-            start, project = sequence.kv.length, partial(head_logits, self.graphs.model)
-            after = sequence.prompt[start + 1 :][: len(states)]
-            # Replaces those of a pass that failed for another of its prompts.
-            sequence.prompt_logprobs[start:] = prompt_logprobs(states, after, top, project)
+    def _add_logprobs(self, sequences: list[Sequence], states: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Adds the log probabilities of the prompts' tokens after those in the cache, where requests ask for them, from
+        the final states that they follow: of each prompt the given rows of `states`. Waits for the device once."""
+        asked = [(of, own) for of, own in zip(sequences, rows, strict=True) if of.request.prompt_logprobs is not None]
+        some = states.index_select(0, torch.cat([own for _, own in asked]).to(states.device))
+        after = [of.prompt[of.kv.length + 1 :][: len(own)] for of, own in asked]
+        tops = [of.request.prompt_logprobs or 0 for of, _ in asked]
+        found = prompt_logprobs(some, after, tops, partial(head_logits, self.graphs.model))
+        for (sequence, _), of_prompt in zip(asked, found, strict=True):
+            sequence.prompt_logprobs += of_prompt
 
     def release(self, sequence: Sequence) -> None:
         self.prompt_ends.pop(sequence, None)

@@ -7,7 +7,7 @@ once and replays it. Where the host takes part, the parts before and after it ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.sample import SampleWorkspace, sample_scored
 from selfspec.kernels.score_logits import score_logits
 from selfspec.kernels.topk import MAX_SCAN_WIDTH, Ranking, Scores, topk_tokens
-from selfspec.logprobs import pack_logprobs
+from selfspec.logprobs import state_logprobs
 from selfspec.sampling import TARGET
 from selfspec.speculation.plan import Plan
 
@@ -296,8 +296,8 @@ class DeviceStep:
         see `pack_logprobs`. [B, depth + 1, 1 + 2 * top]; those behind a slot's accepted length mean nothing."""
         count = self.slots.count
         rows = self.paths.long() * count + torch.arange(count, device=self.paths.device)[:, None]
-        logits = head_logits(self.model, self.final_states.index_select(0, rows.flatten()))
-        return pack_logprobs(logits, self.report[:, TOKENS:].flatten(), top).unflatten(0, self.paths.shape)
+        states, tokens = self.final_states.index_select(0, rows.flatten()), self.report[:, TOKENS:].flatten()
+        return state_logprobs(states, tokens, top, partial(head_logits, self.model)).unflatten(0, self.paths.shape)
 
     def accept(self) -> None:
         """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
