@@ -161,7 +161,8 @@ class Drafters:
             trimmed = [of_domain for of_domain in rows if of_domain is not None]
             whole = len(trimmed) < len(rows)
             ids = None if whole else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()
-            self.head_rows[domain] = None if ids is None else HeadRows(ids)
+            together = None if domain is None else self.head_rows_of(None)
+            self.head_rows[domain] = None if ids is None else HeadRows(ids, 0 if together is None else len(together))
         return self.head_rows[domain]
 
     def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.cuda.warmup import ExpectedStep, WarmUp
+from selfspec.drafters import Drafters
+from selfspec.models import loading
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
@@ -28,6 +31,8 @@ from tests.interpreted import (
     sequence_of,
     trained_exit,
 )
+from tests.profiles import choice_of, profile_of, random_exit
+from tests.tiny import tiny_model
 
 pytestmark = ONLY_INTERPRETED
 
@@ -134,6 +139,18 @@ def test_the_prompts_own_tokens_do_not_change_the_captured_size_of_the_draft_hea
 
     assert [capacity(4000 + own, own) for own in (0, 1, 1024)] == [8192] * 3
     assert [capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
+
+
+def test_batches_of_one_domain_and_of_several_share_a_captured_size_of_the_draft_head(tmp_path: Path) -> None:
+    model = loading.adopt(tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, vocab_size=20_000))
+    heads = {"chat": torch.arange(3000), "code": torch.arange(2000, 9000)}
+    profile = profile_of(model, {name: choice_of(1, "chain:2", head_rows=len(rows)) for name, rows in heads.items()})
+    saved = profile.save(tmp_path, [random_exit(model, 1)], heads)
+    drafters = Drafters(model, saved, embed=lambda prompts, layer: torch.zeros(len(prompts), 1))
+    rows = [drafters.head_rows_of(domain) for domain in ("chat", "code", None)]
+    assert [len(of) for of in rows if of is not None] == [3000, 7000, 9000]
+    exits = [drafters.exit(1).offering(of, []) for of in rows]
+    assert {draft_head_capacity(exit, model) for exit in exits} == {12_288}
 
 
 def test_steps_are_captured_for_powers_of_two_of_slots() -> None:

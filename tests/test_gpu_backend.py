@@ -190,7 +190,7 @@ def test_prompt_log_probabilities_are_nearly_those_of_pytorch(small: Decoder) ->
         found = [generate(engine, batch, "none", 1, longest, **wanted).prompt_logprobs for engine in engines]
         ours, theirs = (torch.tensor([of.logprob for prompt in every for of in prompt]) for every in found)
         assert len(ours) >= longest - 1
-        assert (ours - theirs).abs().mean() < 0.02  # bfloat16
+        assert ((ours - theirs) / theirs).abs().mean() < 0.004  # bfloat16; values are in the hundreds
 
 
 def test_warm_up_captures_all_steps_of_usual_requests(tmp_path: Path) -> None:

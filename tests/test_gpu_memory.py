@@ -102,12 +102,12 @@ class Held:
 
 
 def held_by(model: Decoder, profile: Profile | None, batch: int, length: int) -> Held:
-    """Builds an engine, generates, and measures its memory, loading and capturing included."""
+    """Builds an engine, generates with the profile's plans, and measures its memory, loading and capturing included."""
     release()
     others = torch.cuda.memory_allocated() - model.nbytes
     torch.cuda.reset_peak_memory_stats()
     engine = Engine(model, profile=profile, kernels=True, max_length=512, max_batch=batch)
-    out = generate(engine, batch, length, 48, speculative_decoding=None if profile else False)
+    out = generate(engine, batch, length, 48, speculative_decoding="force" if profile else False)
     peak, after = torch.cuda.max_memory_allocated() - others, torch.cuda.memory_allocated() - others
     drafted = sum(stats.drafted for stats in out.stats)
     return Held(peak, after, engine.memory(), out.sequences.cpu(), drafted)
