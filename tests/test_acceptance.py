@@ -133,9 +133,9 @@ def test_a_text_is_out_of_distribution_once_its_skill_was_below_the_threshold() 
 
 
 def test_an_unfamiliar_prompt_begins_at_the_threshold_and_is_not_flagged_yet() -> None:
-    far, near = Skill.of_prompt(True), Skill.of_prompt(False)
-    assert (far.value, near.value) == (UNFAMILIAR, 1.0)
-    assert not far.ood and not near.ood
+    unfamiliar, usual = Skill.of_prompt(True), Skill.of_prompt(False)
+    assert (unfamiliar.value, usual.value) == (UNFAMILIAR, 1.0)
+    assert not unfamiliar.ood and not usual.ood
 
 
 @given(agreement=st.floats(0, 1), positions=st.integers(1, 64), usual=st.floats(0.01, 1.0))

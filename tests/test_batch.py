@@ -126,7 +126,7 @@ class Joined:
 
 
 def joined(engine: Engine, prompts: int = 2, tokens: int = 4, **kwargs: Any) -> Joined:
-    """Generates, and tells how the batch was when the request joined."""
+    """Generates; returns the state of the batch when the request joined."""
     seen: list[Joined] = []
     join = Batch.join
 
@@ -272,7 +272,7 @@ def test_a_large_batch_is_off_whoever_governs(folder: Path) -> None:
     assert not any(s.drafted for s in stats)
 
 
-@pytest.mark.parametrize(("prompt", "skill"), [(0, 1.0), (1, UNFAMILIAR)], ids=["near", "far"])
+@pytest.mark.parametrize(("prompt", "skill"), [(0, 1.0), (1, UNFAMILIAR)], ids=["familiar", "unfamiliar"])
 def test_a_prompt_far_from_every_domain_begins_with_the_skill_of_unfamiliar_text(
     folder: Path, prompt: int, skill: float
 ) -> None:
@@ -283,7 +283,7 @@ def test_a_prompt_far_from_every_domain_begins_with_the_skill_of_unfamiliar_text
     near = {"direction": embedding, "centroid": embedding, "ranks": RANKS}
     choice = choice_of(exit.layer, "chain:2", distance=Spread(mean=0.0, deviation=0.01), **near)
     profile = profile_of(exit.model, {"a": choice, "b": choice})
-    governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"far{prompt}", [exit]))
+    governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"unfamiliar{prompt}", [exit]))
     text = PROMPTS[0] if prompt == 0 else PROMPTS[2]
     (sequence,) = joined_with(governed, text)
     assert sequence.skill.value == skill

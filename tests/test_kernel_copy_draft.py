@@ -62,7 +62,7 @@ def test_tokens_of_no_copied_node_are_refused() -> None:
 def test_on_a_gpu_texts_of_many_tiles_give_the_references_drafts(longest: int) -> None:
     generator = torch.Generator().manual_seed(longest)
     stored = torch.randint(0, 40, (4, longest), generator=generator, dtype=torch.int32)
-    stored[1, -30:] = stored[1, 3:33].clone()  # a long match far behind
+    stored[1, -30:] = stored[1, 3:33].clone()  # a long match at the end
     stored[2] = torch.arange(longest) % 7
     stored[3] = torch.arange(longest)  # no match
     lengths = torch.tensor([longest - 1, longest - 1, longest // 2, longest - 1], dtype=torch.int32)

@@ -595,4 +595,4 @@ def test_ranks_above_the_highest_temperature_are_extrapolated_from_the_two_highe
     assert (known.ranks_at(0.6), known.ranks_at(1.0)) == ([[0.75]], [[0.5]])
     assert known.ranks_at(1.3)[0][0] == pytest.approx(1 - 0.5**0.5)
     assert known.ranks_at(1.15)[0][0] > known.ranks_at(1.3)[0][0] > known.ranks_at(1.5)[0][0] > 0
-    assert choice({"0": [[0.9]], "1": [[]]}).ranks_at(1.4) == [[]], "nothing to tell by"
+    assert choice({"0": [[0.9]], "1": [[]]}).ranks_at(1.4) == [[]], "no depth to extrapolate from"

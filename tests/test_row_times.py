@@ -27,7 +27,7 @@ class Clock:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.seconds, self.now = seconds, 0.0
 
-    def watch(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    def record(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         """Returns the layers and rows that it will have seen."""
         seen, run_layer = [], model.run_layer
         layers = {id(layer): index for index, layer in enumerate(model.layers)}
@@ -51,7 +51,7 @@ def model() -> Decoder:
 
 def test_rows_are_timed_with_layers_of_the_model(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(lambda rows: 2.0 if rows == 1 else 5.0 + rows)
-    seen = clock.watch(model, monkeypatch)
+    seen = clock.record(model, monkeypatch)
     times = time_rows(model, Cache(model.config, model.device, model.dtype, num_pages=2), clock)
     assert [times(rows) for rows in (1, 2, 8, 16)] == [1.0, 3.5, 6.5, 10.5]
     assert {layer for layer, _ in seen} == set(range(model.config.num_layers)), "not one that stays near"
@@ -60,7 +60,7 @@ def test_rows_are_timed_with_layers_of_the_model(model: Decoder, monkeypatch: py
 def test_the_fastest_of_several_passes_counts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = iter([9.0] * (model.config.num_layers + 2 * len(row_times._COUNTS) - 1))
     clock = Clock(lambda rows: rows * next(slow, 1.0))
-    clock.watch(model, monkeypatch)
+    clock.record(model, monkeypatch)
     times = time_rows(model, Cache(model.config, model.device, model.dtype, num_pages=2), clock)
     assert times.seconds == tuple(map(float, row_times._COUNTS))
 

@@ -42,8 +42,8 @@ def drafted_reads(
         mask = _visible(batch, roots, depth, spec.window)
         attend = partial(_attend, seen=seen, root=depth == 0, mask=mask, scale=model.config.attention_scale)
         at = (roots + depth).clamp(max=batch.length - 1)[..., None].expand(-1, -1, hidden.shape[-1])
-        entered = block.add_feature(hidden.gather(1, at), drafted[-1]) if drafted else verified.gather(1, at)
-        state = model.run_layer(block.layer, spec, entered, model.rotations(places + depth), attend)
+        inputs = block.add_feature(hidden.gather(1, at), drafted[-1]) if drafted else verified.gather(1, at)
+        state = model.run_layer(block.layer, spec, inputs, model.rotations(places + depth), attend)
         drafted.append(model.normalise(block.add_affine(state), exit.norm))
     return drafted
 

@@ -1,7 +1,7 @@
 """Attention for the decoder: writes the rows' keys and values to the cache, then attends to the slots of each row.
 
-One signature for prefill, plain decoding and trees. This module chooses the implementation; the decoder does not know
-which one runs.
+One signature for prefill, plain decoding and trees. This module chooses the implementation; the decoder does not
+depend on it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from selfspec.models.quantized.scheme import Format, Scheme
 
 _USE = "Use a checkpoint in compressed-tensors, GPTQ or AWQ format with 4 or 8 bits, a GGUF file, or the 16-bit one"
 
-# Formats that are refused by the name under which people know them.
+# Formats that are refused, by their usual names.
 _REFUSED = {
     "bitsandbytes": "bitsandbytes (nf4, fp4, int8)",
     "exl2": "EXL2",
