@@ -28,8 +28,8 @@ from selfspec.models.config import ModelConfig
 from selfspec.models.decoder import Decoder, model_parts
 from selfspec.models.linear import Weight
 from selfspec.models.quantized.folder import rounded_bits
-from selfspec.models.quantized.packed import pack
 from selfspec.models.quantized.rounding import quantize as round_weight
+from selfspec.models.quantized.tensor import pack
 from selfspec.speculation.exit import Exit
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ from selfspec.engine import Engine
 from selfspec.models.decoder import Decoder
 from selfspec.models.linear import expand
 from selfspec.models.loading import adopt
-from selfspec.models.quantized.packed import pack
 from selfspec.models.quantized.rounding import quantize
+from selfspec.models.quantized.tensor import pack
 from selfspec.profiles.exits_file import exit_tensors
 from selfspec.speculation.exit import Exit
 from tests.calibrated import random_documents

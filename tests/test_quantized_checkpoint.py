@@ -19,10 +19,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.models.quantized.checkpoint import check_weight, read_weight
-from selfspec.models.quantized.config import read_quantization_config
-from selfspec.models.quantized.scheme import Scheme
-from selfspec.models.quantized.tensor import concatenate
+from selfspec.models.quantized.config import Scheme, read_quantization_config
+from selfspec.models.quantized.layouts import check_weight, read_weight
+from selfspec.models.quantized.tensor import can_pack, concatenate
 
 MODULE = "model.layers.3.mlp.up_proj"
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
@@ -165,7 +164,6 @@ def test_the_weight_has_the_values_of_the_reference(name, n, k, dtype, seed):
     tensor = read_weight(MODULE, stored.scheme, stored.shape, stored.tensors)
     ours = tensor.dequantize()
     assert ours.shape == stored.shape and ours.dtype == torch.float32
-    assert torch.equal(tensor.rows(torch.tensor([2, 0])).dequantize(), ours[[2, 0]])
     assert torch.equal(ours.to(dtype), stored.weight)  # the reference rounds each product to the scales' dtype
 
 
@@ -190,8 +188,7 @@ def test_weights_of_different_formats_are_concatenated_without_loss(names, n, k,
         stored = BUILDERS[name](n, k, dtype)
         parts.append(read_weight(MODULE, stored.scheme, stored.shape, stored.tensors))
     if len({part.q.dtype == torch.float8_e4m3fn for part in parts}) == 2:
-        with pytest.raises(ValueError, match="cannot be concatenated"):
-            concatenate(parts)
+        assert not can_pack(parts)
     else:
         whole = concatenate(parts)
         assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from transformers import AwqConfig, GPTQConfig
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
-from selfspec.models.quantized.config import read_quantization_config
-from selfspec.models.quantized.scheme import Format, Scheme
+from selfspec.models.quantized.config import Format, Scheme, read_quantization_config
 
 UP, HEAD = "model.layers.3.mlp.up_proj", "lm_head"
 MODULES = [

@@ -18,8 +18,8 @@ from compressed_tensors.quantization import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from selfspec.models.quantized.checkpoint import read_weight
 from selfspec.models.quantized.config import read_quantization_config
+from selfspec.models.quantized.layouts import read_weight
 from tests.tiny import tiny_model
 
 TOKENS = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)

@@ -55,9 +55,6 @@ def test_random_blocks_have_the_values_of_the_gguf_library(kind, rows, blocks, s
     data = random_blocks(kind, rows, columns, seed)
     tensor = read_blocks("t", data, kind, (rows, columns))
     assert same_bits(tensor.dequantize(), dequantize(data, kind))
-    assert tensor.bits_per_weight == NATIVE[kind][0]
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(tensor.rows(order).dequantize(), tensor.dequantize()[order])
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,15 +67,12 @@ def test_weights_of_different_types_are_concatenated_without_loss(kinds, seed):
     whole = concatenate(parts)
     assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
     assert whole.bits == max(part.bits for part in parts)
-    if len(set(kinds)) == 1:
-        assert whole.bits_per_weight == NATIVE[kinds[0]][0]
 
 
 def test_the_types_of_q4_k_m_files_keep_small_scales_when_concatenated():
     q4, q6 = (read_blocks("t", random_blocks(kind, 3, 512, 0), kind, (3, 512)) for kind in (Kind.Q4_K, Kind.Q6_K))
     whole = concatenate([q4, q6])
     assert (whole.bits, whole.group, whole.scale.dtype) == (8, 16, torch.int8)
-    assert whole.bits_per_weight == 8 + 16 / 16 + 32 / 256
 
 
 @pytest.mark.parametrize("kind", EXPANDED)
@@ -139,5 +133,5 @@ def test_rows_of_queries_and_keys_are_put_into_hugging_face_order(demo):
         part = Part(f"model.layers.4.self_attn.{name}_proj.weight", shape)
         source = demo.tensors[demo.gguf_name(part)]
         order = torch.arange(shape[0]).unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten()
-        ours = read_blocks(source.name, source.data, source.tensor_type, shape).rows(order)
-        assert torch.equal(ours.dequantize().bfloat16(), demo.expand(part))
+        ours = read_blocks(source.name, source.data, source.tensor_type, shape).dequantize()[order]
+        assert torch.equal(ours.bfloat16(), demo.expand(part))

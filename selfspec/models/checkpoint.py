@@ -19,9 +19,8 @@ from transformers import AutoConfig
 
 from selfspec.models.config import SUPPORTED_MODEL_TYPES, ModelConfig, check_supported
 from selfspec.models.decoder import Part, model_parts
-from selfspec.models.quantized.checkpoint import check_weight
-from selfspec.models.quantized.config import read_quantization_config
-from selfspec.models.quantized.scheme import Format, Scheme
+from selfspec.models.quantized.config import Format, Scheme, read_quantization_config
+from selfspec.models.quantized.layouts import check_weight
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED_DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}

@@ -17,7 +17,7 @@ from selfspec.models.gguf.model import GgufModel
 from selfspec.models.linear import Weight
 from selfspec.models.loading import loading_bar, pick_dtype
 from selfspec.models.quantized.gguf import is_native, unread_blocks
-from selfspec.models.quantized.packed import join, pack
+from selfspec.models.quantized.tensor import join, pack
 
 _log = logging.getLogger(__name__)
 

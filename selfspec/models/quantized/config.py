@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json: which modules are quantized and how their tensors are laid out.
+"""Reads `quantization_config` of config.json: a Format gives each module a Scheme, or None if it stays in 16 bit.
 
 Raises ValueError, which names the field, for a format that selfspec does not read. Fields that say how a checkpoint was
 made, and those about activations and the KV cache, which stay in 16 bit, are not read.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from selfspec.models.quantized.scheme import Format, Scheme
 
 _USE = "Use a checkpoint in compressed-tensors, GPTQ or AWQ format with 4 or 8 bits, a GGUF file, or the 16-bit one"
 
@@ -27,6 +26,53 @@ _REFUSED = {
     "mxfp4": "MXFP4",
     "nvfp4": "NVFP4",
 }
+
+_LINEAR = re.compile(r"(_proj|lm_head)$")  # names of the linear modules of the supported families
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The layout of a weight's tensors."""
+
+    layout: str  # pack-quantized, int-quantized, float-quantized, fp8, gptq, gptq_v2 or awq
+    bits: int
+    shared: tuple[int, int]  # rows and columns of the weight that share a scale; 0: all of them
+    symmetric: bool = True
+
+    def group(self, k: int) -> int:
+        """Returns the columns that share a scale, for a weight with k columns."""
+        return self.shared[1] or k
+
+
+@dataclass(frozen=True)
+class Format:
+    """The quantization_config of a checkpoint."""
+
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]  # targets and their scheme; "Linear": all linear modules
+    ignored: tuple[str, ...] = ()  # like targets
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Returns the scheme of a module ("model.layers.0.mlp.up_proj"); None if its weight is not quantized.
+
+        A target or ignored entry is a module's name, "re:" and an expression that matches its beginning, or "Linear".
+        Names come before expressions, expressions before "Linear".
+        """
+        if not _LINEAR.search(module) or any(_match(module, entry) is not None for entry in self.ignored):
+            return None
+        found = [
+            (rank, index)
+            for index, (targets, _) in enumerate(self.schemes)
+            for target in targets
+            if (rank := _match(module, target)) is not None
+        ]
+        return self.schemes[min(found)[1]][1] if found else None
+
+
+def _match(module: str, target: str) -> int | None:
+    """Returns 0 if a target is the module's name, 1 if its expression matches, 2 if it is "Linear", otherwise None."""
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], module) else None
+    return {module: 0, "Linear": 2}.get(target)
 
 
 def read_quantization_config(config: Mapping[str, Any]) -> Format:

@@ -8,10 +8,9 @@ import torch
 
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.models.decoder import Part
-from selfspec.models.quantized.checkpoint import read_weight
-from selfspec.models.quantized.packed import can_pack, join, pack
+from selfspec.models.quantized.layouts import read_weight
 from selfspec.models.quantized.rounding import quantize
-from selfspec.models.quantized.tensor import QuantizedTensor
+from selfspec.models.quantized.tensor import QuantizedTensor, can_pack, join, pack
 from selfspec.models.shards import Shards
 
 BITS = {"int4": 4, "int8": 8}  # by values of `quantize=`

@@ -1,11 +1,13 @@
 """QuantizedTensor: the values of a quantized weight without the layout of the file that it comes from.
 
+`pack` makes a QuantizedWeight of it, as the model holds it and the kernels read it.
+
 Every reader of this package returns one. Values are exact: `dequantize` gives the reference library's float32 values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
@@ -13,9 +15,10 @@ from typing import Any
 
 import torch
 
+from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SUPER = 256  # columns of a super_scale or super_minimum: the size of GGUF's K blocks
-_Q_DTYPES = {4: (torch.uint8,), 8: (torch.int8, torch.float8_e4m3fn)}
+_COLUMNS = 16  # columns and groups are packed in multiples of these
 
 
 @dataclass(frozen=True)
@@ -36,35 +39,9 @@ class QuantizedTensor:
     minimum: torch.Tensor | None = None  # [N, K / group]
     super_minimum: torch.Tensor | None = None  # [N, K / 256] float16
 
-    def __post_init__(self) -> None:
-        if self.q.ndim != 2 or self.q.dtype not in _Q_DTYPES.get(self.bits, ()):
-            raise ValueError(f"q is {list(self.q.shape)} {self.q.dtype}, which is no weight of {self.bits} bits")
-        n, k = self.q.shape
-        if self.group < 1 or k % self.group:
-            raise ValueError(f"{k} columns cannot be divided into groups of {self.group}")
-        if isinstance(self.zero, torch.Tensor):
-            _check("zero", self.zero, (n, k // self.group), (self.q.dtype,))
-        for name, fine, coarse in (
-            ("scale", self.scale, self.super_scale),
-            ("minimum", self.minimum, self.super_minimum),
-        ):
-            if fine is not None:
-                _check(name, fine, (n, k // self.group), FLOATS if coarse is None else (torch.int8,))
-            if coarse is not None:
-                _check(f"super_{name}", coarse, (n, k // _SUPER), (torch.float16,))
-                if fine is None or k % _SUPER or _SUPER % self.group:
-                    raise ValueError(f"super_{name} is given, but no {name} in groups that divide {_SUPER} columns")
-
     @property
     def shape(self) -> tuple[int, int]:
         return self.q.shape[0], self.q.shape[1]
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Memory per weight with q packed to `bits` and everything else as it is here."""
-        others = self._tensors()
-        others.pop("q")
-        return self.bits + 8 * sum(tensor.nbytes for tensor in others.values()) / self.q.numel()
 
     def scales(self) -> torch.Tensor:
         """Returns the scale of each group in float32, which holds scale * super_scale exactly: [N, K / group]."""
@@ -83,15 +60,8 @@ class QuantizedTensor:
             weight -= minimums[..., None]
         return weight.flatten(1)
 
-    def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
-        """Returns the rows that an index along N selects, in its order."""
-        selected: dict[str, Any] = {name: tensor[index] for name, tensor in self._tensors().items()}
-        return replace(self, **selected)
-
     def regrouped(self, group: int) -> QuantizedTensor:
         """Returns the same weight in smaller groups, whose size divides the group's."""
-        if group < 1 or self.group % group:
-            raise ValueError(f"groups of {self.group} columns cannot be divided into groups of {group}")
         repeats = self.group // group
         if repeats == 1:
             return self
@@ -125,12 +95,6 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     Parts may differ in format: the result has 8 bits if one part has, the smallest common group, and float32 scales
     where no narrower dtype holds all of them. float8 parts go only with float8 parts.
     """
-    if len({part.shape[1] for part in parts}) != 1 or len({part.q.dtype.is_floating_point for part in parts}) != 1:
-        raise ValueError(
-            "weights cannot be concatenated: "
-            + ", ".join(f"{list(part.shape)} {part.q.dtype}" for part in parts)
-            + "; all need as many columns, and either all or none are float8"
-        )
     group = reduce(gcd, (part.group for part in parts))
     parts = [part.regrouped(group) for part in parts]
     q = torch.cat([part.q.to(_common([part.q for part in parts])) for part in parts])
@@ -192,7 +156,50 @@ def _product(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:
     return fine.float() * coarse.float().repeat_interleave(fine.shape[1] // coarse.shape[1], 1)
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype} instead of {list(shape)} {wanted}")
+def can_pack(parts: Sequence[QuantizedTensor]) -> bool:
+    """True if `pack` can make one weight of these."""
+    columns = {part.shape[1] for part in parts}
+    groups = {part.group for part in parts}
+    kinds = {part.q.dtype.is_floating_point for part in parts}
+    whole_rows = groups == columns
+    return (
+        len(columns) == len(kinds) == 1
+        and not any(count % _COLUMNS for count in columns)
+        and (whole_rows or not any(group % _COLUMNS for group in groups))
+    )
+
+
+def pack(parts: Sequence[QuantizedTensor]) -> QuantizedWeight:
+    """Returns one weight with the rows of all parts; no value changes."""
+    whole = parts[0] if len(parts) == 1 else concatenate(parts)
+    return QuantizedWeight.pack(
+        whole.q,
+        whole.scale,
+        whole.group,
+        bits=whole.bits,
+        zero=whole.zero,
+        super_scale=whole.super_scale,
+        minimum=whole.minimum,
+        super_minimum=whole.super_minimum,
+    )
+
+
+def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
+    """Returns one weight of so many rows with those of packed parts, which all have one format. Copies each part before
+    it takes the next one, so that no two are in memory beside the result."""
+    fields: dict[str, Any] = {}
+    start = 0
+    for part in parts:
+        if part.shape[0] == rows:
+            return part
+        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        packed = tensors.pop("packed")
+        stop = start + part.shape[0]
+        if not start:
+            fields["packed"] = packed.new_zeros(-(-rows // TILE_ROWS), *packed.shape[1:])
+            fields |= {name: tensor.new_empty(len(tensor), rows) for name, tensor in tensors.items()}
+        part.write_rows(fields["packed"], start)
+        for name, tensor in tensors.items():
+            fields[name][:, start:stop].copy_(tensor)
+        start = stop
+    return replace(part, **fields)
