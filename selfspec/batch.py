@@ -62,6 +62,9 @@ class Batch:
 
     def _update(self, joined: bool) -> None:
         """The members have changed: applies the rules to the new batch size, and finds exit, costs and governor."""
+        if not self.running:
+            self.exit = self.governor = None
+            return
         size = len(self.running)
         policies = [sequence.request.policy for sequence in self.running]
         self._reasons = ["request" if policy is None else policy.reason(size) for policy in policies]

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from selfspec.governor.acceptance import Acceptance, mean_shares
-from selfspec.governor.candidates import PlanCandidates, SharedPlans
+from selfspec.governor.candidates import PlanCandidates, SharedPlans, widest_rank
 from selfspec.governor.costs import (
     CostModel,
     Costs,
@@ -99,7 +99,7 @@ class Drafters:
             if policy.only_copies:
                 return Drafter(None, candidates=self.copying_candidates(policy.rules)), []
             exit = None if layer is None else self.exit(layer)
-            return self._checked(Drafter(exit), policy.possible_plans), []
+            return self._checked(Drafter(exit), widest_rank(policy.possible_plans)), []
         routed = request.domain == "auto" and self.profile.routes
         embeddings = self.prompt_embeddings(prompts) if routed else None
         domain = request.domain if request.domain != "auto" else self.profile.route(embeddings)
@@ -114,18 +114,18 @@ class Drafters:
                     return None, []
         most = policy.rules.max_distance
         unfamiliar = [] if embeddings is None else self.profile.are_unfamiliar(embeddings, most)
-        possible = policy.possible_plans if candidates is None else candidates.all_plans
+        widest = widest_rank(policy.possible_plans) if candidates is None else candidates.widest_rank
         usual = choice.prompt_agreement
         agreement = None if usual is None or candidates is None else usual.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
-        return self._checked(Drafter(exit, rows, candidates, agreement), possible), unfamiliar
+        return self._checked(Drafter(exit, rows, candidates, agreement), widest), unfamiliar
 
     @staticmethod
-    def _checked(drafter: Drafter, plans: Sequence[Plan]) -> Drafter:
+    def _checked(drafter: Drafter, widest: int) -> Drafter:
+        """Returns the drafter; raises ValueError if its exit offers no token of rank `widest`."""
         if drafter.exit is None:
             return drafter
-        widest = max((rank for plan in plans for rank in plan.ranks), default=0)
         offered = drafter.exit.vocabulary if drafter.head_rows is None else len(drafter.head_rows)
         if widest >= offered:
             raise ValueError(f"the plan asks for rank {widest}, but the exit drafts only {offered} tokens")

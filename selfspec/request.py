@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -150,14 +150,21 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
         if name not in SUPPORTED and name not in fields_of_config:
             raise ValueError(f"generate() has no argument {name!r}{_suggestion(name)}")
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
-    # transformers ignores entries of generation_config.json that are not fields of its GenerationConfig.
-    of_model = {name: value for name, value in vars(model_config).items() if name in fields_of_config}
-    for source in (of_model, {} if config is None else config.to_dict()):
-        merged.update({name: value for name, value in source.items() if value is not None})
+    for name, value in vars(model_config).items():
+        # transformers ignores entries of generation_config.json that are not fields of its GenerationConfig.
+        if value is not None and name in fields_of_config:
+            merged[name] = value
+    if config is not None:
+        merged.update({name: value for name, value in config.to_dict().items() if value is not None})
     merged.update(kwargs)  # a keyword argument of None switches an entry of a config off
     merged = {name: as_scalar(value) for name, value in merged.items() if value is not None}
-    for name, value in merged.items():
-        _check_supported(name, value, merged)
+    if all(isinstance(value, str | int | float) for value in merged.values()):
+        return _cached_settings(**merged)
+    return _settings_from(merged)
+
+
+@lru_cache(maxsize=64, typed=True)  # most calls have the settings of one before; typed, because True equals 1
+def _cached_settings(**merged: str | int | float) -> Settings:
     return _settings_from(merged)
 
 
@@ -169,6 +176,8 @@ def _suggestion(name: str) -> str:
 
 
 def _settings_from(merged: dict[str, Any]) -> Settings:
+    for name, value in merged.items():
+        _check_supported(name, value, merged)
     max_new_tokens, max_length = _positive("max_new_tokens", merged), _positive("max_length", merged)
     if max_new_tokens is None and max_length is None:
         max_new_tokens = _DEFAULT_NEW_TOKENS
@@ -282,8 +291,8 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
             "the attention_mask that the tokenizer returned with these input_ids"
         )
     prompts = []
-    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)):
-        length = sum(mask)
+    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
+        length = len(mask) - mask.count(0)
         if not all(mask[len(mask) - length :]):
             raise ValueError(
                 f"row {row} of input_ids is not left-padded: its attention_mask (or, without one, its pad tokens) must "

@@ -139,7 +139,8 @@ def _progress(request: Request, scheduler: Scheduler) -> Generator[int, None, No
 
 def to_tensor(input_ids: torch.Tensor, sequences: list[Sequence], settings: Settings) -> torch.Tensor:
     """Returns the prompts as given, padding included, and their new tokens, padded on the right to the longest."""
-    prompts = input_ids.repeat_interleave(settings.num_return_sequences, dim=0)
+    samples = settings.num_return_sequences
+    prompts = input_ids if samples == 1 else input_ids.repeat_interleave(samples, dim=0)
     longest = max(sequence.new_tokens for sequence in sequences)
     pad = settings.pad_token_id if settings.pad_token_id is not None else 0
     new = [of.tokens[len(of.prompt) :] + [pad] * (longest - of.new_tokens) for of in sequences]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from math import inf
@@ -128,6 +128,15 @@ class PlanCandidates:
     def all_plans(self) -> list[Plan]:
         """For any batch."""
         return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
+
+    @cached_property
+    def widest_rank(self) -> int:
+        return widest_rank(self.all_plans)
+
+
+def widest_rank(plans: Iterable[Plan]) -> int:
+    """The highest rank that some node of these plans has among its siblings' drafts; 0 without nodes."""
+    return max((rank for plan in plans for rank in plan.ranks), default=0)
 
 
 def _lengths(plan: Plan, reach: np.ndarray) -> np.ndarray:

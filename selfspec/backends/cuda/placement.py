@@ -13,7 +13,7 @@ import torch
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.readback import StepTimes
-from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, bucket, to_device
+from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, bucket
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
@@ -84,13 +84,11 @@ class SlotPlacement:
         for sequence in joined:
             self.slot_of[sequence] = slot = self._free.pop()
             idle.pop(slot, None)
-        self._write(joined, list(idle))
+        self._write(joined, list(idle), exit)
         self.size = bucket(len(sequences))
         self._compact()
         if joined:  # kept when sequences leave, so that no other step has to be captured
             self.options = StepOptions.of([of.params for of in sequences])
-            if exit is not None:
-                self._write_features(joined)
         if exit is not self.head_exit or joined:
             self._fill_head(exit)
         self._write_drafting(sequences, joined)
@@ -98,7 +96,7 @@ class SlotPlacement:
 
     def idle_vacated_slots(self) -> None:
         """Makes the slots of sequences that have left idle: their pages may belong to other sequences by now."""
-        self._write([], self._vacated)
+        self._write([], self._vacated, None)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that has left the batch."""
@@ -118,7 +116,7 @@ class SlotPlacement:
                 self._buffers.slots.write_text(self.slot_of[sequence], sequence.tokens)
                 self._texts.add(sequence)
 
-    def _write(self, joined: list[Sequence], idle: list[int]) -> None:
+    def _write(self, joined: list[Sequence], idle: list[int], exit: Exit | None) -> None:
         """Writes the slots of sequences that join, and slots that become idle."""
         if not joined and not idle:
             return
@@ -126,13 +124,15 @@ class SlotPlacement:
         all_slots, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
         pages = [*(of.kv.pages for of in joined), *([self._idle_page] for _ in idle)]
-        all_slots.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
+        at = all_slots.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:
                 all_slots.write_processing(self.slot_of[sequence], _processing_state(sequence))
             else:
                 all_slots.clear_processing(self.slot_of[sequence])
+        if joined and exit is not None:
+            self._write_features(joined, at[: len(joined)])
 
     def _compact(self) -> None:
         """Moves sequences from slots beyond the first `size` to free ones below."""
@@ -147,14 +147,15 @@ class SlotPlacement:
             self.slot_of[sequence] = target
         self._free = sorted({*self._free, *sources} - {*targets}, reverse=True)
 
-    def _write_features(self, joined: list[Sequence]) -> None:
-        """Writes the features that the exit reads in the first step of sequences that join; zeros if there is none."""
-        features, slots = self._buffers.features, self.slots(joined)
+    def _write_features(self, joined: list[Sequence], at: torch.Tensor) -> None:
+        """Writes the features that the exit reads in the first step of sequences that join, whose slots are `at`; zeros
+        if there is none."""
+        features = self._buffers.features
         rows = [
             features.new_zeros(features.shape[1]) if of.previous_feature is None else of.previous_feature
             for of in joined
         ]
-        features.index_copy_(0, to_device(torch.tensor(slots), features.device), torch.stack(rows))
+        features.index_copy_(0, at, torch.stack(rows))
 
     def _fill_head(self, exit: Exit | None) -> None:
         """Writes the rows of the LM head that the exit drafts from."""

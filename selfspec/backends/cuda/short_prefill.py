@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Scratch
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, feature_buffer, prompt_end_buffer
-from selfspec.backends.cuda.slots import bucket, to_device
+from selfspec.backends.cuda.slots import bucket, host_tensor
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.kernels.embed_rope import embed_rope
 from selfspec.kernels.norm import squares_per_row
@@ -180,7 +180,9 @@ class PassInputs:
         return [self._int64, self._int32]
 
     def load(self, prompts: Sequence[Prompt]) -> None:
-        inputs = self._without_prompts.copy()
+        host = host_tensor(self._int64, self._int64.device)
+        inputs = host.numpy()
+        inputs[:] = self._without_prompts
         parts = self._views(inputs)
         at = 0
         for number, prompt in enumerate(prompts):
@@ -198,7 +200,7 @@ class PassInputs:
             end = self._row(first + positions // self.segment, positions % self.segment)
             parts["end"][number, : len(positions)] = end
             parts["last"][number] = self._row(at - 1, (length - 1) % self.segment)
-        self._int64.copy_(to_device(torch.from_numpy(inputs), self._int64.device), non_blocking=True)
+        self._int64.copy_(host, non_blocking=True)
 
     def rows_of(self, first: int, length: int) -> torch.Tensor:
         """The rows of a prompt of `length` tokens, on the host, given the number of its first segment."""

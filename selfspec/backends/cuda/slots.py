@@ -28,6 +28,7 @@ _MAX_INT32 = 2**31 - 1
 _INTS = ("lengths", "pending", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
+_HEADER = len(_FIELDS) + MAX_STOPS  # numbers of a slot that are written before its pages
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
@@ -64,6 +65,23 @@ class Slots:
     frequency: torch.Tensor
 
 
+class WrittenSlots:
+    """The values of some slots that are written at once, as one tensor and as views of its parts."""
+
+    fields, stops, pages = slice(0, len(_FIELDS)), slice(len(_FIELDS), _HEADER), slice(_HEADER, None)  # of a row
+
+    def __init__(self, count: int, pages: int, device: torch.device) -> None:
+        self._count, self._keys = count, 2 * 2 * count  # two numbers of 64 bits for each slot, then a row for each
+        self.whole = torch.zeros(self._keys + count * (_HEADER + pages), dtype=torch.int32, device=device)
+        rows = self.whole[self._keys :].view(count, -1)
+        self.at, self.of_seeds = self.whole[: self._keys].view(torch.int64).view(2, count)
+        self.words, self.of_stops, self.of_pages = rows[:, self.fields].T, rows[:, self.stops], rows[:, self.pages]
+
+    def parts(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers and seeds of the slots [2, count], and their rows, as views of an array like `whole`."""
+        return whole[: self._keys].view(np.int64).reshape(2, self._count), whole[self._keys :].reshape(self._count, -1)
+
+
 class AllSlots:
     """All slots of a batch, as the host writes them."""
 
@@ -79,6 +97,7 @@ class AllSlots:
         self._counts: torch.Tensor | None = None  # [capacity, V] int32, allocated on first use
         self._biased: set[int] = set()  # slots whose bias may differ from 0
         self._views: dict[int, Slots] = {}
+        self._inputs: dict[int, WrittenSlots] = {}  # by number of slots
 
     def first(self, count: int) -> Slots:
         """The first `count` slots; the same object for every call."""
@@ -106,22 +125,30 @@ class AllSlots:
             self._bias = torch.zeros(self.capacity, self.vocabulary, dtype=torch.float32, device=self.device)
         return self._bias
 
-    def write(self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]) -> None:
-        """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle."""
-        count, fields, words = len(slots), len(_FIELDS), len(_FIELDS) + MAX_STOPS
-        table = _rectangle(pages)
-        packed = np.zeros((count, words + table.shape[1]), dtype=np.int32)
-        for index, state in enumerate(states):
-            self._pack(packed[index, :fields], packed[index, fields:words], state)
-        packed[:, words:] = table
-        keys = np.array([slots, seeds], dtype=np.int64).view(np.int32)
-        copy = self._to_device(torch.from_numpy(np.concatenate((keys.ravel(), packed.ravel()))))
-        at, seeds_there = copy[: keys.size].view(torch.int64).view(2, count)
-        rows = copy[keys.size :].view(count, -1)
-        self._words.index_copy_(1, at, rows[:, :fields].T)
-        self.stops.index_copy_(0, at, rows[:, fields:words])
-        self.seeds.index_copy_(0, at, seeds_there)
-        self.page_table[:, : table.shape[1]].index_copy_(0, at, rows[:, words:])
+    def write(
+        self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]
+    ) -> torch.Tensor:
+        """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle.
+        Returns the numbers of the slots on the device, valid until the next call."""
+        written = self._written(len(slots))
+        host = host_tensor(written.whole, self.device)
+        keys, rows = written.parts(host.numpy())
+        keys[0], keys[1] = slots, seeds
+        rows[:, written.pages] = self.idle_page
+        for row, state, of_slot in zip(rows, states, pages, strict=True):
+            self._pack(row[written.fields], row[written.stops], state)
+            row[written.pages][: len(of_slot)] = of_slot
+        written.whole.copy_(host, non_blocking=True)
+        self._words.index_copy_(1, written.at, written.words)
+        self.stops.index_copy_(0, written.at, written.of_stops)
+        self.seeds.index_copy_(0, written.at, written.of_seeds)
+        self.page_table.index_copy_(0, written.at, written.of_pages)
+        return written.at
+
+    def _written(self, count: int) -> WrittenSlots:
+        if count not in self._inputs:
+            self._inputs[count] = WrittenSlots(count, self.page_table.shape[1], self.device)
+        return self._inputs[count]
 
     @staticmethod
     def _pack(words: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
@@ -199,7 +226,8 @@ class AllSlots:
     @property
     def tensors(self) -> list[torch.Tensor]:
         optional = [tensor for tensor in (self._bias, self._counts) if tensor is not None]
-        return [self._words, self.seeds, self.page_table, self.texts, self.stops, *optional]
+        written = [of.whole for of in list(self._inputs.values())]
+        return [self._words, self.seeds, self.page_table, self.texts, self.stops, *optional, *written]
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return to_device(host, self.device)
@@ -209,6 +237,11 @@ def _rectangle(pages: Seq[Seq[int]]) -> np.ndarray:
     """Rows of a page table as wide as the longest of them; entries behind a row's pages are not read."""
     width = max(map(len, pages))
     return np.array([[*of_slot, *[of_slot[0]] * (width - len(of_slot))] for of_slot in pages], dtype=np.int32)
+
+
+def host_tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised host tensor of this shape and dtype, pinned for a GPU: copies from it do not wait."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
