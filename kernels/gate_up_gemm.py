@@ -66,7 +66,8 @@ def _gated_kernel(
     x_stride, weight_stride, out_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, ACTIVATION: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
+    SLICING: tl.constexpr, FORMAT: tl.constexpr, PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): out [BM, BN / 2]; N is the number of output columns.
 
@@ -85,7 +86,7 @@ def _gated_kernel(
         release(PDL)
     both = weight_tile(
         x, weight, squares, row < row_count, source * x_stride, weight_rows, weight_offsets,
-        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
+        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, SLICING, FORMAT,
     )  # fmt: skip
     if not RELEASE_EARLY:
         release(PDL)

@@ -55,7 +55,7 @@ def _linear_kernel(
     x_stride, weight_stride, out_stride, residual_stride, squares_out_stride, scaled_stride, squares_stride,
     N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, SHRINK: tl.constexpr, NEXT_OFFSET: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr, FORMAT: tl.constexpr,
     PREFETCH: tl.constexpr, RELEASE_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, column tile): out [BM, BN]. WIDTH: columns per entry of `squares_out`."""
@@ -78,7 +78,7 @@ def _linear_kernel(
         kept = tl.load(residual + source[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
     result = weight_tile(
         x, weight, squares, row < row_count, x_row * x_stride, weight_rows, weight_offsets,
-        x_row * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
+        x_row * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, SLICING, FORMAT,
     )  # fmt: skip
     if not RELEASE_EARLY:
         release(PDL)

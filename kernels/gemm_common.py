@@ -5,14 +5,16 @@ in its stored layout and apply what follows in the same kernel. If x is the `sca
 multiplied by the norm's factor of the row at the end (see `norm`).
 
 A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
-columns, and BK depends on weight shape and dtype alone. The rest of the tile (rows, weight rows, warps, stages) does
-depend on the number of rows and changes no sum. Kernels are compiled without fusing multiplications and additions
-(`enable_fp_fusion=False`), because the compiler's choice could differ between tiles.
+columns, and BK depends on weight shape and dtype alone. Every product of the tensor cores adds to the one before, and a
+long chain of them takes longer than reading the weights. Long sums are therefore divided into four slices, which take a
+quarter of every block each and are added at the end. The rest of the tile (rows, weight rows, warps, stages, the order
+of slices in time) does depend on the number of rows and changes no sum. Kernels are compiled without fusing
+multiplications and additions (`enable_fp_fusion=False`), because the compiler's choice could differ between tiles.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a pro
 # Tuned on an H200 (132 SMs), by elements of the weight: below the first a matmul leaves most SMs idle, below the second
 # some of them.
 _TINY_WEIGHT, _SMALL_WEIGHT = 1 << 21, 1 << 23
+_SLICED_COLUMNS = 256  # columns of one step over four slices
 _ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that a warp can hold in its registers
 _MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles would leave too little memory for BK columns
 
@@ -86,31 +89,92 @@ def rms_factor_of_squares(entries, K: tl.constexpr, EPS: tl.constexpr, SHRINK: t
 
 
 @jit
+def _sum_slice(
+    x_at, weight_at, columns, real, FIRST: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """x @ weight^T over the columns from FIRST on, from FIRST + STEP on, and so on: [BM, BN] float32."""
+    sums = tl.zeros((BM, BN), tl.float32)
+    for start in range(FIRST, K, STEP):
+        if K % STEP == 0:
+            x_part, weight_part = tl.load(x_at + start, mask=real, other=0.0), tl.load(weight_at + start)
+        else:
+            inside = columns < K - start
+            x_part = tl.load(x_at + start, mask=inside & real, other=0.0)
+            weight_part = tl.load(weight_at + start, mask=inside, other=0.0)
+        sums = tl.dot(x_part, tl.trans(weight_part), sums, input_precision="ieee")
+    return sums
+
+
+@jit
+def _add_part(sums, x_at, weight_at, real, start):
+    """sums + x @ weight^T over some columns from `start` on."""
+    x_part, weight_part = tl.load(x_at + start, mask=real, other=0.0), tl.load(weight_at + start)
+    return tl.dot(x_part, tl.trans(weight_part), sums, input_precision="ieee")
+
+
+@jit
+def _sum_slices_in_one_loop(
+    x_at, weight_at, real, STEP: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The sum over all four slices."""
+    PART: tl.constexpr = STEP // 4
+    first = tl.zeros((BM, BN), tl.float32)
+    second, third, fourth = first, first, first
+    for start in range(0, K, STEP):
+        first = _add_part(first, x_at, weight_at, real, start)
+        second = _add_part(second, x_at, weight_at, real, start + PART)
+        third = _add_part(third, x_at, weight_at, real, start + 2 * PART)
+        fourth = _add_part(fourth, x_at, weight_at, real, start + 3 * PART)
+    return ((first + second) + third) + fourth
+
+
+@jit
+def _sum_slices_by_warp(
+    x, weight, real, x_rows, weight_rows, STEP: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The same; each slice is a part of a product of three dimensions, which the compiler gives a warp."""
+    columns = tl.arange(0, 4)[:, None, None] * (STEP // 4) + tl.arange(0, STEP // 4)[None, None, :]
+    x_at = x + x_rows[None, :, None] + columns  # [4, BM, STEP / 4]
+    weight_at = weight + weight_rows[None, :, None] + columns  # [4, BN, STEP / 4]
+    sums = tl.zeros((4, BM, BN), tl.float32)
+    for start in range(0, K, STEP):
+        x_part, weight_part = tl.load(x_at + start, mask=real[None, :, None], other=0.0), tl.load(weight_at + start)
+        sums = tl.dot(x_part, tl.trans(weight_part, (0, 2, 1)), sums, input_precision="ieee")
+    even, odd = tl.split(tl.reshape(tl.permute(sums, (1, 2, 0)), (BM, BN, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return ((first + second) + third) + fourth
+
+
+@jit
 def matmul_tile(
     x, weight, squares, real, x_rows, weight_rows, squares_rows,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T of BM rows and BN weight rows, given by their offsets, times the norm's factors: [BM, BN] float32.
+
+    SLICING: how the sums over the four slices of K are computed: at once by one warp each ("warps"), at once by all
+    warps ("loop"), or one after the other where the registers cannot hold four ("passes"); None: there are no slices.
 
     Rows that are not `real` [BM] are not read: every program would read the same cache lines again. `squares` are
     loaded before the loop and used after it, so that nothing waits for them.
     """
-    columns = tl.arange(0, BK)
-    x_at = x + x_rows[:, None] + columns[None, :]  # [BM, BK]
-    weight_at = weight + weight_rows[:, None] + columns[None, :]  # [BN, BK]
+    SLICES: tl.constexpr = 1 if SLICING is None else 4
+    PART: tl.constexpr = BK // SLICES
+    columns = tl.arange(0, PART)[None, :]
+    x_at, weight_at = x + x_rows[:, None] + columns, weight + weight_rows[:, None] + columns  # [BM, PART], [BN, PART]
     if squares is not None:
         entries = load_squares(squares, squares_rows, T, CHUNKS)
-    sums = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if K % BK == 0:
-            x_part = tl.load(x_at + start, mask=real[:, None], other=0.0)
-            weight_part = tl.load(weight_at + start)
-        else:
-            inside = (columns < K - start)[None, :]
-            x_part = tl.load(x_at + start, mask=inside & real[:, None], other=0.0)
-            weight_part = tl.load(weight_at + start, mask=inside, other=0.0)
-        sums = tl.dot(x_part, tl.trans(weight_part), sums, input_precision="ieee")
+    if SLICING == "warps":
+        sums = _sum_slices_by_warp(x, weight, real, x_rows, weight_rows, BK, K, BM, BN)
+    elif SLICING == "loop":
+        sums = _sum_slices_in_one_loop(x_at, weight_at, real[:, None], BK, K, BM, BN)
+    else:
+        sums = _sum_slice(x_at, weight_at, columns, real[:, None], 0, BK, K, BM, BN)
+        for index in tl.static_range(1, SLICES):
+            sums += _sum_slice(x_at, weight_at, columns, real[:, None], index * PART, BK, K, BM, BN)
     if squares is not None:
         sums *= rms_factor_of_squares(entries, K, EPS, SHRINK, BM)[:, None]
     return sums
@@ -131,11 +195,21 @@ class TileConfig:
     block_m: int = 16  # rows of x
     prefetch: int = 0  # columns of the weight that are prefetched before earlier launches have ended
     release_early: bool = False  # release the next launch right after `wait`; qkv_linear always does
+    sliced: bool = False  # K is summed in four slices; must depend on the weight's shape alone
 
 
 def choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
     """The tile for `rows` rows and a weight [n, k]. kind: "linear", "gate_up", "qkv", or "qkv_norm" for a qkv matmul
     that norms heads: it takes a whole head per program and ignores `block_n`."""
+    tile = _choose_tile(kind, n, k, rows)
+    if kind != "linear" or k <= 1024 or k % _SLICED_COLUMNS:
+        return tile
+    stages = (6 if k > 2048 else 4) if rows <= 16 else 2 * tile.stages
+    return replace(tile, block_k=_SLICED_COLUMNS, stages=stages, sliced=True)
+
+
+def _choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
+    """The tile without slices."""
     height = 16 if rows <= 16 else 32 if rows <= 32 else MAX_ROW_TILE
     if kind == "qkv_norm":
         return TileConfig(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
@@ -234,9 +308,14 @@ def launch_settings(
     max_elements = (_ELEMENTS_PER_WARP if block_n is None else _ELEMENTS_PER_WARP // 2) * config.warps
     block_n = block_n or min(config.block_n, _MAX_TILE_WIDTH_BYTES // size)
     block_m = min(config.block_m, max(16, max_elements // block_n))
-    block_k = min(config.block_k, next_power_of_two(k))
-    while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # the same for every block_m
-        block_k //= 2
+    block_k, slicing = min(config.block_k, next_power_of_two(k)), None
+    if config.sliced:
+        block_k = 2 * block_k // size  # as many bytes in every dtype
+        slicing = "warps" if block_m * block_n <= 512 else "loop" if block_m * block_n <= 2048 else "passes"
+    else:
+        while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # the same for every block_m
+            block_k //= 2
+    stage_columns = block_k // 4 if slicing == "passes" else block_k
     pdl = use_pdl(x)
     aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
     return {
@@ -245,10 +324,11 @@ def launch_settings(
         "BM": block_m,
         "BN": block_n,
         "BK": block_k,
+        "SLICING": slicing,
         "PREFETCH": config.prefetch if aligned and config.prefetch <= k else 0,
         "PDL": pdl,
         "num_warps": config.warps,
-        "num_stages": min(config.stages, shared_bytes(x) // ((block_m + block_n) * block_k * size)),
+        "num_stages": min(config.stages, shared_bytes(x) // ((block_m + block_n) * stage_columns * size)),
         "enable_fp_fusion": False,
         **({"launch_pdl": True} if pdl else {}),
     }

@@ -95,7 +95,7 @@ def _qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SKIP: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OFFSET: tl.constexpr,
-    FORMAT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SLICING: tl.constexpr, FORMAT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row tile, part of a head): BN dimensions of one head; with head norms a whole head.
 
@@ -123,7 +123,7 @@ def _qkv_kernel(
     s = tl.load(sin + angle, mask=valid, other=0.0)
     both = weight_tile(
         x, weight, squares, row < row_count, source * x_stride, weight_rows, weight_offsets,
-        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, FORMAT,
+        source * squares_stride, weight_stride, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK, SLICING, FORMAT,
     )  # fmt: skip
     if bias is not None:
         both += tl.load(bias + head * (2 * HALF) + dimension).to(tl.float32)[None, :]

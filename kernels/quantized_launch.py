@@ -69,6 +69,7 @@ def weight_settings(
         "BM": block_m,
         "BN": width,
         "BK": 0,
+        "SLICING": None,
         "FORMAT": format_of(weight, x.dtype, config.warps),
         "PREFETCH": config.prefetch if config.prefetch * TILE_ROWS <= weight.packed.stride(0) else 0,
         "PDL": pdl,

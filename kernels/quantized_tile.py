@@ -295,13 +295,14 @@ def prefetch_tile(
 def weight_tile(
     x, weight, squares, real, x_rows, weight_rows, weight_offsets, squares_rows, weight_stride,
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets."""
     if FORMAT is None:
         return matmul_tile(
-            x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK
-        )
+            x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
+            SLICING,
+        )  # fmt: skip
     else:
         if squares is not None:
             entries = load_squares(squares, squares_rows, T, CHUNKS)

@@ -5,6 +5,7 @@ The interpreter has no bfloat16 products: float16 and float32 stand for all dtyp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -264,6 +265,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others(rows: int) -> None:
     for row in {0, rows // 2, rows - 1}:
         for alone, all_rows in zip(run(slice(row, row + 1)), together, strict=True):
             assert torch.equal(alone[0], all_rows[row])
+
+
+def test_a_row_has_the_same_bits_however_four_slices_of_k_are_summed() -> None:
+    x, weight = linear_arguments(80, 64, 1280, FULL).values()
+    found = {}
+    for rows, block_m, block_n in ((1, 16, 16), (16, 16, 32), (80, 64, 32), (80, 128, 64)):
+        tile = replace(choose_tile("linear", 64, 1280, rows), block_m=block_m, block_n=block_n)
+        settings, out = launch_settings(x[:rows], weight, None, tile), nan(rows, 64)
+        linear(x[:rows], weight, out, config=tile)
+        found[settings["SLICING"], rows] = out
+    assert {slicing for slicing, _ in found} == {"warps", "loop", "passes"}
+    assert all(torch.equal(out, found["passes", 80][: len(out)]) for out in found.values())
+    torch.testing.assert_close(found["passes", 80], linear_reference(x, weight), atol=1e-3, rtol=1e-4)
 
 
 def test_a_row_has_the_same_bits_in_all_tiles_of_a_large_gated_matmul() -> None:
