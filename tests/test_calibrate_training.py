@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
 from selfspec.calibrate.drafting import drafted_reads
 from selfspec.calibrate.optimizer import Optimizer, orthogonalised
-from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places
+from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places, fused_head_loss, head_loss
 from selfspec.calibrate.writing import Template, Writer
 from selfspec.engine import Engine
 from selfspec.models.decoder import Decoder
@@ -30,6 +30,10 @@ from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 RECIPE = Recipe(length=32, rows=4, roots=8, warmup=5, learning_rate=4e-3)
 EVERY_ROW = torch.arange(VOCABULARY)
+
+
+def on_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 @cache
@@ -67,45 +71,58 @@ def same(exits: list[Exit], others: list[Exit]) -> bool:
 def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
     """Value and gradient, over some rows of the head; logits are float32, hence the tolerance."""
     generator = torch.Generator().manual_seed(0)
-    model = adopt(tiny_model("llama"))
-    model.config = replace(model.config, logit_softcap=cap)
-    head = model.head.weight[:50]
+    head = adopt(tiny_model("llama")).head.weight[:50]
     read = torch.randn(20, 32, generator=generator, dtype=torch.float64, requires_grad=True)
-    target = torch.randn(20, 50, generator=generator).mul(2).softmax(-1)
-    loss, right = HeadLoss.apply(read, head, target, target.argmax(-1), model)
+    goal = 2 * torch.randn(20, 50, generator=generator, dtype=torch.float64)
+    loss, right = HeadLoss.apply(read, goal, head, cap)
     (gradient,) = torch.autograd.grad(3 * loss, read)
 
     logits = read @ head.T
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    expected = F.cross_entropy(logits, target.double())
+    logits, target = (x if cap is None else cap * torch.tanh(x / cap) for x in (logits, goal))
+    expected = F.cross_entropy(logits, target.softmax(-1))
     (expected_gradient,) = torch.autograd.grad(3 * expected, read)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
     assert right == (logits.argmax(-1) == target.argmax(-1)).float().mean()
 
 
-def test_the_target_is_the_models_distribution_at_each_depth() -> None:
+@on_gpu
+@pytest.mark.parametrize("cap", [None, 30.0], ids=["plain", "soft cap"])
+def test_the_compiled_loss_is_the_heads_loss(cap: float | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits, goal = 8 * torch.randn(2, 64, 5000, generator=generator, device="cuda", dtype=torch.bfloat16)
+    loss, right, gradient = fused_head_loss()(logits, goal, cap)
+    expected_loss, expected_right, expected_gradient = head_loss(logits, goal, cap)
+    torch.testing.assert_close(loss, expected_loss)
+    assert right == expected_right
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-2, atol=1e-7)
+
+
+def test_exits_are_trained_to_the_states_that_the_head_reads_of_the_model() -> None:
     one = trainer()
     one._load_batch()
     with torch.no_grad():
-        logits = one.model.logits(list(hidden_states(one.model, one._batch))[-1])
+        reads = one.model.read(list(hidden_states(one.model, one._batch))[-1])
     for depth in range(RECIPE.depths):
-        at = (one._roots + depth)[..., None].expand(-1, -1, VOCABULARY)
-        torch.testing.assert_close(one._target(depth), logits.softmax(-1).gather(1, at).flatten(0, 1))
+        at = (one._roots + depth)[..., None].expand(-1, -1, reads.shape[-1])
+        torch.testing.assert_close(one._wanted(depth), reads.gather(1, at).flatten(0, 1))
 
 
 def test_the_loss_is_the_weighted_sum_over_exits_and_depths() -> None:
-    one = trainer()
+    one = trainer(error_weight=0.3)
     one._load_batch()
     total = one._loss()
-    weighted = (one.seen[0] * torch.tensor(RECIPE.depth_weights)).sum()
-    torch.testing.assert_close(total.detach(), weighted)
-    below = list(hidden_states(one.model, one._batch))
+    below, expected = list(hidden_states(one.model, one._batch)), torch.zeros(())
     for index, exit in enumerate(one.exits()):
         reads = drafted_reads(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
         for depth, read in enumerate(reads):
-            expected = F.cross_entropy(exit.logits(read).flatten(0, 1), one._target(depth))
-            torch.testing.assert_close(one.seen[0, index, depth], expected)
+            wanted = one._wanted(depth)
+            target = one.model.project(wanted, one.model.head).softmax(-1)
+            entropy = F.cross_entropy(exit.logits(read).flatten(0, 1), target)
+            torch.testing.assert_close(one.seen[0, index, depth], entropy)
+            error = F.mse_loss(read.flatten(0, 1), wanted) / wanted.square().mean()
+            expected += RECIPE.depth_weights[depth] * (entropy + 0.3 * error)
+    torch.testing.assert_close(total.detach(), expected)
 
 
 def test_roots_are_positions_after_which_the_model_chose_a_whole_draft() -> None:
@@ -325,6 +342,23 @@ def test_training_does_not_change_its_text() -> None:
         one.train_step()
     assert all(torch.equal(getattr(corpus, name), tensor) for name, tensor in kept.items())
     assert torch.equal(features, features_before)
+
+
+@on_gpu
+def test_captured_steps_with_a_compiled_loss_train_as_without_it() -> None:
+    """The fourth step is the first that is captured."""
+    _, corpus, _ = text("llama")
+    model = adopt(tiny_model("llama", dtype=torch.bfloat16).cuda())
+    features, rows = text_features(model, corpus, 3, model.device), EVERY_ROW.to("cuda")
+    losses = []
+    for compiled in (False, True):
+        recipe = replace(RECIPE, compiled=compiled)
+        one = Trainer(model, [1], corpus.to(model.device), features, rows, recipe, steps=8)
+        for _ in range(8):
+            one.train_step()
+        losses.append(one.seen[0].cpu())
+    assert losses[0].isfinite().all()
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.02, atol=0)
 
 
 def test_a_text_of_fewer_rows_than_a_step_can_be_trained_on() -> None:

@@ -55,7 +55,7 @@ class Setup:
         _check_disk(self.out)
         recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)
         self.resources = self._resources(recipe)
-        self.recipe = replace(recipe, rows=self.resources.training_rows)
+        self.recipe = replace(recipe, rows=self.resources.training_rows, compiled=self.engine.has_kernels)
 
     @property
     def model(self) -> Decoder:

@@ -3,7 +3,7 @@
 A step runs the layers below the exits over some rows of text, then drafts from random roots in it as the engine does: a
 block computes the root's state after committed text, then the next token's state from its own state at the root in
 place of the model's, and so on. The loss is the cross entropy with the model's distribution over the rows of the LM
-head that drafts are chosen from.
+head that drafts are chosen from, plus the squared error of the states that the head reads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,11 @@ class Recipe:
     roots: int = 64  # of drafts in each row
     depths: int = 3  # of a draft
     depth_weights: tuple[float, ...] = (1.0, 0.7, 0.5)  # of the loss at each depth
+    error_weight: float = 1.0  # of the states' relative squared error, beside the cross entropy in nats
     learning_rate: float = 2e-3
     warmup: int = 100  # steps until the learning rate is reached
     seed: int = 0
+    compiled: bool = False  # the loss is computed by torch.compile's kernels
 
     @classmethod
     def for_device(cls, device: torch.device, context: int, seed: int) -> Recipe:
@@ -169,15 +172,20 @@ class Trainer:
         self._steps_here += 1
 
     def _load_batch(self) -> None:
-        """Copies this step's rows of text, and draws roots in them; both depend only on the step's number."""
+        """Copies this step's rows of text, and draws roots in them; both depend only on the step's number. Waits for
+        the device only where features are in host memory, so that the host prepares a step while another runs."""
         random = np.random.default_rng((self.recipe.seed, self.step))
         rows = self._places.some_rows(random, len(self._batch))
-        roots = self._places.some(random, rows, self.recipe.roots)
-        index = torch.from_numpy(rows)
-        for name, static in vars(self._batch).items():
-            static.copy_(getattr(self.corpus, name)[index.to(self.corpus.tokens.device)], non_blocking=True)
-        self._features.copy_(self.features[index.to(self.features.device)], non_blocking=True)
-        self._roots.copy_(torch.from_numpy(roots), non_blocking=True)
+        self._roots.copy_(self._sent(self._places.some(random, rows, self.recipe.roots)))
+        on_host, on_device = torch.from_numpy(rows), self._sent(rows)
+        copies = [(static, getattr(self.corpus, name)) for name, static in vars(self._batch).items()]
+        for static, source in [*copies, (self._features, self.features)]:
+            static.copy_(source[on_host if source.device.type == "cpu" else on_device], non_blocking=True)
+
+    def _sent(self, values: np.ndarray) -> torch.Tensor:
+        """Copies values to the device without waiting for it."""
+        tensor, device = torch.from_numpy(values), self.model.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     def _compute(self) -> None:
         names, tensors = zip(*self.optimizer.parameters.items(), strict=True)
@@ -199,43 +207,70 @@ class Trainer:
             drafted_reads(student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths)
             for student in self.students
         ]
+        compute, cap = fused_head_loss() if recipe.compiled else head_loss, self.model.config.logit_softcap
         total = torch.zeros((), device=self.model.device)
         for depth in range(recipe.depths):
-            target = self._target(depth)
-            best = target.argmax(-1)
+            wanted = self._wanted(depth)
+            goal = Linear(self.head).apply(wanted)
             for index, drafted in enumerate(drafts):
-                loss, right = HeadLoss.apply(drafted[depth].flatten(0, 1), self.head, target, best, self.model)
-                total = total + recipe.depth_weights[depth] * loss
+                read = drafted[depth].flatten(0, 1)
+                loss, right = HeadLoss.apply(read, goal, self.head, cap, compute)
+                error = relative_error(read, wanted)
+                total = total + recipe.depth_weights[depth] * (loss + recipe.error_weight * error)
                 self.seen[0, index, depth] = loss.detach()
                 self.seen[1, index, depth] = right
         return total
 
-    @torch.no_grad()
-    def _target(self, depth: int) -> torch.Tensor:
-        """The model's distribution over the head's rows, `depth` tokens after each root: [B * n, K]."""
+    def _wanted(self, depth: int) -> torch.Tensor:
+        """What the LM head reads of the model `depth` tokens after each root: [B * n, hidden]."""
         hidden = self.model.config.hidden_size  # the first half of `features` is what the LM head reads
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
-        reads = self._features[..., :hidden].gather(1, at).flatten(0, 1)
-        return self.model.project(reads, Linear(self.head)).softmax(-1)
+        return self._features[..., :hidden].gather(1, at).flatten(0, 1)
+
+
+def relative_error(read: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The squared error of states over the mean square of the wanted ones."""
+    return (read.float() - wanted.float()).square().mean() / wanted.float().square().mean()
+
+
+def head_loss(
+    logits: torch.Tensor, goal: torch.Tensor, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross entropy of the distributions of logits with those of `goal`, both [P, K] before the soft cap; the share of
+    positions with the goal's best token; and the gradient by the logits, in their dtype."""
+    capped, wanted = logits.float(), goal.float()
+    if cap is not None:
+        capped, wanted = torch.tanh(capped / cap) * cap, torch.tanh(wanted / cap) * cap
+    right = (capped.argmax(-1) == wanted.argmax(-1)).float().mean()
+    wanted, log_q = wanted.softmax(-1), capped.log_softmax(-1)
+    loss = -(wanted * log_q).sum(-1).mean()
+    gradient = log_q.exp().sub_(wanted).div_(len(logits))
+    if cap is not None:
+        gradient = gradient * (1 - (capped / cap) ** 2)
+    return loss, right, gradient.to(logits.dtype)
+
+
+@cache
+def fused_head_loss() -> Callable[..., Any]:
+    """`head_loss` in a few kernels. Without it, reading and writing logits takes a third of a training step."""
+    return torch.compile(head_loss, dynamic=False)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Cross entropy of a head's distribution for the states `read` [P, hidden] with a target [P, K]. Forms the gradient
-    in the forward pass, so that no logits are kept: they are the largest tensors of a step."""
+    """The loss of the states `read` [P, hidden], given the goal's logits [P, K]. Forms the gradient in the forward
+    pass, so that no logits are kept: they are the largest tensors of a step."""
 
     @staticmethod
     def forward(
-        ctx: Any, read: torch.Tensor, head: torch.Tensor, target: torch.Tensor, best: torch.Tensor, model: Decoder
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of positions with the target's best token
-        logits = model.project(read, Linear(head))  # [P, K]
-        log_q = logits.log_softmax(-1)
-        loss = -(target * log_q).sum(-1).mean()
-        right = (logits.argmax(-1) == best).float().mean()
-        gradient = log_q.exp_().sub_(target).div_(len(read))
-        cap = model.config.logit_softcap
-        if cap is not None:
-            gradient = gradient * (1 - (logits / cap) ** 2)
-        ctx.save_for_backward(gradient.to(read.dtype) @ head)
+        ctx: Any,
+        read: torch.Tensor,
+        goal: torch.Tensor,
+        head: torch.Tensor,
+        cap: float | None,
+        compute: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = head_loss,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of positions with the goal's best token
+        loss, right, gradient = compute(Linear(head).apply(read), goal, cap)
+        ctx.save_for_backward(gradient @ head)
         ctx.mark_non_differentiable(right)
         return loss, right
 
