@@ -24,12 +24,13 @@ COUNT, LAST, EXIT_LAST, TOKENS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class TreeTensors:
-    """A plan's tree of n nodes and the root, as kernels read it."""
+    """The trees of n nodes and the root of B sequences, as kernels read them; those of a plan without a beam are the
+    same for all sequences, with a stride of 0."""
 
-    parents: torch.Tensor  # [n + 1] int32; the root's is 0
-    ancestors: torch.Tensor  # [n + 1] int64: bit j - 1 of entry i is set if node j is i or an ancestor of i
+    parents: torch.Tensor  # [B, n + 1] int32; the root's is 0
+    ancestors: torch.Tensor  # [B, n + 1] int64: bit j - 1 of entry i is set if node j is i or an ancestor of i
     depths: torch.Tensor  # [n + 1] int32
-    paths: torch.Tensor  # [n + 1, depth + 1] int32: nodes from the root to each node; past its depth unused
+    paths: torch.Tensor  # [B, n + 1, depth + 1] int32: nodes from the root to each node; past its depth 0
     copied: int  # nodes 1 to `copied` are copied, the others are the exit's
 
 
@@ -53,12 +54,25 @@ def accept_reference(
     return walks
 
 
-@jit(do_not_specialize=["sequences", "nodes", "copied", "tree_stride", "path_stride", "report_stride", "stop_count"])
+@jit(
+    do_not_specialize=[
+        "sequences",
+        "nodes",
+        "copied",
+        "parents_stride",
+        "ancestors_stride",
+        "trees_stride",
+        "tree_stride",
+        "path_stride",
+        "report_stride",
+        "stop_count",
+    ]
+)
 def _accept_kernel(
     chosen, tokens, parents, ancestors, depths, tree_paths, active, lengths, lengths_before, pending, paths, report,
     texts, counts, stops,
-    sequences, nodes, copied, tree_stride, path_stride, report_stride, text_stride, counts_stride, stops_stride,
-    stop_count,
+    sequences, nodes, copied, parents_stride, ancestors_stride, trees_stride, tree_stride, path_stride, report_stride, 
+    text_stride, counts_stride, stops_stride, stop_count,
     NODES_P2: tl.constexpr, DEPTHS_P2: tl.constexpr, STOPS_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +81,8 @@ def _accept_kernel(
     release(PDL)
     sequence = tl.program_id(0)
     node = tl.arange(0, NODES_P2)
-    parent = tl.load(parents + node, mask=node < nodes, other=0)
-    above = tl.load(ancestors + node, mask=node < nodes, other=0)
+    parent = tl.load(parents + sequence * parents_stride + node, mask=node < nodes, other=0)
+    above = tl.load(ancestors + sequence * ancestors_stride + node, mask=node < nodes, other=0)
     depth = tl.load(depths + node, mask=node < nodes, other=0)
     wait(PDL)
     state = tl.load(active + sequence)
@@ -89,7 +103,7 @@ def _accept_kernel(
 
     place = tl.arange(0, DEPTHS_P2)
     inside = place < count
-    path = tl.load(tree_paths + last * tree_stride + place, mask=inside, other=0)
+    path = tl.load(tree_paths + sequence * trees_stride + last * tree_stride + place, mask=inside, other=0)
     emitted = tl.load(chosen + path * sequences + sequence, mask=inside, other=-1).to(tl.int32)
     length = tl.load(lengths + sequence)
     at = report + sequence * report_stride
@@ -125,7 +139,7 @@ def accept(
 ) -> None:
     """Finds the accepted paths; updates lengths, pending tokens, texts and counts."""
     (sequences, depths), nodes = paths.shape, len(tree.depths)
-    if report.shape[1] < TOKENS + depths or tree.paths.shape[1] > depths:
+    if report.shape[1] < TOKENS + depths or tree.paths.shape[2] > depths:
         raise ValueError(f"paths of {depths} nodes or a report of {report.shape[1]} columns are too narrow")
     if chosen.numel() != nodes * sequences or tokens.numel() != chosen.numel():
         raise ValueError(f"{chosen.numel()} choices do not fit {nodes} nodes of {sequences} sequences")
@@ -137,8 +151,9 @@ def accept(
     _accept_kernel[(sequences,)](
         chosen, tokens, tree.parents, tree.ancestors, tree.depths, tree.paths, active, lengths, lengths_before, pending,
         paths, report, texts, counts, stops,
-        sequences, nodes, tree.copied, tree.paths.stride(0), paths.stride(0), report.stride(0), *strides, stop_count,
-        NODES_P2=triton.next_power_of_2(nodes), DEPTHS_P2=triton.next_power_of_2(tree.paths.shape[1]),
+        sequences, nodes, tree.copied, tree.parents.stride(0), tree.ancestors.stride(0), *tree.paths.stride()[:2],
+        paths.stride(0), report.stride(0), *strides, stop_count,
+        NODES_P2=triton.next_power_of_2(nodes), DEPTHS_P2=triton.next_power_of_2(tree.paths.shape[2]),
         STOPS_P2=triton.next_power_of_2(max(1, stop_count)), FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

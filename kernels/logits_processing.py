@@ -33,7 +33,7 @@ class Processing:
     min_length: torch.Tensor  # [B] int32: no stop token is drawn at a position below this
     stops: torch.Tensor  # [B, S] int32 stop tokens, padded with -1
     positions: torch.Tensor  # [R] int32 or int64: the position of the token being drawn
-    paths: torch.Tensor  # [n + 1, W] int32: entry i is the node at depth i on the path to a node, i up to its depth
+    paths: torch.Tensor  # [B, n + 1, W] int32: entry i is the node at depth i on the path to a node, i up to its depth
     depths: torch.Tensor  # [n + 1] int32
     tokens: torch.Tensor  # [(n + 1) * B] int32: the nodes' tokens, node-major
     first_node: int = 0
@@ -55,7 +55,7 @@ class Processing:
             "min_length": ((sequences,), int32),
             "stops": ((sequences, self.stops.shape[-1]), int32),
             "positions": ((rows,), integer),
-            "paths": ((nodes, self.paths.shape[-1]), int32),
+            "paths": ((sequences, nodes, self.paths.shape[-1]), int32),
             "depths": ((nodes,), int32),
             "tokens": ((nodes * sequences,), int32),
         }
@@ -69,11 +69,11 @@ class Processing:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The kernels' argument `processing`; its last four entries are strides and the number of stop tokens."""
+        """The kernels' argument `processing`; its last five entries are strides and the number of stop tokens."""
         return (
             self.repetition, self.presence, self.frequency, self.bias, self.counts, self.min_length, self.stops,
             self.positions, self.paths, self.depths, self.tokens,
-            self.bias.stride(0), self.counts.stride(0), self.stops.stride(0), self.stops.shape[1],
+            self.bias.stride(0), self.counts.stride(0), self.stops.stride(0), self.paths.stride(0), self.stops.shape[1],
         )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _process_row(
 ) -> torch.Tensor:
     sequences = processing.repetition.shape[0]
     node = processing.first_node + row // sequences
-    path = processing.paths[node, 1 : int(processing.depths[node]) + 1].long()  # the root is in the counts
+    path = processing.paths[sequence, node, 1 : int(processing.depths[node]) + 1].long()  # the root is in the counts
     on_path = processing.tokens[path * sequences + sequence].long()
     counts = processing.counts[sequence, token_ids]
     generated = (counts >> 1) + (on_path[:, None] == token_ids).sum(0)
@@ -139,7 +139,7 @@ def _process_row(
 def load_processing(processing, row, sequence):
     """Repetition, presence, frequency, position and minimum length of each row. Only loads, so a kernel can call it
     long before it needs them."""
-    repetition, presence, frequency, _, _, min_length, _, positions, _, _, _, _, _, _, _ = processing
+    repetition, presence, frequency, _, _, min_length, _, positions, _, _, _, _, _, _, _, _ = processing
     return (
         tl.load(repetition + sequence), tl.load(presence + sequence), tl.load(frequency + sequence),
         tl.load(positions + row), tl.load(min_length + sequence),
@@ -153,7 +153,10 @@ def process(values, loaded, processing, row, sequence, sequences, first_node, pa
     `loaded` is the result of `load_processing`. A program reads counts and stop tokens only if one of its rows has a
     penalty on, or is below its minimum length.
     """
-    _, _, _, bias, counts, _, stops, _, paths, depths, drafted, bias_stride, counts_stride, stops_stride, S = processing
+    (
+        _, _, _, bias, counts, _, stops, _, paths, depths, drafted, bias_stride, counts_stride, stops_stride,
+        trees_stride, S,
+    ) = processing  # fmt: skip
     repetition, presence, frequency, position, min_length = loaded
     at = sequence.to(tl.int64)
     values += tl.load(bias + (at * bias_stride)[:, None] + tokens[None, :], mask=exists[None, :], other=0.0)
@@ -162,7 +165,8 @@ def process(values, loaded, processing, row, sequence, sequences, first_node, pa
         node = first_node + row // sequences
         depth = tl.load(depths + node)
         for level in range(1, tl.max(depth, 0) + 1):  # the root is in the counts
-            above = tl.load(paths + node * path_stride + level, mask=level <= depth, other=0)
+            of_node = paths + sequence * trees_stride + node * path_stride
+            above = tl.load(of_node + level, mask=level <= depth, other=0)
             token = tl.load(drafted + above * sequences + sequence, mask=level <= depth, other=-1)
             count += (token[:, None] == tokens[None, :]).to(tl.int32) * 2
         values = _penalise(values, count, repetition[:, None], presence[:, None], frequency[:, None])
@@ -235,6 +239,6 @@ def sampling_arguments(
         "processing": None if processing is None else processing.tensors,
         "sequences": sequences,
         "first_node": 0 if processing is None else processing.first_node,
-        "path_stride": 0 if processing is None else processing.paths.stride(0),
+        "path_stride": 0 if processing is None else processing.paths.stride(1),
         "STREAM": 0 if noise is None else noise.stream,
     }

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.noise import check_tensor, pack_keys, unpack_finite_tokens, unpack_tokens
+from selfspec.kernels.noise import check_tensor, from_int_scores, pack_keys, unpack_finite_tokens, unpack_tokens
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
@@ -107,7 +107,7 @@ def topk_tokens_reference(int_scores: torch.Tensor, tokens: torch.Tensor, width:
 
 
 @jit
-def _next_best(keys, last):
+def next_best(keys, last):
     """The largest key below `last`; the key of no token if there is none."""
     return tl.max(tl.where(keys < last, keys, -0x8000000000000000), 0)
 
@@ -116,7 +116,15 @@ def _next_best(keys, last):
 def nth_best(
     tile_keys, int_scores, token_ids, tile_count, rank, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr
 ):
-    """The token of this rank, from 0 to WIDTH - 1, of one row; -1 if the row has fewer tokens.
+    """The token of this rank, from 0 to WIDTH - 1, of one row; -1 if the row has fewer tokens."""
+    return unpack_tokens(_nth_key(tile_keys, int_scores, token_ids, tile_count, rank, WIDTH, NT, TILE))
+
+
+@jit
+def _nth_key(
+    tile_keys, int_scores, token_ids, tile_count, rank, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr
+):
+    """The key of this rank of one row.
 
     The rank + 1 best columns lie in the rank + 1 tiles with the best keys, as no two columns have the same key. NT is
     the number of tiles, padded to a power of two.
@@ -124,13 +132,13 @@ def nth_best(
     index = tl.arange(0, NT)
     bests = tl.load(tile_keys + index, mask=index < tile_count, other=-0x8000000000000000)  # [NT]
     if WIDTH == 1:
-        return unpack_tokens(tl.max(bests, 0))
+        return tl.max(bests, 0)
     else:
         place = tl.arange(0, WIDTH * TILE)
         tile = tl.full((WIDTH * TILE,), -1, tl.int32)
         last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for found in range(rank + 1):
-            last = _next_best(bests, last)
+            last = next_best(bests, last)
             this = tl.max(tl.where((bests == last) & (last > -0x8000000000000000), index, -1), 0)
             tile = tl.where(place // TILE == found, this, tile)
         column = tile * TILE + place % TILE  # [WIDTH * TILE]: all columns of the rank + 1 best tiles
@@ -141,26 +149,39 @@ def nth_best(
         keys = pack_keys(score, token)
         last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for _ in range(rank + 1):
-            last = _next_best(keys, last)
-        return unpack_tokens(last)
+            last = next_best(keys, last)
+        return last
+
+
+@jit
+def _log_probs(keys, tile_bests):
+    """The scores of keys less the logarithm of the sum of exp over the tiles' best columns [NT], int scores: about
+    the log probabilities of the columns, as few tiles hold two likely ones. NaN where that is not finite."""
+    values = tl.where(tile_bests > -0x80000000, from_int_scores(tile_bests), float("-inf"))
+    best = tl.max(values, 0)
+    score = tl.where(keys > -0x8000000000000000, from_int_scores((keys >> 32).to(tl.int32)), float("-inf"))
+    return score - (best + tl.log(tl.sum(tl.exp(values - best), 0)))
 
 
 @jit
 def _scan_kernel(
-    tile_keys, int_scores, token_ids, tokens_out, tile_count, keys_stride, scores_stride, out_stride,
+    tile_keys, int_scores, token_ids, tokens_out, log_probs_out, tile_count, keys_stride, scores_stride, out_stride,
     FINITE: tl.constexpr, WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, rank) writes one token. FINITE: the best one, or -1 if its score is infinite or NaN."""
     release(PDL)
     wait(PDL)
     row, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.arange(0, NT)
+    bests = tl.load(tile_keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
     if FINITE:
-        index = tl.arange(0, NT)
-        bests = tl.load(tile_keys + row * keys_stride + index, mask=index < tile_count, other=-0x8000000000000000)
         token = unpack_finite_tokens(tl.max(bests, 0))
     else:
         of_row = int_scores if WIDTH == 1 else int_scores + row * scores_stride
-        token = nth_best(tile_keys + row * keys_stride, of_row, token_ids, tile_count, rank, WIDTH, NT, TILE)
+        key = _nth_key(tile_keys + row * keys_stride, of_row, token_ids, tile_count, rank, WIDTH, NT, TILE)
+        token = unpack_tokens(key)
+        if log_probs_out is not None:
+            tl.store(log_probs_out + row * out_stride + rank, _log_probs(key, (bests >> 32).to(tl.int32)))
     tl.store(tokens_out + row * out_stride + rank, token)
 
 
@@ -295,7 +316,7 @@ def rank_candidates(candidates, count, CAPACITY: tl.constexpr):
 
 @jit(do_not_specialize=["width"])
 def _gather_kernel(
-    tile_keys, int_scores, token_ids, tile_list, candidates, tokens_out, tile_count,
+    tile_keys, int_scores, token_ids, tile_list, candidates, tokens_out, log_probs_out, tile_count,
     keys_stride, scores_stride, tile_list_stride, candidates_stride, out_stride, width,
     CAPACITY: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -317,17 +338,31 @@ def _gather_kernel(
     out = tokens_out + row * out_stride
     tl.store(out + rank, unpack_tokens(found), mask=(place < count) & (rank < width))
     tl.store(out + place, tl.full((CAPACITY,), -1, tl.int32), mask=(place >= count) & (place < width))
+    if log_probs_out is not None:
+        out = log_probs_out + row * out_stride
+        log_probs = _log_probs(found, tile_bests)
+        tl.store(out + rank, log_probs, mask=(place < count) & (rank < width))
+        tl.store(out + place, float("-inf"), mask=(place >= count) & (place < width))
 
 
 def topk_tokens(
-    scores: Scores, tokens_out: torch.Tensor, *, token_ids: torch.Tensor | None = None, finite: bool = False
+    scores: Scores,
+    tokens_out: torch.Tensor,
+    *,
+    token_ids: torch.Tensor | None = None,
+    finite: bool = False,
+    log_probs_out: torch.Tensor | None = None,
 ) -> None:
     """Writes the best tokens of each row, best first: tokens_out [R, W] int32 or int64, -1 where a row has fewer.
 
     token_ids [N] int32 or int64, all different: the columns' tokens; None: column i is token i.
     finite: for the target's choice, with W = 1: also -1 where the best score is infinite or NaN.
+    log_probs_out [R, W] float32, with the strides of tokens_out: also writes the tokens' log probabilities, see
+    `_log_probs`.
     """
     _check(scores, tokens_out, token_ids)
+    if log_probs_out is not None and log_probs_out.stride() != tokens_out.stride():
+        raise ValueError("log_probs_out must have the strides of tokens_out")
     if finite and tokens_out.shape[1] != 1:
         raise ValueError(f"finite asks for the one best column of a row, not for {tokens_out.shape[1]}")
     keys, (rows, width) = scores.tile_keys, tokens_out.shape
@@ -337,14 +372,14 @@ def topk_tokens(
     if width <= MAX_SCAN_WIDTH:
         ranking = Ranking(scores, width, token_ids)
         _scan_kernel[(rows, width)](
-            *ranking.tensors, tokens_out, *ranking.sizes, tokens_out.stride(0),
+            *ranking.tensors, tokens_out, log_probs_out, *ranking.sizes, tokens_out.stride(0),
             FINITE=finite, num_warps=4 if padded <= 1024 else 8, **ranking.constants, **pdl,
         )  # fmt: skip
         return
     int_scores, tile_list, candidates = scores.int_scores, scores.tile_list, scores.candidates
     assert int_scores is not None and tile_list is not None and candidates is not None
     _gather_kernel[(rows,)](
-        keys, int_scores, token_ids, tile_list, candidates, tokens_out, count,
+        keys, int_scores, token_ids, tile_list, candidates, tokens_out, log_probs_out, count,
         keys.stride(0), int_scores.stride(0), tile_list.stride(0), candidates.stride(0), tokens_out.stride(0), width,
         CAPACITY=candidate_capacity(width), NT=padded, TILE=TILE, GROUP=GROUP, num_warps=8, **pdl,
     )  # fmt: skip

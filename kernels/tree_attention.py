@@ -43,7 +43,7 @@ def tree_attention_reference(
     values: torch.Tensor,  # [pages, 64, Hkv, D]
     page_table: torch.Tensor,  # [B, P]
     lengths: torch.Tensor,  # [B] committed positions
-    paths: torch.Tensor,  # [M, W]: entry i is the node at depth i on the path to node m, i up to its depth
+    paths: torch.Tensor,  # [B, M, W]: entry i is the node at depth i on the path to node m, i up to its depth
     depths: torch.Tensor,  # [M]
     window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
@@ -54,7 +54,7 @@ def tree_attention_reference(
     for row in range(q.shape[0]):
         m, b = divmod(row, batch)
         length, depth = int(lengths[b]), int(depths[m])
-        path = paths[m, : depth + 1].long().cpu()
+        path = paths[b, m, : depth + 1].long().cpu()
         slots = torch.cat([torch.arange(length), length + path])
         if window is not None:
             slots = slots[-window:]
@@ -88,7 +88,7 @@ def tree_attention(
     values: torch.Tensor,  # [pages, 64, Hkv, D]
     page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use are not read
     lengths: torch.Tensor,  # [B] int32: committed positions
-    paths: torch.Tensor,  # [M, W] int32; entries past a node's depth are not read
+    paths: torch.Tensor,  # [B, M, W] int32; entries past a node's depth are not read
     depths: torch.Tensor,  # [M] int32
     out: torch.Tensor,  # [R, Hq * D]
     workspace: torch.Tensor,  # float32, `workspace_size` numbers
@@ -97,6 +97,7 @@ def tree_attention(
     ranges: int,  # `ranges_for` the longest context of this launch; rows beyond it get NaN
     window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
+    fresh: bool = False,  # a kernel of this pass has written `paths`: they are read after that has ended
     # Change the speed, never the result; None: chosen by shape and device.
     row_tile: int | None = None,  # rows of a prefix program: 16 or 64
     separate: bool | None = None,  # prefix and nodes in two launches; prefix programs take whole bundles
@@ -134,10 +135,10 @@ def tree_attention(
     for prefix, nodes in [(True, False), (False, True)] if separate else [(True, True)]:
         tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
-            lengths, paths, paths.stride(0), depths, batch, rows, sums, stats, counters, ranges,
+            lengths, paths, *paths.stride()[:2], depths, batch, rows, sums, stats, counters, ranges,
             prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
             DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes, TICKETS=tickets and not separate,
-            PDL=pdl,
+            FRESH=fresh, PDL=pdl,
             **(_tiles(dim, keys.element_size()) | stages(prefix, nodes)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
@@ -241,8 +242,10 @@ def _check(
         raise ValueError(f"q, keys, values and out must share one of {_DTYPES}, not {q.dtype}, {keys.dtype}")
     if page_table.dim() != 2 or page_table.shape[0] != batch or page_table.stride(1) != 1:
         raise ValueError(f"page_table must be [{batch}, pages] with contiguous rows, not {list(page_table.shape)}")
-    if paths.dim() != 2 or paths.shape[0] != rows or not 1 <= paths.shape[1] <= MAX_NODES + 1 or paths.stride(1) != 1:
-        raise ValueError(f"paths must be [{rows}, 1 to {MAX_NODES + 1}] with contiguous rows, not {list(paths.shape)}")
+    if paths.dim() != 3 or paths.shape[:2] != (batch, rows) or not 1 <= paths.shape[2] <= MAX_NODES + 1:
+        raise ValueError(f"paths must be [{batch}, {rows}, 1 to {MAX_NODES + 1}], not {list(paths.shape)}")
+    if paths.stride(2) != 1:
+        raise ValueError(f"the rows of paths must be contiguous, not have strides {paths.stride()}")
     for name, tensor in {"page_table": page_table, "lengths": lengths, "paths": paths, "depths": depths}.items():
         if tensor.dtype != torch.int32 or (tensor.dim() == 1 and tensor.shape[0] > 1 and tensor.stride(0) != 1):
             raise ValueError(f"{name} must be contiguous int32, not {tensor.dtype} with strides {tensor.stride()}")

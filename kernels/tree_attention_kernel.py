@@ -8,7 +8,7 @@ tickets in the order in which they start; a program then waits only for lower ti
 
 Arguments that are passed on together:
   cache      keys, values, page_table, page_stride, slot_stride, head_stride, table_stride
-  rows_at    lengths, paths, depths, path_stride, batch, rows (nodes per sequence)
+  rows_at    lengths, paths, depths, tree_stride, path_stride, batch, rows (nodes per sequence)
   workspace  partials, stats, counters, ranges
 A *unit* is (sequence, key-value head, tile of nodes); it has one counter.
 """
@@ -72,7 +72,7 @@ def _prefix_program(
     beyond do nothing. A unit's last range comes first, as it is the longest.
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    lengths, _, depths, _, batch, rows = rows_at
+    lengths, _, depths, _, _, batch, rows = rows_at
     partials, stats, counters, ranges = workspace
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tiles = tl.cdiv(rows, NODES_PER_TILE)
@@ -153,7 +153,7 @@ def _tail_block(block, count, cache, rows_at, b, head, length, first, WINDOW: tl
     """Offsets [64] of the keys of a block, found through the node's path from its root on, and which of them the node
     sees."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    _, paths, depths, path_stride, _, _ = rows_at
+    _, paths, depths, tree_stride, path_stride, _, _ = rows_at
     node = first + block % count
     position = length + tl.load(depths + node)
     at = tl.maximum(split_point_jit(position), 0) + block // count * 64 + tl.arange(0, 64)
@@ -161,7 +161,7 @@ def _tail_block(block, count, cache, rows_at, b, head, length, first, WINDOW: tl
     if WINDOW > 0:
         visible = visible & (at > position - WINDOW)
     depth = at - length
-    on_path = tl.load(paths + node * path_stride + depth, mask=visible & (depth >= 0), other=0)
+    on_path = tl.load(paths + b * tree_stride + node * path_stride + depth, mask=visible & (depth >= 0), other=0)
     slot = tl.where(depth >= 0, length + on_path, at)
     page = tl.load(page_table + b * table_stride + slot // 64, mask=visible, other=0).to(tl.int64)
     return page * page_stride + slot % 64 * slot_stride + head * head_stride, visible
@@ -286,7 +286,7 @@ def _node_program(
     With SEPARATE launches, `wait` comes after the tails: queries, keys and values are complete from the start, because
     the prefix launch waited for them before it released this one.
     """
-    lengths, _, depths, _, batch, rows = rows_at
+    lengths, _, depths, _, _, batch, rows = rows_at
     _, _, counters, ranges = workspace
     packs = tl.cdiv(rows, PACK)
     head = program % KV_HEADS
@@ -336,10 +336,11 @@ def _node_program(
 
 
 # These numbers change between launches but change no code: specializing on them would only compile more.
-@jit(do_not_specialize=["table_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
+@jit(do_not_specialize=["table_stride", "tree_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
 def tree_attention_kernel(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
-    lengths, paths, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs, scale,
+    lengths, paths, tree_stride, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs,
+    scale,
     WINDOW: tl.constexpr,  # 0: no window
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads per key-value head
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -349,18 +350,23 @@ def tree_attention_kernel(
     PACK: tl.constexpr,  # nodes of a node program
     TAIL_STAGES: tl.constexpr,
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
-    TICKETS: tl.constexpr, PDL: tl.constexpr,
+    TICKETS: tl.constexpr,
+    FRESH: tl.constexpr,  # a kernel of this pass has written the paths
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs below `prefix_programs` are prefix programs, the others node programs.
 
-    Lengths, page tables and trees do not change during a pass and are read before earlier launches have ended.
+    Lengths, page tables and trees do not change during a pass and are read before earlier launches have ended; FRESH
+    trees are not, and no later launch starts before they are complete. With SEPARATE the prefix launch sees to that.
     """
     SEPARATE: tl.constexpr = not (PREFIX and NODES)
     program = _ticket(counters) if TICKETS else tl.program_id(0)
+    if FRESH and not SEPARATE:
+        wait(PDL)
     if NODES:
         release(PDL)  # early: the output projection prefetches its weights meanwhile
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
-    rows_at = (lengths, paths, depths, path_stride, batch, rows)
+    rows_at = (lengths, paths, depths, tree_stride, path_stride, batch, rows)
     workspace = (partials, stats, counters + 1, ranges)
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:

@@ -189,7 +189,10 @@ class Batch:
         return None
 
     def _bounded(self, plan: Plan) -> Plan:
-        """Drops the deepest levels until the rows of all slots fit MAX_STEP_ROWS."""
+        """Drops the deepest levels until the rows of all slots fit MAX_STEP_ROWS. Rejection takes a chain in place of a
+        beam: whether a beam has a node depends on the noise that it was drawn with."""
+        if plan.beam and self.running[0].request.rejection:
+            plan = plan.first_chain()
         depth = plan.depth
         slots = self.backend.slots_for(len(self.running))
         while depth and (len(plan) + 1) * slots > MAX_STEP_ROWS:

@@ -205,7 +205,7 @@ class Sequence:
         outcomes: Counter[tuple[int, int]] = Counter()
         for (record, last), times in self._counted().items():
             accepted = record.plan.depths[last]
-            outcomes[accepted, accepted + bool(record.plan.children[last])] += times
+            outcomes[accepted, accepted + (not record.plan.is_leaf(last))] += times
         if self._has_drafted_end:  # the step's last token was drafted too: a child of the last node carried it
             accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
             outcomes -= Counter({(accepted, accepted + 1): 1})

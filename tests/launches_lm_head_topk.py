@@ -30,8 +30,8 @@ def sampling_of(
     nodes = rows // sequences
     processing = Processing(
         floats(sequences), floats(sequences), floats(sequences), floats(sequences, vocabulary),
-        ints(sequences, vocabulary), ints(sequences), ints(sequences, 8), ints(rows), ints(nodes, 5), ints(nodes),
-        ints(rows),
+        ints(sequences, vocabulary), ints(sequences), ints(sequences, 8), ints(rows),
+        ints(nodes, 5).expand(sequences, -1, -1), ints(nodes), ints(rows),
     )  # fmt: skip
     return noise, truncation, processing
 

@@ -36,5 +36,5 @@ def _ints(*shape: int) -> torch.Tensor:
 
 def _accept(counts: torch.Tensor | None, stops: torch.Tensor | None) -> None:
     per_sequence = (_ints(4) for _ in range(4))
-    tree = TreeTensors(_ints(5), _ints(5).long(), _ints(5), _ints(5, 3), 1)
+    tree = TreeTensors(_ints(4, 5), _ints(4, 5).long(), _ints(5), _ints(4, 5, 3), 1)
     accept(_ints(20), _ints(20), tree, *per_sequence, _ints(4, 3), _ints(4, TOKENS + 3), _ints(4, 99), counts, stops)

@@ -41,7 +41,8 @@ def off(tree: Tree, sequences: int, vocabulary: int) -> Processing:
         torch.ones(sequences), torch.zeros(sequences), torch.zeros(sequences),
         torch.zeros(sequences, vocabulary), torch.zeros(sequences, vocabulary, dtype=torch.int32),
         torch.zeros(sequences, dtype=torch.int32), torch.full((sequences, STOPS), -1, dtype=torch.int32),
-        torch.zeros(rows, dtype=torch.int32), tree.paths, tree.depths, torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32), tree.paths.expand(sequences, -1, -1), tree.depths,
+        torch.zeros(rows, dtype=torch.int32),
     )  # fmt: skip
 
 

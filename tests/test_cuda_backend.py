@@ -13,7 +13,7 @@ from selfspec.backends.cuda import exit as exit_module
 from selfspec.backends.cuda import prefill, prompt_scoring
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
-from selfspec.cache.kv_cache import Cache, CacheFull
+from selfspec.cache.kv_cache import Cache, CacheFull, flat_slot
 from selfspec.drafters import Drafter
 from selfspec.governor.rules import Policy, Rules
 from selfspec.grammar import Grammars
@@ -39,7 +39,7 @@ from tests.tiny_tokenizer import tiny_tokenizer
 pytestmark = ONLY_INTERPRETED
 
 END = 8  # positions of a prompt's end that are scored: fewer than in use, since interpreted kernels are slow
-PLANS = [Plan.parse(plan) for plan in ("none", "none", "copy:3", "chain:2", "tree:2,1+copy:2")]
+PLANS = [Plan.parse(plan) for plan in ("none", "none", "copy:3", "beam:2,2", "tree:2,1+copy:2")]
 PARAMS: list[dict[str, Any]] = [
     {},
     {"stop_token_ids": (3, 5, 8, 13, 21, 34, 55, 89)},
@@ -189,7 +189,7 @@ def test_text_that_repeats_is_copied_without_an_exit() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("plan", ["none", "tree:2,1+copy:2"])
+@pytest.mark.parametrize("plan", ["none", "beam:2,2+copy:2"])
 def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
     """Built-in processing comes before the callables."""
     exit = accurate_exit()
@@ -241,7 +241,7 @@ def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
             sequence(4, "[0-9]*x", repetition_penalty=1.5, frequency_penalty=0.5),
         ]
 
-    graphs, plans = new_graphs(), [Plan.parse(plan) for plan in ("tree:2,1", "none", "chain:1+copy:2", "none")]
+    graphs, plans = new_graphs(), [Plan.parse(plan) for plan in ("beam:2,2", "none", "tree:2+copy:2", "none")]
     batch, made = ScriptedBatch(cuda_backend(graphs, overlaps=True), exit), sequences()
     waiting, steps = list(made), 0
     while batch.running or waiting:
@@ -399,6 +399,48 @@ def test_drafts_at_all_depths_are_those_of_the_reference_backend(family: str) ->
         tokens.append([sequence.tokens for sequence in sequences])
     assert drafts[0] == drafts[1]
     assert tokens[0] == tokens[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_step_of_a_beam_is_a_step_of_the_tree_that_it_chose(kernels: bool) -> None:
+    """Siblings of a beam have the best ranks of their parent, so the tree can be given as nodes. Each of the sequences
+    has its own tree; drafted tokens, emitted tokens, and keys and values of all layers are the same."""
+    beam, exit = Plan.parse("beam:3,2+copy:1"), trained_exit()
+    every = [{}, {"do_sample": True, "temperature": 0.8, "frequency_penalty": 2.0, "repetition_penalty": 1.5}]
+
+    def drafted(plan: Plan, wanted: range) -> tuple[list[Plan], list[list[int]], list[Sequence], Cache]:
+        backend = cuda_backend(new_graphs()) if kernels else torch_backend()
+        sequences = [sequence_of(prompt_of(5 + i, i), 9, SamplingParams(**every[i]), seed=i, exit=exit) for i in wanted]
+        batch = ScriptedBatch(backend, exit)
+        batch.admit(sequences)
+        batch.plan = plan
+        if isinstance(backend, CudaBackend):
+            batch.step()
+            made, _ = backend._captured_step(sequences, plan, exit)
+            trees = [plan.of_sequence(of) for _, *of in made.parents.tolist()[: len(wanted)]]
+            tokens = made.metadata.tokens.view(len(plan) + 1, -1)[:, : len(wanted)].T.tolist()
+        else:
+            draft = backend.draft(sequences, plan, exit)
+            trees, tokens = [draft.tree(index) for index in range(len(wanted))], draft.tokens.tolist()
+            batch.step()
+        batch.drain()
+        return trees, tokens, sequences, backend.cache
+
+    trees, tokens, sequences, cache = drafted(beam, range(2))
+    assert trees[0] != trees[1]
+    for index, tree in enumerate(trees):
+        assert [len(level) for level in tree.levels] == [2, 3, 2]
+        _, (own_tokens,), (own,), own_cache = drafted(tree, range(index, index + 1))
+        assert own_tokens == tokens[index]
+        assert own.tokens == sequences[index].tokens and own.kv.length == sequences[index].kv.length
+        for layer in range(cache.keys.shape[0]):
+            for pages, own_pages in ((cache.keys, own_cache.keys), (cache.values, own_cache.values)):
+                of_all, alone = (
+                    of[layer].flatten(0, 1)[[flat_slot(sequence.kv, slot) for slot in range(own.kv.length)]]
+                    for of, sequence in ((pages, sequences[index]), (own_pages, own))
+                )
+                torch.testing.assert_close(of_all, alone, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -183,9 +183,12 @@ def test_plain_decoding_draws_from_the_models_distribution() -> None:
     assert p_value(draw("none", False, draws=DRAWS)) > RIGHT
 
 
-@pytest.mark.parametrize(("acceptance", "how"), [("coupled", TOP_P), ("rejection", EVERYTHING)])
-def test_other_settings_keep_the_distribution(acceptance: str, how: SamplingParams) -> None:
-    drawn = draw("tree:3,2", acceptance == "rejection", how)
+@pytest.mark.parametrize(
+    ("plan", "acceptance", "how"),
+    [("tree:3,2", "coupled", TOP_P), ("tree:3,2", "rejection", EVERYTHING), ("beam:3,4", "coupled", FULL)],
+)
+def test_other_settings_keep_the_distribution(plan: str, acceptance: str, how: SamplingParams) -> None:
+    drawn = draw(plan, acceptance == "rejection", how)
     assert min(drawn.accepted, drawn.rejections) > FEWER_DRAWS / 10
     assert p_value(drawn, how) > RIGHT
 

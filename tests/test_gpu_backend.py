@@ -31,7 +31,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PLANS = ["chain:4", "tree:3,2,1", "nodes:0.0,0.2,1.0,1.1,2.0,4.1", "tree:4,2+copy:15", "copy:8"]
+PLANS = [
+    "chain:4",
+    "tree:3,2,1",
+    "nodes:0.0,0.2,1.0,1.1,2.0,4.1",
+    "tree:4,2+copy:15",
+    "copy:8",
+    "beam:3,8,6",
+    "beam:16,4+copy:8",
+]
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 11}
 CUT: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 11}

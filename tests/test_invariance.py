@@ -79,6 +79,7 @@ def plan_of_each_step(plans: list[str]) -> Iterator[None]:
         (IRREGULAR, 3, "top_p"),
         ("tree:3,2+copy:4", 2, "top_k-min_p-penalty"),
         ("copy:5", None, "greedy"),
+        ("beam:3,4,2+copy:2", 1, "top_k-min_p-penalty"),
     ],
 )
 def test_tokens_are_the_same_for_every_plan_and_exit(plan: str, exit_layer: int | None, sampling: str) -> None:

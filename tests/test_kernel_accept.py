@@ -14,7 +14,7 @@ from tests.strategies import plans
 
 
 def tree_of(plan: Plan) -> TreeTensors:
-    return Tree(plan, 1, torch.device("cpu")).tensors
+    return Tree(plan, 4, torch.device("cpu")).tensors
 
 
 @settings(deadline=None, max_examples=40)

@@ -140,7 +140,9 @@ def test_equal_plans_hash_alike() -> None:
         "nodes:0",
         "nodes:0.0,",
         "nodes:0.0.0",
-        "beam:4",
+        "beam:",
+        "beam:0",
+        "beam:4,",
         "copy:",
         "copy:0",
         "+copy:2",
@@ -306,3 +308,29 @@ def test_tree_gives_every_node_of_a_depth_the_same_ranks_of_children(chosen: tup
     for node, children in enumerate(plan.children):
         width = chosen[plan.depths[node]] if plan.depths[node] < len(chosen) else 0
         assert [plan.ranks[child - 1] for child in children] == list(range(width))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 5))
+def test_a_beam_has_its_number_of_nodes_at_each_depth(widths: list[int], copied: int, depth: int) -> None:
+    plan = Plan(beam=tuple(widths)).with_copy(copied)
+    assert Plan.parse(str(plan)) == plan and plan.without_copy.with_copy(copied) == plan
+    assert [len(level) for level in plan.levels] == [copied + 1, *widths] and len(plan) == copied + sum(widths)
+    assert plan.depth == max(len(widths), copied) and plan.first_chain() == Plan.tree((1,) * len(widths))
+    assert [plan.width(level) for level in plan.levels] == [*widths, 0]
+    assert plan.truncated(depth).without_copy.beam == tuple(widths[:depth])
+    firsts = [0, *(level.start for level in plan.levels[1:])]
+    tree = plan.of_sequence([*range(copied), *(firsts[depth - 1] for depth in plan.depths[copied + 1 :])])
+    assert (tree.depths, tree.levels, tree.copied) == (plan.depths, plan.levels, copied)
+    last = len(plan)
+    assert tree.path(last)[1:] == [plan.node_at(last, at) for at in range(1, len(widths))] + [last]
+    assert tree.is_leaf(last) and plan.is_leaf(last) and not plan.is_leaf(0)
+    assert plan.is_leaf(copied) == (tree.is_leaf(copied))
+
+
+def test_the_parents_of_a_beams_nodes_are_not_asked_of_the_plan() -> None:
+    plan = Plan.parse("beam:3,2")
+    for ask in (lambda: plan.children, lambda: plan.ancestors, lambda: plan.path(1)):
+        with pytest.raises(ValueError, match="differ by sequence"):
+            ask()
+    with pytest.raises(ValueError, match="at most 63"):
+        Plan.parse("beam:32,32")

@@ -123,7 +123,8 @@ def lay(texts: list[Text], lengths: list[int], tree: Tree, tokens: list[list[int
                 page, slot = mine[(length + m) // 64], (length + m) % 64
                 keys[page, slot], values[page, slot] = text.k[position], text.v[position]
                 q[m * len(lengths) + b] = text.q[position]
-    ints = [tensor.to(device, torch.int32) for tensor in (table, torch.tensor(lengths), tree.paths, tree.depths)]
+    paths = tree.paths.expand(len(lengths), -1, -1)
+    ints = [tensor.to(device, torch.int32) for tensor in (table, torch.tensor(lengths), paths, tree.depths)]
     return Launch(q, keys, values, *ints)
 
 

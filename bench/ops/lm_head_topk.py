@@ -46,7 +46,7 @@ def _processing(rows: int, vocabulary: int, device: torch.device) -> Processing:
     counts = torch.randint(0, 3, (1, vocabulary), dtype=torch.int32, device=device)
     return Processing(
         1.1 * ones, 0.1 * ones, 0.1 * ones, torch.zeros(1, vocabulary, device=device), counts, ints[:1],
-        ints[None, :1], ints, ints.repeat(rows, 1), ints, ints,
+        ints[None, :1], ints, ints.repeat(1, rows, 1), ints, ints,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
     table = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)[None]
     lengths = torch.tensor([context - rows], dtype=torch.int32, device=device)
     paths, depths = (tensor.to(device) for tensor in wide_tree(rows))
+    paths = paths[None]
     ranges, scale = ranges_for(32768), dim**-0.5
     out = torch.empty_like(q)
     workspace = torch.empty(workspace_size(1, rows, heads, dim, ranges), device=device)
@@ -47,7 +48,7 @@ def case(model: str, rows: int, context: int, device: torch.device) -> Case:
 
     def truth() -> tuple[torch.Tensor, torch.Tensor]:
         some = slice(0, 2)  # two rows suffice to measure the error
-        doubled = (q[some].double(), keys.double(), values.double(), table, lengths, paths[some], depths[some])
+        doubled = (q[some].double(), keys.double(), values.double(), table, lengths, paths[:, some], depths[some])
         return run()[some], tree_attention_reference(*doubled, None, scale)
 
     k, v = (cached.flatten(0, 1)[None, :context].transpose(1, 2).contiguous() for cached in (keys, values))

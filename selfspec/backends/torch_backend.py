@@ -34,7 +34,7 @@ from selfspec.sampling import (
 )
 from selfspec.sequence import Sequence, StepRecord
 from selfspec.speculation import exit_scoring
-from selfspec.speculation.draft_tree import Draft, Shape
+from selfspec.speculation.draft_tree import BeamTree, Draft, Shape
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.plan import Plan
 
@@ -147,17 +147,18 @@ class TorchBackend:
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=self.model.device)  # [B, 1]
         if plan.copied:
             tokens = torch.cat((tokens, self._copied(sequences, plan.copied)), dim=1)
-        draft = Draft(plan, tokens, hidden=tokens.new_empty(0))
+        beam = BeamTree(plan, len(sequences), self.model.device) if plan.beam else None
+        draft = Draft(plan, tokens, hidden=tokens.new_empty(0), beam=beam)
         hidden: list[torch.Tensor] = []
         for depth, level in enumerate(plan.levels):
             if depth:
                 draft.tokens = torch.cat((draft.tokens, self._children(draft, level)), dim=1)
-            draft.rows = at = self._rows_at(sequences, plan, level)
+            draft.rows = at = self._rows_at(sequences, draft, level)
             states = self.model.embed(draft.tokens[:, level.start : level.stop].clamp(min=0))
             hidden.append(self._run_draft_partition(states, at, exit))
             if exit is not None and plan.width(level):
                 ranked = level if depth else range(1)
-                at = at if ranked == level else self._rows_at(sequences, plan, ranked)
+                at = at if ranked == level else self._rows_at(sequences, draft, ranked)
                 self._rank_children(sequences, draft, ranked, hidden[-1][:, : len(ranked)], at, exit)
         draft.hidden = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
         return draft
@@ -172,8 +173,9 @@ class TorchBackend:
     ) -> None:
         """Runs the exit at the nodes of one level and ranks their children."""
         depth, width = draft.plan.depths[level.start], draft.plan.width(level)
-        parents = self._shape(draft.plan, level).parents
-        previous = draft.reads[-1][:, parents] if draft.reads else self._previous_features(sequences)
+        previous = self._previous_features(sequences)
+        if draft.reads:
+            previous = _of_parents(draft.reads[-1], self._shape(draft, level).parents)
         read = exit.read(hidden, previous, at, self.cache)
         draft.reads.append(read)
         logits, ids = exit.logits(read).flatten(0, 1), exit.head_rows  # [B * M, V]
@@ -193,7 +195,11 @@ class TorchBackend:
             noisy[at_rows] = perturbed(values[at_rows], key.at(at_rows), CHILDREN if rejection else TARGET, ids)
         else:
             noisy = values
-        draft.ranked.append(exit.to_token_ids(ranked(noisy, width)).view(len(sequences), len(level), width))
+        columns = ranked(noisy, width)
+        draft.ranked.append(exit.to_token_ids(columns).view(len(sequences), len(level), width))
+        if draft.beam is not None:
+            log_probs = noisy.gather(1, columns) - noisy.logsumexp(1, keepdim=True)
+            draft.log_probs = log_probs.view(draft.ranked[-1].shape)
         if rejection:
             draft.logits.append(exit.over_vocabulary(values).view(len(sequences), len(level), -1))
 
@@ -202,22 +208,22 @@ class TorchBackend:
         sequences: list[Sequence], draft: Draft, level: range, logits: torch.Tensor, ids: torch.Tensor | None
     ) -> None:
         """Bans draft tokens that grammars forbid, in place, where the exit has another one to draft."""
-        drafted = draft.tokens.tolist()
+        drafted, trees = draft.tokens.tolist(), [draft.tree(index) for index in range(len(sequences))]
         for row, (index, node) in enumerate(product(range(len(sequences)), level)):
             sequence = sequences[index]
             if sequence.grammar is None:
                 continue
             with sequence.request.callback():
-                path = [drafted[index][of] for of in draft.plan.path(node)[1:]]
+                path = [drafted[index][of] for of in trees[index].path(node)[1:]]
                 allowed = sequence.grammar.apply(logits[row][None], sequence.tokens, path, ids)[0]
                 if bool(allowed.isfinite().any()):
                     logits[row] = allowed
 
     def _texts(self, sequences: list[Sequence], draft: Draft, level: range) -> list[list[int]]:
         """For every node of a level, the tokens of its sequence and of the nodes on its path."""
-        drafted = draft.tokens.tolist()
+        drafted, trees = draft.tokens.tolist(), [draft.tree(index) for index in range(len(sequences))]
         return [
-            sequence.tokens + [drafted[index][node] for node in draft.plan.path(of)[1:]]
+            sequence.tokens + [drafted[index][node] for node in trees[index].path(of)[1:]]
             for index, sequence in enumerate(sequences)
             for of in level
         ]
@@ -227,10 +233,10 @@ class TorchBackend:
         [B, n + 1, 2 * hidden], without an exit only the normed final states [B, n + 1, hidden]."""
         all_nodes = range(len(draft.plan) + 1)
         reuses = draft.rows is not None and draft.rows.nodes == all_nodes
-        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft.plan, all_nodes)
+        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft, all_nodes)
         features = self._run_verify_partition(draft.hidden, at, exit)
         if exit is not None and len(draft.plan):
-            of_parents = features[:, self._shape(draft.plan, all_nodes).parents]
+            of_parents = _of_parents(features, self._shape(draft, all_nodes).parents)
             previous = torch.cat((self._previous_features(sequences), of_parents), dim=1)
             exit.fill(draft.hidden, previous, at, self.cache)
         return features
@@ -241,7 +247,7 @@ class TorchBackend:
         """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
         Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and the deepest
         nodes that the exit alone would have reached."""
-        plan, drafted = draft.plan, draft.tokens.tolist()
+        trees, drafted = [draft.tree(index) for index in range(len(sequences))], draft.tokens.tolist()
         best = _greedy_tokens(sequences, logits)
         reached: list[list[int]] = [[0] for _ in sequences]  # nodes that stand for the text so far
         exit_nodes = [0] * len(sequences)
@@ -255,14 +261,14 @@ class TorchBackend:
             still_walking = []
             for index, token in zip(walking, chosen, strict=True):
                 sequence = sequences[index]
-                carriers = plan.carriers(reached[index], token, drafted[index]) if sequence.drafts else []
+                carriers = trees[index].carriers(reached[index], token, drafted[index]) if sequence.drafts else []
                 sequence.append(token, drafted=bool(carriers))
                 if carriers and not sequence.is_finished:
                     reached[index] = carriers
-                    exit_nodes[index] = carriers[0] if carriers[0] > plan.copied else exit_nodes[index]
+                    exit_nodes[index] = carriers[0] if carriers[0] > draft.plan.copied else exit_nodes[index]
                     still_walking.append(index)
             walking = still_walking
-        return [plan.path(nodes[0]) for nodes in reached], exit_nodes
+        return [tree.path(nodes[0]) for tree, nodes in zip(trees, reached, strict=True)], exit_nodes
 
     def _choose(
         self, sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
@@ -382,13 +388,15 @@ class TorchBackend:
             kv.verified = rows.nodes.stop
         return self.model.read(last) if exit is None else position_features(self.model, hidden, last)
 
-    def _rows_at(self, sequences: list[Sequence], plan: Plan, nodes: range) -> Rows:
-        shape, kvs = self._shape(plan, nodes), [sequence.kv for sequence in sequences]
+    def _rows_at(self, sequences: list[Sequence], draft: Draft, nodes: range) -> Rows:
+        shape, kvs = self._shape(draft, nodes), [sequence.kv for sequence in sequences]
         return Rows(kvs, nodes, shape.depths, shape.ancestors, self.model.device, shape.all)
 
-    def _shape(self, plan: Plan, nodes: range) -> Shape:
-        """Some nodes of a plan as tensors on the device, kept for later steps."""
-        key = (plan, nodes.start, nodes.stop)
+    def _shape(self, draft: Draft, nodes: range) -> Shape:
+        """Some nodes of a draft as tensors on the device; those of a plan without a beam are kept for later steps."""
+        if draft.beam is not None:
+            return draft.beam.shape(nodes)
+        plan, key = draft.plan, (draft.plan, nodes.start, nodes.stop)
         if key not in self._shapes:
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
@@ -396,14 +404,24 @@ class TorchBackend:
         return self._shapes[key]
 
     def _children(self, draft: Draft, level: range) -> torch.Tensor:
-        """Tokens [B, M] of a level's nodes: of each node's parent the draft token of the node's rank."""
-        shape = self._shape(draft.plan, level)
+        """Tokens [B, M] of a level's nodes: of each node's parent the draft token of the node's rank; in a beam, those
+        with the highest sums of log probabilities along their paths."""
+        if draft.beam is not None:
+            above = draft.plan.levels[draft.plan.depths[level.start] - 1]
+            parents, ranks = draft.beam.grow(draft.log_probs, len(level), above.start)
+            return draft.ranked[-1][torch.arange(len(parents), device=parents.device)[:, None], parents, ranks]
+        shape = self._shape(draft, level)
         return draft.ranked[-1][:, shape.parents, shape.ranks]
 
     def _noise_key(self, sequences: Seq[Sequence], positions: list[int], repeat: int = 1) -> NoiseKey:
         columns = [[of.seed for of in sequences], [of.sample_index for of in sequences], positions]
         key = torch.tensor(columns, device=self.model.device).repeat_interleave(repeat, dim=1)
         return NoiseKey(key[0], key[1], key[2])
+
+
+def _of_parents(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """Values [B, P, ...] at the parents [M] or [B, M]: [B, M, ...]."""
+    return values[torch.arange(len(values), device=parents.device)[:, None], parents]
 
 
 def _split(exit: Exit | None) -> int:

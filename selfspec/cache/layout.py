@@ -25,7 +25,7 @@ class Rows:
         sequences: Seq[KVPages],
         nodes: range,
         depths: torch.Tensor,  # [K] depths of nodes 0 to K - 1, K = nodes.stop
-        ancestors: torch.Tensor,  # [M, K] bool: the nodes that each row attends to
+        ancestors: torch.Tensor,  # [M, K] or [B, M, K] bool: the nodes that each row attends to
         device: torch.device,
         all_ancestors: bool | None = None,  # ancestors.all() if the caller has it: reading it waits for the device
     ) -> None:
@@ -79,7 +79,9 @@ class Rows:
     def _build_mask(self, window: int | None) -> torch.Tensor:
         node = torch.arange(self.slots, device=self.device) - self.lengths[:, None]  # [B, S]; negative: committed slot
         index = node.clamp(0, self.nodes.stop - 1)
-        of_tree = self.ancestors[:, index].transpose(0, 1)  # [B, M, S]
+        count = self.nodes.stop - self.nodes.start
+        ancestors = self.ancestors.expand(len(index), count, -1)  # [B, M, K]
+        of_tree = ancestors.gather(2, index[:, None].expand(-1, count, -1))  # [B, M, S]
         visible = (node < 0)[:, None] | (of_tree & ((node >= 0) & (node < self.nodes.stop))[:, None])
         if window is not None:
             slot_position = self.lengths[:, None] + torch.where(node < 0, node, self.depths[index])  # [B, S]

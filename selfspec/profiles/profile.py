@@ -193,8 +193,8 @@ class DomainChoice(Entry):
         _check_names("costs", batches=self.costs)
         for of_batch in self.plans.values():
             for choice in of_batch.values():
-                choice.parsed(forced=True)
-                choice.parsed(forced=False)
+                if choice.parsed(forced=True).beam or choice.parsed(forced=False).beam:
+                    raise ValueError(f"the plan {choice.plan} has no fixed tree; a profile's plans need one")
         if self.chain is not None:
             Plan.parse(self.chain.plan)
         for temperature, depths in self.ranks.items():

@@ -2,8 +2,10 @@
 
 Node 0 is the root (the newest committed token), nodes 1..n are drafted. The first `copied` of them are a chain below
 the root, whose tokens are copied from the sequence's own text. The others are the exit's, ordered by depth; each has a
-parent and a rank: the node with rank r is the parent's draft token of rank r, rank 0 being the best. A plan holds no
-tokens, no tensors of a model and no cache slots.
+parent and a rank: the node with rank r is the parent's draft token of rank r, rank 0 being the best. In a beam only the
+number of the exit's nodes at each depth is fixed: of all children of the depth above, those with the highest cumulative
+draft probability are taken, so that each sequence has its own tree. A plan holds no tokens, no tensors of a model and
+no cache slots.
 """
 
 from __future__ import annotations
@@ -26,27 +28,31 @@ MAX_STEP_ROWS = 1024  # rows of one verify pass, all sequences together: bounds 
 SPARE_POSITIONS = 3 * (MAX_NODES + 1)
 
 _FORMS = (
-    "'none', 'chain:4', 'tree:4,2,2,1', or 'nodes:0.0,0.1,1.0' (parent.rank for each node, the root being 0); 'copy:8' "
-    "copies 8 tokens of the text, alone or after '+' as in 'tree:4,2+copy:8'"
+    "'none', 'chain:4', 'tree:4,2,2,1', 'beam:6,6,6' (the likeliest 6 nodes of each depth), or 'nodes:0.0,0.1,1.0' "
+    "(parent.rank for each node, the root being 0); 'copy:8' copies 8 tokens of the text, alone or after '+' as in "
+    "'tree:4,2+copy:8'"
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1; the rank of a copied node is 0. The plan
-    without nodes decodes plainly."""
+    """The nodes to draft. `parents[i]` and `ranks[i]` belong to node i + 1; the rank of a copied node is 0. A plan with
+    a beam has them for copied nodes only. The plan without nodes decodes plainly."""
 
     parents: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     copied: int = 0
+    beam: tuple[int, ...] = ()  # number of the exit's nodes at each depth; empty: they have parents and ranks
 
     def __post_init__(self) -> None:
+        if self.beam and (len(self.parents) != self.copied or min(self.beam) < 1):
+            raise ValueError(f"a beam needs at least one node at every depth, got {self.beam}; write {_FORMS}")
         if len(self.parents) != len(self.ranks):
             raise ValueError(
                 f"a plan needs one rank per node, got {len(self.parents)} parents and {len(self.ranks)} ranks"
             )
-        if len(self.parents) > MAX_NODES:
-            raise ValueError(f"a plan of {len(self.parents)} nodes is too large; at most {MAX_NODES} can be drafted")
+        if len(self) > MAX_NODES:
+            raise ValueError(f"a plan of {len(self)} nodes is too large; at most {MAX_NODES} can be drafted")
         for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True), start=1):
             if not 0 <= parent < node:
                 raise ValueError(f"node {node} of the plan has parent {parent}; a parent must come before its child")
@@ -68,7 +74,8 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.parents, self.ranks, self.copied))  # computed once: plans are dictionary keys in every step
+        # Computed once: plans are dictionary keys in every step.
+        return hash((self.parents, self.ranks, self.copied, self.beam))
 
     def __str__(self) -> str:
         """Returns the shortest string that `parse` reads as this plan."""
@@ -76,11 +83,13 @@ class Plan:
 
     @cached_property
     def _name(self) -> str:
-        if not self.parents:
+        if not len(self):
             return "none"
         if self.copied:
             copy = f"copy:{self.copied}"
             return f"{self.without_copy}+{copy}" if self.uses_exit else copy
+        if self.beam:
+            return "beam:" + ",".join(map(str, self.beam))
         widths = tuple(self.width(level) for level in self.levels[:-1])
         nodes = sum(prod(widths[: depth + 1]) for depth in range(self.depth))
         if nodes == len(self) and self == Plan.tree(widths):  # every node has all its children, in order of rank
@@ -89,7 +98,7 @@ class Plan:
         return "nodes:" + ",".join(f"{parent}.{rank}" for parent, rank in pairs)
 
     def __len__(self) -> int:
-        return len(self.parents)
+        return len(self.parents) + sum(self.beam)
 
     @classmethod
     def parse(cls, plan: str | Plan | Iterable[tuple[int, int]]) -> Plan:
@@ -100,7 +109,7 @@ class Plan:
             return cls.from_nodes(plan)
         if plan == "none":
             return NONE
-        copies = re.fullmatch(r"(?:((?:chain|tree|nodes):[\d.,]+)\+)?copy:([1-9]\d*)", plan)
+        copies = re.fullmatch(r"(?:((?:chain|tree|beam|nodes):[\d.,]+)\+)?copy:([1-9]\d*)", plan)
         if copies:
             return cls.parse(copies[1] or NONE).with_copy(int(copies[2]))
         kind, _, text = plan.partition(":")
@@ -110,6 +119,8 @@ class Plan:
             return cls.tree((1,) * int(text))
         if kind == "tree" and re.fullmatch(r"\d+(,\d+)*", text):
             return cls.tree(tuple(int(width) for width in text.split(",")))
+        if kind == "beam" and re.fullmatch(r"\d+(,\d+)*", text):
+            return cls(beam=tuple(int(width) for width in text.split(",")))
         if kind == "nodes" and re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
             pairs = (pair.split(".") for pair in text.split(","))
             return cls.from_nodes((int(parent), int(rank)) for parent, rank in pairs)
@@ -158,6 +169,8 @@ class Plan:
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
+        for depth, width in enumerate(self.beam, start=1):
+            depths += [depth] * width
         return tuple(depths)
 
     @cached_property
@@ -176,6 +189,7 @@ class Plan:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of every node, the root included, in order of rank (best first); a copied child comes last."""
+        self._check_fixed()
         children: list[list[int]] = [[] for _ in self.depths]
         for node, parent in enumerate(self.parents, start=1):
             children[parent].append(node)
@@ -191,6 +205,7 @@ class Plan:
     @cached_property
     def ancestors(self) -> torch.Tensor:
         """[n+1, n+1] bool: entry [i, j] is true if j is i or an ancestor of i."""
+        self._check_fixed()
         mask = torch.eye(len(self) + 1, dtype=torch.bool)
         for node, parent in enumerate(self.parents, start=1):
             mask[node] |= mask[parent]
@@ -198,10 +213,39 @@ class Plan:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to this one, both included."""
+        self._check_fixed()
         path = [node]
         while path[-1]:
             path.append(self.parents[path[-1] - 1])
         return path[::-1]
+
+    def _check_fixed(self) -> None:
+        if self.beam:
+            raise ValueError(f"the parents of the nodes of {self} differ by sequence: ask its tree")
+
+    def of_sequence(self, parents: Sequence[int]) -> Plan:
+        """Returns the tree of one sequence in which the nodes of this beam have these parents; this plan if it has no
+        beam."""
+        if not self.beam:
+            return self
+        seen: dict[int, int] = {}
+        ranks = []
+        for node, parent in enumerate(parents, start=1):
+            ranks.append(0 if node <= self.copied else seen.get(parent, 0))
+            seen[parent] = ranks[-1] + (node > self.copied)
+        return Plan(tuple(parents), tuple(ranks), self.copied)
+
+    def node_at(self, last: int, depth: int) -> int:
+        """A node of this depth: that on the path to node `last`, in a beam the first of the exit's at the depth."""
+        if not self.beam:
+            return self.path(last)[depth]
+        return depth if last <= self.copied else self.levels[depth].start
+
+    def is_leaf(self, node: int) -> bool:
+        """True if no node was drafted after this one; in a beam, at its depth."""
+        if not self.beam:
+            return not self.children[node]
+        return self.depths[node] >= len(self.beam) if node == 0 or node > self.copied else node == self.copied
 
     @property
     def uses_exit(self) -> bool:
@@ -214,7 +258,7 @@ class Plan:
         if not self.copied:
             return self
         parents = (max(0, parent - self.copied) for parent in self.parents[self.copied :])
-        return Plan(tuple(parents), self.ranks[self.copied :])
+        return Plan(tuple(parents), self.ranks[self.copied :], beam=self.beam)
 
     def with_copy(self, count: int) -> Plan:
         """Returns the exit's nodes of this plan and `count` copied nodes."""
@@ -224,11 +268,13 @@ class Plan:
                 f"{count} copied nodes and {len(drafted)} of the exit are more than {MAX_NODES} nodes; shorten the plan"
             )
         parents = (parent + count if parent else 0 for parent in drafted.parents)
-        return Plan((*range(count), *parents), (0,) * count + drafted.ranks, count)
+        return Plan((*range(count), *parents), (0,) * count + drafted.ranks, count, drafted.beam)
 
     def width(self, level: range) -> int:
-        """Number of draft tokens to rank for each node of a level: the largest rank of its children plus one. Copied
-        nodes are not ranked."""
+        """Number of draft tokens to rank for each node of a level: the largest rank of its children plus one, in a beam
+        the number of nodes of the next depth. Copied nodes are not ranked."""
+        if self.beam:
+            return (*self.beam, 0)[self.depths[level.start]]
         children = (child for node in level for child in self.children[node] if child > self.copied)
         return 1 + max((self.ranks[child - 1] for child in children), default=-1)
 
@@ -238,8 +284,9 @@ class Plan:
         if depth >= self.depth:
             return self
         drafted = self.without_copy
-        keep = sum(1 for d in drafted.depths[1:] if d <= depth)
-        return Plan(drafted.parents[:keep], drafted.ranks[:keep]).with_copy(min(self.copied, depth))
+        keep = 0 if self.beam else sum(1 for d in drafted.depths[1:] if d <= depth)
+        kept = Plan(drafted.parents[:keep], drafted.ranks[:keep], beam=self.beam[:depth])
+        return kept.with_copy(min(self.copied, depth))
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first_chain(self) -> Plan:
@@ -247,6 +294,8 @@ class Plan:
         nodes of the exit's as it is."""
         if not self.uses_exit:
             return self
+        if self.beam:
+            return Plan.tree((1,) * len(self.beam))
         length, node = 0, 0
         while self.children[node]:
             node, length = self.children[node][0], length + 1

@@ -280,7 +280,7 @@ def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) 
     for index, token in enumerate(tokens):
         sequence.append(token, drafted=index < len(tokens) - 1)
         if sequence.is_finished:
-            return plan.path(last)[index]
+            return plan.node_at(last, index)
     return last
 
 

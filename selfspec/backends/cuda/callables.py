@@ -10,6 +10,7 @@ from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.torch_backend import callback_seconds
 from selfspec.sampling import process_logits
 from selfspec.sequence import Sequence
+from selfspec.speculation.plan import Plan
 
 
 def run_with_callables(
@@ -25,7 +26,10 @@ def run_with_callables(
     size, seconds_before = device_step.slots.count, callback_seconds(step.sequences)
     readback.start()
     passes()
-    drafted = device_step.metadata.tokens.tolist() if len(step.record.plan) else []
+    plan = step.record.plan
+    drafted = device_step.metadata.tokens.tolist() if len(plan) else []
+    parents = device_step.parents.tolist() if plan.beam else [[0]] * size
+    trees = [plan.of_sequence(of_nodes) for _, *of_nodes in parents]  # by slot
     walking = {of: (slot, [0]) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.uses_host}
     while walking:
         for sequence, (slot, nodes) in walking.items():
@@ -38,7 +42,7 @@ def run_with_callables(
         walking = {
             sequence: (slot, carriers)
             for sequence, (slot, nodes) in walking.items()
-            if (carriers := _append(step, sequence, nodes, chosen[slot::size], drafted[slot::size]))
+            if (carriers := _append(step, trees[slot], sequence, nodes, chosen[slot::size], drafted[slot::size]))
         }
     if not step.appended:
         choose()
@@ -58,12 +62,12 @@ def _process(sequence: Sequence, logits: torch.Tensor) -> None:
 
 
 def _append(
-    step: StepInFlight, sequence: Sequence, nodes: list[int], chosen: list[int], drafted: list[int]
+    step: StepInFlight, tree: Plan, sequence: Sequence, nodes: list[int], chosen: list[int], drafted: list[int]
 ) -> list[int]:
     """Appends the token chosen at nodes that stand for one text. Returns the children that carry it; none if the walk
     ends. `chosen` and `drafted` are the sequence's tokens by node."""
     token = chosen[nodes[0]]
-    carriers = step.record.plan.carriers(nodes, token, drafted) if sequence.drafts and len(step.record.plan) else []
+    carriers = tree.carriers(nodes, token, drafted) if sequence.drafts and len(tree) else []
     step.appended[sequence] = nodes[0]
     sequence.append(token, drafted=bool(carriers))
     return [] if sequence.is_finished else carriers

@@ -16,6 +16,7 @@ import torch
 
 from selfspec.cache.kv_cache import Cache
 from selfspec.kernels.accept import TreeTensors
+from selfspec.kernels.beam import BeamTrees
 from selfspec.kernels.embed_rope import RowMetadata
 from selfspec.kernels.final_norm import final_norm
 from selfspec.kernels.gate_up_gemm import gated_linear
@@ -28,7 +29,7 @@ from selfspec.kernels.triton_compat import INTERPRETED, can_launch, triton
 from selfspec.models.config import LayerConfig
 from selfspec.models.decoder import Decoder, Layer
 from selfspec.models.linear import Linear
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import NONE, Plan
 
 REQUIREMENTS = (
     "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16; "
@@ -81,16 +82,27 @@ class Contexts(Protocol):
 
 
 class Tree:
-    """A plan as tensors on the device, for B sequences; its n nodes and the root are numbered 0 to n."""
+    """A plan as tensors on the device, for B sequences; its n nodes and the root are numbered 0 to n. The nodes of a
+    beam are added in every step, to memory of each sequence's own."""
 
-    def __init__(self, plan: Plan, sequences: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, sequences: int, device: torch.device, first_feature_row: int = 0) -> None:
         self.plan, self.sequences, self.device = plan, sequences, device
         self.depths = self._ints(list(plan.depths))  # [n + 1]
-        paths = [plan.path(node) for node in range(len(plan) + 1)]
-        self.paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])  # [n + 1, depth + 1]
+        self._parents = [*plan.parents, *[0] * sum(plan.beam)]
+        fixed = NONE.with_copy(plan.copied) if plan.beam else plan
+        paths = [fixed.path(node) for node in range(len(fixed) + 1)] + [[0]] * sum(plan.beam)
+        all_paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])
         ancestors = torch.tensor([sum(1 << node - 1 for node in path[1:]) for path in paths], device=device)
-        parents = self._ints([0, *plan.parents])
+        parents = self._ints([0, *self._parents])
+        of_all = [tensor.expand(sequences, *tensor.shape) for tensor in (parents, ancestors, all_paths)]
+        parents, ancestors, self.paths = (tensor.clone() for tensor in of_all) if plan.beam else of_all
         self.tensors = TreeTensors(parents, ancestors, self.depths, self.paths, plan.copied)
+        self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)  # [(n + 1) * B]
+        self.beam: BeamTrees | None = None
+        if plan.beam:
+            scores = torch.zeros(parents.shape, dtype=torch.float32, device=device)
+            rows = torch.zeros_like(self.previous_rows)
+            self.beam = BeamTrees(self.tensors, scores, rows, self.previous_rows, first_feature_row)
 
     def parents(self, level: range) -> torch.Tensor:
         """For each node of a level, the index of its parent among the nodes of the level above."""
@@ -108,7 +120,7 @@ class Tree:
     def parent_rows(self, nodes: range, first_node_row: int) -> torch.Tensor:
         """For each row of these nodes, the row of its parent in a buffer whose row b belongs to the position before the
         root of sequence b, and whose rows from `first_node_row` on are the tree's."""
-        parents = [first_node_row + self.plan.parents[node - 1] * self.sequences if node else 0 for node in nodes]
+        parents = [first_node_row + self._parents[node - 1] * self.sequences if node else 0 for node in nodes]
         rows = [parent + sequence for parent in parents for sequence in range(self.sequences)]
         return torch.tensor(rows, device=self.device)
 
@@ -121,8 +133,9 @@ class Nodes:
     """The M nodes of one pass, in each of its sequences."""
 
     metadata: RowMetadata  # of M * B rows: token, position, cache slot, rotation
-    paths: torch.Tensor  # [M, depth + 1]: nodes from the root to each node, which it attends to
+    paths: torch.Tensor  # [B, M, depth + 1]: nodes from the root to each node, which it attends to
     depths: torch.Tensor  # [M]
+    fresh: bool = False  # a kernel of this pass writes `paths`
 
     @classmethod
     def chain(cls, model: Decoder, length: int, sequences: int) -> Nodes:
@@ -133,7 +146,7 @@ class Nodes:
     def first(self, count: int) -> Nodes:
         """The first `count` nodes, in all sequences."""
         rows = count * (len(self.metadata.tokens) // len(self.depths))
-        return Nodes(self.metadata.rows(0, rows), self.paths[:count], self.depths[:count])
+        return Nodes(self.metadata.rows(0, rows), self.paths[:, :count], self.depths[:count])
 
 
 def empty_metadata(model: Decoder, rows: int) -> RowMetadata:
@@ -279,7 +292,7 @@ class FusedDecoder:
             nodes.paths, nodes.depths, attended,
             self.scratch.take("partials", max(size, 1), dtype=torch.float32),
             self.scratch.take("counters", max(counters, 1), dtype=torch.int32),
-            ranges=self.ranges, window=spec.window, scale=config.attention_scale,
+            ranges=self.ranges, window=spec.window, scale=config.attention_scale, fresh=nodes.fresh,
         )  # fmt: skip
 
     def _project_and_add(

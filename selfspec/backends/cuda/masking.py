@@ -28,6 +28,7 @@ class OpenStep:
     device_step: DeviceStep
     parts: list[Launch]  # that are left to launch
     drafted: Readback | None = None  # the nodes' tokens, node-major
+    parents: Readback | None = None  # of a beam's nodes
     is_drafted: bool = False
     roots: list[tuple[Sequence, int]] = field(default_factory=list)  # sequences whose root has a mask, and their slots
 
@@ -72,6 +73,9 @@ class Masking:
             tokens = opened.device_step.metadata.tokens
             opened.drafted = self._readbacks.take(tokens)
             opened.drafted.send(tokens)
+        if opened.plan.beam:
+            opened.parents = self._readbacks.take(opened.device_step.parents)
+            opened.parents.send(opened.device_step.parents)
         opened.parts.pop(0)()
 
     def complete(self, opened: OpenStep) -> None:
@@ -81,16 +85,25 @@ class Masking:
         if opened.drafted is not None:
             drafted = opened.drafted.read()
             self._readbacks.give_back(opened.drafted)
+            trees = self._trees(opened)
             for index, (sequence, slot) in enumerate(opened.roots):
                 # As at the launch: `sequence.drafts` may have changed since, when other sequences joined.
                 if sequence not in opened.step.reasons and sequence.grammar is not None:
                     with sequence.request.callback():
                         tokens = drafted[slot::size]
-                        for node in sequence.grammar.node_masks(opened.plan, tokens, bits[index], bits[used:]):
+                        for node in sequence.grammar.node_masks(trees[slot], tokens, bits[index], bits[used:]):
                             of_row[node * size + slot] = used
                             used += 1
         self._send(opened, used)
         opened.parts.pop(0)()
+
+    def _trees(self, opened: OpenStep) -> list[Plan]:
+        """The tree of each slot."""
+        if opened.parents is None:
+            return [opened.plan] * opened.device_step.slots.count
+        parents = opened.parents.read()
+        self._readbacks.give_back(opened.parents)
+        return [opened.plan.of_sequence(of_nodes) for _, *of_nodes in parents]
 
     def _views(self, opened: OpenStep) -> tuple[np.ndarray, np.ndarray]:
         """The pinned memory for a step's masks: the mask of each row, and the masks' words."""

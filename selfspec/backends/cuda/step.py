@@ -7,6 +7,7 @@ once and replays it. Where the host takes part, the parts before and after it ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, 
 from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.slots import Slots, StepOptions
 from selfspec.kernels.accept import COUNT, TOKENS, accept
+from selfspec.kernels.beam import BeamLevel
 from selfspec.kernels.copy_draft import copy_draft, tiles_of
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
@@ -82,7 +84,7 @@ class DeviceStep:
         self.decoder, self.model, self.slots, self.plan, self.exit = decoder, decoder.model, slots, plan, exit
         device, batch = self.model.device, slots.count
         rows = batch * (len(plan) + 1)
-        tree = Tree(plan, batch, device)
+        tree = Tree(plan, batch, device, 0 if exit is None else exit.first_node_row)
         self.sampling = SlotSampling(slots, options, tree)
         self.draft_states = Residual.empty(rows, self.model)  # after the layers below the exit
         # After the layers from the exit on; a step without an exit overwrites its draft states.
@@ -98,8 +100,6 @@ class DeviceStep:
         self._first_tokens = torch.zeros(self._levels[0].rows[1], dtype=torch.int32, device=device)
         if options.masks:
             self.mask_words[:rows].fill_(-1)  # no row has a mask when the step runs before it is captured
-        first_node_row = 0 if exit is None else exit.first_node_row
-        self._previous_rows = tree.parent_rows(range(len(plan) + 1), first_node_row)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -112,6 +112,11 @@ class DeviceStep:
     @property
     def rows(self) -> int:
         return len(self.chosen)
+
+    @property
+    def parents(self) -> torch.Tensor:
+        """The parents of the nodes of every slot's tree [B, n + 1], the root's being 0."""
+        return self.sampling.tree.tensors.parents
 
     def launch(self) -> None:
         self.draft()
@@ -174,20 +179,25 @@ class DeviceStep:
             assert self.exit is not None
             self._draft_level(level, self._rank_children(self.exit, above))
 
-    def _draft_level(self, level: _Level, ranked: torch.Tensor | Ranking | None) -> None:
+    def _draft_level(self, level: _Level, ranked: torch.Tensor | Ranking | BeamLevel | None) -> None:
         """Runs a level's nodes through the layers below the exit and, where they have children, through the exit."""
         states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
+        nodes = replace(nodes, fresh=isinstance(ranked, BeamLevel))
         self._embed(level, states, nodes, ranked)
         self.decoder.run(range(self._exit_layer), states, states, nodes)
         if self.exit is not None and level.width:
             self._read_exit(self.exit, level)
 
-    def _embed(self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | None) -> None:
+    def _embed(
+        self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | BeamLevel | None
+    ) -> None:
         """Embeds a level's tokens: newest and copied ones for the first level, ranked draft tokens for others."""
         decoder, slots = self.decoder, self.slots
         first_norm = decoder.next_norm(self.model.layers[0].attention_norm, states)
-        if ranked is not None and level.parents is not None and level.ranks is not None:
-            source: dict[str, Any] = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
+        if isinstance(ranked, BeamLevel):
+            source: dict[str, Any] = {"beam": ranked}
+        elif ranked is not None and level.parents is not None and level.ranks is not None:
+            source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
         else:
             source = {"pending": self._copy() if self.plan.copied else slots.pending}
         embed_rope(
@@ -213,19 +223,24 @@ class DeviceStep:
         exit = FusedExit(self.decoder, slot_exit.exit)
         exit.read(states.states, previous, nodes, self.head_input.rows(start, stop))
 
-    def _rank_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking:
-        """Returns the best draft tokens after a level's rows [rows, width]; up to MAX_SCAN_WIDTH as a ranking, in which
-        the next level's embedding finds them. Masks are known of the root only."""
+    def _rank_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking | BeamLevel:
+        """Returns the best draft tokens after a level's rows [rows, width], for a beam with their log probabilities; up
+        to MAX_SCAN_WIDTH as a ranking, in which the next level's embedding finds them. Masks are known of the root
+        only."""
         (start, stop), metadata, sampling = level.ranked_rows, self._nodes(level.ranked).metadata, self.sampling
         exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
         processing = sampling.processing(metadata, self.metadata, level.nodes.start)
         masks = None if start else self._masks(stop)
         ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(metadata), processing, masks)
-        if level.width <= MAX_SCAN_WIDTH:
+        beam, size = sampling.tree.beam, (stop - start, level.width)
+        if beam is None and level.width <= MAX_SCAN_WIDTH:
             return ranking
-        ranked = self.decoder.scratch.take("ranked", stop - start, level.width, dtype=torch.int32)
-        topk_tokens(ranking.scores, ranked, token_ids=ranking.token_ids)
-        return ranked
+        ranked = self.decoder.scratch.take("ranked", *size, dtype=torch.int32)
+        log_probs = None if beam is None else self.decoder.scratch.take("log probs", *size, dtype=torch.float32)
+        topk_tokens(ranking.scores, ranked, token_ids=ranking.token_ids, log_probs_out=log_probs)
+        if beam is None or log_probs is None:
+            return ranked
+        return BeamLevel(ranked, log_probs, level.ranked.start, beam)
 
     # Verify
 
@@ -249,7 +264,7 @@ class DeviceStep:
         last = exit.scratch_residual("last", self.rows)
         exit.verify(self.draft_states, self._verify_states, all_nodes, self._verified, last, unfilled)
         if len(self.plan):
-            previous = PreviousFeatures(slot_exit.features, self._previous_rows)
+            previous = PreviousFeatures(slot_exit.features, self.sampling.tree.previous_rows)
             exit.fill(self.draft_states.states, previous, all_nodes)
 
     @property
@@ -330,7 +345,7 @@ class DeviceStep:
 
     def _nodes(self, nodes: range) -> Nodes:
         at, tree = slice(nodes.start, nodes.stop), self.sampling.tree
-        return Nodes(self.metadata.rows(*tree.rows(nodes)), tree.paths[at], tree.depths[at])
+        return Nodes(self.metadata.rows(*tree.rows(nodes)), tree.paths[:, at], tree.depths[at])
 
 
 class _Level:
@@ -340,6 +355,9 @@ class _Level:
         self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)
         self.ranked = nodes if nodes.start else range(1)  # nodes whose children the exit drafts: no copied ones
         self.ranked_rows = tree.rows(self.ranked)
-        self.parents = tree.parents(nodes) if nodes.start else None
-        self.ranks = tree.ranks(nodes) if nodes.start else None
-        self.parent_rows = tree.parent_rows(nodes, 0) if nodes.start else None
+        self.parents = self.ranks = self.parent_rows = None
+        if tree.beam is not None and nodes.start:
+            self.parent_rows = tree.beam.parent_rows[slice(*self.rows)]
+        elif nodes.start:
+            self.parents, self.ranks = tree.parents(nodes), tree.ranks(nodes)
+            self.parent_rows = tree.parent_rows(nodes, 0)
