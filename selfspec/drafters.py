@@ -29,7 +29,7 @@ from selfspec.governor.costs import (
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.models.decoder import Decoder
-from selfspec.profiles.profile import CycleCost, DomainChoice, Profile
+from selfspec.profiles.profile import DomainChoice, Profile
 from selfspec.request import SpeculationRequest
 from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
 from selfspec.speculation.exit_scoring import FEW, PROMPT_END
@@ -250,7 +250,7 @@ class Drafters:
         """As calibration measured it, else by the numbers of layers and rows."""
         calibrated = self._calibrated(choice).get(batch)
         if calibrated is not None:
-            return calibrated_cost(StepCost(**calibrated.model_dump()), choice.head_rows or None)
+            return calibrated_cost(calibrated, choice.head_rows or None)
         return estimated_cost(choice.exit_layer, self.model.config.num_layers, batch, self._row_cost)
 
     @property
@@ -259,7 +259,7 @@ class Drafters:
         positions = FEW if self.model.device.type == "cpu" else PROMPT_END
         return 2 / self.model.config.num_layers * self._row_cost(positions)
 
-    def _calibrated(self, choice: DomainChoice) -> dict[int, CycleCost]:
+    def _calibrated(self, choice: DomainChoice) -> dict[int, StepCost]:
         """What calibration measured with the same operations on this kind of device, by the size of the batch."""
         device = self.profile.device if self.profile is not None else None
         alike = self._is_measured_here and (device is None or device.kernels == self._kernels)

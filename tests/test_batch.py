@@ -22,12 +22,12 @@ from selfspec.backends import torch_backend as runtime
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.governor.acceptance import UNFAMILIAR, Skill
-from selfspec.governor.costs import Costs, gpu_rows
+from selfspec.governor.costs import Costs, StepCost, gpu_rows
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import BATCHES
 from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import RowTimes
-from selfspec.profiles.profile import CycleCost, Device, Spread
+from selfspec.profiles.profile import Device, Spread
 from selfspec.profiles.router import prompt_embedding
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
@@ -85,7 +85,7 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int = 40, **kwarg
     return engine.generate(ids, mask, max_new_tokens=tokens, **kwargs)
 
 
-@settings(SETTINGS, max_examples=20)
+@settings(SETTINGS, max_examples=10)
 @given(
     family=st.sampled_from(["llama", "gemma3_text"]),
     seed=st.integers(0, 10**6),
@@ -179,7 +179,7 @@ def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) 
 def test_costs_count_where_the_same_operations_run(folder: Path, kernels: bool) -> None:
     exit = trained("llama").exit
     device = Device(type="cpu", name="some CPU", dtype="float32", torch="2.13.0", kernels=kernels)
-    costs = {"1": CycleCost(plain=1.0, depth=2.0, drafting=[(1, 5.0)], head_row=0.0, head_rows=0)}
+    costs = {"1": StepCost(plain=1.0, depth=2.0, drafting=((1, 5.0),), head_row=0.0, head_rows=0)}
     choice = choice_of(exit.layer, "none", ranks=RANKS, costs=costs)
     profile = profile_of(exit.model, {"text": choice}, device=device).save(folder / f"costs {kernels}", [exit])
     governor = joined(Engine.from_model(trained("llama").hf, profile=profile)).governor
@@ -249,7 +249,7 @@ def test_rows_are_timed_at_loading_where_calibration_has_not_measured_steps(
         return RowTimes((1, 2, 8), (1.0, 2.0, 5.0))
 
     monkeypatch.setattr("selfspec.engine.time_rows", dear)
-    cost = CycleCost(plain=1.0, depth=0.1, drafting=[(1, 1.1), (3, 1.2)], head_row=0.0, head_rows=0)
+    cost = StepCost(plain=1.0, depth=0.1, drafting=((1, 1.1), (3, 1.2)), head_row=0.0, head_rows=0)
     engine = engine_of("llama", folder / f"timed{len(bands)}{timed}", costs=dict.fromkeys(bands, cost), ranks=ranks)
     assert calls == [engine.model] * timed
     if timed:

@@ -19,9 +19,9 @@ from bench.replay import DomainTiming, Text
 from selfspec import Engine, Rules
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
-from selfspec.governor.costs import Costs, estimated_cost
+from selfspec.governor.costs import Costs, StepCost, estimated_cost
 from selfspec.governor.governor import Budget
-from selfspec.profiles.profile import CycleCost, Spread
+from selfspec.profiles.profile import Spread
 from selfspec.speculation.plan import NONE, Plan
 from tests.calibrated import quieten
 from tests.profiles import choice_of, profile_of, random_exit
@@ -42,7 +42,7 @@ def text(*ranks: list[int], times: int = 1) -> Text:
 def timing() -> DomainTiming:
     """Plain steps of 1 s, and of 1.3 s for four sequences, in a domain whose drafts are mostly accepted."""
     costs = {
-        band: CycleCost(plain=plain, depth=0.1, drafting=[(1, 1.1), (8, 1.2)], head_row=0.0, head_rows=0)
+        band: StepCost(plain=plain, depth=0.1, drafting=((1, 1.1), (8, 1.2)), head_row=0.0, head_rows=0)
         for band, plain in (("1", 1.0), ("2-4", 1.3))
     }
     agreement, model = Spread(mean=0.5, deviation=0.1), estimated_cost(3, 30)
@@ -116,7 +116,7 @@ def test_a_replay_takes_as_many_steps_as_an_engine(plan: str, tmp_path: Path) ->
 def test_the_command_compares_all_batch_sizes_and_records_texts_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cost = CycleCost(plain=1.0, depth=0.05, drafting=[(1, 1.0), (8, 1.1)], head_row=0.0, head_rows=0)
+    cost = StepCost(plain=1.0, depth=0.05, drafting=((1, 1.0), (8, 1.1)), head_row=0.0, head_rows=0)
     engine = engine_of(tmp_path, costs={"1": cost})
     prompts = PromptSet("text", [random_prompt(9), random_prompt(20)], 30)
     monkeypatch.setattr(Engine, "from_pretrained", lambda *_, **__: engine)

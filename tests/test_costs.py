@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from selfspec.governor.acceptance import MEMORY, Acceptance, Skill, mean_shares
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest
+from selfspec.governor.copying import REACH
 from selfspec.governor.costs import PLAIN_SAMPLES, Costs, StepCost, calibrated_cost, estimated_cost, gpu_rows
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
@@ -144,9 +145,10 @@ def test_domains_share_plans_and_have_their_own_lengths() -> None:
     good, bad = (PlanCandidates(Acceptance(of), models, shared).table(1) for of in (SHARES, [[0.2, 0.1]]))
     assert good.plans == bad.plans
     drafting = [place for place, plan in enumerate(good.plans) if plan.uses_exit]
-    assert (good.lengths > bad.lengths)[:, drafting].all()
+    assert (good.lengths > bad.lengths)[:, 0, drafting].all(), "where nothing is copied"
     both = [place for place in drafting if good.plans[place].copied]
-    assert (good.copied < bad.copied)[:, both].all() and both, "a copy adds less where the exit is right"
+    of_good, of_bad = (table.lengths[:, 8] - table.lengths[:, 0] for table in (good, bad))
+    assert (of_good < of_bad)[:, both].all() and both, "a copy adds less where the exit is right"
 
 
 def test_the_mean_of_shares_continues_each_domains_last_depth() -> None:
@@ -176,7 +178,7 @@ def test_a_table_has_the_modelled_costs_and_expected_lengths_of_its_plans() -> N
     table = found.table(4)
     for place, plan in enumerate(table.plans):
         assert table.costs[place] == found.cost(plan, 4)
-        assert table.lengths[:, place] == pytest.approx(found.acceptance.lengths(plan))
+        assert table.lengths[:, 0, place] == pytest.approx(found.acceptance.lengths(plan))
     assert found.cost(NONE, 4) == 1.0
     assert set(found.all_plans) >= set(table.plans)
 
@@ -200,8 +202,8 @@ def test_without_an_exit_plans_only_copy_and_large_batches_have_none() -> None:
     found = PlanCandidates(None, models, SharedPlans(None, models, max_tree_batch=4))
     table = found.table(2)
     assert [str(plan) for plan in table.plans] == ["copy:3", "copy:15"] and found.table(5).plans == ()
-    assert (table.lengths == 1).all() and table.copied[:, 1] == pytest.approx(1.0)
-    assert (table.copied[:, 0] < table.copied[:, 1]).all()
+    assert (table.lengths[:, 0] == 1).all() and table.lengths[3, :, 1] == pytest.approx(1 + REACH.sum(1))
+    assert (table.lengths[:, 1:, 0] < table.lengths[:, 1:, 1]).all()
 
 
 def test_plans_ask_for_no_rank_that_the_exit_lacks() -> None:

@@ -85,7 +85,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
     dice = random.Random(0)
     finished = drafts = 0
     for plan in ("chain:3", "tree:2,2,1", "tree:2,1+copy:3", "chain:1"):
-        schemas = [random_schema(dice) if index % 8 else None for index in range(60)]
+        schemas = [random_schema(dice) if index % 8 else None for index in range(24)]
         formats = [None if schema is None else json_format(schema) for schema in schemas]
         plain, drafted = run_all(formats, speculative_decoding=False), run_all(formats, plan=plan, **FORCED)
         assert [of.tokens for of in plain] == [of.tokens for of in drafted]
@@ -95,7 +95,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
             if schema is not None and sequence.finish_reason == "stop":
                 finished += 1
                 jsonschema.validate(json.loads(text_of(sequence)), schema)
-    assert finished > 150 and drafts > 500, (finished, drafts)
+    assert finished > 60 and drafts > 200, (finished, drafts)
 
 
 @pytest.mark.parametrize("plan", ["none", "tree:3,2"])

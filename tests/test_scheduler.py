@@ -186,7 +186,7 @@ class Room:
         return cls(pages, random.choice([1, 3, 16, 16]), margin, random.choice([16, PREFILL_CHUNK]))
 
 
-@settings(SETTINGS, max_examples=20)
+@settings(SETTINGS, max_examples=10)
 @given(st.randoms(use_true_random=True))
 def test_every_sequence_gets_the_tokens_it_gets_alone(random: Random) -> None:
     calls, room = [random_call(random) for _ in range(random.randint(1, 7))], Room.at(random)
@@ -375,7 +375,7 @@ def work(engine: Engine, index: int) -> Any:
 
 
 def test_calls_from_eight_threads_get_the_tokens_of_calls_one_after_another() -> None:
-    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 25)
+    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 10)
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda index: work(engine, index), calls))
     assert_all_pages_free(engine)

@@ -215,12 +215,12 @@ def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     return body
 
 
-def test_1000_mutated_requests_are_answered_or_refused(tmp_path):
+def test_mutated_requests_are_answered_or_refused(tmp_path):
     chance = random.Random(0)
     statuses = []
     engine = tiny_engine(tmp_path, max_position_embeddings=32)  # short answers, also to a request without a length
     with serving(engine, limits=LIMITS) as served, served.http as http:
-        for _ in range(1000):
+        for _ in range(400):
             path, body = chance.choice(SEEDS)
             given = mutated({"max_tokens": 2, **body} if path.startswith("/v1") else body, chance)
             headers = {"content-type": "application/json"}
@@ -228,4 +228,4 @@ def test_1000_mutated_requests_are_answered_or_refused(tmp_path):
             assert response.status_code in (200, 400, 404, 413, 422), (path, given, response.text)
             assert response.status_code == 200 or response.json()["error"]["message"], given
             statuses.append(response.status_code)
-    assert min(statuses.count(200), statuses.count(400)) > 100
+    assert min(statuses.count(200), statuses.count(400)) > 40

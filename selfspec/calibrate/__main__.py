@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selfspec.calibrate.settings import DEFAULT_MINUTES, OBJECTIVES, Settings
+from selfspec.commands.running import note, run
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-FAILED, INTERRUPTED = 2, 130  # exit codes
 _WIDTH = 120  # columns of output that does not go to a terminal
 
 
 def main(arguments: list[str] | None = None, prog: str = "python -m selfspec.calibrate") -> int:
-    args = parse(arguments, prog)
-    try:
-        return calibrate(args)
-    except KeyboardInterrupt:
-        print("\nstopped: the same command with --resume continues the calibration", file=sys.stderr)
-        return INTERRUPTED
+    return run(partial(calibrate, parse(arguments, prog)))
 
 
 def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate") -> argparse.Namespace:
@@ -67,34 +60,24 @@ def calibrate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from selfspec.cache.kv_cache import CacheFull
-    from selfspec.calibrate import run
     from selfspec.calibrate.display import Display
+    from selfspec.calibrate.run import Calibration
     from selfspec.calibrate.tables import show
-    from selfspec.commands.running import one_line_warnings
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    display = Display(console)
+    display, settings = Display(console), settings_of(args)
     try:
-        with one_line_warnings():
-            settings = settings_of(args)
-            profile = run.Calibration(settings, display).run()
-    except torch.OutOfMemoryError:
-        return _fail(console, "the GPU ran out of memory: free some, or bound what is used with --memory-gb")
-    except (ValueError, OSError, CacheFull) as error:
-        return _fail(console, str(error))
+        profile = Calibration(settings, display).run()
+    except torch.OutOfMemoryError as error:
+        raise ValueError("the GPU ran out of memory: free some, or bound what is used with --memory-gb") from error
+    except KeyboardInterrupt:
+        note("the same command with --resume continues the calibration")
+        raise
     show(profile, console, args.model, settings.loading)
     console.print(f"took {display.elapsed / 60:.1f} minutes")
     return 0
-
-
-def _fail(console: Console, message: str) -> int:
-    from rich.markup import escape
-
-    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
-    return FAILED
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -23,7 +23,6 @@ from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import (
-    CycleCost,
     Device,
     DomainChoice,
     ExitRates,
@@ -70,7 +69,7 @@ def build(
             exits=_exit_rates(setup, trained, measured[domain.name, _GREEDY], paths[domain.name], costs),
             most_accepting_exit=accepting,
             ranks={name: paths[domain.name][*chosen, name].shares() for name in choice.plans},
-            costs={band: _cycle_cost(costs[choice.exit_layer, batch]) for band, batch in BATCHES.items()},
+            costs={band: costs[choice.exit_layer, batch] for band, batch in BATCHES.items()},
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
             centroid=_rounded_all(router.centroids[index]),
@@ -139,16 +138,6 @@ def _plan_choice(candidate: Candidate) -> PlanChoice:
         speedup=_rounded(candidate.speedup),
     )
     return PlanChoice(plan=str(candidate.plan), expected=expected)
-
-
-def _cycle_cost(cost: StepCost) -> CycleCost:
-    return CycleCost(
-        plain=_rounded(cost.plain),
-        depth=_rounded(cost.depth),
-        drafting=[(nodes, _rounded(seconds)) for nodes, seconds in cost.drafting],
-        head_row=_rounded(cost.head_row),
-        head_rows=cost.head_rows,
-    )
 
 
 def _exit_rates(

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
+from pydantic import ConfigDict, Field, field_validator
+from pydantic import dataclasses as checked
 
 from selfspec.governor.acceptance import MEMORY
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import MAX_NODES, Plan
 
 CostModel = Callable[[int, int], float]  # (depth, nodes) -> plain steps that a step of such a plan takes
 RowCost = Callable[[int], float]  # rows -> what a pass over them takes, in passes over one
@@ -26,15 +29,29 @@ PLAIN_INTERVAL = 128  # drafted steps after which a plain step is measured again
 _OUTLIER = 2.0  # times the average: a longer sample counts as this long, so one stall does not rule a plan out
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of a step of some batch on the profile's device, by its parts."""
+Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
+NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
 
-    plain: float  # a plain step
-    depth: float  # each depth of a draft: the layers below the exit and the exit itself
-    drafting: tuple[tuple[int, float], ...]  # the rest of a step that drafts so many nodes, for some numbers of nodes
-    head_row: float = 0.0  # each row of the draft head, at each depth; part of `depth` for the head measured with
-    head_rows: int = 0  # rows of the head that `depth` was measured with
+
+@checked.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class StepCost:
+    """Seconds of a step of some batch on the profile's device, by its parts. A profile stores it."""
+
+    plain: Annotated[Seconds, Field(gt=0)]  # a plain step
+    depth: Seconds  # each depth of a draft: the layers below the exit and the exit itself
+    # The rest of a step that drafts so many nodes, for some numbers of nodes.
+    drafting: Annotated[tuple[tuple[NodeCount, Seconds], ...], Field(min_length=1)]
+    # Each row of the draft head, at each depth; part of `depth` for the head measured with.
+    head_row: Annotated[float, Field(gt=-1e6, lt=1e6)] = 0.0
+    head_rows: Annotated[int, Field(ge=0, lt=2**31)] = 0  # rows of the head that `depth` was measured with
+
+    @field_validator("drafting")
+    @classmethod
+    def _ascending(cls, drafting: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        nodes = [count for count, _ in drafting]
+        if nodes != sorted(set(nodes)):
+            raise ValueError("numbers of nodes must ascend")
+        return drafting
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
         """A step that drafts so many nodes, on straight lines between and past the measured numbers of nodes. A depth

@@ -18,9 +18,10 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from selfspec.governor.acceptance import hotter
+from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import fingerprint, same_fingerprint
@@ -28,7 +29,7 @@ from selfspec.profiles.exits_file import HOW_TO_CALIBRATE, ExitsFile
 from selfspec.profiles.paths import profiles_dir, shipped_dir
 from selfspec.profiles.router import Router, distances
 from selfspec.speculation.exit import Exit, check_exit_layer
-from selfspec.speculation.plan import MAX_NODES, Plan
+from selfspec.speculation.plan import Plan
 
 SCHEMA = 2
 _ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
@@ -37,7 +38,6 @@ _ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
 
 
 class Entry(BaseModel):
@@ -141,24 +141,6 @@ class Spread(Entry):
     deviation: NonNegativeFloat
 
 
-class CycleCost(Entry):
-    """Seconds of the parts of a step on the profile's device, as in `costs.StepCost`."""
-
-    plain: Annotated[Seconds, Field(gt=0)]
-    depth: Seconds
-    drafting: list[tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], Seconds]] = Field(min_length=1)
-    head_row: Annotated[float, Field(gt=-1e6, lt=1e6)] = 0.0
-    head_rows: Count = 0
-
-    @field_validator("drafting")
-    @classmethod
-    def _ascending(cls, drafting: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        nodes = [count for count, _ in drafting]
-        if nodes != sorted(set(nodes)):
-            raise ValueError("numbers of nodes must ascend")
-        return drafting
-
-
 class DomainChoice(Entry):
     """The exit, head and plans of one domain, and the measurements that they were chosen from."""
 
@@ -171,7 +153,7 @@ class DomainChoice(Entry):
     chain: Run | None = None  # measurement of chain:4, one greedy sequence
     # temperature -> [depth][rank]: share of the positions reached at a depth where the model's token has that rank
     ranks: dict[str, list[list[float]]] = {}
-    costs: dict[str, CycleCost] = {}  # batch -> costs of steps with the chosen exit
+    costs: dict[str, StepCost] = {}  # batch -> costs of steps with the chosen exit
     prompt_agreement: Spread | None = None  # of the exit with the model on the last positions of prompts
     text_agreement: Spread | None = None  # of the exit with the model on answers
     centroid: list[float] = []  # mean embedding of the domain's training prompts, see `router`
