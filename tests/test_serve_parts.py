@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from selfspec.sequence import Request, Sequence
 from selfspec.serve import streaming
-from selfspec.serve.following import ChoiceText, Wakeups
+from selfspec.serve.following import REST, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
 from selfspec.serve.options import engine_options
 from selfspec.serve.protocol import CompletionBody
@@ -71,22 +71,47 @@ def test_fields_that_are_not_given_have_the_models_values_then_openais():
     assert greedy == {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
 
 
-def test_one_wake_up_of_the_event_loop_sets_all_events_of_a_step():
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        calls: list[Any] = []
-        wakeups = Wakeups(loop)
-        wakeups._loop = type("Loop", (), {"call_soon_threadsafe": lambda _, function: calls.append(function)})()
-        events = [asyncio.Event() for _ in range(3)]
-        for event in events:
-            wakeups.wake(event)
-        assert len(calls) == 1
-        calls[0]()
-        assert all(event.is_set() for event in events)
-        wakeups.wake(events[0])
-        assert len(calls) == 2, "a later step wakes it again"
+class ScriptedLoop:
+    """Keeps scheduled calls until a test runs them; `now` is its clock."""
 
-    asyncio.run(run())
+    def __init__(self) -> None:
+        self.now, self.calls, self.delays = 0.0, [], []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, function: Any, *arguments: Any) -> None:
+        self.calls.append(lambda: function(*arguments))
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(self, delay: float, function: Any) -> None:
+        self.delays.append(delay)
+        self.calls.append(function)
+
+    def run_next(self) -> None:
+        self.calls.pop(0)()
+
+
+def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_until_it_has_rested():
+    loop: Any = ScriptedLoop()
+    wakeups, events = Wakeups(loop), [asyncio.Event() for _ in range(3)]
+    for event in events:
+        wakeups.wake(event)
+    assert len(loop.calls) == 1
+    loop.run_next()
+    assert all(event.is_set() for event in events)
+    loop.now += 2.0  # the tasks that waited for the events are busy
+    events[0].clear()
+    wakeups.wake(events[0])
+    loop.run_next()
+    assert loop.delays == [2.0 * REST] and not events[0].is_set()
+    loop.run_next()
+    assert events[0].is_set()
+    loop.run_next()
+    loop.run_next()
+    wakeups.wake(events[1])
+    assert len(loop.calls) == 1, "after a rest without events the next one wakes the loop at once"
 
 
 def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch):

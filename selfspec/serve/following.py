@@ -20,6 +20,8 @@ from selfspec.serve.stops import find_stop
 from selfspec.serve.tools import ToolCallParser
 from selfspec.text import Detokenizer
 
+REST = 3  # so the event loop takes a quarter of the time while tokens arrive
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -34,7 +36,9 @@ class Piece:
 
 
 class Wakeups:
-    """Sets events of the event loop from the decoding loop's thread; one wake-up serves all events of a step."""
+    """Sets events of the event loop from the decoding loop's thread. One wake-up serves all events of a step. After it
+    the event loop rests REST times as long as it was busy: both loops need the interpreter, and the steps meanwhile go
+    out together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -49,9 +53,19 @@ class Wakeups:
                 self._loop.call_soon_threadsafe(self._set_events)
 
     def _set_events(self) -> None:
-        self._is_scheduled = False  # before the events are taken: an event added from here on schedules again
+        started = self._loop.time()
         while self._events:
             self._events.popleft().set()
+        self._loop.call_soon(self._rest, started)  # runs after the tasks that wait for the events
+
+    def _rest(self, started: float) -> None:
+        self._loop.call_later(REST * (self._loop.time() - started), self._resume)
+
+    def _resume(self) -> None:
+        self._is_scheduled = False  # before events are looked for: one that is added from here on schedules again
+        if self._events and not self._is_scheduled:
+            self._is_scheduled = True
+            self._set_events()
 
 
 class ChoiceText:
