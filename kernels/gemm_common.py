@@ -204,7 +204,7 @@ def choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
     tile = _choose_tile(kind, n, k, rows)
     if kind != "linear" or k <= 1024 or k % _SLICED_COLUMNS:
         return tile
-    stages = (6 if k > 2048 else 4) if rows <= 16 else 2 * tile.stages
+    stages = 2 * tile.stages if rows > MAX_ROW_TILE else 6 if k > 2048 else 4
     return replace(tile, block_k=_SLICED_COLUMNS, stages=stages, sliced=True)
 
 
@@ -243,7 +243,8 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
     elif n * k <= _TINY_WEIGHT:
-        block_m, block_n = 32 if kind == "qkv" or k > 1024 else MAX_ROW_TILE, wider
+        # Sums of more than 1024 columns are sliced, and low tiles sum slices fastest.
+        block_m, block_n = 32 if kind == "qkv" else 16 if k > 1024 else MAX_ROW_TILE, wider
     else:
         block_m, block_n = MAX_ROW_TILE, width
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
