@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
-from types import SimpleNamespace
 
 from selfspec.speculation.plan import Plan
 
@@ -93,19 +92,8 @@ class Summary:
         return "\n".join(f"{name:<23}{value}" for name, value in self._lines())
 
     def prometheus(self) -> str:
-        """Returns Prometheus' text format, for an endpoint or a file. Names that end in _total are counters, the others
-        gauges."""
-        try:
-            from prometheus_client import Metric, generate_latest
-        except ImportError as error:
-            raise ImportError("Prometheus' format needs its client: pip install selfspec[prometheus]") from error
-        families = []
-        for name, meaning, label, values in self._series():
-            family = Metric(name.removesuffix("_total"), meaning, "counter" if name.endswith("_total") else "gauge")
-            for key, value in values.items():
-                family.add_sample(name, {label: str(key)} if label else {}, value)
-            families.append(family)
-        return generate_latest(SimpleNamespace(collect=lambda: families)).decode()  # type: ignore[arg-type]
+        """Returns Prometheus' text format, for an endpoint or a file."""
+        return "\n".join([*prometheus_lines(self._series(), "selfspec_"), ""])
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each line of the table."""
@@ -128,26 +116,26 @@ class Summary:
     def _series(self) -> Iterator[tuple[str, str, str, Mapping]]:
         """Yields the name, help text, label name ("": no label) and values by label of each Prometheus metric."""
         accepted, reached = (dict(enumerate(of, start=1)) for of in (self.accepted_by_depth, self.reached_by_depth))
-        yield "selfspec_requests_total", "Requests started", "", {"": self.requests}
-        yield "selfspec_tokens_total", "Tokens generated", "", {"": self.tokens}
-        yield "selfspec_emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
-        yield "selfspec_cycles_total", "Steps by plan", "plan", self.cycles_by_plan
-        yield "selfspec_cycle_seconds_total", "Seconds in steps by plan", "plan", self.seconds_by_plan
-        yield "selfspec_accepted_total", "Accepted nodes by depth", "depth", accepted
-        yield "selfspec_reached_total", "Accepted paths that reached the depth above, by depth", "depth", reached
-        yield "selfspec_mode_changes_total", "Changes of plan", "", {"": self.mode_changes}
-        yield "selfspec_switched_off_total", "Changes to plain decoding", "reason", self.changes_by_reason
+        yield "requests_total", "Requests started", "", {"": self.requests}
+        yield "tokens_total", "Tokens generated", "", {"": self.tokens}
+        yield "emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
+        yield "cycles_total", "Steps by plan", "plan", self.cycles_by_plan
+        yield "cycle_seconds_total", "Seconds in steps by plan", "plan", self.seconds_by_plan
+        yield "accepted_total", "Accepted nodes by depth", "depth", accepted
+        yield "reached_total", "Accepted paths that reached the depth above, by depth", "depth", reached
+        yield "mode_changes_total", "Changes of plan", "", {"": self.mode_changes}
+        yield "switched_off_total", "Changes to plain decoding", "reason", self.changes_by_reason
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
-        yield "selfspec_prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
-        yield "selfspec_prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
+        yield "prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
+        yield "prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
         for name, meaning, of in (
             ("time_per_token", "Time per token", self.time_per_token),
             ("emission_gap", "Time between emissions of a sequence", self.gap),
         ):
             quantiles = {"0.5": of.p50, "0.95": of.p95, "0.99": of.p99}
-            yield f"selfspec_{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles
+            yield f"{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles
         if self.speedup is not None:
-            yield "selfspec_speedup", "Speed over that of plain decoding", "", {"": self.speedup}
+            yield "speedup", "Speed over that of plain decoding", "", {"": self.speedup}
 
 
 class Metrics:
@@ -241,6 +229,18 @@ class Metrics:
                 prefix_cache_queries=self._prompt_tokens,
                 prefix_cache_hits=self._cached_tokens,
             )
+
+
+def prometheus_lines(series: Iterable[tuple[str, str, str, Mapping]], prefix: str) -> Iterator[str]:
+    """Yields the lines of Prometheus' text format, of each metric's name, help text, label name ("": no label) and
+    values by label. Names begin with `prefix`; those that end in _total are counters, the others gauges."""
+    for suffix, meaning, label, values in series:
+        name = prefix + suffix
+        yield f"# HELP {name} {meaning}"
+        yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
+        for key, value in values.items():
+            escaped = str(key).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            yield f'{name}{{{label}="{escaped}"}} {value}' if label else f"{name} {value}"
 
 
 def short_plan_name(plan: str) -> str:

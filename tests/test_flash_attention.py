@@ -12,7 +12,7 @@ import torch
 from selfspec import Engine
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
-from selfspec.models import attention, flash_attention
+from selfspec.models import attention
 from tests.tiny import tiny_model
 
 
@@ -49,7 +49,7 @@ def with_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         calls.append(len(q))
         return varlen_attention(q, *args, **kwargs)
 
-    monkeypatch.setattr(flash_attention, "installed", lambda: recorded)
+    monkeypatch.setattr(attention, "installed", lambda: recorded)
     monkeypatch.setattr(attention, "is_usable", lambda q: len(q) == 1)
     yield calls
 
@@ -77,7 +77,7 @@ def test_flash_attention_reads_scattered_pages_and_skips_padding(with_flash: lis
     table, q = torch.tensor([[4, 1, 3]]), random(1, 10, 4, 8)
     positions = torch.arange(100, 110)[None]
     keys[3], values[3] = torch.nan, torch.nan  # past the last position
-    whole = flash_attention.flash_attention(q, keys, values, table, positions, 3 * PAGE_SIZE, 40, 0.3)
+    whole = attention.flash_attention(q, keys, values, table, positions, 3 * PAGE_SIZE, 40, 0.3)
     k, v = (pages[[4, 1]].flatten(0, 1)[:110].repeat_interleave(2, dim=1) for pages in (keys, values))
     distance = positions[0][:, None] - torch.arange(110)
     scores = torch.einsum("mhd,shd->hms", q[0], k) * 0.3
@@ -93,14 +93,14 @@ def test_steps_that_decode_do_not_use_flash_attn(with_flash: list[int]) -> None:
 
 
 def test_float32_and_cpu_tensors_are_left_to_pytorch() -> None:
-    assert not flash_attention.is_usable(torch.zeros(1, 4, 2, 8))
-    assert not flash_attention.is_usable(torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16))
+    assert not attention.is_usable(torch.zeros(1, 4, 2, 8))
+    assert not attention.is_usable(torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 def test_flash_attn_on_the_gpu_gives_what_pytorch_gives(window: int | None) -> None:
-    if flash_attention.installed() is None:
+    if attention.installed() is None:
         pytest.skip("flash-attn is not installed")
     config = Engine.from_model(tiny_model("llama")).model.config
     device = torch.device("cuda")
@@ -116,7 +116,7 @@ def test_flash_attn_on_the_gpu_gives_what_pytorch_gives(window: int | None) -> N
         torch.randn(1, 200, of, dim, device=device, dtype=torch.bfloat16)
         for of in (heads, config.num_kv_heads, config.num_kv_heads)
     )
-    assert flash_attention.is_usable(q)
+    assert attention.is_usable(q)
     flashed = attention.attend(q, k, v, cache, 0, rows, window, 0.3)
     rows.is_causal = False
     torch.testing.assert_close(flashed, attention.attend(q, k, v, cache, 0, rows, window, 0.3), atol=2e-2, rtol=2e-2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -280,8 +278,3 @@ class TestPrometheus:
             now = self.samples(metrics.summary())
             assert all(now[key] >= value for key, value in before.items() if key[0].endswith("_total"))
             before = now
-
-    def test_without_the_client_the_error_says_what_to_install(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "prometheus_client", None)
-        with pytest.raises(ImportError, match=r"pip install selfspec\[prometheus\]"):
-            busy().summary().prometheus()

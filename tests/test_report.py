@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.calibrate.drawing import draw_tree, spread
-from selfspec.calibrate.report import write_report
-from selfspec.calibrate.verdict import verdict
+from selfspec.calibrate.report import verdict, write_report
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.profiles.profile import (
     Device,

@@ -13,7 +13,7 @@ from selfspec.sequence import Request, Sequence
 from selfspec.serve import streaming
 from selfspec.serve.following import REST, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
-from selfspec.serve.options import engine_options
+from selfspec.serve.prompts import engine_options
 from selfspec.serve.protocol import CompletionBody
 from selfspec.serve.service import Service
 from selfspec.serve.stops import StopTexts

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from selfspec.calibrate.outcome import COMPARED_CHAIN
-from selfspec.calibrate.verdict import verdict
+from selfspec.calibrate.report import verdict
 from selfspec.governor.rules import DEFAULT_TREE
 from selfspec.profiles.profile import Profile
 from selfspec.speculation.plan import Plan

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from selfspec.models.checkpoint import Checkpoint, Stored, check_folder
+from selfspec.models.checkpoint import Checkpoint, Stored, check_folder, read_json
 from selfspec.models.decoder import Decoder
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.native import load_native
@@ -28,8 +28,8 @@ from selfspec.models.loading import (
     unread_checkpoint,
 )
 from selfspec.models.quantized.folder import BITS
-from selfspec.models.tokenizer import load_generation_config, load_tokenizer
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 NATIVE = "native"  # the dtype that keeps a GGUF file's quantized weights
 
 
@@ -54,6 +54,29 @@ def load_pretrained(
     # Before the weights: a fault in these must not cost their loading.
     tokenizer, config = load_tokenizer(folder), load_generation_config(folder)
     return Pretrained(load_folder(folder, device, dtype, quantize), tokenizer, config)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer of a checked model folder; None if the folder has none."""
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise errors of many classes for a damaged file
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({error}); download or save it again") from error
+
+
+def load_generation_config(folder: Path) -> GenerationConfig:
+    """Returns the folder's generation_config.json, or the one that transformers derives from its config.json."""
+    path = folder / "generation_config.json"
+    if path.exists():
+        read_json(path)  # raises an error that says what to do
+        try:
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be used ({error}); download or save it again") from error
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return GenerationConfig.from_model_config(config)
 
 
 def _load_gguf(path_or_name: str | Path, device: torch.device) -> Pretrained:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from selfspec.engine import Engine
+from selfspec.metrics import prometheus_lines
 from selfspec.sequence import Sequence as Sequence_
 
 # Upper limits of histograms in seconds: from a step of a small model on a GPU to a long answer on a CPU.
@@ -59,12 +60,7 @@ class ServerCounters:
 
 def metrics_text(engine: Engine, counters: ServerCounters) -> str:
     """Returns Prometheus' text format."""
-    lines: list[str] = []
-    for name, kind, meaning, label, values in _series(engine, counters):
-        lines += [f"# HELP selfspec:{name} {meaning}", f"# TYPE selfspec:{name} {kind}"]
-        for key, value in values.items():
-            labels = f'{{{label}="{_escaped(str(key))}"}}' if label else ""
-            lines.append(f"selfspec:{name}{labels} {value}")
+    lines = list(prometheus_lines(_series(engine, counters), "selfspec:"))
     for name, meaning, histogram in (
         ("time_to_first_token_seconds", "Seconds to the first piece of text", counters.first_token),
         ("request_time_per_output_token_seconds", "Seconds per token after the first piece", counters.output_token),
@@ -75,36 +71,32 @@ def metrics_text(engine: Engine, counters: ServerCounters) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str, str, str, Mapping[Any, Any]]]:
-    """Yields name, type, meaning, label and values by label of each metric."""
+def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str, str, Mapping[Any, Any]]]:
+    """Yields name, meaning, label and values by label of each metric."""
     summary, cache = engine.metrics(), engine.cache
     accepted = dict(enumerate(summary.accepted_by_depth))
     used = 1 - cache.free_pages / cache.num_pages
-    yield "num_requests_running", "gauge", "Sequences that prefill or decode", "", {"": _running(engine)}
-    yield "num_requests_waiting", "gauge", "Sequences that wait for admission", "", {"": len(engine.scheduler.waiting)}
-    yield "kv_cache_usage_perc", "gauge", "Share of KV pages in use, 1 is all", "", {"": f"{used:.6f}"}
-    yield "prompt_tokens_total", "counter", "Prompt tokens of answered requests", "", {"": counters.prompt_tokens}
-    yield "generation_tokens_total", "counter", "New tokens", "", {"": summary.tokens}
-    yield "request_success_total", "counter", "Ended sequences", "finished_reason", counters.finished
+    yield "num_requests_running", "Sequences that prefill or decode", "", {"": _running(engine)}
+    yield "num_requests_waiting", "Sequences that wait for admission", "", {"": len(engine.scheduler.waiting)}
+    yield "kv_cache_usage_perc", "Share of KV pages in use, 1 is all", "", {"": f"{used:.6f}"}
+    yield "prompt_tokens_total", "Prompt tokens of answered requests", "", {"": counters.prompt_tokens}
+    yield "generation_tokens_total", "New tokens", "", {"": summary.tokens}
+    yield "request_success_total", "Ended sequences", "finished_reason", counters.finished
     queries, hits = summary.prefix_cache_queries, summary.prefix_cache_hits
-    yield "prefix_cache_queries_total", "counter", "Prompt tokens of prefilled sequences", "", {"": queries}
-    yield "prefix_cache_hits_total", "counter", "Prompt tokens whose KV pages were reused", "", {"": hits}
+    yield "prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
+    yield "prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
     drafts = sum(summary.reached_by_depth[:1])
-    yield "spec_decode_num_drafts_total", "counter", "Drafts, one per sequence and step", "", {"": drafts}
-    yield "spec_decode_num_draft_tokens_total", "counter", "Drafted tokens", "", {"": summary.drafted}
-    yield "spec_decode_num_accepted_tokens_total", "counter", "Accepted tokens", "", {"": sum(accepted.values())}
+    yield "spec_decode_num_drafts_total", "Drafts, one per sequence and step", "", {"": drafts}
+    yield "spec_decode_num_draft_tokens_total", "Drafted tokens", "", {"": summary.drafted}
+    yield "spec_decode_num_accepted_tokens_total", "Accepted tokens", "", {"": sum(accepted.values())}
     name = "spec_decode_num_accepted_tokens_per_pos_total"
-    yield name, "counter", "Accepted tokens by depth, from 0", "position", accepted
-    yield "plan_steps_total", "counter", "Steps by plan", "plan", summary.cycles_by_plan
-    yield "plan_seconds_total", "counter", "Seconds in steps by plan", "plan", summary.seconds_by_plan
-    yield "switched_off_total", "counter", "Changes to plain decoding by reason", "reason", summary.changes_by_reason
+    yield name, "Accepted tokens by depth, from 0", "position", accepted
+    yield "plan_steps_total", "Steps by plan", "plan", summary.cycles_by_plan
+    yield "plan_seconds_total", "Seconds in steps by plan", "plan", summary.seconds_by_plan
+    yield "switched_off_total", "Changes to plain decoding by reason", "reason", summary.changes_by_reason
 
 
 def _running(engine: Engine) -> int:
     """Counts admitted sequences; copies the lists, which the decoding loop's thread changes."""
     prefilling = list(engine.scheduler.prefilling.values())
     return sum(map(len, prefilling)) + sum(len(batch.running) for batch in list(engine.scheduler.batches.values()))
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
