@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from threading import Lock
 
 
 class Progress:
     """Number of new tokens of a request's first sequence, and whether the request has ended."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._steps: SimpleQueue[None] = SimpleQueue()  # wakes the thread that follows every step
+        self._running = Lock()  # held until the request has ended
+        self._running.acquire()
         self._every_step = False  # a thread follows every step, not only the end
         self.new_tokens = 0
         self.is_over = False
         self.listener: Callable[[], None] | None = None  # called by the loop after each step and at the end
 
     def update(self, new_tokens: int) -> None:
-        """Called by the loop after each step; wakes threads that follow every step."""
+        """Called by the loop after each step; wakes the thread that follows every step."""
         if self._every_step:
-            with self._changed:
-                self.new_tokens = new_tokens
-                self._changed.notify_all()
+            self.new_tokens = new_tokens
+            self._steps.put(None)
         if self.listener is not None:
             self.listener()
 
     def end(self, new_tokens: int) -> None:
         """Called by the loop when the request has ended and its pages are free; wakes all waiting threads."""
-        with self._changed:
-            self.new_tokens, self.is_over = new_tokens, True
-            self._changed.notify_all()
+        was_over, self.new_tokens, self.is_over = self.is_over, new_tokens, True
+        if not was_over:
+            self._running.release()
+        self._steps.put(None)
         if self.listener is not None:
             self.listener()
 
     def follow(self, every_step: bool) -> Iterator[int]:
-        """Blocks until the request has ended. With `every_step` yields the number of new tokens each time it grew."""
+        """Blocks until the request has ended. With `every_step`, which one thread may ask for, yields the number of new
+        tokens each time it grew."""
         seen, self._every_step = 0, every_step
-        while True:
-            with self._changed:
-                while not self.is_over and not (every_step and self.new_tokens > seen):
-                    self._changed.wait()
-                count, is_over = self.new_tokens, self.is_over
-            if every_step and count > seen:
-                seen = count
-                yield count
-            elif is_over:
-                return
+        while every_step and not self.is_over:
+            self._steps.get()
+            if self.new_tokens > seen:
+                seen = self.new_tokens
+                yield seen
+        self.wait_until_over()
+        if every_step and self.new_tokens > seen:
+            yield self.new_tokens
 
     def wait_until_over(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_over)
+        if not self.is_over:
+            with self._running:  # and leaves it to other threads that wait
+                pass

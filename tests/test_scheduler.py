@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -524,7 +525,7 @@ def test_a_stream_can_be_dropped_by_a_thread_that_holds_a_lock_of_the_loop(engin
     next(streams[0]), next(other)
 
     def drop() -> None:
-        with other._request.progress._changed:
+        with engine._metrics._lock:
             streams.clear()
 
     thread = threading.Thread(target=drop, daemon=True)
@@ -569,19 +570,19 @@ def test_a_request_is_cancelled_while_waiting_prefilling_and_decoding(engine: En
 
 def test_an_interrupt_while_waiting_cancels_the_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the first, second ... wait of the caller's thread."""
-    wait, caller, left = threading.Condition.wait, threading.current_thread(), [0]
+    left = [0]
 
-    def interrupted(self: threading.Condition, timeout: float | None = None) -> bool:
-        if threading.current_thread() is caller:
+    class Interrupted(SimpleQueue):
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
             left[0] -= 1
             if left[0] == 0:
                 raise KeyboardInterrupt
-        return wait(self, timeout)
+            return super().get(block, timeout)
 
     for waits in (1, 2, 3):
         options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "stopping_criteria": [Sleeps(0.005)]}
         with Beside(engine), monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(threading.Condition, "wait", interrupted)
+            patch.setattr("selfspec.progress.SimpleQueue", Interrupted)
             left[0] = waits
             "".join(engine.stream("abcdef", **options, **PLAIN))
         assert_all_pages_free(engine)
