@@ -100,6 +100,8 @@ class IdleBackend:
     def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
         return False
 
+    def note_other_work(self) -> None: ...
+
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return {}
 

@@ -19,7 +19,8 @@ from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import Policy
 from selfspec.metrics import Metrics
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.profiles.router import Embedded
+from selfspec.sequence import Request, Sequence, StepRecord
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_STEP_ROWS, NONE, Plan
 
@@ -40,6 +41,8 @@ class Batch:
         self._in_use = NONE  # plan of the newest launched step, without plain steps whose reason is `measuring`
         self._unfilled = 0  # plain steps since the exit's KV was filled, the one in flight included
         self._unscored = 0  # plain steps since the exit was scored, likewise
+        self._joined: list[Sequence] = []  # first samples of prompts that were not examined yet
+        self._routing: list[tuple[list[Request], Embedded]] = []  # requests whose domain is being found
 
     # Membership
 
@@ -48,10 +51,12 @@ class Batch:
         if not self.running:
             self.drain()  # of sequences that have ended
             self._unfilled = self._unscored = 0
-            self._plan, self._in_use = None, NONE
+            self._plan, self._in_use, self._joined = None, NONE, []
         self.running += sequences
+        self._joined += [of for of in sequences if of.parent is None]
         self._update(joined=True)
-        self._score_prompts(sequences)
+        if not self.backend.overlaps:
+            self._examine_prompts()
 
     def leave(self, sequences: Seq[Sequence]) -> None:
         """Removes sequences that have ended or that have to wait."""
@@ -76,7 +81,7 @@ class Batch:
         elif (joined and self._rule() is None) or self.exit is None:
             # The head is not trimmed again when sequences leave: refilling costs more than the extra rows.
             drafters = [of.request.drafter for of in may_draft if of.request.drafter is not None]
-            prompts = [of.prompt for of in may_draft if of.parent is None]
+            prompts = [of.prompt for of in may_draft if of.parent is None and not _is_unrouted(of.request)]
             self.exit = self.drafters.shared_exit(self.base_exit, drafters, prompts)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()
@@ -117,10 +122,12 @@ class Batch:
         """Every running sequence advances by at least one token. A backend that overlaps has the next step in flight
         before the tokens of this one are read."""
         step = self.in_flight or self.launch(None)
-        self.in_flight = None
-        if self._overlaps and self._goes_on(step):
+        self.in_flight, goes_on = None, self._goes_on(step)
+        if goes_on and self._overlaps:
             with suppress(CacheFull):  # sequences that end with this step may leave enough pages
                 self.in_flight = self.launch(step)
+        if goes_on and self._joined:  # while the device runs their first steps
+            self._examine_prompts()
         self.backend.read(step)
         self._account(step)
 
@@ -138,6 +145,8 @@ class Batch:
 
     def launch(self, before: Step | None) -> Step:
         """Launches the next step; `before` was launched and not read yet."""
+        if self._routing:
+            self._learn_domains()
         self._score_exit(before)
         chosen, reason = self._choose_plan()
         if reason != MEASURING:
@@ -225,14 +234,38 @@ class Batch:
         self.backend.fill_exit(self.running, self.exit, score, before)
         self._unfilled = 0
 
+    def _examine_prompts(self) -> None:
+        """Launches the passes that score the exit at the ends of prompts, and that find their domains."""
+        joined, self._joined = [of for of in self._joined if not of.is_finished], []
+        self._score_prompts(joined)
+        requests = list(dict.fromkeys(of.request for of in joined if _is_unrouted(of.request)))
+        if requests:
+            with suppress(CacheFull):  # they keep their drafters
+                embedded = self.drafters.embed([of.prompt for request in requests for of in request.first_samples])
+                self.backend.note_other_work()
+                self._routing.append((requests, embedded))
+
+    def _learn_domains(self) -> None:
+        """Requests whose domains were found draft with the head rows and plans of these."""
+        arrived = [of for of in self._routing if of[1].is_done()]
+        if not arrived:
+            return
+        self._routing = [of for of in self._routing if of not in arrived]
+        for requests, embedded in arrived:
+            rows = embedded.read()
+            for request in requests:
+                assert request.drafter is not None and request.drafter.routed is not None
+                count = len(request.first_samples)
+                request.draft_with(request.drafter.routed(rows[:count]))
+                rows = rows[count:]
+        self._update(joined=True)
+
     def _score_prompts(self, sequences: Seq[Sequence]) -> None:
         """Scores the exit at the ends of prompts. Larger batches are not scored: their first steps show as much."""
         governor = self.governor
         if governor is None or self.exit is None or len(self.running) > governor.rules.max_tree_batch:
             return
-        own = [
-            sequence for sequence in sequences if sequence.parent is None and _prompt_agreement(sequence) is not None
-        ]
+        own = [sequence for sequence in sequences if _prompt_agreement(sequence) is not None]
         if own and governor.may_score and self.backend.score_prompts(own, self.exit):
             governor.charge_score()
             self._learn_scores()
@@ -277,6 +310,11 @@ class Batch:
             self._plan = record.chosen
         plain = self._costs.cell(len(step.sequences), context).plain
         self.metrics.add_step(plan, step.seconds, [depths[last] + 1 for last in step.last_nodes], plain)
+
+
+def _is_unrouted(request: Request) -> bool:
+    """Whether the request drafts with another domain's drafter until its own is found."""
+    return request.drafter is not None and request.drafter.routed is not None
 
 
 def _prompt_agreement(sequence: Sequence) -> float | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from itertools import product
 from weakref import WeakValueDictionary
 
@@ -30,12 +30,13 @@ from selfspec.governor.governor import Budget
 from selfspec.governor.rules import BATCHES, Policy, Rules
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import DomainChoice, Profile
+from selfspec.profiles.router import Embedded
 from selfspec.request import SpeculationRequest
 from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
 from selfspec.speculation.exit_scoring import FEW, PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
-Embed = Callable[[Sequence[Sequence[int]], int], torch.Tensor]  # (prompts, layer) -> their embeddings, see `router`
+Embed = Callable[[Sequence[Sequence[int]], int], Embedded]  # (prompts, layer) -> their embeddings, see `router`
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,10 @@ class Drafter:
     head_rows: HeadRows | None = None  # of its domain; None: all
     candidates: PlanCandidates | None = None  # the governor's plans; None: the policy's own plans
     prompt_agreement: float | None = None  # mean share of positions at which exit and model agree on calibrated prompts
+    unfamiliar: Sequence[bool] = ()  # for each prompt, whether it is farther than `max_distance` from every domain
+    # With the embeddings of the prompts, returns the drafter of their domain; this one is another domain's, with the
+    # same exit. None: this one is of their domain.
+    routed: Callable[[torch.Tensor], Drafter | None] | None = None
 
 
 class Drafters:
@@ -67,6 +72,8 @@ class Drafters:
         self._costs: dict[Hashable, Costs] = {}  # by the kind of batch
         self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
+        self._last_routed: str | None = None  # the domain found last
+        self._shares_exit = lru_cache(maxsize=64)(self._have_one_exit)  # by temperature
         self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
         self._copying = cache(self._make_copying)  # by rules
         self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
@@ -92,17 +99,42 @@ class Drafters:
 
     def drafter(
         self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
-    ) -> tuple[Drafter | None, Sequence[bool]]:
-        """For one request; also, for each prompt, whether it is farther than `max_distance` from every domain. Gives
-        the policy the profile's plans. None if nothing will be drafted."""
+    ) -> Drafter | None:
+        """For one request; None if nothing will be drafted. Gives the policy the profile's plans. Where the exit is the
+        same in all domains, returns the drafter of the domain found last: the batch finds the prompts' own domain
+        behind their first step, which would wait for it otherwise."""
         if self.profile is None:
             if policy.only_copies:
-                return Drafter(None, candidates=self.copying_candidates(policy.rules)), []
+                return Drafter(None, candidates=self.copying_candidates(policy.rules))
             exit = None if layer is None else self.exit(layer)
-            return self._checked(Drafter(exit), widest_rank(policy.possible_plans)), []
-        routed = request.domain == "auto" and self.profile.routes
-        embeddings = self.prompt_embeddings(prompts) if routed else None
-        domain = request.domain if request.domain != "auto" else self.profile.route(embeddings)
+            return self._checked(Drafter(exit), widest_rank(policy.possible_plans))
+        if request.domain != "auto" or not self.profile.routes:
+            domain = request.domain if request.domain != "auto" else self.profile.route(None)
+            return self._of_domain(domain, policy, layer)
+        routed = partial(self._routed, policy, layer)
+        is_governed = layer is None and policy.mode != "force" and policy.plan is None
+        if self._kernels and is_governed and self._shares_exit(policy.temperature):
+            found = self._of_domain(self._last_routed or self.profile.route(None), policy, layer)
+            return None if found is None else replace(found, routed=routed)
+        return routed(self.prompt_embeddings(prompts))
+
+    def _have_one_exit(self, temperature: float) -> bool:
+        """Whether all domains have the same exit and can be governed: only head rows and plans depend on the domain."""
+        assert self.profile is not None
+        choices = self.profile.domains.values()
+        layers = {choice.exit_layer for choice in choices}
+        return len(layers) == 1 and all(self._has_ranks(choice, temperature) for choice in choices)
+
+    def _routed(self, policy: Policy, layer: int | None, embeddings: torch.Tensor) -> Drafter | None:
+        """The drafter of the domain of prompts with these embeddings [P, hidden]."""
+        assert self.profile is not None
+        self._last_routed = self.profile.route(embeddings)
+        found = self._of_domain(self._last_routed, policy, layer)
+        unfamiliar = self.profile.are_unfamiliar(embeddings, policy.rules.max_distance)
+        return None if found is None else replace(found, unfamiliar=unfamiliar)
+
+    def _of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
+        assert self.profile is not None
         choice, candidates = self.profile.choice(domain), None
         if layer is None:
             layer = choice.exit_layer
@@ -111,15 +143,13 @@ class Drafters:
             else:
                 policy.plans = self.plans(choice, policy)
                 if policy.off_for_good:
-                    return None, []
-        most = policy.rules.max_distance
-        unfamiliar = [] if embeddings is None else self.profile.are_unfamiliar(embeddings, most)
+                    return None
         widest = widest_rank(policy.possible_plans) if candidates is None else candidates.widest_rank
         usual = choice.prompt_agreement
         agreement = None if usual is None or candidates is None else usual.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
-        return self._checked(Drafter(exit, rows, candidates, agreement), widest), unfamiliar
+        return self._checked(Drafter(exit, rows, candidates, agreement), widest)
 
     @staticmethod
     def _checked(drafter: Drafter, widest: int) -> Drafter:
@@ -175,10 +205,14 @@ class Drafters:
             self._in_use[id(trimmed)] = trimmed
         return trimmed
 
-    def prompt_embeddings(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The vectors by which the profile's router finds the domain of prompts, [P, hidden]."""
+    def embed(self, prompts: Sequence[Sequence[int]]) -> Embedded:
+        """Launches the passes that embed prompts for the profile's router."""
         assert self.profile is not None
         return self._embed(prompts, self.profile.router_layer)
+
+    def prompt_embeddings(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The vectors by which the profile's router finds the domain of prompts, [P, hidden]."""
+        return self.embed(prompts).read()
 
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request; none at all where they were measured on another kind of device."""
@@ -206,12 +240,12 @@ class Drafters:
     def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
         """Whether the governor chooses: the request has no plan of its own, and the profile has shares of accepted
         ranks."""
-        return policy.mode != "force" and policy.plan is None and self._has_ranks(choice, policy)
+        return policy.mode != "force" and policy.plan is None and self._has_ranks(choice, policy.temperature)
 
     @staticmethod
-    def _has_ranks(choice: DomainChoice, policy: Policy) -> bool:
-        """Whether calibration saw accepted drafts at the measured temperature nearest to the policy's."""
-        return any(map(sum, choice.ranks[choice.nearest(choice.ranks, policy.temperature)])) if choice.ranks else False
+    def _has_ranks(choice: DomainChoice, temperature: float) -> bool:
+        """Whether calibration saw accepted drafts at the measured temperature nearest to this one."""
+        return any(map(sum, choice.ranks[choice.nearest(choice.ranks, temperature)])) if choice.ranks else False
 
     def candidates(self, domain: str, choice: DomainChoice, policy: Policy) -> PlanCandidates:
         """The plans that the governor chooses from for a domain and temperature."""
@@ -285,7 +319,7 @@ class Drafters:
     def _expected_plans(self, domain: str, batch: int, policy: Policy) -> list[Plan]:
         assert self.profile is not None
         choice = self.profile.choice(domain)
-        if self._has_ranks(choice, policy):
+        if self._has_ranks(choice, policy.temperature):
             return [NONE, *self.candidates(domain, choice, policy).table(batch).plans]
         policy.plans = self.plans(choice, policy)
         return [plan for plan in [policy.choose(batch)[0]] if len(plan)]

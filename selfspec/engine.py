@@ -29,7 +29,7 @@ from selfspec.models.decoder import Decoder
 from selfspec.models.pretrained import load_pretrained
 from selfspec.models.row_times import time_rows
 from selfspec.profiles.profile import Profile
-from selfspec.profiles.router import prompt_embeddings
+from selfspec.profiles.router import embed_prompts
 from selfspec.request import (
     PlanLike,
     SpeculationRequest,
@@ -82,7 +82,7 @@ class Engine:
         self.context = min(context, longest_sequence(pages))
         self._graphs = self._build_graphs(kernels)
         graphs = self._graphs
-        embed = partial(prompt_embeddings, model, self.cache) if graphs is None else graphs.prompt_embeddings
+        embed = partial(embed_prompts, model, self.cache) if graphs is None else graphs.embed_prompts
         timed = partial(time_rows, model, self.cache) if graphs is None else None
         self.drafters = Drafters(model, self.profile, embed, self.has_kernels, timed)
         self._metrics = Metrics()

@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig, StopStringCriteria
 
-from selfspec.drafters import Drafter, Drafters
-from selfspec.governor.acceptance import Skill
+from selfspec.drafters import Drafters
 from selfspec.governor.rules import Policy, Rules
 from selfspec.grammar import Grammar, Grammars, ResponseFormatError
 from selfspec.models.decoder import Decoder
@@ -27,7 +26,6 @@ from selfspec.request import (
     read_settings,
     split_options,
 )
-from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import Plan
@@ -78,7 +76,7 @@ class RequestBuilder:
         seeds = read_seeds(seed, len(prompts), params.do_sample)
         plan = None if speculation.plan is None else Plan.parse(speculation.plan)
         layer = self.drafters.own_exit_layer(speculation, plan)
-        policy = self._policy(params, speculation, plan, layer)
+        policy = self._policy(resolved, speculation, plan, layer)
         if policy.only_copies:
             self._warn_no_profile()
         if resolved.processors and self.has_kernels:
@@ -94,7 +92,7 @@ class RequestBuilder:
             prompt_logprobs=settings.prompt_logprobs,
         )
         if not policy.off_for_good:
-            request.find_drafter = partial(self._find_drafter, request, speculation, prompts, layer)
+            request.find_drafter = partial(self.drafters.drafter, speculation, prompts, policy, layer)
         return request
 
     def build_for_text(
@@ -143,15 +141,16 @@ class RequestBuilder:
                 )
 
     def _policy(
-        self, params: SamplingParams, speculation: SpeculationRequest, plan: Plan | None, layer: int | None
+        self, resolved: Resolved, speculation: SpeculationRequest, plan: Plan | None, layer: int | None
     ) -> Policy:
         return Policy(
             rules=(speculation.rules or self.rules).on(self.model.device.type),
-            sampling=params,
+            sampling=resolved.params,
             mode=speculation.speculative_decoding,
             plan=plan,
             has_exit=layer is not None or self.drafters.profile is not None,
             stateful_processors=speculation.stateful_processors,
+            new_tokens=resolved.max_new_tokens,
         )
 
     def _sequences(
@@ -185,18 +184,6 @@ class RequestBuilder:
             raise ResponseFormatError("response_format and a minimum length are not possible together: leave one out")
         stops = tuple(dict.fromkeys((*params.stop_token_ids, *grammar.ends)))
         return grammar, replace(resolved, params=replace(params, stop_token_ids=stops))
-
-    def _find_drafter(
-        self, request: Request, speculation: SpeculationRequest, prompts: list[list[int]], layer: int | None
-    ) -> Drafter | None:
-        """Finds the request's domain, exit and plans; marks sequences whose prompts are unlike calibration's."""
-        assert request.policy is not None
-        drafter, unfamiliar = self.drafters.drafter(speculation, prompts, request.policy, layer)
-        samples = len(request.sequences) // len(prompts)
-        for index, is_unfamiliar in enumerate(unfamiliar):
-            for sequence in request.sequences[index * samples : (index + 1) * samples]:
-                sequence.skill = Skill.of_prompt(is_unfamiliar)
-        return drafter
 
     def _warn_callables(self, callables: Sequence[Callable]) -> None:
         names = ", ".join(dict.fromkeys(getattr(of, "__name__", type(of).__name__) for of in callables))

@@ -19,6 +19,7 @@ from selfspec.governor.rules import Rules
 from selfspec.models.decoder import Decoder
 from selfspec.models.linear import EXPANDED_TOGETHER, EXPANDING_NBYTES
 from selfspec.profiles.profile import Profile
+from selfspec.profiles.router import Embedded
 from selfspec.speculation.exit import Exit
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     from selfspec.backends.cuda.warmup import WarmUp
     from selfspec.warmup import Expected, expected_steps
 
-    drafters = Drafters(model, profile, lambda *_: torch.empty(0), kernels=True)
+    drafters = Drafters(model, profile, lambda *_: Embedded(lambda: torch.empty(0)), kernels=True)
     graphs = Graphs(model, Cache(model.config, model.device, model.dtype, 1), context, max_batch)
     expected = Expected(batch, None, (0.0,), context)
     rules = Rules().on("cuda")

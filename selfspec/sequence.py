@@ -299,7 +299,22 @@ class Request:
     def prepare(self) -> None:
         """Finds the drafter, once. Runs passes over the prompts, so only the loop's thread may call it."""
         if not self.is_prepared:
-            self.drafter, self.is_prepared = self.find_drafter(), True
+            self.draft_with(self.find_drafter())
+            self.is_prepared = True
+
+    def draft_with(self, drafter: Drafter | None) -> None:
+        """Sets the drafter; sequences whose prompts are unlike every domain begin with the skill of such texts."""
+        self.drafter = drafter
+        unfamiliar = () if drafter is None else drafter.unfamiliar
+        for prompt, is_unfamiliar in zip(self.first_samples, unfamiliar, strict=False):
+            for sequence in self.sequences if is_unfamiliar else ():
+                if sequence.first_sample is prompt:
+                    sequence.skill.begin_unfamiliar()
+
+    @property
+    def first_samples(self) -> list[Sequence]:
+        """One sequence for each prompt."""
+        return [of for of in self.sequences if of.parent is None]
 
     def finish(self, reason: str) -> None:
         for sequence in self.sequences:

@@ -17,18 +17,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.host import IdleBackend, idle_scheduler
 from selfspec import Engine, Rules
 from selfspec.backends import torch_backend as runtime
+from selfspec.backends.base import Step
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
-from selfspec.governor.acceptance import UNFAMILIAR, Skill
-from selfspec.governor.costs import Costs, StepCost, gpu_rows
+from selfspec.governor.acceptance import UNFAMILIAR, Acceptance, Skill
+from selfspec.governor.candidates import PlanCandidates, SharedPlans
+from selfspec.governor.costs import Costs, StepCost, estimated_cost, gpu_rows
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import BATCHES
 from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import RowTimes
 from selfspec.profiles.profile import Device, Spread
-from selfspec.profiles.router import prompt_embedding
+from selfspec.profiles.router import Embedded, prompt_embedding
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of
@@ -285,22 +288,53 @@ def test_a_prompt_far_from_every_domain_begins_with_the_skill_of_unfamiliar_text
     profile = profile_of(exit.model, {"a": choice, "b": choice})
     governed = Engine.from_model(trained("llama").hf, profile=profile.save(folder / f"unfamiliar{prompt}", [exit]))
     text = PROMPTS[0] if prompt == 0 else PROMPTS[2]
-    (sequence,) = joined_with(governed, text)
-    assert sequence.skill.value == skill
+    assert skills_at_join(governed, text) == [skill]
 
 
-def joined_with(engine: Engine, prompt: list[int]) -> list[Sequence]:
-    seen: list[Sequence] = []
+def skills_at_join(engine: Engine, prompt: list[int]) -> list[float]:
+    seen: list[float] = []
     join = Batch.join
 
     def remember(self: Batch, sequences: Any) -> None:
-        seen.extend(sequences)
+        seen.extend(sequence.skill.value for sequence in sequences)
         join(self, sequences)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Batch, "join", remember)
-        generate(engine, [prompt], 1)
+        generate(engine, [prompt], 2)
     return seen
+
+
+def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
+    """The first steps draft with another domain's plans; the pass's result arrives some steps later."""
+    events: list[str] = []
+
+    class Recording(IdleBackend):
+        def launch(self, *arguments: Any) -> Step:
+            events.append("step")
+            return super().launch(*arguments)
+
+    scheduler, request = idle_scheduler(Recording(0.6), Costs(), new_tokens=40)
+    first = request.drafter
+    assert first is not None
+    parts = Acceptance([[0.5, 0.2]]), {16: estimated_cost(1, 30)}
+    found = replace(first, candidates=PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4)), unfamiliar=[True])
+
+    def embed(prompts: list[list[int]]) -> Embedded:
+        events.append("embed")
+        assert prompts == [request.sequences[0].prompt]
+        return Embedded(lambda: torch.zeros(1, 8), lambda: events.count("step") > 3)
+
+    request.drafter = replace(first, routed=lambda embeddings: events.append(f"{len(embeddings)} found") or found)
+    scheduler.drafters.embed = embed  # type: ignore[method-assign]
+    while scheduler.step():
+        governors = [batch.governor for batch in scheduler.batches.values() if batch.governor is not None]
+        wanted = found if "1 found" in events else first
+        assert all(governor.candidates is wanted.candidates for governor in governors)
+    assert events[:6] == ["step", "step", "embed", "step", "step", "1 found"]
+    assert events.count("embed") == events.count("1 found") == 1
+    assert request.drafter is found and request.sequences[0].ood
+    assert request.sequences[0].new_tokens >= 40
 
 
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,7 +480,8 @@ def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.Monk
     for module in (exit_module, prefill, prompt_scoring):
         monkeypatch.setattr(module, "PROMPT_END", END)
     exit, found = replace(accurate_exit(), head_rows=None), []
-    for backend in (cuda_backend(new_graphs(), overlaps=True), torch_backend()):
+    ours = [cuda_backend(new_graphs(), overlaps=True) for _ in range(2)]
+    for backend, steps in ((ours[0], 0), (ours[1], 1), (torch_backend(), 0)):  # before or after the first step
         if isinstance(backend, TorchBackend):
             backend._scored_positions = END
         running = sequence_of(prompt_of(4, 0), 9, exit=exit)
@@ -489,13 +490,15 @@ def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.Monk
         batch.step()
         joining = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (1, 12, 6)]
         batch.admit(joining)
+        for _ in range(steps):
+            batch.step()
         backend.score_prompts(joining, exit)
         scores = backend.prompt_scores()
         found.append([scores.get(of) for of in joining])
         batch.run()
         assert [of.tokens for of in (running, *joining)] == [plain_tokens(of) for of in (running, *joining)]
-    (none, *ours), (_, *theirs) = found
-    assert none is None and ours == [(pytest.approx(share), positions) for share, positions in theirs]
+    *both, (_, *theirs) = found
+    assert both == [[None, *((pytest.approx(share), positions) for share, positions in theirs)]] * 2
     assert [positions for _, positions in theirs] == [END, 5] and 0 < theirs[0][0] < 1
 
 

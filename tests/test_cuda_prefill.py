@@ -163,7 +163,7 @@ def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(graphs, "max_short_prompt", LONGEST)
     monkeypatch.setattr(short_prefill, "SEGMENT", 8)
     free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
-    found = graphs.prompt_embeddings(texts, LAYER)
+    found = graphs.embed_prompts(texts, LAYER).read()
     torch.testing.assert_close(found, prompt_embeddings(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
     assert graphs.cache.free_pages == free
 

@@ -57,8 +57,12 @@ class Backend(Protocol):
         ...
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
-        """Compares exit and model at the last positions of prompts that were prefilled and not decoded yet. Returns
+        """Compares exit and model at the last positions of prompts, before or after their first step. Returns
         whether a pass was run: some prompts are too short or too long."""
+        ...
+
+    def note_other_work(self) -> None:
+        """Call when work that belongs to no step was launched: the next step's time begins after it."""
         ...
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:

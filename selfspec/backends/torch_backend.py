@@ -113,6 +113,8 @@ class TorchBackend:
                 self._prompt_scores[sequence] = share, hidden.shape[1]
         return bool(self._prompt_scores)
 
+    def note_other_work(self) -> None: ...
+
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         scores, self._prompt_scores = self._prompt_scores, {}
         return scores

@@ -53,6 +53,7 @@ class Skill:
     level: int = field(init=False)  # index of the nearest of LEVELS
     ood: bool = False  # the skill was below UNFAMILIAR at some time
     copied: int = 0  # level of `copying.REACH`: how often a copied branch would be right
+    _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior, less what was lost since
 
     def __post_init__(self, prior: float) -> None:
         self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)
@@ -69,11 +70,13 @@ class Skill:
     def observe(self, step: Evidence) -> None:
         """Learns from a step."""
         kept = _KEPT[step.tokens]
+        self._prior_left *= kept
         self._update(kept * self.observed + step.observed[self.level], kept * self.expected + step.expected)
 
     def observe_share(self, accepted: float, positions: int, exposure: float) -> None:
         """Learns from the exit's best draft token at some positions of the text, of which so many were right."""
         kept = (1 - 1 / MEMORY) ** positions
+        self._prior_left *= kept
         observed = accepted * float(_observed(exposure, self.value))
         self._update(kept * self.observed + observed, kept * self.expected + positions * exposure)
 
@@ -82,6 +85,10 @@ class Skill:
         that calibration saw. A prompt is another text than its answer: it counts as MEMORY positions at most."""
         counted = min(positions, MEMORY)
         self.observe_share(counted * agreement, counted, exposure_of([usual]))
+
+    def begin_unfamiliar(self) -> None:
+        """The prompt was found to be unlike every domain: lowers the prior from 1 to UNFAMILIAR, even after steps."""
+        self._update(self.observed - (1 - UNFAMILIAR) * self._prior_left, self.expected)
 
     def _update(self, observed: float, expected: float) -> None:
         self.observed, self.expected = observed, expected

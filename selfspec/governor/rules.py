@@ -70,6 +70,7 @@ class Policy:
         plans: dict[int, Plan] | None = None,
         has_exit: bool = True,
         stateful_processors: bool = False,
+        new_tokens: int | None = None,
     ) -> None:
         self.rules = rules
         self.sampling = sampling
@@ -78,6 +79,7 @@ class Policy:
         self.plans = plans or {}  # the profile's, by the largest batch each is for
         self.has_exit = has_exit
         self.stateful_processors = stateful_processors
+        self.new_tokens = new_tokens  # of each sequence, at most; None: unknown
 
     @property
     def temperature(self) -> float:
@@ -109,6 +111,8 @@ class Policy:
             return "processor"
         if self.mode == "force":
             return None
+        if self.plan is None and self.new_tokens == 1:
+            return "goodput"  # a plain step brings it
         if self.only_copies and batch > rules.max_tree_batch:
             return NO_PROFILE
         if batch > rules.max_batch:

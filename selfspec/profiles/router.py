@@ -7,8 +7,9 @@ by the Mahalanobis distance of the embeddings' covariance within domains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,6 +41,19 @@ def prompt_embedding(model: Decoder, cache: Cache, prompt: Sequence[int], layer:
 def prompt_embeddings(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
     """The embeddings [P, hidden] of prompts, one pass each."""
     return torch.stack([prompt_embedding(model, cache, prompt, layer) for prompt in prompts])
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Prompt embeddings that a pass on the device may still be computing."""
+
+    read: Callable[[], torch.Tensor]  # waits for them: [P, hidden]
+    is_done: Callable[[], bool] = lambda: True  # whether `read` does not wait
+
+
+def embed_prompts(model: Decoder, cache: Cache, prompts: Sequence[Sequence[int]], layer: int) -> Embedded:
+    """The embeddings [P, hidden] of prompts, computed when they are read."""
+    return Embedded(partial(prompt_embeddings, model, cache, prompts, layer))
 
 
 # Small products for each request, by einsum: a matrix product would wake the threads of PyTorch or of a BLAS, which

@@ -216,22 +216,25 @@ class CudaBackend:
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
         """Launches one pass over all slots; its scores arrive with the next step. Does nothing while other scores are
-        in flight."""
+        in flight, or a step with grammars is open."""
         placement, ends = self._placement, self._prompts.prompt_ends
         scored = [sequence for sequence in sequences if sequence in ends]
-        if not scored or self._prompt_scores.in_flight is not None:
+        if not scored or self._prompt_scores.in_flight is not None or self._open is not None:
             return False
-        self._complete()
-        with suppress(CacheFull):  # the first step takes its pages, or waits for them
-            placement.pages.reserve(scored, NONE, None)  # before the slots are written, so that they are written once
-        self._place([*placement.slot_of, *(of for of in scored if of not in placement.slot_of)], exit, None)
+        if joining := [of for of in scored if of not in placement.slot_of]:  # before their first step
+            with suppress(CacheFull):  # the first step takes its pages, or waits for them
+                placement.pages.reserve(joining, NONE, None)  # first, so that the slots are written once
+            self._place([*placement.slot_of, *joining], exit, None)
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
-        for sequence, slot in zip(scored, slots, strict=True):
-            score.prompt_end[:, slot].copy_(ends.pop(sequence))
+        score.load(slots, [ends.pop(of) for of in scored], [len(of.prompt) - 1 for of in scored])
+        self.note_other_work()
         replay()
         self._prompt_scores.send(score, scored, slots)
         return True
+
+    def note_other_work(self) -> None:
+        self._times.note_other_work()
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return self._prompt_scores.read()

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from selfspec.backends.cuda.compiler import Compiler
@@ -19,7 +21,7 @@ from selfspec.backends.cuda.exit import draft_head_capacity
 from selfspec.backends.cuda.exit_scoring import ExitFill
 from selfspec.backends.cuda.prefill import SMALLEST, Prefill
 from selfspec.backends.cuda.prompt_scoring import PromptScore
-from selfspec.backends.cuda.readback import Readbacks
+from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.short_prefill import (
     Prompt,
     PromptEmbedding,
@@ -33,7 +35,7 @@ from selfspec.backends.cuda.slots import SlotBuffers, Slots, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
-from selfspec.profiles.router import EMBEDDED_TOKENS, prompt_embeddings
+from selfspec.profiles.router import EMBEDDED_TOKENS, Embedded, embed_prompts
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
@@ -217,18 +219,29 @@ class Graphs:
         return self.captured.find(key, None, build, "launch")
 
     @torch.inference_mode()
-    def prompt_embeddings(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-        """The prompts' embeddings [P, hidden], see `profiles.router`. Takes pages for the passes and returns them."""
+    def embed_prompts(self, prompts: Sequence[Sequence[int]], layer: int) -> Embedded:
+        """Launches the passes that embed prompts, see `profiles.router`. Takes pages for them and returns them."""
         if self.max_short_prompt < EMBEDDED_TOKENS:
-            return prompt_embeddings(self.model, self.cache, prompts, layer)
+            return embed_prompts(self.model, self.cache, prompts, layer)
         ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
-        groups = [ends[group.start : group.stop] for group in groups_per_pass(list(map(len, ends)))]
-        sums = torch.cat([self._segment_sums(group, layer) for group in groups]).cpu()
-        by_prompt = sums.split([segments(len(end)) for end in ends])
-        return torch.stack([of_prompt.sum(0) for of_prompt in by_prompt]) / torch.tensor(list(map(len, ends)))[:, None]
+        lengths = list(map(len, ends))
+        groups = [ends[group.start : group.stop] for group in groups_per_pass(lengths)]
+        sent = [(self._send_segment_sums(group, layer), group) for group in groups]
 
-    def _segment_sums(self, prompts: Sequence[Sequence[int]], layer: int) -> torch.Tensor:
-        """The summed states of each segment of some prompts, in one pass, [segments, hidden]."""
+        def read() -> torch.Tensor:
+            sums = []
+            for readback, group in sent:
+                sums.append(readback.array()[: sum(segments(len(end)) for end in group)].copy())
+                self.readbacks.give_back(readback)
+            first_segments = [0, *accumulate(map(segments, lengths[:-1]))]
+            by_prompt = np.add.reduceat(np.concatenate(sums), first_segments)
+            return torch.from_numpy(by_prompt / np.array(lengths, dtype=by_prompt.dtype)[:, None])
+
+        return Embedded(read, lambda: sent[-1][0].is_done)
+
+    def _send_segment_sums(self, prompts: Sequence[Sequence[int]], layer: int) -> Readback:
+        """Sums the states of each segment of some prompts in one pass, [segments, hidden], and copies the sums to the
+        host, without waiting."""
         kvs = [self.cache.open() for _ in prompts]
         try:
             for kv, prompt in zip(kvs, prompts, strict=True):
@@ -236,7 +249,9 @@ class Graphs:
             embedding, replay = self.prompt_embedding(list(map(len, prompts)), layer)
             embedding.load([Prompt(prompt, kv.pages) for prompt, kv in zip(prompts, kvs, strict=True)])
             replay()
-            return embedding.sums[: sum(segments(len(prompt)) for prompt in prompts)].clone()
+            readback = self.readbacks.take(embedding.sums)
+            readback.send(embedding.sums)
+            return readback
         finally:
             for kv in kvs:
                 self.cache.close(kv)

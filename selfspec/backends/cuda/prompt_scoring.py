@@ -6,12 +6,14 @@ decides by the shares.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures
 from selfspec.backends.cuda.readback import Readback, Readbacks
-from selfspec.backends.cuda.slots import Slots
+from selfspec.backends.cuda.slots import Slots, host_tensor
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.topk import Scores, topk_tokens
 from selfspec.sequence import Sequence
@@ -26,6 +28,7 @@ class PromptScore:
         model = decoder.model
         self.slots, self.exit, self.prompt_end = slots, exit, prompt_end  # see `exit.prompt_end_buffer`
         self.count, self.page_table = slots.count, slots.page_table
+        self.ends = torch.zeros_like(slots.lengths)  # positions of each slot's prompt; 0: it is not scored
         self.counts = torch.zeros_like(slots.lengths)  # positions that are scored
         self._written = torch.zeros_like(slots.lengths)  # rows of each slot whose KV is written: none
         self.lengths = torch.zeros_like(slots.lengths)  # positions before those that are scored
@@ -36,12 +39,23 @@ class PromptScore:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that belong to this pass alone."""
-        return [self.counts, self._written, self.lengths, self.agreement, *vars(self.nodes.metadata).values()]
+        own = self.ends, self.counts, self._written, self.lengths, self.agreement
+        return [*own, *vars(self.nodes.metadata).values()]
+
+    def load(self, slots: Seq[int], states: Seq[torch.Tensor], lengths: Seq[int]) -> None:
+        """Copies the states of the last positions of these slots' prompts, which have so many positions."""
+        host = host_tensor(self.ends, self.ends.device)
+        ends = host.numpy()
+        ends[:] = 0
+        ends[slots] = lengths
+        self.ends.copy_(host, non_blocking=True)
+        for slot, of_prompt in zip(slots, states, strict=True):
+            self.prompt_end[:, slot].copy_(of_prompt)
 
     def launch(self) -> None:
         decoder, hidden = self.decoder, self.decoder.model.config.hidden_size
-        torch.clamp(self.slots.lengths, max=len(self.prompt_end), out=self.counts)  # 0 for idle slots
-        torch.sub(self.slots.lengths, self.counts, out=self.lengths)
+        torch.clamp(self.ends, max=len(self.prompt_end), out=self.counts)
+        torch.sub(self.ends, self.counts, out=self.lengths)
         sizes = (hidden, FEATURE_STATES * hidden, hidden)
         states, previous, final_states = self.prompt_end.flatten(0, 1).split(sizes, dim=1)
         exit, rows = FusedExit(decoder, self.exit), len(states)

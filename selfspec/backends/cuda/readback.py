@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from selfspec.backends.base import Step
@@ -44,11 +45,15 @@ class Readback:
         """Whether the result has arrived, so that `read` does not wait."""
         return self._event is None or self._event.query()
 
-    def read(self) -> list[Any]:
-        """Waits for the result and returns it as nested lists."""
+    def array(self) -> np.ndarray:
+        """Waits for the result and returns it, valid until the readback is used again."""
         if self._event is not None:
             self._event.synchronize()
-        return self._array.tolist()
+        return self._array
+
+    def read(self) -> list[Any]:
+        """Waits for the result and returns it as nested lists."""
+        return self.array().tolist()
 
     @property
     def seconds(self) -> float:
