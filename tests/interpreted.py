@@ -51,9 +51,9 @@ def decoder(family: str = "llama") -> Decoder:
 
 
 @cache
-def trained_exit(family: str = "llama") -> Exit:
+def trained_exit(family: str = "llama", layer: int = LAYER) -> Exit:
     """An exit with a block that recalls, a norm, and a trimmed head."""
-    return replace(random_exit(decoder(family), LAYER), head_rows=random_rows(40))
+    return replace(random_exit(decoder(family), layer), head_rows=random_rows(40))
 
 
 @cache

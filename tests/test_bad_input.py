@@ -194,11 +194,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("max_length=4", "4 tokens", "raise max_length", "max_new_tokens"),
     ),
     "min_new_tokens-negative": ({"min_new_tokens": -1}, ("min_new_tokens=-1", "at least 0")),
-    "exit-layer-0": ({"exit_layer": 0}, ("exit_layer=0", "4 layers", "1 to 3")),
-    "exit-layer-last": ({"exit_layer": LAYERS}, ("exit_layer=4", "4 layers", "1 to 3")),
+    "exit-layer-minus-1": ({"exit_layer": -1}, ("exit_layer=-1", "4 layers", "0 to 3")),
+    "exit-layer-last": ({"exit_layer": LAYERS}, ("exit_layer=4", "4 layers", "0 to 3")),
     "exit-layer-bad-though-switched-off": (
         {"exit_layer": 30, "speculative_decoding": False},
-        ("exit_layer=30", "4 layers", "1 to 3"),
+        ("exit_layer=30", "4 layers", "0 to 3"),
     ),
     "plan-of-no-kind": ({"plan": "spline:3"}, ("'spline:3'", "malformed", *NAMES_OF_FORMS)),
     "plan-chain-of-0": ({"plan": "chain:0"}, ("at least one node", *NAMES_OF_FORMS)),
@@ -568,7 +568,7 @@ class TestProfile:
     def test_an_exit_the_model_does_not_have(self, folder, refuses, engine, model):
         edit_profile(folder, domains={"chat": choice_of(9, "chain:2").model_dump()})
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
-        refuses(engine, call, "profile", "9", "4 layers", "1 to 3")
+        refuses(engine, call, "profile", "9", "4 layers", "0 to 3")
 
     @pytest.mark.parametrize(
         "damage",

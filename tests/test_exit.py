@@ -679,14 +679,14 @@ def test_domains_choose_exit_and_plan(tmp_path: Path) -> None:
 # Bounds
 
 
-@pytest.mark.parametrize("layer", [0, 4, True, 1.0], ids=repr)
+@pytest.mark.parametrize("layer", [-1, 4, True, 1.0], ids=repr)
 def test_impossible_exit_layer_is_refused_with_the_possible_ones(layer: Any) -> None:
-    with pytest.raises(ValueError, match=f"exit_layer={layer!r} .*4 layers.*1 to 3"):
+    with pytest.raises(ValueError, match=f"exit_layer={layer!r} .*4 layers.*0 to 3"):
         Exit(adopt(tiny_model("llama")), layer)
 
 
-@pytest.mark.parametrize("layer", [1, 3])
-def test_exit_can_follow_any_layer_but_the_last(layer: int) -> None:
+@pytest.mark.parametrize("layer", [0, 3])
+def test_exit_can_follow_the_embedding_and_any_layer_but_the_last(layer: int) -> None:
     assert Exit(adopt(tiny_model("llama")), layer).layer == layer
 
 

@@ -328,7 +328,7 @@ def test_sampling_options_without_a_temperature_are_noted(run, engine):
     ("arguments", "words"),
     [
         (["--plan", "chain:x"], ["'chain:x'", "malformed"]),
-        (["--exit-layer", "9"], ["--exit-layer 9", "1 to 3"]),
+        (["--exit-layer", "9"], ["--exit-layer 9", "0 to 3"]),
         (["--max-new-tokens", "0"], ["--max-new-tokens 0", "at least 1"]),
         (["--temperature", "0.5", "--top-p", "7"], ["--top-p 7", "at most 1"]),
         (["--temperature", "-1"], ["temperature"]),

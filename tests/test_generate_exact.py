@@ -21,7 +21,7 @@ from tests.tiny import FAMILIES, tiny_model
 NEW_TOKENS = 18
 PROMPTS = [random_prompt(57), random_prompt(62), random_prompt(51)]  # all outgrow a page of 64 while generating
 BATCHES = {"alone": PROMPTS[:1], "padded3": PROMPTS}
-SHAPES = [("none", 1, "padded3"), ("chain:4", 1, "alone"), ("tree:4,2,2,1", 3, "padded3"), (IRREGULAR, 3, "padded3")]
+SHAPES = [("none", 1, "padded3"), ("chain:4", 0, "alone"), ("tree:4,2,2,1", 3, "padded3"), (IRREGULAR, 3, "padded3")]
 
 shapes = pytest.mark.parametrize(
     ("plan", "exit_layer", "batch"), SHAPES, ids=[f"{plan_id(plan)}-exit{layer}" for plan, layer, _ in SHAPES]

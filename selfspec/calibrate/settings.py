@@ -63,9 +63,9 @@ class Settings:
             deepest = min(highest, max(3, num_layers // 8))
             return list(range(max(1, deepest - 2), deepest + 1))
         for layer in self.exits:
-            if not 1 <= layer <= highest:
+            if not 0 <= layer <= highest:
                 raise ValueError(
                     f"an exit after layer {layer} cannot be trained: this model has {num_layers} layers, and exits are "
-                    f"trained in its lower half, after layer 1 to {highest}"
+                    f"trained in its lower half, after layer 0 (the embedding) to {highest}"
                 )
         return sorted(set(self.exits))

@@ -37,6 +37,7 @@ _ROUNDING = 1e-6  # a sum of shares may exceed 1 by this much
 # Counts fit in 31 bits; the bound keeps arithmetic with damaged numbers within float64.
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
+LayerNumber = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -144,12 +145,12 @@ class Spread(Entry):
 class DomainChoice(Entry):
     """The exit, head and plans of one domain, and the measurements that they were chosen from."""
 
-    exit_layer: Positive
+    exit_layer: LayerNumber
     plans: dict[str, dict[str, PlanChoice]]  # temperature -> batch -> plan, by their names in `rules`
     head_rows: Count = 0  # of the trimmed head; 0: the whole head
     head_coverage: Share = 1.0  # of the model's tokens have a row in the trimmed head or occur in the prompt
-    exits: dict[Positive, ExitRates] = {}  # by layer, all that were measured
-    most_accepting_exit: Positive | None = None
+    exits: dict[LayerNumber, ExitRates] = {}  # by layer, all that were measured
+    most_accepting_exit: LayerNumber | None = None
     chain: Run | None = None  # measurement of chain:4, one greedy sequence
     # temperature -> [depth][rank]: share of the positions reached at a depth where the model's token has that rank
     ranks: dict[str, list[list[float]]] = {}

@@ -199,9 +199,9 @@ def _head_rows(model: Decoder, ids: torch.Tensor) -> Linear:
 
 
 def check_exit_layer(layer: int, num_layers: int) -> None:
-    """Raises ValueError unless at least one layer lies below the exit and one above."""
-    if not isinstance(layer, int) or isinstance(layer, bool) or not 1 <= layer < num_layers:
+    """Raises ValueError unless the exit is after the embedding (0) or a layer that is not the last."""
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
         raise ValueError(
-            f"exit_layer={layer!r} is not possible: this model has {num_layers} layers, so pass an integer from 1 to "
+            f"exit_layer={layer!r} is not possible: this model has {num_layers} layers, so pass an integer from 0 to "
             f"{num_layers - 1}"
         )
