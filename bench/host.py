@@ -67,8 +67,8 @@ class IdleBackend:
 
     def _last(self, plan: Plan) -> int:
         node = 0
-        while plan.children[node] and self._accepts():
-            node = plan.children[node][0]
+        while not plan.is_leaf(node) and self._accepts():
+            node = plan.levels[plan.depths[node] + 1].start if plan.beam else plan.children[node][0]
         return node
 
     def _accepts(self) -> bool:

@@ -20,7 +20,7 @@ from selfspec.calibrate.trained import Trained
 from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
-from selfspec.governor.rules import BATCHES, DEFAULT_TREE
+from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import (
     Device,
@@ -108,7 +108,9 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
                 stage.advance(1, domain.name)
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
-            domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain})
+            # Without kernels wide trees do not pay: every row of a pass costs time.
+            beams = {of: trials.beam_shares(of) for of in TEMPERATURES} if engine.has_kernels and prompts else {}
+            domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain, "beams": beams})
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
     amounts = profile.trained | {"seconds": round(display.elapsed, 1)}
     profile = _save(setup, trained, profile.model_copy(update={"domains": domains, "trained": amounts}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from selfspec.engine import Engine
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.profiles.profile import Run
 from selfspec.results import GenerateOutput
-from selfspec.speculation.plan import Plan
+from selfspec.speculation.plan import DEEPEST_PLAN, Plan
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ SETTINGS = (
     Setting("0", "2-4", 4, 0.5),
     Setting("0", "5-16", 16, 0.5),
 )
+BEAMS = (3, 5, 8, 12)  # nodes per depth: from 3, of which 5 depths fill a tile of 16 rows, to 12, of which 5 fill 64
 _SHORTEST, _LONGEST = 16, 96  # tokens of an answer
 _WARM_UP_TOKENS = 4  # generated before a timed run where no step is captured
 _PLAIN_STEPS = 11.0  # plain steps that all trials of a domain take, for each token of an answer
@@ -49,18 +51,10 @@ class Trials:
         """Measures a plan and plain decoding on the same prompts; None for the plan `none`."""
         if not len(Plan.parse(plan)) or not self.prompts:
             return None
-        size = BATCHES[setting.batch]
-        chosen = [self.prompts[index % len(self.prompts)] for index in range(_sequences(setting))]
-        batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-        temperature = TEMPERATURES[setting.temperature]
-        kwargs: dict[str, Any] = {"max_new_tokens": _answer_tokens(setting, self.new_tokens), "seed": 0}
-        kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        at = (setting.temperature, setting.batch)
+        batches, at = self._batches(setting), (setting.temperature, setting.batch)
         if at not in self._plain:
-            plain = kwargs | {"speculative_decoding": False}
-            self._plain[at] = _speed(self._generate_warm(batches, plain))
-        kwargs |= {"exit_layer": self.exit_layer, "plan": plan, "domain": self.domain, "speculative_decoding": "force"}
-        outputs = self._generate_warm(batches, kwargs)
+            self._plain[at] = _speed(self._generate_warm(batches, self._arguments(None, setting)))
+        outputs = self._generate_warm(batches, self._arguments(plan, setting))
         tokens_per_cycle, accept_rate = acceptance(outputs)
         return Run(
             plan=plan,
@@ -69,6 +63,37 @@ class Trials:
             tokens_per_second=_rounded(_speed(outputs)),
             plain_tokens_per_second=_rounded(self._plain[at]),
         )
+
+    def beam_shares(self, temperature: str) -> dict[int, list[float]]:
+        """By nodes per depth and by depth: the share of steps of a beam that accept a node of the depth, of those that
+        reach it. Answers to 16 prompts: a step is one of about 400."""
+        setting = Setting(temperature, "5-16", 16, 1.0)
+        shares = {}
+        for width in BEAMS:
+            plan = Plan(beam=(width,) * DEEPEST_PLAN)
+            outputs = generate_batches(self.engine, self._batches(setting), self._arguments(str(plan), setting))
+            stats = [stats for output in outputs for stats in output.stats]
+            accepted, reached = (
+                [sum(of) for of in zip_longest(*by_depth, fillvalue=0)]
+                for by_depth in ([of.accepted_by_depth for of in stats], [of.reached_by_depth for of in stats])
+            )
+            shares[width] = [_rounded(of / count) for of, count in zip(accepted, reached, strict=False) if count]
+        return {width: of_width for width, of_width in shares.items() if of_width}
+
+    def _batches(self, setting: Setting) -> list[list[list[int]]]:
+        size = BATCHES[setting.batch]
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(_sequences(setting))]
+        return [chosen[start : start + size] for start in range(0, len(chosen), size)]
+
+    def _arguments(self, plan: str | None, setting: Setting) -> dict[str, Any]:
+        """Of `generate`; without a plan those of plain decoding."""
+        temperature = TEMPERATURES[setting.temperature]
+        kwargs: dict[str, Any] = {"max_new_tokens": _answer_tokens(setting, self.new_tokens), "seed": 0}
+        kwargs |= {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        if plan is None:
+            return kwargs | {"speculative_decoding": False}
+        how = {"exit_layer": self.exit_layer, "plan": plan, "domain": self.domain, "speculative_decoding": "force"}
+        return kwargs | how
 
     def _generate_warm(self, batches: list[list[list[int]]], kwargs: dict[str, Any]) -> list[GenerateOutput]:
         """Generates after a warm-up, so that the times exclude what is done once. With kernels the warm-up generates

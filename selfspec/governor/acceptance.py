@@ -7,7 +7,7 @@ the text that calibration saw, and near 0 no draft is right. Skills follow from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -101,10 +101,14 @@ class Skill:
 class Acceptance:
     """The chances of one domain and temperature."""
 
-    def __init__(self, shares: Sequence[Sequence[float]]) -> None:  # [depth][rank]: how often the token had that rank
+    def __init__(
+        self,
+        shares: Sequence[Sequence[float]],  # [depth][rank]: how often the token had that rank
+        beams: Mapping[int, Sequence[float]] | None = None,  # nodes per depth -> [depth]: how often one was the token
+    ) -> None:
         if not shares or not any(map(sum, shares)):
             raise ValueError("a profile without shares by depth and rank cannot be governed; calibrate the model again")
-        self._shares = shares
+        self._shares, self.beams = shares, beams or {}
         skills = np.array(LEVELS)
         self._chances = [_bent(of_depth, skills) for of_depth in shares]  # by depth: [rank, level]
         self.evidence = lru_cache(maxsize=256)(self._evidence)
@@ -118,6 +122,9 @@ class Acceptance:
     def reach(self, plan: Plan) -> np.ndarray:
         """[depth + 1, levels]: the chance that a step of a plan of the exit's reaches each depth, at each level of
         skill."""
+        if plan.beam:
+            missed = np.exp(-np.array(self._exposures(plan))[:, None] * np.array(LEVELS))
+            return np.vstack((np.ones(len(LEVELS)), np.cumprod(1 - missed, axis=0)))
         reached = [np.ones(len(LEVELS))]
         by_depth = np.zeros((plan.depth + 1, len(LEVELS)))
         by_depth[0] = 1.0
@@ -135,6 +142,14 @@ class Acceptance:
         """Of a step that ended at each node. At accepted depths the token's rank was observed, and the better ones were
         not the token; at the last depth none of the drafted ones was."""
         found, skills = [], np.array(LEVELS)
+        if plan.beam:
+            exposures = self._exposures(plan)
+            for depth in plan.depths:
+                observed = np.zeros(len(LEVELS))
+                for exposure in exposures[:depth]:
+                    observed += _observed(exposure, skills)
+                found.append(Evidence(observed.tolist(), sum(exposures[: depth + 1]), depth + 1))
+            return found
         for last in range(len(plan) + 1):
             observed, expected = np.zeros(len(LEVELS)), 0.0
             for node in plan.path(last)[1:]:
@@ -147,6 +162,15 @@ class Acceptance:
             found.append(Evidence(observed.tolist(), expected, plan.depths[last] + 1))
         return found
 
+    def _exposures(self, plan: Plan) -> list[float]:
+        """By depth, of all nodes of a beam together: they are compared with the token as one rank. A beam of a width
+        that was not measured counts as the widest measured one below it, or as its best rank."""
+        widest = [max((of for of in self.beams if of <= width), default=0) for width in plan.beam]
+        return [
+            exposure_of([self.beams[of][min(depth, len(self.beams[of]) - 1)]] if of else self._at(depth)[:1])
+            for depth, of in enumerate(widest)
+        ]
+
     def _at(self, depth: int) -> Sequence[float]:
         return self._shares[min(depth, len(self._shares) - 1)]
 
@@ -156,6 +180,13 @@ def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float
     depths = range(max(map(len, domains)))
     by_depth = ([of[min(depth, len(of) - 1)] for of in domains] for depth in depths)
     return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
+
+
+def mean_beams(domains: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
+    """The mean over domains of the shares by depth of the beams that all of them have."""
+    widths = set(domains[0]).intersection(*domains[1:])
+    shares = {width: zip(*(beams[width] for beams in domains), strict=False) for width in sorted(widths)}
+    return {width: [fsum(of_depth) / len(domains) for of_depth in by_depth] for width, by_depth in shares.items()}
 
 
 def exposure_of(shares: Sequence[float]) -> float:

@@ -60,15 +60,15 @@ class SharedPlans:
         `size` is one of the cost models' batches."""
         if self._max_step < 1:
             return ()
-        width, cost = 1 if chains else self._widest, self._costs[size]
+        width = 1 if chains else self._widest
         plans = set() if chains else {NONE.with_copy(count) for count in _ONLY_COPIES}
         if self._acceptance is not None:
-            found = [self._fastest(skill, 0.0, width, cost) for skill in _SKILLS]
+            found = [self._fastest(skill, 0.0, width, size) for skill in _SKILLS]
             if width == 1:
                 deepest = max((plan.depth for plan in found if plan is not None), default=1)
                 plans |= {Plan.tree((1,) * depth) for depth in range(1, deepest)}
             if not chains:
-                found += [self._fastest(skill, share, width, cost) for skill, share in _COPYING]
+                found += [self._fastest(skill, share, width, size) for skill, share in _COPYING]
             plans |= {plan for plan in found if plan is not None} | {Plan.tree((1,)), Plan.tree((min(4, width),))}
         return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
 
@@ -76,12 +76,12 @@ class SharedPlans:
         """The plans of the smallest size with a cost model that the batch fits in."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
-    def _fastest(self, skill: float, share: float, width: int, cost: CostModel) -> Plan | None:
+    def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan | None:
         """The plan with most expected tokens per time, of those that take at most `max_step`; None: plain decoding.
         Nodes are taken in the order of their chances, for each depth that a plan may have. With a `share` of hits above
-        0 it has copied nodes."""
+        0 it has copied nodes. One sequence may draft a beam: the narrow trees of several accept as much."""
         assert self._acceptance is not None
-        level, best, speed, copies = Skill(skill).level, None, 1.0, 0
+        level, best, speed, copies, cost = Skill(skill).level, None, 1.0, 0, self._costs[size]
         for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
             chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
             added = share ** np.arange(1, count + 1)  # by depth, where the exit is wrong
@@ -91,7 +91,23 @@ class SharedPlans:
                 steps = cost(depth, taken + count)
                 if steps <= self._max_step and length / steps > speed:
                     best, speed, copies = nodes[:taken], length / steps, count
-        return None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
+        plan = None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
+        return self._fastest_beam(level, share, cost, plan, speed) if size == 1 < width else plan
+
+    def _fastest_beam(self, level: int, share: float, cost: CostModel, best: Plan | None, speed: float) -> Plan | None:
+        """The same of the beams that were measured; `best` if none has more expected tokens per time than `speed`."""
+        assert self._acceptance is not None
+        counts, depths = _COPIES if share else (0,), range(1, DEEPEST_PLAN + 1)
+        for width, depth, count in product(self._acceptance.beams, depths, counts):
+            if width <= self._widest and width * depth + count <= MAX_NODES:
+                plan = Plan(beam=(width,) * depth)
+                added = share ** np.arange(1, count + 1)
+                reached = self._acceptance.reach(plan)[1:, level]
+                reached[:count] *= 1 - added[:depth]
+                length, steps = 1.0 + float(added.sum() + reached.sum()), cost(depth, width * depth + count)
+                if steps <= self._max_step and length / steps > speed:
+                    best, speed = plan.with_copy(count), length / steps
+        return best
 
 
 class PlanCandidates:
