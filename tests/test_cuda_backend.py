@@ -130,12 +130,9 @@ class RandomBatch:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("seed", "overlaps", "changes"), [(16, False, 8), (12, True, 10)])
-def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
-    seed: int, overlaps: bool, changes: int
-) -> None:
-    random_batch = RandomBatch(seed, overlaps)
-    for _ in range(changes):
+def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone() -> None:
+    random_batch = RandomBatch(seed=12, overlaps=True)
+    for _ in range(10):
         random_batch.change_members()
         if random_batch.batch.running:
             random_batch.step()
@@ -153,7 +150,7 @@ def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone(
             assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
     assert sum(sequence.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
     assert "stop" in {sequence.finish_reason for sequence in random_batch.sequences}
-    assert len(random_batch.sequences) >= len(PARAMS) or not overlaps, "every entry of PARAMS is used"
+    assert len(random_batch.sequences) >= len(PARAMS), "every entry of PARAMS is used"
     random_batch.batch.drain()
     placement = random_batch.batch.backend._placement
     assert random_batch.cache.free_pages == random_batch.cache.num_pages - 1  # idle slots keep a page to write to

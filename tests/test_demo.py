@@ -57,12 +57,12 @@ def reference() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def batch(engine) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first four prompts as chats, left-padded."""
+    """The first two prompts as chats, left-padded."""
     texts = [
         engine.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
-        for prompt in PROMPTS[:4]
+        for prompt in PROMPTS[:2]
     ]
     encoded = engine.tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
     return encoded["input_ids"], encoded["attention_mask"]
@@ -87,9 +87,9 @@ def assert_same_or_tied(ours: list[int], theirs: list[int], reference: PreTraine
 @pytest.mark.parametrize(
     ("rows", "speculation"),
     [
-        (slice(0, 4), {"speculative_decoding": False}),
-        (slice(0, 2), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
-        (slice(2, 4), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
+        (slice(0, 2), {"speculative_decoding": False}),
+        (slice(0, 1), {"speculative_decoding": "force", "exit_layer": 28, "plan": "chain:2"}),
+        (slice(1, 2), {"speculative_decoding": "force", "exit_layer": 26, "plan": "nodes:0.0,0.1,1.0"}),
     ],
     ids=["plain", "chain", "tree"],
 )
@@ -106,17 +106,14 @@ def test_greedy_tokens_are_transformers(engine, reference, batch, expected, rows
         assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
 
 
-@pytest.mark.parametrize(
-    ("plan", "least"), [("chain:2", 1.9), ("tree:3,2,1", 2.5)], ids=["chain", "tree"]
-)  # an untrained exit as early gives 1.0 to 1.15
 @torch.no_grad()
-def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, batch, expected, plan, least):
-    rows = slice(0, 2)
-    ids, mask = batch[0][rows], batch[1][rows]
-    out = profiled.generate(ids, mask, return_dict_in_generate=True, speculative_decoding="force", plan=plan, **GREEDY)
+def test_the_shipped_exit_drafts_well_and_changes_no_token(profiled, reference, batch, expected):
+    (ids, mask), speculation = batch, {"speculative_decoding": "force", "plan": "tree:3,2,1"}
+    out = profiled.generate(ids, mask, return_dict_in_generate=True, **speculation, **GREEDY)
     assert {stats.exit_layer for stats in out.stats} == {1}
-    assert sum(stats.new_tokens for stats in out.stats) / sum(stats.cycles for stats in out.stats) > least
-    for ours, theirs, row_mask in zip(out.sequences, expected[rows], mask, strict=True):
+    per_step = sum(stats.new_tokens for stats in out.stats) / sum(stats.cycles for stats in out.stats)
+    assert per_step > 2.5, "an untrained exit as early gives 1.0 to 1.15"
+    for ours, theirs, row_mask in zip(out.sequences, expected, mask, strict=True):
         padding = (row_mask == 0).sum()
         assert_same_or_tied(ours[padding:].tolist(), theirs[padding:].tolist(), reference)
 
