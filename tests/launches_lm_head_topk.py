@@ -86,4 +86,6 @@ def _trimmed() -> Iterator[tuple[str, Callable[[], object]]]:
     for columns, width in ((128256, 1), (15872, 20), (128256, 256)):
         found = Scores.empty(16, columns, width, "meta")
         out = _empty(16, width, dtype=torch.int64)
-        yield f"top-k {width} of {columns}", partial(topk_tokens, found, out, finite=width == 1)
+        log_probs = _empty(16, width, dtype=torch.float32) if width == 20 else None
+        options = {"finite": width == 1, "log_probs_out": log_probs}
+        yield f"top-k {width} of {columns}", partial(topk_tokens, found, out, **options)

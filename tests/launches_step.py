@@ -59,10 +59,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
     copies = Plan.parse("copy:15")
     yield "copied nodes without an exit", DeviceStep(decoder, slots, copies, None, StepOptions()).launch
-    beam = Plan.parse("beam:4,6,2+copy:8")
-    yield "a beam", DeviceStep(decoder, slots, beam, exit, few).launch
-    wide = Plan.parse("beam:12,8")
-    yield "a wide beam of everything", DeviceStep(decoder, slots, wide, exit, everything).launch
+    yield "a beam", DeviceStep(decoder, slots, Plan.parse("beam:4,8"), exit, few).launch
     fill = ExitFill(decoder, slots, exit, few, scores=True)
     yield "a pass that fills and scores the exit", fill.launch
     parts = DeviceStep(decoder, slots, tree, exit, everything)

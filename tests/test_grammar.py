@@ -84,7 +84,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
     """Every eighth sequence of the batches has no grammar."""
     dice = random.Random(0)
     finished = drafts = 0
-    for plan in ("chain:3", "tree:2,2,1", "tree:2,1+copy:3", "chain:1"):
+    for plan in ("chain:3", "beam:3,2", "tree:2,1+copy:3", "chain:1"):
         schemas = [random_schema(dice) if index % 8 else None for index in range(24)]
         formats = [None if schema is None else json_format(schema) for schema in schemas]
         plain, drafted = run_all(formats, speculative_decoding=False), run_all(formats, plan=plan, **FORCED)
