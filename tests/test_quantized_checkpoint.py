@@ -214,7 +214,7 @@ def mutations(tensor: torch.Tensor) -> dict[str, torch.Tensor | None]:
     return changed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), name=st.sampled_from(list(BUILDERS)))
 def test_a_tensor_that_does_not_fit_is_refused_by_name(name, data):
     stored = BUILDERS[name](24, 192, torch.float16)

@@ -217,7 +217,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from(list(CONFIGS)), value=VALUES)
 def test_a_mutated_field_gives_a_format_or_an_error_that_names_a_field(data, name, value):
     config = copy.deepcopy(CONFIGS[name][0])

@@ -6,7 +6,7 @@ the speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
@@ -58,28 +58,18 @@ class Rules:
         return inf if self.max_step is None else self.max_step
 
 
+@dataclass(eq=False)
 class Policy:
     """Applies the rules to one request, and chooses its plan where no governor does."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        sampling: SamplingParams,
-        mode: Mode = None,
-        plan: Plan | None = None,
-        plans: dict[int, Plan] | None = None,
-        has_exit: bool = True,
-        stateful_processors: bool = False,
-        new_tokens: int | None = None,
-    ) -> None:
-        self.rules = rules
-        self.sampling = sampling
-        self.mode = mode
-        self.plan = plan  # the request's
-        self.plans = plans or {}  # the profile's, by the largest batch each is for
-        self.has_exit = has_exit
-        self.stateful_processors = stateful_processors
-        self.new_tokens = new_tokens  # of each sequence, at most; None: unknown
+    rules: Rules
+    sampling: SamplingParams
+    mode: Mode = None
+    plan: Plan | None = None  # the request's
+    plans: dict[int, Plan] = field(default_factory=dict)  # the profile's, by the largest batch each is for
+    has_exit: bool = True
+    stateful_processors: bool = False
+    new_tokens: int | None = None  # of each sequence, at most; None: unknown
 
     @property
     def temperature(self) -> float:
