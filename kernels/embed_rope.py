@@ -75,7 +75,13 @@ def embed_rope_reference(
     return hidden, RowMetadata(tokens.int(), positions.int(), positions.int() + 1, flat, cos.to(dtype), sin.to(dtype))
 
 
-@jit(do_not_specialize=["tile_count", "sequences", "first_node", "page_table_stride", "ranked_stride", "keys_stride"])
+_INTS = ["tile_count", "sequences", "first_node", "page_table_stride", "ranked_stride", "keys_stride"]
+_ROWS = ["pending", "ranked", "parents", "ranks", "depths", "tokens", "positions", "next_positions", "slots"]
+
+
+# Of _ROWS a program reads or writes one value. They begin at any row or node of a plan: specializing on their alignment
+# would only compile more.
+@jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_ROWS)
 def _embed_rope_kernel(
     pending, beam, ranked, tile_keys, int_scores, token_ids, parents, ranks, embedding, scale, lengths, page_table,
     depths, inv_freq, rope_scaling,

@@ -148,7 +148,7 @@ def _best_with_noise(values, tokens, keep, noise, row, sequence, STREAM: tl.cons
 # Launch 1: softmax denominators.
 
 
-@jit
+@jit(do_not_specialize=["sequences"])
 def _mass_kernel(
     tile_keys, int_scores, masses, noise, truncation, tile_count, keys_stride, scores_stride, masses_stride, sequences,
     NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
@@ -186,7 +186,7 @@ def _sort_best(
     return tl.load(candidates + CAPACITY + index, mask=exists, other=-0x8000000000000000), exists
 
 
-@jit
+@jit(do_not_specialize=["sequences"])
 def _sort_kernel(
     tile_keys, int_scores, tile_list, candidates, masses, undecided, tokens_out, noise, truncation, V, tile_count,
     spans, keys_stride, scores_stride, tile_list_stride, candidates_stride, masses_stride, out_stride, sequences,
@@ -306,7 +306,7 @@ def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: t
     return cutoff, equals
 
 
-@jit
+@jit(do_not_specialize=["sequences"])
 def _search_kernel(
     tile_keys, int_scores, undecided, tokens_out, noise, truncation, V, tile_count,
     keys_stride, scores_stride, out_stride, sequences,

@@ -48,7 +48,7 @@ def score_logits_reference(
     return perturbed_reference(logits, torch.arange(logits.shape[1], device=logits.device), noise, truncation)
 
 
-@jit(do_not_specialize=["first_node", "path_stride"])
+@jit(do_not_specialize=["sequences", "first_node", "path_stride"])
 def _score_kernel(
     logits,  # [R, V]
     tile_keys,  # [R, tiles]

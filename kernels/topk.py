@@ -314,7 +314,7 @@ def rank_candidates(candidates, count, CAPACITY: tl.constexpr):
     return keys, rank
 
 
-@jit(do_not_specialize=["width"])
+@jit(do_not_specialize=["width", "out_stride"])
 def _gather_kernel(
     tile_keys, int_scores, token_ids, tile_list, candidates, tokens_out, log_probs_out, tile_count,
     keys_stride, scores_stride, tile_list_stride, candidates_stride, out_stride, width,

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from dataclasses import replace
+from math import inf
 
 from selfspec.backends.base import Backend, Step
 from selfspec.cache.kv_cache import CacheFull
@@ -99,7 +101,10 @@ class Batch:
                 of.policy for of in requests if of.drafter is not None and of.drafter.candidates is candidates
             )
             assert policy is not None and candidates is not None
-            self.governor = Governor(candidates, self._costs, policy.rules, self.drafters.budget(policy.rules))
+            rules, masks = policy.rules, any(of.grammar is not None for of in self.running)
+            # Steps with grammars wait for the host; the candidates' device times are within the limit all the same.
+            limited = replace(rules, max_step=inf) if masks else rules
+            self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
 
     def _cost_kind(self) -> Hashable:
         """Key of measured costs beside plan, batch size and length: the exit layer; whether any sequence samples,

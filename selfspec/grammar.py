@@ -65,7 +65,8 @@ class Grammar:
         consumed = self._matcher.try_consume_tokens(list(path))
         bits = np.zeros(self.words, np.uint32)
         if consumed == len(path):
-            self._fill(bits)
+            self._fill(bits, bits.ctypes.data)
+            self.check()
         self._matcher.rollback(consumed)
         if consumed < len(path):
             return logits
@@ -77,41 +78,54 @@ class Grammar:
     def mask(self, tokens: Sequence[int], out: Bits) -> None:
         """Computes the mask after the tokens of the sequence."""
         self._advance(tokens)
-        self._fill(out)
+        self._fill(out, out.ctypes.data)
+        self.check()
 
-    def node_masks(self, plan: Plan, drafted: Sequence[int], root: Bits, out: np.ndarray) -> list[int]:
-        """Fills rows of `out` [rows, words] with the masks of drafted nodes whose path is allowed. Returns the node of
-        each row. `root` is the mask at the root; `drafted` are the tokens of the nodes, root included; -1: none."""
-        nodes: list[int] = []
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the tokens that alone may follow the tokens of the sequence, one after the other."""
+        self._advance(tokens)
+        return self._matcher.compute_ff_tokens()
 
-        def visit(node: int, bits: Bits) -> None:
-            for child in plan.children[node]:
-                token = drafted[child]
+    def node_masks(self, plan: Plan, drafted: Sequence[int], root: Bits, out: np.ndarray) -> dict[int, int]:
+        """Fills rows of `out` [rows, words] with the masks of drafted nodes whose path is allowed. Returns the row of
+        each such node; nodes that stand for one text share it. `root` is the mask at the root; `drafted` are the tokens
+        of the nodes, root included; -1: none."""
+        rows: dict[int, int] = {}
+        consume, rollback, address = self._matcher.consume_token, self._matcher.rollback, out.ctypes.data
+        used = 0
+
+        def visit(nodes: Sequence[int], bits: Bits) -> None:
+            nonlocal used
+            by_token: dict[int, list[int]] = {}
+            for node in nodes:
+                for child in plan.children[node]:
+                    by_token.setdefault(drafted[child], []).append(child)
+            for token, same in by_token.items():
                 if token >= 0 and token not in self.ends and bits[token >> 5] & _BIT[token & 31]:
-                    self._matcher.consume_token(token)
-                    below = out[len(nodes)]
-                    nodes.append(child)
-                    self._fill(below)
-                    visit(child, below)
-                    self._matcher.rollback(1)
+                    consume(token)
+                    below = out[used]
+                    self._fill(below, address + used * below.nbytes)
+                    rows.update(dict.fromkeys(same, used))
+                    used += 1
+                    visit(same, below)
+                    rollback(1)
 
-        visit(0, root)
-        return nodes
+        visit((0,), root)
+        self.check()
+        return rows
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """Consumes the tokens that the sequence has since the last call."""
         if len(tokens) > self._length:
             self._matcher.consume_tokens(list(tokens[self._length :]))
             self._length = len(tokens)
-        self.check()
 
-    def _fill(self, bits: Bits) -> None:
+    def _fill(self, bits: Bits, address: int) -> None:
         """Computes the mask at the matcher's state. llguidance allows its tokenizer's end token where the text may end:
         replaces it by the request's end tokens."""
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self.check()
+        self._matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
         own = self._own_end
-        if bits[own >> 5] & _BIT[own & 31] and self.ends != (own,):
+        if self.ends != (own,) and bits[own >> 5] & _BIT[own & 31]:
             bits[own >> 5] &= ~_BIT[own & 31]
             for end in self.ends:
                 bits[end >> 5] |= _BIT[end & 31]

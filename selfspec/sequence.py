@@ -156,6 +156,15 @@ class Sequence:
                 values = self.grammar.apply(values, self.tokens)
         return values
 
+    def forced(self, count: int) -> list[int]:
+        """Returns up to `count` tokens that its grammar forces next, which copied nodes carry then."""
+        if self.grammar is not None:
+            with self.request.callback():
+                tokens = self.grammar.forced(self.tokens)
+                self.copying.add_forced(len(self.tokens), len(tokens))
+                return tokens[:count]
+        return []
+
     @property
     def ood(self) -> bool:
         return self.skill.ood

@@ -33,7 +33,8 @@ class Expected:
 def warm_up(
     graphs: Graphs, drafters: Drafters, rules: Rules, generation_config: GenerationConfig, expected: Expected
 ) -> int:
-    """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many."""
+    """Compiles all expected steps side by side, then captures them one by one and shows progress. Returns how many. For
+    one sequence also compiles steps with a grammar, and log probabilities; their steps are captured on first use."""
     profile = drafters.profile
     router_layer = _router_layer(profile)
     scored = profile is not None and any(choice.prompt_agreement for choice in profile.domains.values())
@@ -45,6 +46,9 @@ def warm_up(
             preparing.prepare_prompts(exit, expected.batch, router_layer)
         for step in steps:
             preparing.prepare(step)
+            if step.sequences == 1 and preparing.compiles:
+                preparing.prepare(step._replace(masks=True))
+        preparing.compile_logprobs()
     for exit in exits:
         preparing.prepare_prompts(exit, expected.batch, router_layer)
     for step in track(steps, description="capturing steps", console=Console(stderr=True), transient=True):
@@ -61,11 +65,14 @@ def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
     if policy is None or policy.off_for_good:
         profile = None
     exit = drafters.most_used_exit if profile is not None else None
-    step = ExpectedStep(len(request.sequences), NONE, exit, request.sequences[0].params)
+    first, masks = request.sequences[0], request.uses_host and not request.processors
+    step = ExpectedStep(len(request.sequences), NONE, exit, first.params, masks)
     prompts = [of.prompt for of in request.sequences if of.parent is None]
     preparing = WarmUp(graphs, max(of.max_length for of in request.sequences), len(prompts))
     with preparing.compiling():
         preparing.prepare_first(step, prompts, _router_layer(profile))
+        if request.logprobs is not None or request.prompt_logprobs is not None:
+            preparing.compile_logprobs()
 
 
 def _router_layer(profile: Profile | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -56,6 +57,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
     copying = Plan.parse("tree:4,2+copy:8")
     yield "a tree with copied nodes", DeviceStep(decoder, slots, copying, exit, few).launch
+    masked = DeviceStep(decoder, slots, copying, exit, replace(few, masks=True))
+    yield "a tree with forced nodes and masks", masked.launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
     copies = Plan.parse("copy:15")
     yield "copied nodes without an exit", DeviceStep(decoder, slots, copies, None, StepOptions()).launch

@@ -41,6 +41,15 @@ def test_every_token_after_the_prompt_is_a_hit_or_a_miss_once(tokens: list[int],
     assert abs(copying.share - expected) < 1e-9
 
 
+def test_forced_tokens_are_hits_whatever_they_follow() -> None:
+    forced, free = Copying(), Copying()
+    text = list(range(180))
+    for end in range(10, 180, 10):
+        forced.add_forced(end, 10)  # before the step's tokens are read
+        assert forced.read(text[:end], 3) >= free.read(text[:end], 3)
+    assert forced.level > 12 and free.level == 0
+
+
 def test_a_text_that_repeats_reaches_the_highest_levels_and_one_that_does_not_the_lowest() -> None:
     period, different = Copying(), Copying()
     assert period.read([1, 2, 3] * 60, 3) == 16

@@ -258,6 +258,27 @@ def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("plan", ["chain:1+copy:3", "copy:3"])
+def test_forced_tokens_are_accepted_in_one_step(plan: str) -> None:
+    """Beside a sequence that copies; 9 tokens, the end token included, come in steps of 4, 4 and 1."""
+    exit = accurate_exit() if "chain" in plan else None
+
+    def sequence(regex: str) -> Sequence:
+        return follow(sequence_of(prompt_of(5, 1), 9, SamplingParams(stop_token_ids=(2,)), exit=exit), regex)
+
+    batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), exit)
+    forced, copying = sequence("defghijk"), sequence("[x-z]{2,20}")
+    batch.admit([forced, copying])
+    batch.run([Plan.parse(plan)])
+    assert tiny_tokenizer().decode(forced.tokens[5:-1]) == "defghijk" and forced.finish_reason == "stop"
+    assert forced.steps == 3 and forced.accepted == 6
+    alone, reference = sequence("[x-z]{2,20}"), ScriptedBatch(torch_backend(), None)
+    reference.admit([alone])
+    reference.run()
+    assert copying.tokens == alone.tokens
+
+
+@torch.inference_mode()
 def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_step() -> None:
     """The third sequence joins while a step that drafts is in flight, and forbids drafting from the next step on."""
     exit = accurate_exit()
@@ -285,6 +306,7 @@ def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_ste
 def test_the_time_of_a_step_with_a_grammar_is_not_typical_if_a_prompt_is_prefilled_between_its_parts() -> None:
     backend = cuda_backend(new_graphs(), overlaps=True)
     batch = ScriptedBatch(backend, None)
+    batch.plan = Plan.parse("copy:1")
     batch.admit([follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}")])
     batch.step()
     batch.step()
@@ -318,6 +340,7 @@ def test_too_little_memory_for_log_probabilities_fails_the_request_that_wants_th
 def test_a_sequence_leaves_its_slot_even_if_its_open_step_cannot_be_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ScriptedBatch(cuda_backend(new_graphs(), overlaps=True), None)
     failing, later = follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}"), sequence_of(prompt_of(5, 2), 2)
+    batch.plan = Plan.parse("copy:1")
     batch.admit([failing])
     batch.step()
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
@@ -525,7 +548,16 @@ def test_a_steps_time_is_typical_only_if_it_was_launched_right_behind_another_on
     batch.step()
     batch._fill_exit(score=False, before=batch.in_flight)  # not part of the cost of a plain step
     batch.step()
+
+    def capture(_: Any, launches: Any) -> Any:
+        backend.graphs.captured.captures += 1
+        return launches
+
+    backend.graphs.captured._capture = capture  # type: ignore[method-assign]
+    batch.plan = Plan.parse("copy:1")
+    batch.step()  # as on a GPU: captures its graphs first
+    batch.step()
     assert steps == [
         ("plain", False), ("plain", True), ("plain", True), ("plain", False), ("drafting", True), ("plain", True),
-        ("plain", False),
+        ("plain", False), ("drafting", False), ("drafting", True),
     ]  # fmt: skip

@@ -7,15 +7,21 @@ import random
 import re
 import sys
 from functools import cache
+from math import inf
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from selfspec import Engine
+from selfspec import Engine, Rules
+from selfspec.governor.governor import Governor
 from selfspec.grammar import MAX_BYTES, ResponseFormatError
 from selfspec.sequence import Sequence
+from selfspec.speculation.plan import Plan
+from tests.strategies import SETTINGS
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import JSON_TOKENS, json_tokenizer
 
@@ -98,6 +104,28 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
     assert finished > 60 and drafts > 200, (finished, drafts)
 
 
+WORDS = ["abcde", "the thing", "10 true", '"key": ', "x"]
+literals = st.sampled_from(WORDS)
+choices = st.lists(literals, min_size=2, max_size=3).map(lambda words: f"({'|'.join(words)})")
+regexes = st.lists(literals | choices, min_size=1, max_size=4).map("".join)
+
+
+@settings(SETTINGS, max_examples=30)
+@given(regex=regexes, plan=st.sampled_from(["copy:3", "copy:15", "chain:2+copy:4"]), seed=st.integers(0, 3))
+def test_drafts_of_forced_tokens_change_no_token(regex: str, plan: str, seed: int) -> None:
+    options = {"response_format": {"type": "regex", "regex": regex}, "max_new_tokens": 60, "do_sample": seed > 0}
+    plain = engine().build_request([1, 40], speculative_decoding=False, seed=seed, **options)
+    drafted = engine().build_request([1, 40], plan=plan, seed=seed, **FORCED, **options)
+    for request in (plain, drafted):
+        engine().scheduler.submit(request)
+        engine().scheduler.wait(request)
+    ours, (theirs,) = drafted.sequences[0], plain.sequences
+    assert ours.tokens == theirs.tokens and re.fullmatch(regex, text_of(ours))
+    if regex in WORDS:  # the whole text is forced: a step accepts all copied nodes and emits one more token
+        copied = Plan.parse(plan).copied
+        assert ours.steps == -(-ours.new_tokens // (copied + 1))
+
+
 @pytest.mark.parametrize("plan", ["none", "tree:3,2"])
 def test_texts_match_a_regex_or_a_grammar(plan: str) -> None:
     regex, lark = r"(foo|ba+r){2}[0-9]{1,4}x", 'start: "[" item ("," item)* "]"\nitem: "ab" | /[0-9]{2}/'
@@ -141,7 +169,7 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("asked", "message"),
     [
         ({"type": "xml"}, "one of text, json_object"),
         ("json", "pass an object"),
@@ -162,9 +190,9 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
         (json_format({"enum": ["x" * MAX_BYTES]}), "shorten it"),
     ],
 )
-def test_a_format_that_cannot_be_followed_is_refused(given: Any, message: str) -> None:
+def test_a_format_that_cannot_be_followed_is_refused(asked: Any, message: str) -> None:
     with pytest.raises(ResponseFormatError, match=message):
-        engine().complete("hi", response_format=given)
+        engine().complete("hi", response_format=asked)
 
 
 def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +205,22 @@ def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'selfspec\[serve\]'"):
         engine().complete("hi", response_format=words)
+
+
+def test_the_governor_does_not_limit_the_time_of_steps_with_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It contains time of the host, so that a limit in plain steps would forbid plans by the speed of the host."""
+    limits = []
+
+    def record(candidates: Any, costs: Any, rules: Rules, budget: Any) -> Governor:
+        limits.append(rules.max_step)
+        return Governor(candidates, costs, rules, budget)
+
+    monkeypatch.setattr("selfspec.batch.Governor", record)
+    model = tiny_model("llama", vocab_size=len(JSON_TOKENS))
+    governed = Engine.from_model(model, json_tokenizer(), profile=None, rules=Rules(max_step=1.5))
+    for form in (None, {"type": "regex", "regex": "[a-z]{9}"}):
+        governed.complete("hi", max_new_tokens=2, response_format=form)
+    assert limits == [1.5, inf]
 
 
 def test_a_request_whose_grammar_takes_too_much_work_fails_alone() -> None:

@@ -33,8 +33,13 @@ def test_the_reference_drafts_what_a_naive_search_finds(text: list[int], count: 
 
 
 @SETTINGS
-@given(of=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20))
-def test_the_kernel_drafts_what_a_naive_search_finds(of: list[list[int]], count: int, spare: int) -> None:
+@given(
+    of=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20),
+    given=st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=3, max_size=3) | st.none(),
+)  # fmt: skip
+def test_the_kernel_drafts_given_tokens_or_what_a_naive_search_finds(
+    of: list[list[int]], count: int, spare: int, given: list[list[int]] | None
+) -> None:
     """In tiles of 16 positions, so that matches lie in several tiles and cross their borders."""
     sequences, longest = len(of), max(map(len, of)) + spare
     stored = torch.randint(0, 4, (sequences, longest), dtype=torch.int32)  # past a text: anything
@@ -43,11 +48,15 @@ def test_the_kernel_drafts_what_a_naive_search_finds(of: list[list[int]], count:
     lengths = torch.tensor([len(text) - 1 for text in of], dtype=torch.int32)
     pending = torch.tensor([text[-1] for text in of], dtype=torch.int32)
     tokens = torch.full(((count + 1) * sequences,), -9, dtype=torch.int32)
+    padded = [[*own, *[-1] * count][:count] for own in given or [[]] * 3][:sequences]
+    forced = None if given is None else torch.tensor(padded, dtype=torch.int32).T.flatten()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TILE", 16)
-        copy_draft(stored, lengths, pending, tokens, torch.zeros(sequences, tiles_of(longest), dtype=torch.int64))
+        keys = torch.zeros(sequences, tiles_of(longest), dtype=torch.int64)
+        copy_draft(stored, lengths, pending, tokens, keys, forced)
     drafts = tokens.view(count + 1, sequences).T.tolist()
-    assert drafts == [[text[-1], *naive(text, count)] for text in of]
+    expected = [own if own[0] >= 0 else naive(text, count) for own, text in zip(padded, of, strict=True)]
+    assert drafts == [[text[-1], *own] for text, own in zip(of, expected, strict=True)]
 
 
 def test_tokens_of_no_copied_node_are_refused() -> None:

@@ -147,8 +147,9 @@ class TorchBackend:
         """Level by level: runs its nodes through the layers below the exit, then ranks each node's children. Copied
         nodes, in the first level, are not ranked: only the root has children of the exit's there."""
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=self.model.device)  # [B, 1]
+        forced = [sequence.forced(plan.copied) for sequence in sequences]
         if plan.copied:
-            tokens = torch.cat((tokens, self._copied(sequences, plan.copied)), dim=1)
+            tokens = torch.cat((tokens, self._copied(sequences, forced, plan.copied)), dim=1)
         beam = BeamTree(plan, len(sequences), self.model.device) if plan.beam else None
         draft = Draft(plan, tokens, hidden=tokens.new_empty(0), beam=beam)
         hidden: list[torch.Tensor] = []
@@ -165,10 +166,13 @@ class TorchBackend:
         draft.hidden = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
         return draft
 
-    def _copied(self, sequences: list[Sequence], count: int) -> torch.Tensor:
-        """The tokens of `count` copied nodes [B, count]; -1, which no token is equal to, where nothing repeats."""
-        texts = [torch.tensor(sequence.tokens) for sequence in sequences]
-        return torch.stack([copy_reference(text, count) for text in texts]).to(self.model.device)
+    def _copied(self, sequences: list[Sequence], forced: list[list[int]], count: int) -> torch.Tensor:
+        """The tokens of `count` copied nodes [B, count]: those that grammars force, else copied ones; -1, which no
+        token is equal to, where nothing repeats or is forced."""
+        copied = [copy_reference(torch.tensor(sequence.tokens), count).tolist() for sequence in sequences]
+        padded = [[*of, *[-1] * (count - len(of))] for of in forced]
+        tokens = [of if of[0] >= 0 else own for of, own in zip(padded, copied, strict=True)]
+        return torch.tensor(tokens, device=self.model.device)
 
     def _rank_children(
         self, sequences: list[Sequence], draft: Draft, level: range, hidden: torch.Tensor, at: Rows, exit: Exit

@@ -29,11 +29,16 @@ class Copying:
         self._latest: dict[int, int] = {}  # the latest position of every token
         self._count = 0  # tokens that were read
         self._next = -1  # position of the token that is followed; -1: there is none
+        self._forced: set[int] = set()  # positions of tokens that a grammar forces, which copied nodes carry too
 
     @property
     def level(self) -> int:
         """Index into REACH."""
         return round(_LEVELS * self.share)
+
+    def add_forced(self, first: int, count: int) -> None:
+        """A grammar forces `count` tokens from position `first` on: they are hits."""
+        self._forced.update(range(first, first + count))
 
     def read(self, tokens: Sequence[int], prompt: int) -> int:
         """Reads the tokens since the last call, at first also the `prompt` ones, none of which is a hit or miss.
@@ -46,12 +51,9 @@ class Copying:
             latest[tokens[newest]] = newest
         for position in range(self._count, len(tokens)):
             token = tokens[position]
-            if following >= 0 and tokens[following] == token:
-                share += (1 - share) / MEMORY
-                following += 1
-            else:
-                share -= share / MEMORY
-                following = latest.get(token, -2) + 1
+            follows = following >= 0 and tokens[following] == token
+            share += ((follows or position in self._forced) - share) / MEMORY
+            following = following + 1 if follows else latest.get(token, -2) + 1
             latest[token] = position
         self._count, self._next, self.share = len(tokens), following, share
         return self.level

@@ -45,7 +45,7 @@ class CudaBackend:
         self._prompts = PromptPrefill(graphs)
         self._prompt_scores = PromptScoresInFlight(graphs.readbacks)
         self._exit_scores = ExitScoresInFlight(graphs.readbacks)
-        self._masking = Masking(graphs.readbacks)
+        self._masking = Masking(on_gpu=self.overlaps)
         self._open: OpenStep | None = None  # a step with grammars whose choice is not launched yet
         self._unfilled: dict[Sequence, int] = {}  # plainly decoded tokens that the exit's KV lacks
         self._top: int | None = None  # likely tokens in the log probabilities of a step; None: no sequence wants any
@@ -87,8 +87,11 @@ class CudaBackend:
         self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str, masks: bool = False
     ) -> tuple:
         size, options = self._placement.size, self._placement.options
-        options = replace(options, masks=True) if masks else options
-        return self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
+        options, captures = replace(options, masks=True) if masks else options, self.graphs.captured.captures
+        found = self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
+        if self.graphs.captured.captures > captures:
+            self._times.note_slot_writes()
+        return found
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
         parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
@@ -97,7 +100,7 @@ class CudaBackend:
         self._send_logprobs(step, parts[0])
 
     def _launch_masked(self, step: StepInFlight, exit: Exit | None, before: Step | None) -> None:
-        """Launches the first pass of a step with grammars. Passes that need the tokens of the step before are launched
+        """Launches the first part of a step with grammars. Those that need the tokens of the step before are launched
         when it is read; `_complete` launches the rest."""
         plan = step.record.plan
         device_step, *parts = self._captured_step(
@@ -107,7 +110,14 @@ class CudaBackend:
         self._open = OpenStep(step, device_step, parts)
         self._masking.launch(self._open)
         if before is None:
+            self._continue()
+
+    def _continue(self) -> None:
+        """Launches as much of an open step as the tokens of the step before allow: all of a plain one."""
+        if self._open is not None and len(self._open.plan):
             self._masking.draft(self._open)
+        else:
+            self._complete()
 
     def _complete(self) -> None:
         """Launches the rest of a step with grammars, if one is open: before all other work on the slots, and before
@@ -159,8 +169,7 @@ class CudaBackend:
             self._add_logprobs(step, kept)
         step.is_typical = step.is_typical and len(kept) == len(step.sequences)
         step.sequences, step.last_nodes, step.exit_nodes = kept, last_nodes, exit_nodes
-        if self._open is not None:
-            self._masking.draft(self._open)
+        self._continue()
         self._times.stop(step)
 
     def _add_logprobs(self, step: StepInFlight, kept: list[Sequence]) -> None:

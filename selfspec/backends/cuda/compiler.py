@@ -23,10 +23,11 @@ class Compiler:
     def __init__(self) -> None:
         self.collects = False  # within `together`: launches compile, and run nothing
 
-    def compile(self, launch: Callable[[], None]) -> None:
-        """Compiles the kernels of one launch in parallel; within `together` only starts to."""
+    def compile(self, *launches: Callable[[], object]) -> None:
+        """Compiles the kernels of launches in parallel; within `together` only starts to."""
         with self.together():
-            launch()
+            for launch in launches:
+                launch()
 
     @contextmanager
     def together(self) -> Iterator[None]:

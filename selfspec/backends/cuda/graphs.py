@@ -52,6 +52,7 @@ class GraphCache:
     def __init__(self, device: torch.device) -> None:
         self.compiler = Compiler()
         self.entries: OrderedDict[tuple, tuple] = OrderedDict()
+        self.captures = 0  # steps and passes that were captured so far; without a GPU none is
         self._device = device
         self._pool: Any = None  # memory pool that all graphs share
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
@@ -62,14 +63,13 @@ class GraphCache:
         found = self.entries.get(key)
         if found is None and self.compiler.collects:
             made = build()
-            for launch in launches:
-                self.compiler.compile(getattr(made, launch))
+            self.compiler.compile(*(getattr(made, launch) for launch in launches))
             return (made, *(lambda: None for _ in launches))
         if found is None:
             if len(self.entries) >= MAX_GRAPHS:
                 self._evict()
             made = build()
-            found = self.entries[key] = made, *(self._capture(buffers, getattr(made, launch)) for launch in launches)
+            found = self.entries[key] = made, *self._capture(buffers, [getattr(made, launch) for launch in launches])
         self.entries.move_to_end(key)
         return found
 
@@ -78,25 +78,30 @@ class GraphCache:
             torch.cuda.synchronize(self._device)  # a graph may not be running when it is destroyed
         self.entries.popitem(last=False)
 
-    def _capture(self, buffers: SlotBuffers | None, launch: Launch) -> Launch:
-        """Compiles, captures and replays once with all slots idle, since a first replay costs 0.3 ms; then restores the
-        slots. Work launched before and after stays in order on the stream. Without a GPU returns `launch` itself."""
+    def _capture(self, buffers: SlotBuffers | None, launches: Sequence[Launch]) -> Sequence[Launch]:
+        """Compiles, captures and replays launches once with all slots idle, since a first replay costs 0.3 ms; then
+        restores the slots. Work launched before and after stays in order on the stream. Without a GPU returns the
+        launches themselves."""
         if self._device.type != "cuda":
-            return launch
+            return launches
+        self.captures += 1
         saved = [] if buffers is None else buffers.save_and_idle()
         try:
-            self.compiler.compile(launch)
-            launch()  # every kernel must have run once before capture
+            self.compiler.compile(*launches)
+            for launch in launches:
+                launch()  # every kernel must have run once before capture
             if self._stream is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                launch()
-            graph.replay()
+            graphs = [torch.cuda.CUDAGraph() for _ in launches]
+            for graph, launch in zip(graphs, launches, strict=True):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    launch()
+            for graph in graphs:
+                graph.replay()
         finally:
             for tensor, before in saved:
                 tensor.copy_(before)
-        return graph.replay
+        return [graph.replay for graph in graphs]
 
 
 class Graphs:

@@ -104,7 +104,8 @@ class StepTimes:
         self._newest = None
 
     def note_slot_writes(self) -> None:
-        """Call when slots are written or prompts prefilled: the next step's time is not typical of its plan."""
+        """Call when slots are written, prompts prefilled or the next step's graphs captured: its time is not typical of
+        its plan."""
         self._newest, self._has_slot_writes = None, True
 
     def start(self, step: StepInFlight, readback: Readback, before: Step | None, overlaps: bool) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, empty_metadata, head_logits
@@ -75,8 +76,11 @@ class DeviceStep:
 
     @staticmethod
     def masked_parts(plan: Plan) -> tuple[str, ...]:
-        """The parts of a step with grammars; the host writes masks before the second and before the last."""
-        return ("draft_root", *(["draft_children"] if plan.uses_exit else []), "verify", "choose_and_commit")
+        """The parts of a step with grammars: the host writes masks and forced tokens before `draft_masked`, and masks
+        before `choose_masked`."""
+        if not len(plan):
+            return "run_passes", "choose_masked"
+        return (*(["draft_root"] if plan.uses_exit else []), "draft_masked", "verify", "choose_masked")
 
     def __init__(
         self, decoder: FusedDecoder, slots: Slots, plan: Plan, exit: SlotExit | None, options: StepOptions
@@ -95,11 +99,18 @@ class DeviceStep:
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)  # accepted nodes
         # For the host: see `kernels.accept`.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
-        self._levels = [_Level(tree, level) for level in plan.levels]
+        levels = plan.levels
+        if options.masks and plan.uses_exit:  # the root runs before it is known which tokens the grammar forces
+            levels = (range(1), range(1, levels[1].stop), *levels[2:])
+        self._levels = [_Level(tree, level) for level in levels]
         # Of roots and copied nodes, node-major; unused where nothing is copied.
-        self._first_tokens = torch.zeros(self._levels[0].rows[1], dtype=torch.int32, device=device)
+        self._first_tokens = torch.zeros(batch * (plan.copied + 1), dtype=torch.int32, device=device)
         if options.masks:
-            self.mask_words[:rows].fill_(-1)  # no row has a mask when the step runs before it is captured
+            zeros = partial(torch.zeros, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self.host_tokens = zeros(rows)  # `metadata.tokens`, for the host
+            self.host_parents = zeros(self.parents.shape if plan.beam else 0)  # `parents`, likewise
+            self.host_masks = zeros(len(self.mask_words))  # `mask_words`, as the host writes them
+            self.host_masks[: self.mask_start].fill_(-1)  # none is there when the step runs before it is captured
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -119,37 +130,72 @@ class DeviceStep:
         return self.sampling.tree.tensors.parents
 
     def launch(self) -> None:
-        self.draft()
-        self.verify()
+        self.run_passes()
         self.choose()
         self.accept()
         self.commit()
 
     def launch_passes(self) -> None:
         """Draft and verify, then all logits, for callables to process."""
+        self.run_passes()
+        lm_head_logits(self.final_states, self.model.head.weight, self.logits, softcap=self.model.config.logit_softcap)
+
+    def run_passes(self) -> None:
         self.draft()
         self.verify()
-        lm_head_logits(self.final_states, self.model.head.weight, self.logits, softcap=self.model.config.logit_softcap)
 
     def accept_and_commit(self) -> None:
         self.accept()
         self.commit()
 
-    def choose_and_commit(self) -> None:
+    def draft_masked(self) -> None:
+        """The passes that follow the root's, or without the exit's nodes all: the children of the root respect its
+        mask, and forced tokens replace copied ones. Copies the nodes' tokens, and a beam's parents, to the
+        host."""
+        self._load_masks(self.slots.count)
+        if self.plan.uses_exit:
+            self.draft_children()
+        else:
+            self.draft_root()
+        self.host_tokens.copy_(self.metadata.tokens, non_blocking=True)
+        if self.plan.beam:
+            self.host_parents.copy_(self.parents, non_blocking=True)
+
+    def choose_masked(self) -> None:
+        self._load_masks(self.rows)
         self.choose()
         self.accept_and_commit()
 
+    def _load_masks(self, count: int) -> None:
+        """Copies the rows' numbers, the forced tokens and the first `count` masks from the host."""
+        end = self.mask_start + count * -(-self.model.config.vocab_size // 32)
+        self.mask_words[:end].copy_(self.host_masks[:end], non_blocking=True)
+
     @cached_property
     def mask_words(self) -> torch.Tensor:
-        """Memory of the masks, int32: R row numbers, then, from `mask_start` on, the bits. Taken from scratch once, as
-        `logits`."""
+        """Memory of the masks, int32: R row numbers; from `forced_start` on the tokens that grammars force, for the
+        copied nodes, node-major; from `mask_start` on the bits. Taken from scratch once, as `logits`."""
         words = -(-self.model.config.vocab_size // 32)
         return self.decoder.scratch.take("masks", self.mask_start + self.rows * words, dtype=torch.int32)
 
     @property
-    def mask_start(self) -> int:
-        """Where the bits begin in `mask_words`: at a multiple of 16 bytes, so that one compiled kernel serves all R."""
+    def forced_start(self) -> int:
+        """Where forced tokens begin in `mask_words`: at a multiple of 16 bytes, so that one compiled kernel serves all
+        R."""
         return -(-self.rows // 4) * 4
+
+    @property
+    def mask_start(self) -> int:
+        """Where the bits begin, likewise."""
+        return self.forced_start + -(-self.slots.count * self.plan.copied // 4) * 4
+
+    @cached_property
+    def host_views(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`host_masks` in parts: the mask of each row, -1: none; forced tokens [copied nodes, B]; the masks' words. The
+        host writes them after it has read the step before, whose own have been copied to the device by then."""
+        words, copied, count = self.host_masks.numpy(), self.plan.copied, self.slots.count
+        forced = words[self.forced_start :][: copied * count].reshape(copied, count)
+        return words[: self.rows], forced, words[self.mask_start :].view(np.uint32).reshape(self.rows, -1)
 
     def _masks(self, rows: int) -> Masks | None:
         """The masks of the first rows; None for a step without grammars."""
@@ -171,7 +217,7 @@ class DeviceStep:
         self.draft_children()
 
     def draft_root(self) -> None:
-        """The first level: the root and copied nodes."""
+        """The first level: the root and, in a step without grammars or without the exit's nodes, copied nodes."""
         self._draft_level(self._levels[0], None)
 
     def draft_children(self) -> None:
@@ -181,36 +227,37 @@ class DeviceStep:
 
     def _draft_level(self, level: _Level, ranked: torch.Tensor | Ranking | BeamLevel | None) -> None:
         """Runs a level's nodes through the layers below the exit and, where they have children, through the exit."""
+        if level.unranked:
+            copies, first = level.unranked.stop > 1, level.unranked.start * self.slots.count
+            self._embed(level.unranked, pending=self._copy()[first:] if copies else self.slots.pending)
+        if isinstance(ranked, BeamLevel):
+            self._embed(level.drafted, beam=ranked)
+        elif ranked is not None:
+            self._embed(level.drafted, ranked=ranked, parents=level.parents, ranks=level.ranks)
         states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
         nodes = replace(nodes, fresh=isinstance(ranked, BeamLevel))
-        self._embed(level, states, nodes, ranked)
         self.decoder.run(range(self._exit_layer), states, states, nodes)
         if self.exit is not None and level.width:
             self._read_exit(self.exit, level)
 
-    def _embed(
-        self, level: _Level, states: Residual, nodes: Nodes, ranked: torch.Tensor | Ranking | BeamLevel | None
-    ) -> None:
-        """Embeds a level's tokens: newest and copied ones for the first level, ranked draft tokens for others."""
-        decoder, slots = self.decoder, self.slots
-        first_norm = decoder.next_norm(self.model.layers[0].attention_norm, states)
-        if isinstance(ranked, BeamLevel):
-            source: dict[str, Any] = {"beam": ranked}
-        elif ranked is not None and level.parents is not None and level.ranks is not None:
-            source = {"ranked": ranked, "parents": level.parents, "ranks": level.ranks}
-        else:
-            source = {"pending": self._copy() if self.plan.copied else slots.pending}
+    def _embed(self, nodes: range, **tokens: Any) -> None:
+        """Embeds the tokens of some nodes of a level; see `embed_rope` for where they come from."""
+        decoder, slots, of = self.decoder, self.slots, self._nodes(nodes)
+        states = self.draft_states.rows(*self.sampling.tree.rows(nodes))
         embed_rope(
-            nodes.metadata, states.states, first_norm, self.model.embedding.weight, self.model._embedding_scale,
-            slots.lengths, slots.page_table, nodes.depths, decoder.inv_freq, decoder.rope_scaling, level.nodes.start,
-            **source,
+            of.metadata, states.states, decoder.next_norm(self.model.layers[0].attention_norm, states),
+            self.model.embedding.weight, self.model._embedding_scale, slots.lengths, slots.page_table, of.depths,
+            decoder.inv_freq, decoder.rope_scaling, nodes.start, **tokens,
         )  # fmt: skip
 
     def _copy(self) -> torch.Tensor:
-        """The slots' newest tokens and the tokens that followed their last occurrence, for roots and copied nodes."""
+        """The slots' newest tokens and the tokens that followed their last occurrence, for roots and copied nodes; in
+        place of the latter the tokens that a grammar forces, where it forces any."""
         slots, tiles = self.slots, tiles_of(self.decoder.max_context)
         keys = self.decoder.scratch.take("copy keys", slots.count, tiles, dtype=torch.int64)
-        copy_draft(slots.texts, slots.lengths, slots.pending, self._first_tokens, keys)
+        forced = self.mask_words[self.forced_start :] if self.sampling.options.masks else None
+        forced = None if forced is None else forced[: self.plan.copied * slots.count]
+        copy_draft(slots.texts, slots.lengths, slots.pending, self._first_tokens, keys, forced)
         return self._first_tokens
 
     def _read_exit(self, slot_exit: SlotExit, level: _Level) -> None:
@@ -229,7 +276,7 @@ class DeviceStep:
         only."""
         (start, stop), metadata, sampling = level.ranked_rows, self._nodes(level.ranked).metadata, self.sampling
         exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
-        processing = sampling.processing(metadata, self.metadata, level.nodes.start)
+        processing = sampling.processing(metadata, self.metadata, level.ranked.start)
         masks = None if start else self._masks(stop)
         ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(metadata), processing, masks)
         beam, size = sampling.tree.beam, (stop - start, level.width)
@@ -349,15 +396,19 @@ class DeviceStep:
 
 
 class _Level:
-    """The nodes of one level of a plan, and for the exit's their parents and ranks."""
+    """The nodes that pass the layers below the exit together: root and copied nodes first, then the exit's, with their
+    parents and ranks."""
 
     def __init__(self, tree: Tree, nodes: range) -> None:
-        self.nodes, self.rows, self.width = nodes, tree.rows(nodes), tree.plan.width(nodes)
-        self.ranked = nodes if nodes.start else range(1)  # nodes whose children the exit drafts: no copied ones
-        self.ranked_rows = tree.rows(self.ranked)
+        first = tree.plan.copied + 1  # of the exit's nodes
+        self.nodes, self.rows = nodes, tree.rows(nodes)
+        self.unranked = range(nodes.start, min(nodes.stop, first))
+        self.drafted = range(max(nodes.start, first), nodes.stop)
+        self.ranked = self.drafted or range(1)  # nodes whose children the exit drafts
+        self.width, self.ranked_rows = tree.plan.width(self.ranked), tree.rows(self.ranked)
         self.parents = self.ranks = self.parent_rows = None
-        if tree.beam is not None and nodes.start:
-            self.parent_rows = tree.beam.parent_rows[slice(*self.rows)]
-        elif nodes.start:
-            self.parents, self.ranks = tree.parents(nodes), tree.ranks(nodes)
-            self.parent_rows = tree.parent_rows(nodes, 0)
+        if self.drafted and tree.beam is not None:
+            self.parent_rows = tree.beam.parent_rows[slice(*self.ranked_rows)]
+        elif self.drafted:
+            self.parents, self.ranks = tree.parents(self.drafted), tree.ranks(self.drafted)
+            self.parent_rows = tree.parent_rows(self.drafted, 0)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import torch
+
+from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import MAX_TOKENS, groups_per_pass, sizes_to_capture
-from selfspec.backends.cuda.slots import StepOptions, bucket
+from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
+from selfspec.backends.cuda.step import DeviceStep
 from selfspec.profiles.router import EMBEDDED_TOKENS
 from selfspec.sampling import SamplingParams
 from selfspec.speculation.exit import Exit
@@ -22,6 +28,7 @@ class ExpectedStep(NamedTuple):
     plan: Plan
     exit: Exit | None
     params: SamplingParams
+    masks: bool = False  # of sequences with grammars
 
 
 class WarmUp:
@@ -47,7 +54,7 @@ class WarmUp:
         graphs, exit, options = self.graphs, step.exit, StepOptions.of([step.params])
         size, buffers = bucket(step.sequences), graphs.take_buffers()
         try:
-            graphs.step(buffers, size, step.plan, exit, options, self.longest)
+            self._step(buffers, step)
             if exit is None or len(step.plan):
                 return
             for scores in (False, True):
@@ -56,6 +63,23 @@ class WarmUp:
                 graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
             graphs.give_back(buffers)
+
+    def _step(self, buffers: SlotBuffers, step: ExpectedStep) -> None:
+        options = replace(StepOptions.of([step.params]), masks=step.masks)
+        parts = DeviceStep.masked_parts(step.plan) if step.masks else ()
+        self.graphs.step(buffers, bucket(step.sequences), step.plan, step.exit, options, self.longest, *parts)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this is within `compiling`, and kernels are not interpreted."""
+        return self.graphs.captured.compiler.collects
+
+    def compile_logprobs(self) -> None:
+        """Compiles the kernels of log probabilities, one for each number of rows in a tile. Call within `compiling`."""
+        graphs, hidden = self.graphs, self.graphs.model.config.hidden_size
+        for rows in (16, 32, 64) if self.compiles else ():
+            states = torch.empty(rows, hidden, dtype=graphs.model.dtype, device=graphs.model.device)
+            graphs.captured.compiler.compile(partial(head_logits, graphs.model, states))
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
         """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts
@@ -70,7 +94,7 @@ class WarmUp:
             graphs.short_prefill(step.exit, _first_pass(short))
         buffers = graphs.take_buffers()
         try:
-            graphs.step(buffers, size, step.plan, step.exit, StepOptions.of([step.params]), self.longest)
+            self._step(buffers, step)
             if step.exit is not None and size // 2 < self.most_scored:
                 graphs.prompt_score(buffers, size, step.exit, self.longest)
         finally:
