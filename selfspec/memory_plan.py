@@ -115,7 +115,7 @@ def plan_of(
     config, size = model.config, page_nbytes(model.config, model.dtype)
     wanted = min(config.context, limits.max_length or config.context)
     batch = limits.max_batch or USUAL_BATCH
-    buffers = prefill_nbytes(model) + logprobs_nbytes(config.vocab_size)
+    buffers = max(prefill_nbytes(model), logprobs_nbytes(config.vocab_size))  # temporary tensors of one or the other
     cuda = CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
     if kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
