@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from selfspec import Engine
 from selfspec.backends.cuda import exit as exit_module
 from selfspec.backends.cuda import prefill, prompt_scoring
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache, CacheFull, flat_slot
 from selfspec.drafters import Drafter
+from selfspec.governor.acceptance import Skill
 from selfspec.governor.rules import Policy, Rules
 from selfspec.grammar import Grammars
+from selfspec.profiles.profile import Spread
+from selfspec.profiles.router import Router, prompt_embeddings
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE, Plan
 from tests.interpreted import (
+    LAYER,
     ONLY_INTERPRETED,
     SLOTS,
     ScriptedBatch,
     accurate_exit,
     cuda_backend,
+    decoder,
     exit_keys,
     new_graphs,
     plain_tokens,
@@ -34,6 +42,7 @@ from tests.interpreted import (
     torch_backend,
     trained_exit,
 )
+from tests.profiles import choice_of, profile_of, random_exit
 from tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = ONLY_INTERPRETED
@@ -520,6 +529,44 @@ def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.Monk
     *both, (_, *theirs) = found
     assert both == [[None, *((pytest.approx(share), positions) for share, positions in theirs)]] * 2
     assert [positions for _, positions in theirs] == [END, 5] and 0 < theirs[0][0] < 1
+
+
+def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests together get the tokens of plain decoding and their own domains."""
+    for module in (exit_module, prefill, prompt_scoring):
+        monkeypatch.setattr(module, "PROMPT_END", END)
+    model, texts = decoder(), [prompt_of(9, 1), prompt_of(7, 2)]
+    ranks, agreement = {"0": [[0.6, 0.1], [0.5]]}, Spread(mean=0.5, deviation=0.1)
+    embeddings = prompt_embeddings(model, new_graphs().cache, texts, 1)
+    directions = Router.fit([torch.stack((of, 1.01 * of)) for of in embeddings])
+    domains = {
+        name: choice_of(
+            LAYER, "chain:2", ranks=ranks, prompt_agreement=agreement, centroid=directions.centroids[index].tolist(),
+            direction=directions.directions[index].tolist(), offset=float(directions.offsets[index]),
+        )
+        for index, name in enumerate(("one", "two"))
+    }  # fmt: skip
+    exit = random_exit(model, LAYER, scale=0.01)
+    profile = profile_of(model, domains, router_layer=1).save(tmp_path, [exit])
+    rules = Rules(start_gain=0.0, max_step=math.inf, score_every=3, budget=50, budget_refill=1)
+    engine = Engine(model, profile=profile, rules=rules, max_batch=SLOTS, kernels=True)
+    graphs = engine._graphs
+    assert graphs is not None
+    engine.scheduler._new_backend = lambda rejection: cuda_backend(graphs, overlaps=True)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    requests = [engine.build_request(text, **options) for text in texts]
+    engine.scheduler.waiting.extend(of for request in requests for of in request.sequences)
+    while engine.scheduler.step():
+        pass
+    for request, name in zip(requests, domains, strict=True):
+        (sequence,) = request.sequences
+        assert sequence.tokens == plain_tokens(sequence) and sequence.drafted
+        assert request.drafter is not None and request.policy is not None and request.drafter.routed is None
+        found = engine.drafters.candidates(name, domains[name], request.policy)
+        assert request.drafter.candidates is found, "not its own domain"
+        assert sequence.skill.expected != Skill().expected, "its prompt was not scored"
 
 
 # Times

@@ -264,6 +264,15 @@ def test_routed_and_governed_requests_get_the_tokens_of_plain_decoding(
     drafted = engine.generate(ids, rules=rules, **options)
     assert torch.equal(drafted.sequences, plain.sequences)
     assert any(stats.drafted for stats in drafted.stats)
+    prompt = ids[0].tolist()
+    request = engine.build_request(prompt, max_new_tokens=60, rules=rules, **settings)
+    engine.scheduler.submit(request)
+    engine.scheduler.wait(request)
+    embeddings = engine.scheduler.call(lambda: engine.drafters.prompt_embeddings([prompt]))
+    assert engine.profile is not None and request.drafter is not None and request.policy is not None
+    domain = engine.profile.route(embeddings)
+    found = engine.drafters.candidates(domain, engine.profile.choice(domain), request.policy)
+    assert request.drafter.candidates is found, "the domain was not found behind the first steps"
 
 
 def test_tokens_are_nearly_always_those_of_pytorch(small: Decoder) -> None:

@@ -244,6 +244,8 @@ class CudaBackend:
 
     def note_other_work(self) -> None:
         self._times.note_other_work()
+        if self._open is not None:
+            self._open.step.is_typical = False  # the work runs between its parts
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return self._prompt_scores.read()
