@@ -106,7 +106,7 @@ class Batch:
         rows = self.rows_of(order)
         positions = noise.positions[rows]
         tokens = processing.tokens.view(-1, len(noise.seeds))[:, at].flatten()
-        named = ("repetition", "presence", "frequency", "bias", "counts", "min_length", "stops")
+        named = ("repetition", "presence", "frequency", "bias", "counts", "min_length", "stops", "paths")
         return Batch(
             self.x[rows],
             Noise(noise.seeds[at], noise.sample_indices[at], positions, noise.temperature[at]),
