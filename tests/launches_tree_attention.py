@@ -47,7 +47,7 @@ def launch(
         empty(512, 64, kv_heads, dim),
         empty(batch, 512, dtype=torch.int32),
         empty(batch, dtype=torch.int32),
-        empty(rows, 8, dtype=torch.int32),
+        empty(batch, rows, 8, dtype=torch.int32),
         empty(rows, dtype=torch.int32),
         empty(batch * rows, heads * dim),
         empty(workspace_size(batch, rows, heads, dim, ranges), dtype=torch.float32),
