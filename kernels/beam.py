@@ -1,22 +1,22 @@
 """Beams: chooses the nodes of one depth of every sequence's draft tree among all children of the depth above.
 
-Not a kernel of its own: `choose_node` is inlined in `embed_rope`, whose program of the i-th node of a depth finds the
-candidate with the i-th highest score and adds it to its sequence's tree. The score of a candidate is the sum of the log
-probabilities along its path; ties go to the parent that comes first, then to the better rank. `topk_tokens` finds the
-candidates. Trees are memory of a step, which later kernels read as they read those of plans without a beam.
+One program for the i-th node of the depth of one sequence finds the candidate with the i-th highest score and adds it
+to the sequence's tree. The score of a candidate is the sum of the log probabilities along its path; ties go to the
+parent that comes first, then to the better rank. `topk_tokens` finds the candidates. Trees are memory of a step, which
+other kernels read as they read those of plans without a beam.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from selfspec.kernels.accept import TreeTensors
 from selfspec.kernels.noise import pack_keys, to_int_scores, unpack_tokens
+from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.topk import next_best
-from selfspec.kernels.triton_compat import jit, tl, triton
+from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,6 @@ class BeamLevel:
     first_above: int  # the first of the P nodes
     trees: BeamTrees
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The kernel's argument `beam`."""
-        trees, tree, (rows, width) = self.trees, self.trees.tree, self.tokens.shape
-        return (
-            self.tokens, self.log_probs, trees.scores, tree.parents, tree.ancestors, tree.paths, trees.parent_rows,
-            trees.feature_rows, trees.first_feature_row, self.first_above, rows // len(trees.scores), width,
-            trees.scores.shape[1], tree.paths.shape[2],
-        )  # fmt: skip
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """The kernel's constexpr arguments: numbers of candidates and of nodes of a path, as powers of two."""
-        candidates = self.tokens.numel() // len(self.trees.scores)
-        sizes = {"CANDIDATES": candidates, "PATH": self.trees.tree.paths.shape[2]}
-        return {name: triton.next_power_of_2(size) for name, size in sizes.items()}
-
-    def check(self) -> None:
-        trees = self.trees
-        contiguous = (
-            self.tokens, self.log_probs, trees.scores, trees.tree.parents, trees.tree.ancestors, trees.tree.paths,
-        )  # fmt: skip
-        if not all(tensor.is_contiguous() for tensor in contiguous) or self.tokens.shape != self.log_probs.shape:
-            raise ValueError("candidates and trees of a beam must be contiguous, and each candidate have one score")
-
 
 def beam_reference(
     log_probs: torch.Tensor,  # [P, W] of the candidates of one sequence
@@ -76,39 +51,69 @@ def beam_reference(
     return index[:width] // log_probs.shape[1], index[:width] % log_probs.shape[1], best[:width]
 
 
-@jit
-def choose_node(beam, sequence, sequences, place, node, CANDIDATES: tl.constexpr, PATH: tl.constexpr):
-    """The token of one sequence's node, the `place`-th of its depth. Writes the node's parent, path, ancestors, score
-    and rows of its parent to the trees."""
-    (
-        tokens, log_probs, scores, parents, ancestors, paths, parent_rows, feature_rows, first_feature_row, first_above,
-        above, width, nodes, path_width,
-    ) = beam  # fmt: skip
+@jit(do_not_specialize=["first_feature_row", "first_above", "above", "first_node"])
+def _choose_nodes_kernel(
+    tokens, log_probs, tokens_out, scores, parents, ancestors, paths, parent_rows, feature_rows,
+    first_feature_row, first_above, above, first_node, sequences, width, nodes, path_width,
+    CANDIDATES: tl.constexpr, PATH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per row, node-major. Past a node's depth its path is 0."""
+    release(PDL)
+    wait(PDL)
+    row = tl.program_id(0)
+    sequence = row % sequences
+    place = row // sequences
+    node = first_node + place
+    trees = sequence * nodes
     candidate = tl.arange(0, CANDIDATES)
     exists = candidate < above * width
-    of_sequence = sequence * nodes
     at = (candidate // width * sequences + sequence) * width + candidate % width
-    score = tl.load(scores + of_sequence + first_above + candidate // width, mask=exists, other=0.0)
+    score = tl.load(scores + trees + first_above + candidate // width, mask=exists, other=0.0)
     score += tl.load(log_probs + at, mask=exists, other=0.0)
     score = tl.where(score == score, score, float("-inf"))
     keys = tl.where(exists, pack_keys(to_int_scores(score), candidate), -0x8000000000000000)
     key = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for _ in range(place + 1):
         key = next_best(keys, key)
-    chosen = tl.maximum(unpack_tokens(key), 0)
+    chosen = unpack_tokens(key)
     parent = first_above + chosen // width
-    tl.store(scores + of_sequence + node, tl.sum(tl.where(candidate == chosen, score, 0.0), 0))
-    tl.store(parents + of_sequence + node, parent)
-    above_bits = tl.load(ancestors + of_sequence + parent)
-    tl.store(ancestors + of_sequence + node, above_bits | (tl.full((), 1, tl.int64) << (node - 1).to(tl.int64)))
+    token = tl.load(tokens + (chosen // width * sequences + sequence) * width + chosen % width)
+    tl.store(tokens_out + row, token)
+    tl.store(scores + trees + node, tl.sum(tl.where(candidate == chosen, score, 0.0), 0))
+    tl.store(parents + trees + node, parent)
+    own_bit = tl.full((), 1, tl.int64) << (node - 1).to(tl.int64)
+    tl.store(ancestors + trees + node, tl.load(ancestors + trees + parent) | own_bit)
     step = tl.arange(0, PATH)
-    inherited = tl.load(paths + (of_sequence + parent) * path_width + step, mask=step < path_width, other=0)
-    depth = tl.sum((inherited > 0).to(tl.int32), 0) + 1  # past a node's depth its path is 0
-    tl.store(
-        paths + (of_sequence + node) * path_width + step, tl.where(step == depth, node, inherited),
-        mask=step < path_width,
+    path = tl.load(paths + (trees + parent) * path_width + step, mask=step < path_width, other=0)
+    depth = tl.sum((path > 0).to(tl.int32), 0) + 1
+    path = tl.where(step == depth, node, path)
+    tl.store(paths + (trees + node) * path_width + step, path, mask=step < path_width)
+    own_row, parent_row = node * sequences + sequence, parent * sequences + sequence
+    tl.store(parent_rows + own_row, parent_row.to(tl.int64))
+    tl.store(feature_rows + own_row, (first_feature_row + parent_row).to(tl.int64))
+
+
+def choose_nodes(
+    level: BeamLevel,
+    tokens_out: torch.Tensor,  # [M * B] int32, to fill: the tokens of the M nodes of this depth, node-major
+    first_node: int,  # the first of these nodes
+) -> None:
+    """Chooses the nodes of a depth and adds them to the trees."""
+    trees, tree, (rows, width) = level.trees, level.trees.tree, level.tokens.shape
+    sequences, nodes = trees.scores.shape
+    count, above = len(tokens_out) // sequences, rows // sequences
+    if not 0 < count <= above * width or len(tokens_out) % sequences or first_node + count > nodes:
+        raise ValueError(
+            f"{len(tokens_out)} rows are not nodes of {sequences} sequences with {above * width} candidates"
+        )
+    contiguous = (level.tokens, level.log_probs, tokens_out, trees.scores, tree.parents, tree.ancestors, tree.paths)
+    if not all(tensor.is_contiguous() for tensor in contiguous) or level.log_probs.shape != level.tokens.shape:
+        raise ValueError("candidates and trees of a beam must be contiguous, and each candidate have one score")
+    pdl = use_pdl(tokens_out)
+    _choose_nodes_kernel[(len(tokens_out),)](
+        level.tokens, level.log_probs, tokens_out, trees.scores, tree.parents, tree.ancestors, tree.paths,
+        trees.parent_rows, trees.feature_rows,
+        trees.first_feature_row, level.first_above, above, first_node, sequences, width, nodes, tree.paths.shape[2],
+        CANDIDATES=triton.next_power_of_2(above * width), PATH=triton.next_power_of_2(tree.paths.shape[2]),
+        PDL=pdl, num_warps=1 if above * width <= 128 else 4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    row = node * sequences + sequence
-    tl.store(parent_rows + row, (parent * sequences + sequence).to(tl.int64))
-    tl.store(feature_rows + row, (first_feature_row + parent * sequences + sequence).to(tl.int64))
-    return tl.load(tokens + (chosen // width * sequences + sequence) * width + chosen % width)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.beam import BeamLevel, choose_node
 from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.norm import NextNorm, columns_per_square, next_scale, next_tensors, shrink
 from selfspec.kernels.pdl import release, wait
@@ -83,7 +82,7 @@ _ROWS = ["pending", "ranked", "parents", "ranks", "depths", "tokens", "positions
 # would only compile more.
 @jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_ROWS)
 def _embed_rope_kernel(
-    pending, beam, ranked, tile_keys, int_scores, token_ids, parents, ranks, embedding, scale, lengths, page_table,
+    pending, ranked, tile_keys, int_scores, token_ids, parents, ranks, embedding, scale, lengths, page_table,
     depths, inv_freq, rope_scaling,
     tokens, positions, next_positions, slots, cos, sin, hidden_out,
     next_weight, squares, scaled, counts, sequences, first_node, page_table_stride, ranked_stride, tile_count,
@@ -92,13 +91,12 @@ def _embed_rope_kernel(
     HALF: tl.constexpr, HALF_P2: tl.constexpr, ROPES: tl.constexpr,
     NEXT_OFFSET: tl.constexpr, SHRINK: tl.constexpr,
     WIDTH: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, BY_ROW: tl.constexpr, BEGINS: tl.constexpr,
-    CANDIDATES: tl.constexpr, PATH: tl.constexpr,
     PAGE: tl.constexpr, STRIDE: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row.
 
-    BEGINS: the first launch of a pass. It releases the next launch only after all earlier work is done, so that the
-    pass's other kernels may read lengths, pages and committed tokens before they wait.
+    BEGINS: the first launch of a pass, or of a beam's depth. It releases the next launch only after all earlier work is
+    done, so that the other kernels may read lengths, pages, trees and committed tokens before they wait.
     """
     if BEGINS:
         wait(PDL)
@@ -111,8 +109,6 @@ def _embed_rope_kernel(
     place = row // sequences  # of the node among those of this launch
     if pending is not None:
         token = tl.load(pending + (row if BY_ROW else sequence)).to(tl.int32)
-    elif beam is not None:
-        token = choose_node(beam, sequence, sequences, place, first_node + place, CANDIDATES, PATH)
     else:
         parent = (tl.load(parents + place) * sequences + sequence).to(tl.int64)
         rank = tl.load(ranks + place)
@@ -175,15 +171,13 @@ def embed_rope(
     parents: torch.Tensor | None = None,  # [M] int32: index of each node's parent at its depth
     ranks: torch.Tensor | None = None,  # [M] int32: rank of each node's token among its parent's
     counts: torch.Tensor | None = None,  # [B] int32: nodes of each sequence that are stored; others get slot -1
-    beam: BeamLevel | None = None,  # in place of `ranked`: candidates; the chosen ones are added to the trees
+    begins: bool = False,  # as where `first_node` is 0: an earlier launch of this pass has changed the trees
 ) -> None:
     """Fills metadata, embeddings and what the first norm reads for M nodes of B sequences."""
     rows, hidden = hidden_out.shape
     sequences = lengths.shape[0]
-    if sum(source is None for source in (pending, ranked, beam)) != 2:
-        raise ValueError("tokens come from `pending` (the root, copied nodes), `ranked` or `beam` (other nodes)")
-    if beam is not None:
-        beam.check()
+    if (pending is None) == (ranked is None):
+        raise ValueError("tokens come either from `pending` (the root, copied nodes) or from `ranked` (other nodes)")
     if rows != sequences * depths.shape[0]:
         raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
     quantized = embedding if isinstance(embedding, QuantizedWeight) else None
@@ -201,7 +195,7 @@ def embed_rope(
     ranking_constants = {"WIDTH": 0, "NT": 0, "TILE": 0} if ranking is None else ranking.constants
     stored, stride = weight_arguments(embedding)
     _embed_rope_kernel[(rows,)](
-        pending, None if beam is None else beam.arguments, tokens, *tensors, parents, ranks, stored, scale, lengths,
+        pending, tokens, *tensors, parents, ranks, stored, scale, lengths,
         page_table, depths, inv_freq, rope_scaling,
         metadata.tokens, metadata.positions, metadata.next_positions, metadata.slots, metadata.cos, metadata.sin,
         hidden_out, *next_tensors(next_norm), counts, sequences, first_node, page_table.stride(0),
@@ -209,9 +203,8 @@ def embed_rope(
         HIDDEN=hidden, SQUARES=squares, SQUARES_P2=triton.next_power_of_2(squares), BLOCK=columns_per_square(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
-        **ranking_constants, **({"CANDIDATES": 0, "PATH": 0} if beam is None else beam.constants),
-        BY_ROW=pending is not None and len(pending) == rows,
-        BEGINS=first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
+        **ranking_constants, BY_ROW=pending is not None and len(pending) == rows,
+        BEGINS=begins or first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
         STRIDE=stride, FORMAT=None if quantized is None else format_of(quantized, hidden_out.dtype, 1),
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -3,7 +3,8 @@
 `wait` blocks until all earlier launches have ended and their writes are visible. `release` allows the next launch to
 start once every program of this one has called it. Before `wait` a kernel may read only what no kernel of the current
 pass writes: weights, the tree, and lengths and pages, which change only at the end of a step. The first launch of a
-pass (`embed_rope` with BEGINS) waits before it releases, so that this holds for all later ones.
+pass (`embed_rope` with BEGINS) waits before it releases, so that this holds for all later ones; so does that of each
+depth of a beam, after the launch that adds nodes to the trees.
 
 Where to call `release`: early, if the next kernel has much to read before it waits, or if the programs of both kernels
 fit on the GPU side by side and the next one can prefetch its weights. Otherwise late: programs that start beside

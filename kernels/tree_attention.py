@@ -97,7 +97,6 @@ def tree_attention(
     ranges: int,  # `ranges_for` the longest context of this launch; rows beyond it get NaN
     window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
-    fresh: bool = False,  # a kernel of this pass has written `paths`: they are read after that has ended
     # Change the speed, never the result; None: chosen by shape and device.
     row_tile: int | None = None,  # rows of a prefix program: 16 or 64
     separate: bool | None = None,  # prefix and nodes in two launches; prefix programs take whole bundles
@@ -138,7 +137,7 @@ def tree_attention(
             lengths, paths, *paths.stride()[:2], depths, batch, rows, sums, stats, counters, ranges,
             prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
             DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes, TICKETS=tickets and not separate,
-            FRESH=fresh, PDL=pdl,
+            PDL=pdl,
             **(_tiles(dim, keys.element_size()) | stages(prefix, nodes)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip

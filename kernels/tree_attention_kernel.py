@@ -350,19 +350,14 @@ def tree_attention_kernel(
     PACK: tl.constexpr,  # nodes of a node program
     TAIL_STAGES: tl.constexpr,
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
-    TICKETS: tl.constexpr,
-    FRESH: tl.constexpr,  # a kernel of this pass has written the paths
-    PDL: tl.constexpr,
+    TICKETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs below `prefix_programs` are prefix programs, the others node programs.
 
-    Lengths, page tables and trees do not change during a pass and are read before earlier launches have ended; FRESH
-    trees are not, and no later launch starts before they are complete. With SEPARATE the prefix launch sees to that.
+    Lengths, page tables and trees do not change during a pass and are read before earlier launches have ended.
     """
     SEPARATE: tl.constexpr = not (PREFIX and NODES)
     program = _ticket(counters) if TICKETS else tl.program_id(0)
-    if FRESH and not SEPARATE:
-        wait(PDL)
     if NODES:
         release(PDL)  # early: the output projection prefetches its weights meanwhile
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)

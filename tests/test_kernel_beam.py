@@ -8,25 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.backends.cuda.decoder import Tree
-from selfspec.kernels.beam import BeamLevel, beam_reference
-from selfspec.kernels.embed_rope import embed_rope
+from selfspec.kernels.beam import BeamLevel, beam_reference, choose_nodes
 from selfspec.kernels.topk import MAX_SCAN_WIDTH, topk_tokens
 from selfspec.speculation.plan import Plan
 from tests.strategies import SETTINGS
-from tests.test_kernel_embed_rope import empty_metadata, first_norm, poisoned
 from tests.test_kernel_topk import scored
 
 
 def grow(tree: Tree, level: range, candidates: BeamLevel) -> torch.Tensor:
     """Chooses the nodes of a level; returns their tokens [M, B]."""
-    sequences, rows = tree.sequences, len(level) * tree.sequences
-    metadata = empty_metadata(rows, 1, 4)
-    lengths, pages = torch.zeros(sequences, dtype=torch.int32), torch.zeros(sequences, 1, dtype=torch.int32)
-    embed_rope(
-        metadata, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(1000, 16), None, lengths, pages,
-        tree.depths[level.start : level.stop], torch.zeros(1, 4), torch.ones(1), level.start, beam=candidates,
-    )  # fmt: skip
-    return metadata.tokens.view(len(level), sequences)
+    tokens = torch.full((len(level) * tree.sequences,), -7, dtype=torch.int32)
+    choose_nodes(candidates, tokens, level.start)
+    return tokens.view(len(level), tree.sequences)
 
 
 @settings(SETTINGS, max_examples=25)
@@ -70,7 +63,7 @@ def test_log_probabilities_are_normalised_by_the_best_column_of_each_tile(width:
     values[1, 5:] = -torch.inf
     bits = (values + 0.0).view(torch.int32)
     scores = scored(bits ^ ((bits >> 31) & 0x7FFFFFFF), torch.arange(150), width)
-    tokens, log_probs = torch.empty(4, width, dtype=torch.int32), poisoned(4, width)
+    tokens, log_probs = torch.empty(4, width, dtype=torch.int32), torch.full((4, width), torch.nan)
     topk_tokens(scores, tokens, log_probs_out=log_probs)
     tiles = torch.nn.functional.pad(values, (0, 42), value=-torch.inf).view(4, 3, 64).amax(-1)
     expected = values.gather(1, tokens.long()) - tiles.logsumexp(-1, keepdim=True)

@@ -108,8 +108,7 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
                 stage.advance(1, domain.name)
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
-            # Without kernels wide trees do not pay: every row of a pass costs time.
-            beams = {of: trials.beam_shares(of) for of in TEMPERATURES} if engine.has_kernels and prompts else {}
+            beams = {of: trials.beam_shares(of) for of in TEMPERATURES} if settings.beams and prompts else {}
             domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain, "beams": beams})
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
     amounts = profile.trained | {"seconds": round(display.elapsed, 1)}

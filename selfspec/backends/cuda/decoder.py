@@ -135,7 +135,6 @@ class Nodes:
     metadata: RowMetadata  # of M * B rows: token, position, cache slot, rotation
     paths: torch.Tensor  # [B, M, depth + 1]: nodes from the root to each node, which it attends to
     depths: torch.Tensor  # [M]
-    fresh: bool = False  # a kernel of this pass writes `paths`
 
     @classmethod
     def chain(cls, model: Decoder, length: int, sequences: int) -> Nodes:
@@ -292,7 +291,7 @@ class FusedDecoder:
             nodes.paths, nodes.depths, attended,
             self.scratch.take("partials", max(size, 1), dtype=torch.float32),
             self.scratch.take("counters", max(counters, 1), dtype=torch.int32),
-            ranges=self.ranges, window=spec.window, scale=config.attention_scale, fresh=nodes.fresh,
+            ranges=self.ranges, window=spec.window, scale=config.attention_scale,
         )  # fmt: skip
 
     def _project_and_add(

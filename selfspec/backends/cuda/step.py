@@ -7,7 +7,6 @@ once and replays it. Where the host takes part, the parts before and after it ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, 
 from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.slots import Slots, StepOptions
 from selfspec.kernels.accept import COUNT, TOKENS, accept
-from selfspec.kernels.beam import BeamLevel
+from selfspec.kernels.beam import BeamLevel, choose_nodes
 from selfspec.kernels.copy_draft import copy_draft, tiles_of
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
@@ -231,11 +230,10 @@ class DeviceStep:
             copies, first = level.unranked.stop > 1, level.unranked.start * self.slots.count
             self._embed(level.unranked, pending=self._copy()[first:] if copies else self.slots.pending)
         if isinstance(ranked, BeamLevel):
-            self._embed(level.drafted, beam=ranked)
+            self._embed(level.drafted, pending=self._choose_nodes(level.drafted, ranked), begins=True)
         elif ranked is not None:
             self._embed(level.drafted, ranked=ranked, parents=level.parents, ranks=level.ranks)
         states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
-        nodes = replace(nodes, fresh=isinstance(ranked, BeamLevel))
         self.decoder.run(range(self._exit_layer), states, states, nodes)
         if self.exit is not None and level.width:
             self._read_exit(self.exit, level)
@@ -249,6 +247,12 @@ class DeviceStep:
             self.model.embedding.weight, self.model._embedding_scale, slots.lengths, slots.page_table, of.depths,
             decoder.inv_freq, decoder.rope_scaling, nodes.start, **tokens,
         )  # fmt: skip
+
+    def _choose_nodes(self, nodes: range, candidates: BeamLevel) -> torch.Tensor:
+        """Adds the nodes of one depth of a beam to the slots' trees; returns their tokens."""
+        tokens = self.decoder.scratch.take("beam tokens", len(nodes) * self.slots.count, dtype=torch.int32)
+        choose_nodes(candidates, tokens, nodes.start)
+        return tokens
 
     def _copy(self) -> torch.Tensor:
         """The slots' newest tokens and the tokens that followed their last occurrence, for roots and copied nodes; in
