@@ -139,14 +139,14 @@ def sweep(name: str, matmul: str, rows: int, bandwidth: float) -> list[dict[str,
     weights = [random_weight(n, k, name, "cuda") for _ in range(_LAUNCHES)]
     chosen = choose_weight_tile(matmul if matmul in ("qkv", "gate_up") else "linear", weights[0], rows)
     found = []
-    for splits, block_n, stages in product((4, 8), (16, 32, 64, 128), (3, 4, 6, 10)):
-        config = replace(chosen, warps=splits, block_n=block_n, stages=stages)
+    for splits, block_n, block_m in product((2, 4, 8), (16, 32, 64), (8, 16, 32)):
+        config = replace(chosen, warps=splits, block_n=block_n, block_m=block_m)
         try:
             seconds = seconds_per_launch(launches(rows, "cuda")[matmul], weights, config)
         except (ValueError, RuntimeError) as error:  # sums of squares over wider blocks, or too little shared memory
-            print(f"{matmul} {name}, {rows} rows, {splits} splits, {block_n} weight rows, {stages} stages: {error}")
+            print(f"{matmul} {name}, {rows} rows, {splits} splits, {block_n} weight rows, tiles of {block_m}: {error}")
             continue
-        tile = {"splits": splits, "block_n": block_n, "stages": stages, "is_chosen": config == chosen}
+        tile = {"splits": splits, "block_n": block_n, "block_m": block_m, "is_chosen": config == chosen}
         size = {"format": name, "matmul": matmul, "rows": rows, "us": seconds * 1e6}
         found.append(size | tile | {"share": weights[0].nbytes / seconds / bandwidth})
     return sorted(found, key=lambda tile: tile["us"])
@@ -209,10 +209,10 @@ def show_sweep(args: argparse.Namespace, gpu: str, bandwidth: float) -> int:
         for name, matmul, rows in product(names, matmuls, args.rows)
         for tile in sweep(name, matmul, rows, bandwidth)
     ]
-    headings = ("matmul", "rows", "splits", "weight rows", "stages", "us", "of bandwidth", "chosen")
+    headings = ("matmul", "rows", "splits", "weight rows", "rows of a tile", "us", "of bandwidth", "chosen")
     lines = [
         (
-            f"{of['matmul']} {of['format']}", of["rows"], of["splits"], of["block_n"], of["stages"],
+            f"{of['matmul']} {of['format']}", of["rows"], of["splits"], of["block_n"], of["block_m"],
             f"{of['us']:.1f}", f"{of['share']:.0%}", "yes" if of["is_chosen"] else None,
         )
         for of in tiles

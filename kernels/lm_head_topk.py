@@ -48,13 +48,7 @@ from selfspec.kernels.noise import (
 )
 from selfspec.kernels.norm import Norm, check_squares
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.quantized_format import format_of
-from selfspec.kernels.quantized_launch import (
-    Weight,
-    choose_weight_tile,
-    fit_stages,
-    weight_arguments,
-)
+from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, quantized_settings, weight_arguments
 from selfspec.kernels.quantized_tile import quantized_sums
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import TILE, Scores, num_tiles
@@ -132,7 +126,7 @@ def _lm_head_kernel(
     if FORMAT is not None:
         is_needed = None if count is None else tile * TILE < limit
         values = quantized_sums(
-            x, weight, row < R, safe_row * x_stride, source, weight_stride, is_needed, K, BM, TILE, FORMAT
+            x, weight, safe_row * x_stride, source, weight_stride, is_needed, K, BM, TILE, BK, FORMAT
         )
     else:
         inner = tl.arange(0, BK)
@@ -305,9 +299,8 @@ def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]
     """The tile's rows and columns per step, the weight's format, warps and stages."""
     if isinstance(weight, QuantizedWeight):
         config = choose_weight_tile("head", weight, x.shape[0])
-        bm, stages = fit_stages(x, weight, replace(config, block_m=bm or config.block_m), TILE)
-        kind = format_of(weight, x.dtype, config.warps)
-        return {"BM": bm, "BK": 0, "FORMAT": kind, "num_warps": config.warps, "num_stages": stages}
+        settings = quantized_settings(x, weight, replace(config, block_m=bm or config.block_m), TILE)
+        return {name: value for name, value in settings.items() if name != "BN"}
     bm, bk = bm or row_tile(x.shape[0]), BLOCK_K_BYTES // x.element_size()
     stage_bytes = (bm + TILE) * bk * x.element_size()
     warps, stages = (2, 4) if x.shape[1] <= 2048 and bm == 16 else (4, 5)  # short sums of few rows: bound by latency

@@ -1,13 +1,18 @@
 """The loop over K of a matmul with a quantized weight (see `quantized_weight`): a part of the matmuls and the LM head.
 
 The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
-scale in float32, so no weight is rounded. Where a group has a zero or a minimum of its own, their part of the sum is
-(scale * zero + minimum) times the sum of x over the group.
+scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, take part as (scale * zero + minimum)
+times the sum of x over the group.
 
-Each of `splits` warps sums over its own units of the K columns: in step i warp s takes unit i * splits + s. The sums of
-the warps are added as a balanced tree. A row's bits depend on the weight's shape and format and on `splits`, which
-depends on the weight's shape alone: each warp multiplies all of the tile with the same instruction (a dot of three
-dimensions is never a warp group's), so neither the number of rows nor the tile changes the order of a sum.
+A program's warps divide K among them, and may divide the weight rows of its tile: warp b of SPLITS * SIDE sums part
+b // SIDE of K for part b % SIDE of the rows. The sums over K are added as a balanced tree. A row's bits depend on the
+weight's shape and format and on `splits`, which depends on the weight's shape alone: each warp multiplies with the same
+instruction (a dot of three dimensions is never a warp group's), in the same order, whatever the tile is.
+
+No operand goes through shared memory, and no warp waits for another one before sums are added. Tensors have the axes
+(lane % 4, lane // 4, warp, rows / 8, ...): the compiler gives the first two axes to the threads of a warp and the third
+one to the warps (see `load_lanes`). So a thread loads just the numbers that the tensor cores take from it, two steps
+before they do. Another choice of the compiler would change the speed alone.
 """
 
 from __future__ import annotations
@@ -15,136 +20,140 @@ from __future__ import annotations
 from selfspec.kernels.gemm_common import load_squares, matmul_tile, rms_factor_of_squares
 from selfspec.kernels.noise import mul_rounded
 from selfspec.kernels.pdl import prefetch_weight
-from selfspec.kernels.triton_compat import jit, tl
+from selfspec.kernels.quantized_operand import (
+    add_scaled,
+    bits_of,
+    by_lane,
+    fp8_value,
+    load_all_scales,
+    load_lanes,
+    load_of_groups,
+    number_pairs,
+    one_pairs,
+    operand,
+    x_operand,
+)
+from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 
 @jit
-def fp8_value(byte):
-    """The float32 number of e4m3 bytes given as integers."""
-    size = (byte & 127).to(tl.int32)
-    value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    return tl.where(byte > 127, -value, value)
-
-
-@jit
-def _run(PTX: tl.constexpr, bytes_, dtype: tl.constexpr):
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4)
+def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
+    """x of a quarter of a step."""
+    _, _, x_at, first, lane_column = place
+    column = step * FORMAT.step + QUARTER * FORMAT.half
+    PER_ELEMENT: tl.constexpr = 2 if x_at.dtype.element_ty == tl.int32 else 1
+    COUNT: tl.constexpr = 8 // PER_ELEMENT
+    SIZE: tl.constexpr = x_at.dtype.element_ty.primitive_bitwidth // 8
+    if RAGGED:
+        return load_lanes(x_at + column // PER_ELEMENT, first + lane_column + column < K, COUNT, SIZE)
     else:
-        return tl.inline_asm_elementwise(PTX, "=r,=r,r", [bytes_], dtype=tl.float16, is_pure=True, pack=4)
+        return load_lanes(x_at + column // PER_ELEMENT, None, COUNT, SIZE)
 
 
 @jit
-def _ones(bytes_, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """As many ones as bytes. They are made from the bytes, so that the compiler gives x the same layout in both of its
-    dots, which it needs to pipeline the loads of x."""
-    PTX: tl.constexpr = FORMAT.ones
-    if PTX is not None:
-        return _run(PTX, bytes_, DTYPE)
+def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
+    """The words of two units, or (8 bits) of the halves of two units, that begin at a column."""
+    has_first = None
+    has_second = None
+    if RAGGED:
+        has_first = column < K
+        has_second = column + 2 * FORMAT.half < K
+    if FORMAT.kind == "int4":
+        return load_lanes(at, has_first, 2, 4), load_lanes(at + WORDS, has_second, 2, 4)
     else:
-        return tl.full(bytes_.shape, 1.0, DTYPE)
+        return (
+            load_lanes(at, has_first, 2, 4), load_lanes(at + WORDS, has_first, 2, 4),
+            load_lanes(at + 2 * WORDS, has_second, 2, 4), load_lanes(at + 3 * WORDS, has_second, 2, 4),
+        )  # fmt: skip
 
 
 @jit
-def _convert(bytes_, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of the low or high 4 bits of bytes, or of whole bytes, in DTYPE."""
-    PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
-    if PTX is not None:
-        return _run(PTX, bytes_, DTYPE)
-    elif FORMAT.kind == "int4":
-        number = bytes_ >> 4 if HIGH else bytes_ & 15
-        return (number.to(tl.int32) + (FORMAT.bias - FORMAT.zero)).to(DTYPE)
-    elif FORMAT.kind == "fp8":
-        return fp8_value(bytes_).to(DTYPE)
+def _load_step(
+    place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """The words of a step's 4 halves of units (4 bits: of its 2 units), its scales, and x if AHEAD."""
+    weight_at, rows, _, first, _ = place
+    WORDS: tl.constexpr = FORMAT.tile_rows * FORMAT.half // 4  # of 16 rows of a unit, or (8 bits) of half of it
+    PARTS: tl.constexpr = 2 if FORMAT.kind == "int4" else 4
+    at = weight_at + step * (PARTS * WORDS)
+    words = _load_words(at, first + step * FORMAT.step, WORDS, K, RAGGED, FORMAT)
+    if FORMAT.by_row and not FORMAT.has_zeros:
+        scales = (words[0], words[0], words[0], words[0], words[0])
     else:
-        return bytes_.to(tl.float32).to(DTYPE)
-
-
-@jit
-def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
-    """Values that COLUMNS columns of a row share, at some columns and rows; 0 where `source` is None."""
-    if source is None:
-        return tl.zeros(inside.shape, tl.int8)
+        scales = load_all_scales(weight, first + step * FORMAT.step, rows, K, RAGGED, FORMAT)
+    if AHEAD:
+        x = (
+            _load_x(place, step, 0, K, RAGGED, FORMAT), _load_x(place, step, 1, K, RAGGED, FORMAT),
+            _load_x(place, step, 2, K, RAGGED, FORMAT), _load_x(place, step, 3, K, RAGGED, FORMAT),
+        )  # fmt: skip
     else:
-        return tl.load(source + (column // COLUMNS).to(tl.int64) * FORMAT.rows + rows, mask=inside, other=0)
+        x = (words[0], words[0], words[0], words[0])
+    return words, scales, x
 
 
 @jit
-def _load_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
-    """Scales, zeros and minimums of groups as stored, without the super scales and super minimums."""
-    GROUP: tl.constexpr = FORMAT.group
-    return (
-        load_of_groups(weight[1], column, rows, inside, GROUP, FORMAT),
-        load_of_groups(weight[3], column, rows, inside, GROUP, FORMAT),
-        load_of_groups(weight[4], column, rows, inside, GROUP, FORMAT),
-    )
-
-
-@jit
-def _load_unit_scales(weight, column, rows, inside, FORMAT: tl.constexpr):
-    """`_load_scales` of the columns 0, 16, 32 and 48 of units, as far as these can differ, and the super scales and
-    super minimums; column: the first one of each unit."""
-    scales = _load_scales(weight, column, rows, inside, FORMAT)
-    scales_16 = scales
-    scales_32 = scales
-    scales_48 = scales
-    if FORMAT.parts >= 2:
-        scales_32 = _load_scales(weight, column + 32, rows, inside, FORMAT)
-    if FORMAT.parts == 4:
-        scales_16 = _load_scales(weight, column + 16, rows, inside, FORMAT)
-        scales_48 = _load_scales(weight, column + 48, rows, inside, FORMAT)
-    SUPER: tl.constexpr = FORMAT.super_columns
-    super_scales = (
-        load_of_groups(weight[2], column, rows, inside, SUPER, FORMAT),
-        load_of_groups(weight[5], column, rows, inside, SUPER, FORMAT),
-    )
-    return scales, scales_16, scales_32, scales_48, super_scales
-
-
-@jit
-def _scale_and_offset(scales, super_scales, weight, FORMAT: tl.constexpr):
-    """scale, and -(scale * (zero + bias) + minimum), in float32."""
-    scale = scales[0].to(tl.float32)
-    if weight[2] is not None:
-        scale = scale * super_scales[0].to(tl.float32)
-    minimum = scales[2].to(tl.float32)
-    if weight[5] is not None:
-        minimum = minimum * super_scales[1].to(tl.float32)
-    return scale, tl.fma(-scale, scales[1].to(tl.float32) + FORMAT.bias, -minimum)
-
-
-@jit
-def _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT: tl.constexpr):
-    """sums + scale * part + offset * x_sums; both multiply-adds are fused in every compilation."""
-    scale, offset = _scale_and_offset(scales, super_scales, weight, FORMAT)
-    sums = tl.fma(part, tl.broadcast_to(scale[:, :, None], part.shape), sums)
-    if FORMAT.has_offsets:
-        sums = tl.fma(x_sums, tl.broadcast_to(offset[:, :, None], part.shape), sums)
-    return sums
-
-
-@jit
-def _add_group(sums, q, x, ones, scales, super_scales, weight, FORMAT: tl.constexpr):
-    """Adds q @ x of columns that share a scale."""
-    part = tl.dot(q, x, input_precision="ieee")
-    x_sums = part
-    if FORMAT.has_offsets:
-        x_sums = tl.dot(ones, x, input_precision="ieee")
-    return _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT)
-
-
-@jit
-def _add_half(sums, q, x, ones, scales, second_scales, super_scales, weight, FORMAT: tl.constexpr):
-    """Adds q @ x of half a unit. Groups of an odd multiple of 16 columns divide it; the tensor cores take 32 columns of
-    bytes at a time, so each part is a product with the other part's x set to 0."""
-    if FORMAT.group % FORMAT.half == 0:
-        return _add_group(sums, q, x, ones, scales, super_scales, weight, FORMAT)
+def _zeros(scales, QUARTER: tl.constexpr, FORMAT: tl.constexpr):
+    """The zeros of a quarter of a step, if there are any. It may have two groups: one in the first, one in the last
+    lanes."""
+    PARTS: tl.constexpr = FORMAT.parts
+    if not FORMAT.has_zeros:
+        return scales[0]
+    elif PARTS == 8:
+        is_first = (tl.arange(0, 4) < 2)[:, None, None, None]
+        return tl.where(is_first, bits_of(scales[1], 2 * QUARTER, 8, 8), bits_of(scales[1], 2 * QUARTER + 1, 8, 8)) & 15
     else:
-        HALF: tl.constexpr = FORMAT.half
-        is_first = (tl.arange(0, HALF) < HALF // 2)[None, :, None]
-        sums = _add_group(sums, q, tl.where(is_first, x, 0.0).to(x.dtype), ones, scales, super_scales, weight, FORMAT)
-        second = tl.where(is_first, 0.0, x).to(x.dtype)
-        return _add_group(sums, q, second, ones, second_scales, super_scales, weight, FORMAT)
+        return bits_of(scales[1], QUARTER * PARTS // 4, PARTS, 8) & 15
+
+
+@jit
+def _add_step(
+    sums, x_sums, loaded, place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr,
+    FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Adds a step to the sums, and with one scale per row to the sums of x."""
+    words, scales, x = loaded
+    B: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
+    BM: tl.constexpr = sums.shape[2]
+    PARTS: tl.constexpr = FORMAT.parts
+    LANE: tl.constexpr = 4 if IS_TRITON_3_6 else 2  # neighbouring columns of a thread, see `_ordered`
+    none = tl.zeros((B, ROWS, BM), tl.float32)
+    part = none
+    part_x = none
+    for quarter in tl.static_range(4):
+        if FORMAT.kind == "int4":
+            pairs = number_pairs(words[quarter // 2], _zeros(scales, quarter, FORMAT), quarter % 2 == 1, FORMAT, DTYPE)
+        else:
+            pairs = number_pairs(words[quarter], None, False, FORMAT, DTYPE)
+        numbers = operand(pairs, B, ROWS)
+        ones = operand(one_pairs(words[0], FORMAT, DTYPE), B, ROWS)
+        if AHEAD:
+            x_part = x_operand(x[quarter], B, BM, DTYPE)
+        else:
+            x_part = x_operand(_load_x(place, step, quarter, K, RAGGED, FORMAT), B, BM, DTYPE)
+        if FORMAT.by_row:
+            sums = tl.dot(numbers, x_part, sums, input_precision="ieee")
+            if FORMAT.has_offsets:
+                x_sums = tl.dot(ones, x_part, x_sums, input_precision="ieee")
+        elif PARTS == 8:
+            # Two groups: each is a product with the other one's x set to 0.
+            is_first = (tl.arange(0, 32) // LANE % 4 < 2)[None, :, None]
+            for second in tl.static_range(2):
+                some = tl.where(is_first if second == 0 else ~is_first, x_part, 0.0).to(DTYPE)
+                part = tl.dot(numbers, some, none, input_precision="ieee")
+                part_x = part
+                if FORMAT.has_offsets:
+                    part_x = tl.dot(ones, some, none, input_precision="ieee")
+                sums = add_scaled(sums, part, part_x, scales, 2 * quarter + second, weight, FORMAT)
+        else:
+            part = tl.dot(numbers, x_part, part, input_precision="ieee")
+            if FORMAT.has_offsets:
+                part_x = tl.dot(ones, x_part, part_x, input_precision="ieee")
+            if (quarter + 1) % (4 // PARTS) == 0:
+                sums = add_scaled(sums, part, part_x, scales, quarter * PARTS // 4, weight, FORMAT)
+                part = none
+                part_x = none
+    return sums, x_sums
 
 
 @jit
@@ -157,109 +166,69 @@ def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
 
 
 @jit
-def row_offsets(weight_rows, weight_stride, FORMAT: tl.constexpr):
-    """Offsets of the first bytes of weight rows; weight_stride: bytes from 16 rows to the next 16."""
-    ROWS: tl.constexpr = FORMAT.tile_rows
-    HALF: tl.constexpr = FORMAT.half
-    return (weight_rows // ROWS).to(tl.int64) * weight_stride + (weight_rows % ROWS) * HALF
-
-
-@jit
-def _load_step(
-    x_at, weight_at, column, unit, real, start, at,
-    K: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+def _sum(
+    x, weight, x_rows, weight_rows, weight_stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The inputs of a step of the loop over K: both halves of x, and their weights' bytes (4 bits: the same bytes).
-    start, at: the step's first column, and its first byte in a row's tiles."""
-    HALF: tl.constexpr = FORMAT.half
-    if K % STEP == 0:
-        x_low = tl.load(x_at + start, mask=real[None, None, :], other=0.0)
-        x_high = tl.load(x_at + start + HALF, mask=real[None, None, :], other=0.0)
-        bytes_low = tl.load(weight_at + at)
-        bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE)
-    else:
-        x_low = tl.load(x_at + start, mask=real[None, None, :] & (column < K - start), other=0.0)
-        x_high = tl.load(x_at + start + HALF, mask=real[None, None, :] & (column < K - start - HALF), other=0.0)
-        exists = (unit < PADDED - start)[:, None, None]
-        bytes_low = tl.load(weight_at + at, mask=exists, other=0)
-        bytes_high = bytes_low if FORMAT.kind == "int4" else tl.load(weight_at + at + TILE, mask=exists, other=0)
-    return x_low, x_high, bytes_low, bytes_high
+    """`quantized_sums` without the addition of splits: [SPLITS * SIDE, BN / SIDE, BM]."""
+    STEP: tl.constexpr = FORMAT.step
+    SPLITS: tl.constexpr = FORMAT.splits
+    B: tl.constexpr = SPLITS * SIDE
+    STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # of a split
+    RAGGED: tl.constexpr = STEPS * SPLITS * STEP != K
+    WORDS: tl.constexpr = STEP // 8 if FORMAT.kind == "int4" else STEP // 4  # of a row's step
+    AHEAD: tl.constexpr = BM == 8  # x of more rows would take too many registers
+    dtype: tl.constexpr = x.dtype.element_ty
+    lane = tl.arange(0, 4)[:, None, None, None, None]
+    first = (tl.arange(0, B) // SIDE * (STEPS * STEP))[None, None, :, None, None]  # column
+    rows = by_lane(weight_rows.to(tl.int64), SPLITS, SIDE, BN)
+    words = rows // FORMAT.tile_rows * weight_stride + rows % FORMAT.tile_rows * (FORMAT.half // 4)
+    weight_at = weight[0] + (words + (first // STEP) * (FORMAT.tile_rows * WORDS) + lane * 2)
+    x_rows = by_lane(x_rows.to(tl.int64), 1, 1, BM)
+    if FORMAT.low is None:
+        x_at = x + (x_rows + first + lane * 8)
+    else:  # two numbers at a time, which the loop keeps in one register
+        x_at = x.to(tl.pointer_type(tl.int32), bitcast=True) + (x_rows // 2 + first // 2 + lane * 4)
+    place = (weight_at, rows, x_at, first, lane * 8)
+    sums = tl.zeros((B, BN // SIDE, BM), tl.float32)
+    x_sums = sums
+    even = _load_step(place, weight, 0, K, AHEAD, RAGGED, FORMAT)
+    odd = even
+    if STEPS > 1:
+        odd = _load_step(place, weight, 1, K, AHEAD, RAGGED, FORMAT)
+    for step in range(0, STEPS - 2, 2):
+        sums, x_sums = _add_step(sums, x_sums, even, place, weight, step, K, AHEAD, RAGGED, FORMAT, dtype)
+        even = _load_step(place, weight, step + 2, K, AHEAD, RAGGED, FORMAT)
+        sums, x_sums = _add_step(sums, x_sums, odd, place, weight, step + 1, K, AHEAD, RAGGED, FORMAT, dtype)
+        odd = _load_step(place, weight, tl.minimum(step + 3, STEPS - 1), K, AHEAD, RAGGED, FORMAT)
+    LAST: tl.constexpr = (STEPS - 1) // 2 * 2
+    sums, x_sums = _add_step(sums, x_sums, even, place, weight, LAST, K, AHEAD, RAGGED, FORMAT, dtype)
+    if STEPS % 2 == 0:
+        sums, x_sums = _add_step(sums, x_sums, odd, place, weight, STEPS - 1, K, AHEAD, RAGGED, FORMAT, dtype)
+    if FORMAT.by_row:
+        scales = load_all_scales(weight, first * 0, rows, K, False, FORMAT)
+        sums = add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, 0, weight, FORMAT)
+    return sums
 
 
 @jit
 def quantized_sums(
-    x, weight, real, x_rows, weight_rows, weight_stride, is_needed,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORMAT: tl.constexpr,
+    x, weight, x_rows, weight_rows, weight_stride, is_needed,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T of BM rows, given by their offsets, and BN weight rows, given by their indices: [BM, BN] float32.
 
-    weight: as of `weight_tensors`. Rows that are not `real` are not read. is_needed: where it is 0 the sums are 0, and
-    nothing but the first scales is read; None: always.
+    weight: as of `weight_tensors`. SIDE: warps that divide the weight rows. is_needed: where it is 0 the sums are 0,
+    and nothing is read; None: always.
     """
-    HALF: tl.constexpr = FORMAT.half
     SPLITS: tl.constexpr = FORMAT.splits
-    UNIT: tl.constexpr = 2 * HALF
-    STEP: tl.constexpr = SPLITS * UNIT  # columns of a step
-    PADDED: tl.constexpr = (K + UNIT - 1) // UNIT * UNIT
-    dtype: tl.constexpr = x.dtype.element_ty
-    unit = tl.arange(0, SPLITS) * UNIT  # first column of each split's unit in the first step
-    column = unit[:, None, None] + tl.arange(0, HALF)[None, :, None]  # [splits, HALF, 1]
-    x_at = x + x_rows[None, None, :] + column  # [splits, HALF, BM]
-    TILE: tl.constexpr = FORMAT.tile_rows * HALF  # bytes of a tile: half a unit (8 bits) or a whole one (4 bits)
-    UNIT_BYTES: tl.constexpr = TILE if FORMAT.kind == "int4" else 2 * TILE
-    byte = (tl.arange(0, SPLITS) * UNIT_BYTES)[:, None, None] + tl.arange(0, HALF)[None, None, :]
-    weight_at = weight[0] + row_offsets(weight_rows, weight_stride, FORMAT)[None, :, None] + byte
-    rows = weight_rows[None, :]
-    here = unit[:, None] + tl.zeros((SPLITS, BN), tl.int32)  # [splits, BN]: first column of the unit
-    scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(weight, here, rows, here < PADDED, FORMAT)
-    sums = tl.zeros((SPLITS, BN, BM), tl.float32)
-    x_sums = sums  # of one group; with one scale per row, of all of x
-    steps = (PADDED + STEP - 1) // STEP
-    if is_needed is not None:
-        steps = tl.where(is_needed, steps, 0)
-    for step in range(steps):
-        start = step * STEP
-        x_low, x_high, bytes_low, bytes_high = _load_step(
-            x_at, weight_at, column, unit, real, start, step * (SPLITS * UNIT_BYTES), K, PADDED, STEP, TILE, FORMAT
-        )
-        low, high = _convert(bytes_low, False, FORMAT, dtype), _convert(bytes_high, True, FORMAT, dtype)
-        ones = _ones(bytes_low, FORMAT, dtype)
-        if FORMAT.by_row:
-            sums = tl.dot(low, x_low, sums, input_precision="ieee")
-            sums = tl.dot(high, x_high, sums, input_precision="ieee")
-            if FORMAT.has_offsets:
-                x_sums = tl.dot(ones, x_low, x_sums, input_precision="ieee")
-                x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
-        else:
-            if FORMAT.parts == 1:
-                part = tl.dot(low, x_low, input_precision="ieee")
-                part = tl.dot(high, x_high, part, input_precision="ieee")
-                if FORMAT.has_offsets:
-                    x_sums = tl.dot(ones, x_low, input_precision="ieee")
-                    x_sums = tl.dot(ones, x_high, x_sums, input_precision="ieee")
-                sums = _add_scaled(sums, part, x_sums, scales, super_scales, weight, FORMAT)
-            else:
-                sums = _add_half(sums, low, x_low, ones, scales, scales_16, super_scales, weight, FORMAT)
-                sums = _add_half(sums, high, x_high, ones, scales_32, scales_48, super_scales, weight, FORMAT)
-            # Loaded one step ahead: the compiler does not pipeline loads that no dot reads.
-            here += STEP
-            scales, scales_16, scales_32, scales_48, super_scales = _load_unit_scales(
-                weight, here, rows, here < PADDED, FORMAT
-            )
-    if FORMAT.by_row:
-        sums = _add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, super_scales, weight, FORMAT)
-    return _add_splits(sums, SPLITS, BN, BM)
-
-
-@jit
-def _prefetch_of_groups(source, rows, COUNT: tl.constexpr, POWER: tl.constexpr, FORMAT: tl.constexpr):
-    """Prefetches COUNT groups' values of some rows into L2; POWER: the next power of two."""
-    if source is not None:
-        group = tl.minimum(tl.arange(0, POWER), COUNT - 1).to(tl.int64)
-        at = source + group[:, None] * FORMAT.rows + rows[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
+    if is_needed is None:
+        sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, SIDE, FORMAT)
+    else:
+        sums = tl.zeros((SPLITS * SIDE, BN // SIDE, BM), tl.float32)
+        if is_needed:
+            sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, SIDE, FORMAT)
+    return _add_splits(tl.reshape(sums, (SPLITS, BN, BM)), SPLITS, BN, BM)
 
 
 @jit
@@ -267,28 +236,14 @@ def prefetch_tile(
     weight, weight_rows, weight_offsets, weight_stride, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches the first COLUMNS columns of a tile's weight rows into L2 and all scales, zeros and minimums of a
-    quantized weight: the loop loads these one step ahead, which hides the latency of L2 but not that of memory."""
+    """Prefetches the first COLUMNS columns of a tile's weight rows into L2; of a quantized weight so many words."""
     if FORMAT is None:
         prefetch_weight(weight, weight_offsets, BN, COLUMNS, PDL)
     else:
-        # Neighbouring rows prefetch neighbouring parts of the first bytes of their tiles.
+        # Neighbouring rows prefetch neighbouring parts of the first words of their tiles.
         TILE_ROWS: tl.constexpr = FORMAT.tile_rows
         parts = (weight_rows // TILE_ROWS).to(tl.int64) * weight_stride + (weight_rows % TILE_ROWS) * COLUMNS
         prefetch_weight(weight[0], parts, BN, COLUMNS, PDL)
-        if FORMAT.ones is not None:
-            # Of each 16 rows one even and one odd one: rows are neighbours, or those of two ranges alternate.
-            pairs = tl.min(tl.reshape(weight_rows, (BN // 16, 8, 2)), axis=1)
-            rows = tl.reshape(pairs, (BN // 8,))
-            GROUPS: tl.constexpr = FORMAT.groups
-            GROUPS_POWER: tl.constexpr = FORMAT.groups_power
-            SUPERS: tl.constexpr = FORMAT.super_groups
-            SUPERS_POWER: tl.constexpr = FORMAT.super_groups_power
-            _prefetch_of_groups(weight[1], rows, GROUPS, GROUPS_POWER, FORMAT)
-            _prefetch_of_groups(weight[3], rows, GROUPS, GROUPS_POWER, FORMAT)
-            _prefetch_of_groups(weight[4], rows, GROUPS, GROUPS_POWER, FORMAT)
-            _prefetch_of_groups(weight[2], rows, SUPERS, SUPERS_POWER, FORMAT)
-            _prefetch_of_groups(weight[5], rows, SUPERS, SUPERS_POWER, FORMAT)
 
 
 @jit
@@ -297,7 +252,8 @@ def weight_tile(
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets."""
+    """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets. BK of a
+    quantized weight: warps that divide the weight rows."""
     if FORMAT is None:
         return matmul_tile(
             x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
@@ -306,7 +262,7 @@ def weight_tile(
     else:
         if squares is not None:
             entries = load_squares(squares, squares_rows, T, CHUNKS)
-        sums = quantized_sums(x, weight, real, x_rows, weight_rows, weight_stride, None, K, BM, BN, FORMAT)
+        sums = quantized_sums(x, weight, x_rows, weight_rows, weight_stride, None, K, BM, BN, BK, FORMAT)
         if squares is not None:
             sums *= rms_factor_of_squares(entries, K, EPS, SHRINK, BM)[:, None]
         return sums
@@ -317,25 +273,29 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
     """Some columns of one row of a weight in float32, rounded as `QuantizedWeight.dequantize` rounds them."""
     HALF: tl.constexpr = FORMAT.half
     GROUP: tl.constexpr = FORMAT.group
+    PARTS: tl.constexpr = FORMAT.parts
     SUPER: tl.constexpr = FORMAT.super_columns
     ROWS: tl.constexpr = FORMAT.tile_rows
     tile = column // (2 * HALF) if FORMAT.kind == "int4" else column // HALF
-    at = weight[0] + row_offsets(row, STRIDE, FORMAT) + tile * (ROWS * HALF) + column % HALF
-    byte = tl.load(at, mask=inside, other=0)
+    at = (row // ROWS).to(tl.int64) * STRIDE + (tile * ROWS + row % ROWS) * (HALF // 4) + column % HALF // 4
+    shift = column % 2 * 16 + column // 2 % 2 * 8
     if FORMAT.kind == "int4":
-        q = tl.where(column // HALF % 2 == 0, byte & 15, byte >> 4).to(tl.float32)
+        shift += column // HALF % 2 * 4
+    bits = tl.load(weight[0] + at, mask=inside, other=0) >> shift
+    if FORMAT.kind == "int4":
+        q = (bits & 15).to(tl.float32)
     elif FORMAT.kind == "fp8":
-        q = fp8_value(byte)
+        q = fp8_value(bits & 255)
     else:
-        q = byte.to(tl.float32)
-    scale = load_of_groups(weight[1], column, row, inside, GROUP, FORMAT).to(tl.float32)
+        q = (bits << 24 >> 24).to(tl.float32)
+    scale = load_of_groups(weight[1], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
     if weight[2] is not None:
-        scale *= load_of_groups(weight[2], column, row, inside, SUPER, FORMAT).to(tl.float32)
-    zero = load_of_groups(weight[3], column, row, inside, GROUP, FORMAT).to(tl.float32) + FORMAT.zero
+        scale *= load_of_groups(weight[2], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
+    zero = load_of_groups(weight[3], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32) + FORMAT.zero
     value = mul_rounded(q - zero, scale)
     if weight[4] is not None:
-        minimum = load_of_groups(weight[4], column, row, inside, GROUP, FORMAT).to(tl.float32)
+        minimum = load_of_groups(weight[4], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
         if weight[5] is not None:
-            minimum *= load_of_groups(weight[5], column, row, inside, SUPER, FORMAT).to(tl.float32)
+            minimum *= load_of_groups(weight[5], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
         value -= minimum
     return value

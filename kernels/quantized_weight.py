@@ -4,22 +4,25 @@ A weight [N, K] of small numbers q has a scale for each group of `group` columns
 
     w = scale * (q - zero) - minimum
 
-Columns are stored in units of 64. With 4 bits, byte j of a unit holds column j in its low and column 32 + j in its high
-4 bits, so that a block of bytes gives two blocks of neighbouring columns. The bytes of 16 rows of a unit are neighbours
-(8 bits: of each half of it), so that a warp reads whole cache lines. Scales, zeros and minimums are stored by group,
-then by row: the rows of a tile are neighbours.
+Columns are stored in units of 64. With 4 bits, a byte of a unit holds a column of its first half in the low and one of
+its second half in the high 4 bits. Of each 4 bytes the second and third change places: then one AND takes two
+neighbouring columns out of a word, as the two halves of a register that the tensor cores read. The bytes of 16 rows of
+a unit are neighbours (8 bits: of each half of it), so that a warp reads whole cache lines. Scales, zeros and minimums
+of a step of 128 columns of a row are neighbours, and so are those of the rows of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-HALF = 32  # columns of half a unit: the least that the tensor cores take of 8-bit operands
+HALF = 32  # columns of half a unit
+STEP = 128  # columns that a warp multiplies with one load of scales
 TILE_ROWS = 16  # rows whose bytes of a unit are neighbours
 SUPER_COLUMNS = 256  # columns that share a super_scale or super_minimum
 _KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
@@ -31,12 +34,12 @@ class QuantizedWeight:
     likewise `minimum`. Groups of padded columns have scale 0."""
 
     packed: torch.Tensor  # [N / 16, units, 1 (4 bits) or 2 halves, 16 rows, 32]: uint8 (4 bits), int8 or float8_e4m3fn
-    scale: torch.Tensor  # [groups of Kp, N]; Kp: K padded to whole units
+    scale: torch.Tensor  # [steps, N, scales of a step]; groups larger than a step: [groups, N, 1]
     columns: int  # K
-    group: int  # columns that share a scale; K: one scale per row
-    zero: torch.Tensor | int = 0  # one for all weights, or [groups of Kp, N] uint8 (4 bits) or int8
+    group: int  # columns that share a scale: 16, 32, 64, a multiple of 128, or K: one scale per row
+    zero: torch.Tensor | int = 0  # one for all weights, or shaped like scale, uint8 (4 bits) or int8
     super_scale: torch.Tensor | None = None  # [K / 256, N] float16
-    minimum: torch.Tensor | None = None  # [groups of Kp, N]
+    minimum: torch.Tensor | None = None  # shaped like scale
     super_minimum: torch.Tensor | None = None  # [K / 256, N] float16
 
     @classmethod
@@ -56,10 +59,13 @@ class QuantizedWeight:
         n, k = q.shape
         _check(q, bits, scale, group, zero)
         padding = -k % (2 * HALF)
-        groups = -(-(k + padding) // group)
+        # A step has equal groups: one of 48 columns becomes three of 16.
+        equal = group if group == k or group % STEP == 0 else gcd(group, STEP)
+        parts = max(1, STEP // equal) if equal != k else 1
 
         def by_group(tensor: torch.Tensor) -> torch.Tensor:
-            return F.pad(tensor, (0, groups - tensor.shape[1])).T.contiguous()
+            tensor = tensor.repeat_interleave(group // equal, 1) if group != equal else tensor
+            return F.pad(tensor, (0, -tensor.shape[1] % parts)).unflatten(1, (-1, parts)).transpose(0, 1).contiguous()
 
         if isinstance(zero, int) and zero and bits == 8:
             zero = torch.full((n, k // group), zero, dtype=torch.int8, device=q.device)
@@ -67,10 +73,10 @@ class QuantizedWeight:
         halves = F.pad(q.view(torch.uint8), (0, padding)).unflatten(1, (-1, 2, HALF))
         row_bytes = halves[:, :, :1] | halves[:, :, 1:] << 4 if bits == 4 else halves
         return cls(
-            _tiled(row_bytes).view(q.dtype),
+            _tiled(_exchanged(row_bytes)).view(q.dtype),
             by_group(scale),
             k,
-            group,
+            equal,
             by_group(zero) if isinstance(zero, torch.Tensor) else zero,
             None if super_scale is None else super_scale.T.contiguous(),
             None if minimum is None else by_group(minimum),
@@ -97,8 +103,8 @@ class QuantizedWeight:
 
     @property
     def parts(self) -> int:
-        """Scales of a unit: for all of it, for each half, or for each 16 columns."""
-        return 1 if self.is_by_row or self.group % (2 * HALF) == 0 else 2 if self.group % HALF == 0 else 4
+        """Scales of a step."""
+        return self.scale.shape[2]
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +124,7 @@ class QuantizedWeight:
         return self._map(lambda name, tensor: packed if name == "packed" else tensor[:, index].contiguous())
 
     def row_bytes(self, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-        """The stored bytes of rows, row by row: uint8 [rows, units, halves, 32]."""
+        """The stored bytes of rows, as they are stored, row by row: uint8 [rows, units, halves, 32]."""
         packed, tiles = self.packed.view(torch.uint8), self._whole_tiles(index)
         if tiles is not None and isinstance(index, slice):
             start, stop, _ = index.indices(self.shape[0])
@@ -141,15 +147,21 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32: [N, K]."""
-        q = self.row_bytes()
+        q = _exchanged(self.row_bytes())
         q = torch.cat((q & 15, q >> 4), 2).flatten(1) if self.bits == 4 else q.flatten(1).view(self.packed.dtype)
-        groups = self.columns // self.group
-        weight = q[:, : self.columns].float().unflatten(1, (groups, self.group))
-        zero = self.zero[:groups].float().T[..., None] if isinstance(self.zero, torch.Tensor) else self.zero
-        weight = (weight - zero) * _multiply_out(self.scale[:groups], self.super_scale).T[..., None]
+        weight = q[:, : self.columns].float().unflatten(1, (-1, self.group))
+        zero = self._by_row(self.zero) if isinstance(self.zero, torch.Tensor) else self.zero
+        weight = (weight - zero) * self._by_row(self.scale, self.super_scale)
         if self.minimum is not None:
-            weight -= _multiply_out(self.minimum[:groups], self.super_minimum).T[..., None]
+            weight -= self._by_row(self.minimum, self.super_minimum)
         return weight.flatten(1)
+
+    def _by_row(self, fine: torch.Tensor, coarse: torch.Tensor | None = None) -> torch.Tensor:
+        """The zero, scale or minimum of each group in float32, exactly: [N, groups, 1]."""
+        values = fine.transpose(0, 1).flatten(1)[:, : self.columns // self.group].float()
+        if coarse is not None:
+            values *= coarse.T.float().repeat_interleave(values.shape[1] // len(coarse), 1)
+        return values[..., None]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -165,11 +177,9 @@ def _tiled(row_bytes: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(0, (-1, TILE_ROWS)).permute(0, 2, 3, 1, 4).contiguous()
 
 
-def _multiply_out(fine: torch.Tensor, coarse: torch.Tensor | None) -> torch.Tensor:
-    """The scale, or minimum, of each group in float32, exactly: [groups, N]."""
-    if coarse is None:
-        return fine.float()
-    return fine.float() * coarse.float().repeat_interleave(fine.shape[0] // coarse.shape[0], 0)
+def _exchanged(row_bytes: torch.Tensor) -> torch.Tensor:
+    """The second and third of each 4 bytes exchanged."""
+    return row_bytes.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
 
 
 def _check(q: torch.Tensor, bits: int, scale: torch.Tensor, group: int, zero: torch.Tensor | int) -> None:

@@ -56,6 +56,10 @@ except ImportError:  # no Triton on this platform: kernels can be imported, not 
         return function if function is not None else jit
 
 
+# What the compiler of this Triton chooses where the kernels leave it the choice: see `quantized_tile`.
+IS_TRITON_3_6: Any = tl.constexpr(triton.__version__.startswith("3.6.")) if triton is not None else False
+
+
 def use_pdl(tensor: torch.Tensor) -> bool:
     """Whether the tensor's device has programmatic dependent launch (sm_90 and newer; see `pdl`)."""
     return tensor.is_cuda and not INTERPRETED and torch.cuda.get_device_capability(tensor.device)[0] >= 9

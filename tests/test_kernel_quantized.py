@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows_and_any_tile(
     for count in (1, 2, 7, 8, 9, 16, 17, 33):
         assert torch.equal(run(x[-count:], None), together[-count:]), count
     for block_m, block_n in ((8, 64), (16, 32), (32, 16), (64, 32)):
-        config = TileConfig(block_n, 0, 3, splits, block_m)
+        config = TileConfig(block_n, 0, 1, splits, block_m)
         assert torch.equal(run(x, config), together), (block_m, block_n)
 
 
@@ -176,7 +176,8 @@ def test_the_order_of_sums_depends_on_the_weight_alone() -> None:
             x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
             config = choose_weight_tile(kind, weight, rows)
             launch = weight_settings(x, weight, None, config, 128 if kind == "qkv_norm" else None)
-            assert launch["FORMAT"].splits == launch["num_warps"] and launch["num_stages"] >= 2
+            assert launch["FORMAT"].splits * launch["BK"] == launch["num_warps"] <= 16
+            assert launch["BN"] % (16 * launch["BK"]) == 0
             found.add(launch["FORMAT"])
         assert len(found) == 1, kind
 

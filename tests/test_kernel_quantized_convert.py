@@ -1,4 +1,4 @@
-"""The PTX that converts bytes of quantized weights, executed on the CPU for every byte."""
+"""The PTX that converts words of quantized weights, executed on the CPU for every byte."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import partial
 import pytest
 import torch
 
-from selfspec.kernels.quantized_convert import conversions, ones
+from selfspec.kernels.quantized_convert import conversions, minus_base, ones
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 BYTES = torch.arange(256, dtype=torch.uint8)
 
 
-def prmt(a: int, b: int, selector: int) -> int:
-    """Takes 4 of the 8 bytes of a (0..3) and b (4..7)."""
-    source = (b << 32 | a).to_bytes(8, "little")
-    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little")
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    """Bit by bit the value of the truth table, whose index has the bits of a, b and c."""
+    bits = (table >> (a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1) & 1 for i in range(32))
+    return sum(bit << i for i, bit in enumerate(bits))
 
 
 def multiply_add(dtype: torch.dtype, a: int, b: int, c: int) -> int:
@@ -32,34 +32,35 @@ INSTRUCTIONS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
-    "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
     "shr.b32": lambda a, b: a >> b,
-    "prmt.b32": prmt,
+    "lop3.b32": lop3,
     "fma.rn.bf16x2": partial(multiply_add, BFLOAT16),
     "fma.rn.f16x2": partial(multiply_add, FLOAT16),
 }
 
 
-def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the text gives for bytes, 4 at a time."""
+def execute(ptx: str, values: torch.Tensor, dtype: torch.dtype, less: int = 0) -> torch.Tensor:
+    """What the text gives for bytes, 8 at a time; the second and third of 4 numbers stand for the third and second
+    byte. less: the third register."""
     found = []
-    for word in values.view(torch.int32).tolist():
-        registers = {"$2": word & 0xFFFFFFFF}
+    for first, second in values.view(torch.int32).view(-1, 2).tolist():
+        registers = {"$4": first & 0xFFFFFFFF, "$5": second & 0xFFFFFFFF, "$6": less & 0xFFFFFFFF}
         for operation, operands in re.findall(r"([a-z][\w.]+)\s+([^;]+);", re.sub(r"\.reg[^;]*;|[{}]", "", ptx)):
             target, *sources = (name.strip() for name in operands.split(","))
             arguments = [registers[name] if name in registers else int(name, 0) for name in sources]
             registers[target] = INSTRUCTIONS[operation](*arguments)
-        found += [half for name in ("$0", "$1") for half in (registers[name] & 0xFFFF, registers[name] >> 16)]
-    return torch.tensor(found).to(torch.uint16).view(dtype)
+        found += [half for i in range(4) for half in (registers[f"${i}"] & 0xFFFF, registers[f"${i}"] >> 16)]
+    return torch.tensor(found).to(torch.uint16).view(dtype).view(-1, 2, 2).transpose(1, 2).flatten()
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_every_byte_becomes_its_exact_number(dtype: torch.dtype) -> None:
-    for zero in (-16, 0, 7, 8, 15):
-        low, high = conversions("int4", dtype, zero) or ("", "")
-        assert torch.equal(execute(low, BYTES, dtype).double(), (BYTES & 15).double() - zero)
-        assert torch.equal(execute(high, BYTES, dtype).double(), (BYTES >> 4).double() - zero)
+    for zero in (0, 7, 8, 15):
+        for given, less in ((zero, 0), (None, zero * 0x10001 + minus_base(dtype))):
+            low, high = conversions("int4", dtype, given) or ("", "")
+            assert torch.equal(execute(low, BYTES, dtype, less).double(), (BYTES & 15).double() - zero)
+            assert torch.equal(execute(high, BYTES, dtype, less).double(), (BYTES >> 4).double() - zero)
     for ptx in conversions("int8", dtype, 0) or ():
         assert torch.equal(execute(ptx, BYTES, dtype).double(), BYTES.view(torch.int8).double())
     numbers = BYTES.view(torch.float8_e4m3fn).double()

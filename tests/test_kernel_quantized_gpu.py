@@ -66,15 +66,15 @@ def test_results_are_accurate_and_rows_have_the_same_bits_among_any_others(name:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_neither_height_width_nor_stages_of_a_tile_change_a_bit(name: str) -> None:
+def test_neither_height_nor_width_of_a_tile_changes_a_bit(name: str) -> None:
     """Nor the number of rows the float32 sums that the head writes."""
     n, k = 4096, HIDDEN
     weight, x = weight_of(n, k, name), torch.randn(64, k, device="cuda").to(torch.bfloat16)
     config = choose_weight_tile("linear", weight, 1)
     results = []
-    for block_m, block_n, stages in ((8, 32, 4), (8, 64, 2), (16, 32, 3), (32, 32, 3), (64, 16, 2), (16, 64, 5)):
+    for block_m, block_n in ((8, 16), (8, 32), (8, 64), (16, 32), (32, 32), (32, 16), (16, 64)):
         out = torch.empty(64, n, device="cuda", dtype=torch.bfloat16)
-        linear(x, weight, out, config=replace(config, block_m=block_m, block_n=block_n, stages=stages))
+        linear(x, weight, out, config=replace(config, block_m=block_m, block_n=block_n))
         results.append(out)
     assert all(torch.equal(results[0], other) for other in results[1:])
     logits = torch.empty(64, n, device="cuda")

@@ -111,7 +111,8 @@ def test_a_folder_has_the_weights_and_tokens_of_the_expanded_model(name: str, tm
     packed = engine.memory()["weights"] - others
     elements = sum(weight.numel() for weight in folder.weights.values())
     bits = 4 if "4 bit" in name or "awq" in name else 8
-    assert bits <= 8 * packed / elements <= bits + 2.1  # scales of float32 for groups of 32, and zero points
+    # Scales of float32 for groups of 32, and zero points, of whole steps of 128 columns; some rows have 64.
+    assert bits <= 8 * packed / elements <= bits + 2.6
 
 
 def test_an_engine_loads_a_folder_by_its_config(tmp_path: Path) -> None:

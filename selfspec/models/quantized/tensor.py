@@ -197,7 +197,7 @@ def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
         stop = start + part.shape[0]
         if not start:
             fields["packed"] = packed.new_zeros(-(-rows // TILE_ROWS), *packed.shape[1:])
-            fields |= {name: tensor.new_empty(len(tensor), rows) for name, tensor in tensors.items()}
+            fields |= {name: tensor.new_empty(len(tensor), rows, *tensor.shape[2:]) for name, tensor in tensors.items()}
         part.write_rows(fields["packed"], start)
         for name, tensor in tensors.items():
             fields[name][:, start:stop].copy_(tensor)

@@ -1,0 +1,282 @@
+"""Operands of a matmul with a quantized weight: loads, conversion to the tensor cores' operands, and scales. See
+`quantized_tile`.
+"""
+
+from __future__ import annotations
+
+from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
+
+
+@jit
+def fp8_value(byte):
+    """The float32 number of e4m3 bytes given as integers."""
+    size = (byte & 127).to(tl.int32)
+    value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return tl.where(byte > 127, -value, value)
+
+
+# Operands of the tensor cores. Words of 32 bits become pairs of neighbouring columns: where two words were on the last
+# axis, there are the two columns of a pair. `numbers` and `x` of 32 columns are 4 pairs of each thread.
+
+
+@jit
+def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
+    """4 tensors of pairs for words (and the zeros to subtract)."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            PTX, CONSTRAINTS, words, dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@jit
+def _number(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr):
+    """Number at a bit of words, in float32."""
+    if FORMAT.kind == "int4":
+        return (word >> SHIFT & 15).to(tl.float32) - zeros
+    elif FORMAT.kind == "fp8":
+        return fp8_value(word >> SHIFT & 255)
+    else:
+        return ((word << (24 - SHIFT)) >> 24).to(tl.float32)
+
+
+@jit
+def _pair(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    first, second = _number(word, SHIFT, zeros, FORMAT), _number(word, SHIFT + 16, zeros, FORMAT)
+    return tl.join(first, second).to(DTYPE)
+
+
+@jit
+def number_pairs(words, zeros, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """The pairs of words [..., 2]: (first word, second word) x (first pair, second pair). HIGH: the high 4 bits."""
+    PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
+    if PTX is None:
+        SHIFT: tl.constexpr = 4 if HIGH and FORMAT.kind == "int4" else 0
+        first, second = tl.split(words)
+        if FORMAT.has_zeros:
+            less, _ = tl.split(tl.broadcast_to(zeros.to(tl.float32)[:, :, :, :, None], words.shape))
+        else:
+            less = FORMAT.zero
+        return (
+            _pair(first, SHIFT, less, FORMAT, DTYPE), _pair(first, SHIFT + 8, less, FORMAT, DTYPE),
+            _pair(second, SHIFT, less, FORMAT, DTYPE), _pair(second, SHIFT + 8, less, FORMAT, DTYPE),
+        )  # fmt: skip
+    elif FORMAT.has_zeros:
+        less = zeros * 0x10001 + FORMAT.minus_base
+        return _run(PTX, "=r,=r,=r,=r,r,r,r,r", [words, tl.broadcast_to(less[:, :, :, :, None], words.shape)], DTYPE)
+    else:
+        return _run(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
+
+
+@jit
+def one_pairs(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Pairs of ones. They are made from the words, so that the compiler gives x the same layout in both of its dots."""
+    PTX: tl.constexpr = FORMAT.ones
+    if PTX is None:
+        one = tl.full(words.shape, 1.0, DTYPE)
+        return one, one, one, one
+    else:
+        return _run(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
+
+
+@jit
+def operand(pairs, B: tl.constexpr, ROWS: tl.constexpr):
+    """Pairs [4, 8, B, ROWS / 8, 2] to [B, ROWS, 32] in an order of columns with which no thread passes on a number."""
+    v = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))  # [..., column, word, pair]
+    return _ordered(tl.trans(v, 0, 1, 2, 3, 5, 6, 4), B, ROWS)
+
+
+@jit
+def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
+    """[4, 8, B, ROWS / 8, word, pair, column] to [B, ROWS, 32]. Triton 3.6 gives a thread 4 neighbouring columns of a
+    dot, newer ones 2."""
+    if IS_TRITON_3_6:
+        return tl.reshape(tl.trans(v, 2, 3, 1, 5, 0, 4, 6), (B, ROWS, 32))
+    else:
+        return tl.reshape(tl.trans(v, 2, 3, 1, 4, 5, 0, 6), (B, ROWS, 32))
+
+
+@jit
+def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
+    """x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], in the same order of columns."""
+    if v.dtype == tl.int32:
+        if tl.bfloat16 == DTYPE:
+            first, second = tl.inline_asm_elementwise(
+                "mov.b32 $0, $2; mov.b32 $1, $3;",
+                "=r,=r,r,r",
+                [v],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            first, second = tl.inline_asm_elementwise(
+                "mov.b32 $0, $2; mov.b32 $1, $3;",
+                "=r,=r,r,r",
+                [v],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        v = tl.trans(tl.reshape(tl.join(first, second), (4, 8, B, BM // 8, 2, 2, 2)), 0, 1, 2, 3, 4, 6, 5)
+    v = tl.reshape(v, (4, 8, B, BM // 8, 2, 2, 2))  # [..., word, pair, column]
+    return tl.trans(_ordered(v, B, BM), 0, 2, 1)
+
+
+@jit
+def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """Loads COUNT neighbours of SIZE bytes from [4, 8, B, ROWS / 8, 1] places. Of axes without neighbours Triton 3.6
+    gives the first, newer ones the last to the threads of a warp."""
+    SHAPE: tl.constexpr = (4, 8, at.shape[2], at.shape[3], COUNT)
+    ALL: tl.constexpr = COUNT * SIZE
+    at = tl.broadcast_to(at, SHAPE) + tl.arange(0, COUNT)
+    if not IS_TRITON_3_6:
+        at = tl.trans(at, 3, 2, 1, 0, 4)
+    at = tl.max_contiguous(tl.multiple_of(at, (ALL, ALL, ALL, ALL, ALL)), (1, 1, 1, 1, COUNT))
+    if mask is None:
+        v = tl.load(at)
+    elif IS_TRITON_3_6:
+        v = tl.load(at, mask=tl.broadcast_to(mask, SHAPE), other=0)
+    else:
+        v = tl.load(at, mask=tl.trans(tl.broadcast_to(mask, SHAPE), 3, 2, 1, 0, 4), other=0)
+    if not IS_TRITON_3_6:
+        v = tl.trans(v, 3, 2, 1, 0, 4)
+    return v
+
+
+@jit
+def by_lane(rows, SPLITS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr):
+    """Values of COUNT rows to [1, 8, SPLITS * SIDE, COUNT / SIDE / 8, 1]."""
+    EIGHTS: tl.constexpr = COUNT // SIDE // 8
+    v = tl.broadcast_to(tl.reshape(rows, (1, SIDE, EIGHTS, 8)), (SPLITS, SIDE, EIGHTS, 8))
+    return tl.trans(tl.reshape(v, (SPLITS * SIDE, EIGHTS, 8)), 2, 0, 1)[None, :, :, :, None]
+
+
+@jit
+def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
+    """[4, 8, B, ROWS / 8] to [B, ROWS, BM]: equal along the first axis, which are pairs of columns of the sums."""
+    v = tl.reshape(tl.trans(v, 2, 3, 1, 0), (B, ROWS, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(v, (B, ROWS, BM // 8, 4, 2)), (B, ROWS, BM))
+
+
+# Scales.
+
+
+@jit
+def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr):
+    """Values that COLUMNS columns of a row share, PARTS of them in a step, at some columns and rows; 0 where `source`
+    is None."""
+    if source is None:
+        return tl.zeros(inside.shape, tl.int8)
+    else:
+        STEP: tl.constexpr = COLUMNS * PARTS
+        at = ((column // STEP).to(tl.int64) * FORMAT.rows + rows) * PARTS + column % STEP // COLUMNS
+        return tl.load(source + at, mask=inside, other=0)
+
+
+@jit
+def _load_scales(
+    source, default, column, rows, COLUMNS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The PARTS values of the step that begins at a column, [4, 8, B, rows / 8, PARTS], as words of 32 bits where they
+    fill some: the loop keeps these in as many registers. default: where there are none."""
+    if source is None:
+        return default
+    else:
+        BITS: tl.constexpr = PARTS * source.dtype.element_ty.primitive_bitwidth
+        COUNT: tl.constexpr = BITS // 32 if BITS >= 32 else PARTS
+        at = ((column // (COLUMNS * PARTS)).to(tl.int64) * FORMAT.rows + rows) * COUNT
+        at = source.to(tl.pointer_type(tl.int32), bitcast=True) + at if BITS >= 32 else source + at
+        if RAGGED:
+            return load_lanes(at, column < K, COUNT, BITS // 8 // COUNT)
+        else:
+            return load_lanes(at, None, COUNT, BITS // 8 // COUNT)
+
+
+@jit
+def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
+    """Element J of the COUNT on the last axis."""
+    if COUNT == 1:
+        return tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3]))
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        pairs = tl.trans(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3], 2, HALF)), 0, 1, 2, 3, 5, 4)
+        first, second = tl.split(pairs)
+        if J < HALF:
+            return _pick(first, J, HALF)
+        else:
+            return _pick(second, J - HALF, HALF)
+
+
+@jit
+def bits_of(v, J: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Value J of PARTS values of WIDTH bits, in the lower bits of integers; the others are not 0 where they were."""
+    if PARTS * WIDTH < 32:
+        return _pick(v, J, PARTS).to(tl.int32)
+    else:
+        PER_WORD: tl.constexpr = 32 // WIDTH
+        return _pick(v, J // PER_WORD, PARTS // PER_WORD) >> (J % PER_WORD * WIDTH)
+
+
+@jit
+def _value(v, source, J: tl.constexpr, PARTS: tl.constexpr):
+    """Value J of PARTS values of `source`, in float32."""
+    TYPE: tl.constexpr = source.dtype.element_ty
+    WIDTH: tl.constexpr = TYPE.primitive_bitwidth
+    if PARTS * WIDTH < 32:
+        return _pick(v, J, PARTS).to(tl.float32)
+    elif WIDTH == 32:
+        return _pick(v, J, PARTS).to(tl.float32, bitcast=True)
+    elif tl.bfloat16 == TYPE:
+        return (bits_of(v, J, PARTS, 16) << 16).to(tl.float32, bitcast=True)
+    elif tl.float16 == TYPE:
+        return bits_of(v, J, PARTS, 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif tl.int8 == TYPE:  # 2 ** 23 + 128 + value, exactly; faster than a conversion
+        byte = (bits_of(v, J, PARTS, 8) & 255) ^ 0x4B000080
+        return byte.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        return (bits_of(v, J, PARTS, 8) & 255).to(tl.float32)
+
+
+@jit
+def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
+    """Scales, zeros, minimums, super scales and super minimums of a step."""
+    GROUP: tl.constexpr = FORMAT.group
+    PARTS: tl.constexpr = FORMAT.parts
+    SUPER: tl.constexpr = FORMAT.super_columns
+    scale = _load_scales(weight[1], None, column, rows, GROUP, PARTS, K, RAGGED, FORMAT)
+    return (
+        scale,
+        _load_scales(weight[3], scale, column, rows, GROUP, PARTS, K, RAGGED, FORMAT),
+        _load_scales(weight[4], scale, column, rows, GROUP, PARTS, K, RAGGED, FORMAT),
+        _load_scales(weight[2], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),
+        _load_scales(weight[5], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),
+    )
+
+
+@jit
+def add_scaled(sums, part, x_sums, scales, J: tl.constexpr, weight, FORMAT: tl.constexpr):
+    """sums + scale * part - (scale * zero + minimum) * x_sums, for group J of a step; all multiply-adds are fused in
+    every compilation."""
+    PARTS: tl.constexpr = FORMAT.parts
+    B: tl.constexpr = sums.shape[0]
+    ROWS: tl.constexpr = sums.shape[1]
+    BM: tl.constexpr = sums.shape[2]
+    scale = _value(scales[0], weight[1], J, PARTS)
+    if weight[2] is not None:
+        scale = scale * _value(scales[3], weight[2], 0, 1)
+    sums = tl.fma(part, _to_sums(scale, B, ROWS, BM), sums)
+    if FORMAT.has_offsets:
+        offset = tl.zeros(scale.shape, tl.float32)
+        if weight[4] is not None:
+            offset = -_value(scales[2], weight[4], J, PARTS)
+            if weight[5] is not None:
+                offset = offset * _value(scales[4], weight[5], 0, 1)
+        if weight[3] is not None and not FORMAT.has_zeros:
+            offset = tl.fma(-scale, _value(scales[1], weight[3], J, PARTS), offset)
+        sums = tl.fma(x_sums, _to_sums(offset, B, ROWS, BM), sums)
+    return sums
