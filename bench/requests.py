@@ -125,7 +125,7 @@ def _open_shape(args: argparse.Namespace, limits: dict[str, Any]) -> Target:
     device = loading.pick_device(args.device)
     dtype = loading.pick_dtype(args.dtype, device, torch.bfloat16)
     engine = Engine(synthetic.synthetic(args.shape, str(device), dtype), **limits)
-    layer, wanted = args.exit_layer or 2, synthetic.Agreement(args.agree, args.agree_top4)
+    layer, wanted = 2 if args.exit_layer is None else args.exit_layer, synthetic.Agreement(args.agree, args.agree_top4)
     found = synthetic.tune_exit(engine, layer, wanted)
     if args.quantize:
         exit = engine.drafters.exits[layer]

@@ -62,7 +62,7 @@ def _match_kernel(
 
 @jit(do_not_specialize=["sequences", "text_stride", "tiles", "count"])
 def _copy_kernel(
-    texts, lengths, pending, keys, given, tokens, sequences, text_stride, tiles, count,
+    texts, lengths, pending, keys, forced, tokens, sequences, text_stride, tiles, count,
     TILES_P2: tl.constexpr, NODES_P2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence writes the tokens of its root and copied nodes."""
@@ -77,9 +77,9 @@ def _copy_kernel(
     place = end + 1 + tl.maximum(node - 1, 0) % period
     copies = (node > 0) & (node <= tl.where(best > 0, count, 0))
     token = tl.load(texts + sequence.to(tl.int64) * text_stride + place, mask=copies, other=-1)
-    if given is not None:
-        forced = tl.load(given + (node - 1) * sequences + sequence, mask=(node > 0) & (node <= count), other=-1)
-        token = tl.where(tl.load(given + sequence) >= 0, forced, token)
+    if forced is not None:
+        replaced = tl.load(forced + (node - 1) * sequences + sequence, mask=(node > 0) & (node <= count), other=-1)
+        token = tl.where(tl.load(forced + sequence) >= 0, replaced, token)
     token = tl.where(node == 0, tl.load(pending + sequence), token)
     tl.store(tokens + node * sequences + sequence, token, mask=node <= count)
 
@@ -90,7 +90,7 @@ def copy_draft(
     pending: torch.Tensor,  # [B] int32: the newest token
     tokens: torch.Tensor,  # [(count + 1) * B] int32, to fill: of roots and copied nodes, node-major
     keys: torch.Tensor,  # [B, `tiles_of` the longest text] int64: partial results
-    given: torch.Tensor
+    forced: torch.Tensor
     | None = None,  # [count * B] int32, node-major: drafts instead, where a sequence's first is >= 0
 ) -> None:
     """Writes the newest token of every sequence and the draft after it."""
@@ -100,15 +100,15 @@ def copy_draft(
     check_tensor(keys, "keys", (sequences, tiles), (torch.int64,), lengths.device)
     if tokens.numel() != (count + 1) * sequences or not tokens.is_contiguous() or count < 1:
         raise ValueError(f"{tokens.numel()} tokens are not those of roots and copied nodes of {sequences} sequences")
-    if given is not None:
-        check_tensor(given, "given", (count * sequences,), (torch.int32,), lengths.device)
+    if forced is not None:
+        check_tensor(forced, "forced", (count * sequences,), (torch.int32,), lengths.device)
     pdl = use_pdl(texts)
     options = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     _match_kernel[(sequences, tiles)](
         texts, lengths, keys, texts.stride(0), tiles, LONGEST=LONGEST_MATCH, TILE=_TILE, num_warps=4, **options
     )
     _copy_kernel[(sequences,)](
-        texts, lengths, pending, keys, given, tokens, sequences, texts.stride(0), tiles, count,
+        texts, lengths, pending, keys, forced, tokens, sequences, texts.stride(0), tiles, count,
         TILES_P2=triton.next_power_of_2(tiles), NODES_P2=triton.next_power_of_2(count + 1), num_warps=1, **options,
     )  # fmt: skip
 

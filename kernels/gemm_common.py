@@ -7,9 +7,9 @@ multiplied by the norm's factor of the row at the end (see `norm`).
 A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
 columns, and BK depends on weight shape and dtype alone. Every product of the tensor cores adds to the one before, and a
 long chain of them takes longer than reading the weights. Long sums are therefore divided into four slices, which take a
-quarter of every block each and are added at the end. The rest of the tile (rows, weight rows, warps, stages, the order
-of slices in time) does depend on the number of rows and changes no sum. Kernels are compiled without fusing
-multiplications and additions (`enable_fp_fusion=False`), because the compiler's choice could differ between tiles.
+quarter of every block each and are added at the end. The rest of the tile (rows, weight rows, warps, stages, whether
+slices run together or in turn) does depend on the number of rows and changes no sum. Kernels are compiled without
+fusing multiplications and additions (`enable_fp_fusion=False`): the compiler's choice could differ between tiles.
 """
 
 from __future__ import annotations

@@ -243,15 +243,20 @@ class Batch:
         """Launches the passes that score the exit at the ends of prompts, and that find their domains."""
         joined, self._joined = [of for of in self._joined if not of.is_finished], []
         self._score_prompts(joined)
-        requests = list(dict.fromkeys(of.request for of in joined if _is_unrouted(of.request)))
-        if requests:
-            with suppress(CacheFull):  # they keep their drafters
-                embedded = self.drafters.embed([of.prompt for request in requests for of in request.first_samples])
-                self.backend.note_other_work()
-                self._routing.append((requests, embedded))
+        embedding = {request for requests, _ in self._routing for request in requests}
+        requests = [of for of in dict.fromkeys(of.request for of in joined) if _is_unrouted(of) and of not in embedding]
+        if not requests:
+            return
+        try:
+            embedded = self.drafters.embed([of.prompt for request in requests for of in request.first_samples])
+        except CacheFull:
+            self._joined = joined  # tried again behind the next step
+            return
+        self.backend.note_other_work()
+        self._routing.append((requests, embedded))
 
     def _learn_domains(self) -> None:
-        """Requests whose domains were found draft with the head rows and plans of these."""
+        """Replaces the drafters of requests whose domains were found."""
         arrived = [of for of in self._routing if of[1].is_done()]
         if not arrived:
             return

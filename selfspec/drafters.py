@@ -48,8 +48,8 @@ class Drafter:
     candidates: PlanCandidates | None = None  # the governor's plans; None: the policy's own plans
     prompt_agreement: float | None = None  # mean share of positions at which exit and model agree on calibrated prompts
     unfamiliar: Sequence[bool] = ()  # for each prompt, whether it is farther than `max_distance` from every domain
-    # With the embeddings of the prompts, returns the drafter of their domain; this one is another domain's, with the
-    # same exit. None: this one is of their domain.
+    # Set while this drafter is provisional (of another domain with the same exit): maps the prompts' embeddings to the
+    # drafter of their own domain.
     routed: Callable[[torch.Tensor], Drafter | None] | None = None
 
 

@@ -115,7 +115,8 @@ def plan_of(
     config, size = model.config, page_nbytes(model.config, model.dtype)
     wanted = min(config.context, limits.max_length or config.context)
     batch = limits.max_batch or USUAL_BATCH
-    buffers = max(prefill_nbytes(model), logprobs_nbytes(config.vocab_size))  # temporary tensors of one or the other
+    of_passes = prefill_nbytes(model), logprobs_nbytes(config.vocab_size)  # temporary tensors
+    buffers = sum(of_passes) if kernels else max(of_passes)  # those of captured passes cannot be used by others
     cuda = CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
     if kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)

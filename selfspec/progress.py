@@ -51,5 +51,5 @@ class Progress:
 
     def wait_until_over(self) -> None:
         if not self.is_over:
-            with self._running:  # and leaves it to other threads that wait
+            with self._running:  # released at once, for other waiting threads
                 pass

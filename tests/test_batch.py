@@ -22,7 +22,7 @@ from selfspec import Engine, Rules
 from selfspec.backends import torch_backend as runtime
 from selfspec.backends.base import Step
 from selfspec.batch import Batch
-from selfspec.cache.kv_cache import Cache
+from selfspec.cache.kv_cache import Cache, CacheFull
 from selfspec.governor.acceptance import UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, StepCost, estimated_cost, gpu_rows
@@ -335,6 +335,36 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
     assert events.count("embed") == events.count("1 found") == 1
     assert request.drafter is found and request.sequences[0].ood
     assert request.sequences[0].new_tokens >= 40
+
+
+@pytest.mark.parametrize("shortage", [False, True], ids=["a sequence joins later", "no page is free at first"])
+def test_a_request_is_routed_once(shortage: bool) -> None:
+    steps, embedded, found = [0], [], []
+
+    class Counting(IdleBackend):
+        def launch(self, *arguments: Any) -> Step:
+            steps[0] += 1
+            return super().launch(*arguments)
+
+    scheduler, request = idle_scheduler(Counting(0.6), Costs(), count=3, new_tokens=40)
+    if not shortage:
+        scheduler.max_decoding = 2
+        request.sequences[0].max_length = len(request.sequences[0].prompt) + 2  # the third sequence takes its place
+    own = request.drafter
+    assert own is not None
+
+    def embed(prompts: list[list[int]]) -> Embedded:
+        if shortage and steps[0] < 4:
+            raise CacheFull("no page is free")
+        embedded.append(steps[0])
+        return Embedded(lambda: torch.zeros(3, 8), lambda: steps[0] > embedded[0] + 6)
+
+    request.drafter = replace(own, routed=lambda embeddings: found.append(len(embeddings)) or own)
+    scheduler.drafters.embed = embed  # type: ignore[method-assign]
+    while scheduler.step():
+        pass
+    assert request.error is None and request.is_finished
+    assert len(embedded) == 1 and found == [3] and request.drafter is own
 
 
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

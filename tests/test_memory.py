@@ -142,4 +142,4 @@ class TestCgroup:
 
 def test_calibration_on_a_cpu_refuses_a_limit_before_loading_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "no/such-model", "--device", "cpu", "--memory-gb", "8"]) == 2
-    assert "8 GB of GPU memory needs a CUDA device" in capsys.readouterr().out
+    assert "8 GB of GPU memory needs a CUDA device" in capsys.readouterr().err

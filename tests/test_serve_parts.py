@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from selfspec.sequence import Request, Sequence
 from selfspec.serve import streaming
-from selfspec.serve.following import REST, ChoiceText, Wakeups
+from selfspec.serve.following import LONGEST_PAUSE_S, PAUSE, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
 from selfspec.serve.prompts import engine_options
 from selfspec.serve.protocol import CompletionBody
@@ -93,7 +93,7 @@ class ScriptedLoop:
         self.calls.pop(0)()
 
 
-def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_until_it_has_rested():
+def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_until_it_has_paused():
     loop: Any = ScriptedLoop()
     wakeups, events = Wakeups(loop), [asyncio.Event() for _ in range(3)]
     for event in events:
@@ -101,17 +101,19 @@ def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_unti
     assert len(loop.calls) == 1
     loop.run_next()
     assert all(event.is_set() for event in events)
-    loop.now += 2.0  # the tasks that waited for the events are busy
+    loop.now += 0.001  # the tasks that waited for the events are busy
     events[0].clear()
     wakeups.wake(events[0])
     loop.run_next()
-    assert loop.delays == [2.0 * REST] and not events[0].is_set()
+    assert loop.delays == [pytest.approx(0.001 * PAUSE)] and not events[0].is_set()
     loop.run_next()
     assert events[0].is_set()
+    loop.now += 2.0
     loop.run_next()
+    assert loop.delays[1] == LONGEST_PAUSE_S
     loop.run_next()
     wakeups.wake(events[1])
-    assert len(loop.calls) == 1, "after a rest without events the next one wakes the loop at once"
+    assert len(loop.calls) == 1, "after a pause without events the next one wakes the loop at once"
 
 
 def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch):

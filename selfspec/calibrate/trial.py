@@ -66,7 +66,7 @@ class Trials:
 
     def beam_shares(self, temperature: str) -> dict[int, list[float]]:
         """By nodes per depth and by depth: the share of steps of a beam that accept a node of the depth, of those that
-        reach it. Answers to 16 prompts: a step is one of about 400."""
+        reach it. Answers to 16 prompts: about 400 steps per beam."""
         setting = Setting(temperature, "5-16", 16, 1.0)
         shares = {}
         for width in BEAMS:

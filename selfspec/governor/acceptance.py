@@ -53,7 +53,7 @@ class Skill:
     level: int = field(init=False)  # index of the nearest of LEVELS
     ood: bool = False  # the skill was below UNFAMILIAR at some time
     copied: int = 0  # level of `copying.REACH`: how often a copied branch would be right
-    _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior, less what was lost since
+    _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior that still counts
 
     def __post_init__(self, prior: float) -> None:
         self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)

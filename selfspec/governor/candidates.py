@@ -151,7 +151,7 @@ class PlanCandidates:
 
 
 def widest_rank(plans: Iterable[Plan]) -> int:
-    """The highest rank that some node of these plans has among its siblings' drafts; 0 without nodes."""
+    """The highest rank that these plans draft; 0 without nodes."""
     return max((rank for plan in plans for rank in (*plan.ranks, *(width - 1 for width in plan.beam))), default=0)
 
 

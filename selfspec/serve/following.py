@@ -20,7 +20,8 @@ from selfspec.serve.stops import find_stop
 from selfspec.serve.tools import ToolCallParser
 from selfspec.text import Detokenizer
 
-REST = 3  # so the event loop takes a quarter of the time while tokens arrive
+PAUSE = 3  # seconds of pause per second of work: the event loop takes a quarter of the time while tokens arrive
+LONGEST_PAUSE_S = 0.02  # seconds; some work, such as reading a long prompt, is not the tokens'
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Piece:
 
 class Wakeups:
     """Sets events of the event loop from the decoding loop's thread. One wake-up serves all events of a step. After it
-    the event loop rests REST times as long as it was busy: both loops need the interpreter, and the steps meanwhile go
-    out together."""
+    the event loop pauses PAUSE times as long as it was busy: both loops need the interpreter, and the tokens of the
+    steps meanwhile are sent together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -56,10 +57,11 @@ class Wakeups:
         started = self._loop.time()
         while self._events:
             self._events.popleft().set()
-        self._loop.call_soon(self._rest, started)  # runs after the tasks that wait for the events
+        self._loop.call_soon(self._pause, started)  # runs after the tasks that wait for the events
 
-    def _rest(self, started: float) -> None:
-        self._loop.call_later(REST * (self._loop.time() - started), self._resume)
+    def _pause(self, started: float) -> None:
+        pause = min(PAUSE * (self._loop.time() - started), LONGEST_PAUSE_S)
+        self._loop.call_later(pause, self._resume)
 
     def _resume(self) -> None:
         self._is_scheduled = False  # before events are looked for: one that is added from here on schedules again

@@ -100,8 +100,8 @@ class CudaBackend:
         self._send_logprobs(step, parts[0])
 
     def _launch_masked(self, step: StepInFlight, exit: Exit | None, before: Step | None) -> None:
-        """Launches the first part of a step with grammars. Those that need the tokens of the step before are launched
-        when it is read; `_complete` launches the rest."""
+        """Launches the first part of a step with grammars. The parts that need the previous step's tokens are launched
+        when these are read; `_complete` launches the rest."""
         plan = step.record.plan
         device_step, *parts = self._captured_step(
             step.sequences, plan, exit, *DeviceStep.masked_parts(plan), masks=True
@@ -225,12 +225,14 @@ class CudaBackend:
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
         """Launches one pass over all slots; its scores arrive with the next step. Does nothing while other scores are
-        in flight, or a step with grammars is open."""
-        placement, ends = self._placement, self._prompts.prompt_ends
+        in flight, or between the draft and the choice of a step with grammars."""
+        placement, ends, opened = self._placement, self._prompts.prompt_ends, self._open
         scored = [sequence for sequence in sequences if sequence in ends]
-        if not scored or self._prompt_scores.in_flight is not None or self._open is not None:
+        joining = [of for of in scored if of not in placement.slot_of]  # before their first step
+        is_free = opened is None or not (opened.is_drafted or joining)
+        if not scored or not is_free or self._prompt_scores.in_flight is not None:
             return False
-        if joining := [of for of in scored if of not in placement.slot_of]:  # before their first step
+        if joining:
             with suppress(CacheFull):  # the first step takes its pages, or waits for them
                 placement.pages.reserve(joining, NONE, None)  # first, so that the slots are written once
             self._place([*placement.slot_of, *joining], exit, None)

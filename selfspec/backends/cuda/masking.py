@@ -1,10 +1,10 @@
 """Steps of sequences with grammars: the host computes masks of the root, then of the drafted nodes, while the device
 runs.
 
-The step is captured in parts. A plain step's passes are launched before the step before is read, as without grammars;
-once that is read, the roots' masks are computed and the choice is launched. A step that drafts with the exit begins
-with the root's pass; the roots' masks, and the tokens that grammars force, are there for the passes that follow. While
-the device verifies, the host computes the masks of the nodes.
+The step is captured in parts. A plain step's passes are launched while the previous step is unread, as without
+grammars; once that is read, the roots' masks are computed and the choice is launched. A step that drafts with the exit
+begins with the root's pass; the roots' masks, and the tokens that grammars force, are there for the passes that follow.
+While the device verifies, the host computes the masks of the nodes.
 """
 
 from __future__ import annotations

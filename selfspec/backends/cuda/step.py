@@ -109,7 +109,7 @@ class DeviceStep:
             self.host_tokens = zeros(rows)  # `metadata.tokens`, for the host
             self.host_parents = zeros(self.parents.shape if plan.beam else 0)  # `parents`, likewise
             self.host_masks = zeros(len(self.mask_words))  # `mask_words`, as the host writes them
-            self.host_masks[: self.mask_start].fill_(-1)  # none is there when the step runs before it is captured
+            self.host_masks[: self.mask_start].fill_(-1)  # no row has a mask when the step runs before it is captured
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -148,9 +148,8 @@ class DeviceStep:
         self.commit()
 
     def draft_masked(self) -> None:
-        """The passes that follow the root's, or without the exit's nodes all: the children of the root respect its
-        mask, and forced tokens replace copied ones. Copies the nodes' tokens, and a beam's parents, to the
-        host."""
+        """Runs the levels below the root; in a plan without the exit's nodes, all levels. The root's children respect
+        its mask, and forced tokens replace copied ones. Copies the nodes' tokens, and a beam's parents, to the host."""
         self._load_masks(self.slots.count)
         if self.plan.uses_exit:
             self.draft_children()
@@ -191,7 +190,7 @@ class DeviceStep:
     @cached_property
     def host_views(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`host_masks` in parts: the mask of each row, -1: none; forced tokens [copied nodes, B]; the masks' words. The
-        host writes them after it has read the step before, whose own have been copied to the device by then."""
+        host writes them after it has read the previous step, whose masks are on the device by then."""
         words, copied, count = self.host_masks.numpy(), self.plan.copied, self.slots.count
         forced = words[self.forced_start :][: copied * count].reshape(copied, count)
         return words[: self.rows], forced, words[self.mask_start :].view(np.uint32).reshape(self.rows, -1)
