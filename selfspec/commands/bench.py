@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None, prog: str = "selfspec bench") -> argparse
     options.add_text_options(parser, max_new_tokens=64)
     group = parser.add_argument_group("speculation")
     group.add_argument("--exit-layer", metavar="N", type=int, help="of the forced runs")
-    group.add_argument("--plan", help="of the forced runs: chain:4, tree:4,2,2,1")
+    group.add_argument("--plan", help="of the forced runs: chain:4, tree:4,2,2,1, ... as of selfspec generate")
     args = parser.parse_args(arguments)
     if args.prompts < 1:
         parser.error("--prompts must be at least 1")

@@ -45,7 +45,7 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--speculative", choices=list(MODES), default="auto", help="auto: where it pays (default)")
     add("--exit-layer", metavar="N", type=int, help="draft with the first N layers")
-    add("--plan", help="none, chain:4, tree:4,2,2,1, copy:8, tree:4,2+copy:8")
+    add("--plan", help="none, chain:4, tree:4,2,2,1, beam:6,6,6, nodes:0.0,0.1 (parent.rank), copy:8, tree:4,2+copy:8")
     add("--domain", default="auto", help="one of the profile's (default: by the prompt)")
 
 
