@@ -36,6 +36,7 @@ from selfspec.request import (
     check_rules,
     read_input_ids,
     read_prompts,
+    refuse_unknown,
 )
 from selfspec.request_builder import RequestBuilder
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, output_of, to_tensor
@@ -98,6 +99,7 @@ class Engine:
         self._log_state()
 
     @classmethod
+    @refuse_unknown
     def from_pretrained(
         cls,
         path_or_name: str | Path,
@@ -137,6 +139,7 @@ class Engine:
         return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, prefix_reuse)
 
     @classmethod
+    @refuse_unknown
     def from_model(
         cls,
         hf_model: Any,

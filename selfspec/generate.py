@@ -57,7 +57,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.generate"
 
 def generate(args: argparse.Namespace) -> int:
     if args.plan_memory:
-        return print_memory_plan(args)
+        return print_memory_plan(args, args.json)
     from selfspec.commands.display import Display  # imports torch
 
     texts = read_prompts(args)
@@ -79,14 +79,14 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def print_memory_plan(args: argparse.Namespace) -> int:
+def print_memory_plan(args: argparse.Namespace, as_json: bool = False) -> int:
     """Prints the memory that the model will take, as a table or as JSON; exit code 1 if it does not fit."""
     from rich.console import Console
 
     from selfspec.memory_plan import plan_memory, table  # imports torch
 
     plans = plan_memory(args.model, **options.model_arguments(args))
-    if args.json:
+    if as_json:
         print(json.dumps([plan.to_json() for plan in plans]))
     else:
         Console().print(table(plans))

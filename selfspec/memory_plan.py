@@ -183,13 +183,21 @@ def _what_fits(plans: list[MemoryPlan]) -> str:
     """Says why the first plan does not fit, and which settings would."""
     plan = plans[0]
     without_cache = plan.available - (plan.total - plan.cache)
-    ways = [f"pass {'quantize' if of.weights_as in BITS else 'dtype'}={of.weights_as!r}" for of in plans[1:] if of.fits]
+    ways = [f"pass {_argument(of)}" for of in plans[1:] if of.fits]
     if plan.total <= plan.available:
         ways.insert(0, f"pass max_length={plan.context} or less")
     elif without_cache > 0:
         ways.insert(0, f"pass kv_cache_gb={int(without_cache / 1e7) / 100}")
+    if not ways:
+        drafts_nothing = [of for of in plans if of.exits and of.total - of.exits <= of.available]
+        ways = [f"pass profile=None{'' if of is plan else f' and {_argument(of)}'}" for of in drafts_nothing]
     fix = ", or ".join(ways) or "use a smaller model, or a larger memory_gb"
     return f"the model does not fit {plan.available / 1e9:.2f} GB with these settings: {fix}"
+
+
+def _argument(plan: MemoryPlan) -> str:
+    """The argument of `Engine.from_pretrained` that holds the weights as in this plan."""
+    return f"{'quantize' if plan.weights_as in BITS else 'dtype'}={plan.weights_as!r}"
 
 
 def on_meta(model: Decoder) -> Decoder:

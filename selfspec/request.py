@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers import (
@@ -30,6 +31,9 @@ from selfspec.logprobs import MAX_TOP
 from selfspec.processors import Processor, absorb_processors
 from selfspec.sampling import SamplingParams, as_scalar, is_int, read_token_ids
 from selfspec.speculation.plan import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PlanLike = str | Plan | Sequence[tuple[int, int]]
 
@@ -148,7 +152,7 @@ def read_settings(model_config: GenerationConfig, config: GenerationConfig | Non
     fields_of_config = _generation_config_fields()
     for name in kwargs:
         if name not in SUPPORTED and name not in fields_of_config:
-            raise ValueError(f"generate() has no argument {name!r}{_suggestion(name)}")
+            raise unknown_argument(name, _arguments())
     merged: dict[str, Any] = dict(_TRANSFORMERS_DEFAULTS)
     for name, value in vars(model_config).items():
         # transformers ignores entries of generation_config.json that are not fields of its GenerationConfig.
@@ -168,11 +172,30 @@ def _cached_settings(**merged: str | int | float) -> Settings:
     return _settings_from(merged)
 
 
-def _suggestion(name: str) -> str:
-    """The accepted arguments that are spelt like an unknown one, or else all of them."""
-    every = [*SUPPORTED, *_OF_CALLS, *SpeculationRequest.__dataclass_fields__]
+def _arguments() -> list[str]:
+    """The names of all arguments of a call."""
+    return [*SUPPORTED, *_OF_CALLS, *SpeculationRequest.__dataclass_fields__]
+
+
+def unknown_argument(name: str, every: Sequence[str]) -> ValueError:
+    """An error that names the accepted arguments that are spelt like an unknown one, or else all of them."""
     close = get_close_matches(name, every)
-    return f": did you mean {' or '.join(close)}?" if close else f"; it supports {', '.join(every)}"
+    instead = f": did you mean {' or '.join(close)}?" if close else f"; supported are {', '.join(every)}"
+    return ValueError(f"there is no argument {name!r}{instead}")
+
+
+def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a call with an unknown keyword argument raise ValueError with suggestions instead of TypeError."""
+    names = [name for name in signature(function).parameters if name != "cls"]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                raise unknown_argument(name, names)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _settings_from(merged: dict[str, Any]) -> Settings:
@@ -258,7 +281,7 @@ def _check_supported(name: str, value: Any, merged: dict[str, Any]) -> None:
         return  # transformers ignores it as well
     off = value is False or value == _SWITCHED_OFF.get(name) or (isinstance(value, dict | list | tuple) and not value)
     if not off:
-        raise ValueError(f"{name}={value!r} is not supported; generate() supports {', '.join(SUPPORTED)}")
+        raise ValueError(f"{name}={value!r} is not supported; supported are {', '.join(_arguments())}")
 
 
 @cache

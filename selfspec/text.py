@@ -20,7 +20,7 @@ def is_messages(prompt: Any) -> bool:
 def encode(tokenizer: Any, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
     """Returns the token ids of a text as it is, or of a chat by the tokenizer's chat template, with `tools` in it."""
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        return _tokens(tokenizer, prompt)
     if not is_messages(prompt):
         raise ValueError(f"a prompt must be a string or a list of messages with 'role' and 'content', not {prompt!r}")
     for message in prompt:
@@ -32,7 +32,12 @@ def encode(tokenizer: Any, prompt: Prompt, tools: Sequence[dict[str, Any]] | Non
         )
     messages = [{**message, "content": _plain(message["content"])} for message in prompt]
     text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _tokens(tokenizer, text, add_special_tokens=False)
+
+
+def _tokens(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Without the tokenizer's warning of a text longer than the context: requests refuse it with a better message."""
+    return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def _plain(content: Any) -> Any:

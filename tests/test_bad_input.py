@@ -208,7 +208,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "argument-num_beams": ({"num_beams": 4}, ("num_beams=4", "not supported", "top_p")),
     "argument-invented": ({"invented": 1}, ("'invented'", "max_new_tokens", "top_p")),
     "argument-invented-none": ({"invented": None}, ("'invented'", "max_new_tokens", "top_p")),
-    "argument-assistant_model": ({"assistant_model": "x"}, ("assistant_model", "supports", "top_p")),
+    "argument-assistant_model": ({"assistant_model": "x"}, ("assistant_model", "supported", "top_p")),
     "bad_words_ids-flat": ({"bad_words_ids": [4]}, ("bad_words_ids", "list of lists")),
     "sequence_bias-of-no-sequence": ({"sequence_bias": {4: 1.0}}, ("sequence_bias", "tuples")),
     "sequence_bias-outside": ({"sequence_bias": {(VOCABULARY,): 1.0}}, ("sequence_bias", "101", "0 to 100")),

@@ -484,6 +484,7 @@ def test_a_time_that_is_too_short_is_refused_with_the_least(place: Place, quickl
     least = 40 * 3.0 / 0.52 / 60  # minutes: 40 steps in their share
     assert failed.code == 2 and "--minutes 0.05 is too short" in failed.text
     assert "120 s to train" in failed.text and f"pass --minutes {math.ceil(10 * least) / 10:g} or more" in failed.text
+    assert not (tmp_path / "out").exists()
     stop_at(quickly, run, "Writer", lambda *_: True)
     assert place.calibrate(tmp_path / "out", *AMOUNTS).code == 130, "the refused run needs no --restart"
 

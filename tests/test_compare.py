@@ -83,6 +83,12 @@ def test_verdicts(compared, words):
     assert verdict(engine_on("cpu"), PLAIN, compared) == words
 
 
+def test_a_verdict_names_each_reason_once():
+    plainly = runs("governed", 13, 13, 13, drafted=False)
+    plainly.turns[0][0].stats.changes.insert(0, Change(0, 0, "none", "measuring"))
+    assert "(measuring, goodput)" in verdict(engine_on("cpu"), PLAIN, plainly)
+
+
 @pytest.mark.parametrize(
     ("engine", "tip"),
     [

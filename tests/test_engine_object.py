@@ -66,10 +66,14 @@ def test_a_misspelt_argument_is_refused_with_those_that_it_is_close_to(engine):
     for given, meant in misspelt.items():
         with pytest.raises(ValueError, match=rf"no argument '{given}': did you mean .*\b{meant}\b"):
             engine.generate(PROMPT, **{given: 1})
+    for load in (Engine.from_pretrained, Engine.from_model):
+        with pytest.raises(ValueError, match="no argument 'profil': did you mean profile"):
+            load("demo", profil=None)
     arguments = inspect.signature(Engine.generate).parameters.keys() - {"self", "generation_kwargs"}
-    with pytest.raises(ValueError, match="it supports max_new_tokens") as refused:
-        engine.generate(PROMPT, xyzzy=1)
-    assert all(f" {name}" in str(refused.value) for name in arguments)
+    for unknown in ({"xyzzy": 1}, {"num_beams": 4}):
+        with pytest.raises(ValueError, match="supported are max_new_tokens") as refused:
+            engine.generate(PROMPT, **unknown)
+        assert all(f" {name}" in str(refused.value) for name in arguments)
 
 
 def test_the_page_of_the_python_api_names_every_argument():

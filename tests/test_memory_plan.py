@@ -12,6 +12,7 @@ import torch
 
 from selfspec import Engine, generate, plan_memory, scratch
 from selfspec.cache.kv_cache import page_nbytes
+from selfspec.commands import serve
 from selfspec.engine import slow_weights
 from selfspec.memory_plan import MemoryPlan, limit_to_plan, on_meta
 from selfspec.models import loading, pretrained
@@ -148,11 +149,14 @@ def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(
 
 
 def test_the_error_names_the_ways_that_fit() -> None:
-    def plan(weights_as: str, weights: int) -> MemoryPlan:
-        return MemoryPlan(weights_as, weights, 0, 1, 0, 0, 10, 64, dict.fromkeys((1, 4, 16), 64), weights < 10)
+    def plan(weights_as: str, weights: int, exits: int = 0) -> MemoryPlan:
+        fits = weights + exits < 10
+        return MemoryPlan(weights_as, weights, exits, 1, 0, 0, 10, 64, dict.fromkeys((1, 4, 16), 64), fits)
 
     with pytest.raises(ValueError, match="settings: pass quantize='int8', or pass dtype='native'\n"):
         limit_to_plan([plan("bfloat16", 16), plan("int8", 8), plan("native", 5)], torch.device("cpu"))
+    with pytest.raises(ValueError, match="settings: pass profile=None and quantize='int4'\n"):
+        limit_to_plan([plan("bfloat16", 16, 6), plan("int4", 4, 6)], torch.device("cpu"))
     assert limit_to_plan([plan("native", 5)], torch.device("cpu")) == 1e-9
 
 
@@ -181,3 +185,4 @@ def test_the_command_prints_the_plan_and_loads_nothing(
     assert generate.main([*command, "--memory-gb", "0.0001"]) == 1
     shown = capsys.readouterr().out
     assert "int8" in shown and "no" in shown and "cache" in shown
+    assert serve.main([*command, "--memory-gb", "0.0001"]) == 1 and capsys.readouterr().out == shown

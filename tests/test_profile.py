@@ -116,6 +116,7 @@ def test_a_saved_profile_loads_with_equal_entries(tmp_path: Path) -> None:
     saved = profile.save(tmp_path / "new" / "folder", [random_exit(model(), 2)], {"text": ROWS})
     loaded = Profile.load(tmp_path / "new" / "folder")
     assert loaded == saved == profile.model_copy(update={"folder": tmp_path / "new" / "folder"})
+    assert "text" in repr(loaded) and len(repr(loaded)) < 200 + len(str(tmp_path)), "without the measurements"
     assert list(loaded.domains["text"].exits) == [1, 2, 3], "layers are numbers, though JSON has only text for keys"
 
 

@@ -78,6 +78,18 @@ def test_a_refusal_names_the_field_in_openais_shape(served):
             assert error["message"] and error["param"] == param, (fields, error)
 
 
+def test_a_refusal_says_what_to_use_instead(served):
+    image = [{"role": "user", "content": [{"type": "image_url"}]}]
+    for fields, said in (
+        ({"guided_json": {}}, "use response_format"),
+        ({"prompt_logprobs": 1}, "use echo with logprobs"),
+        ({"messages": image}, "Only parts of type text are supported"),
+        ({"regex": "(a"}, "regex cannot be followed"),
+    ):
+        assert said in post(served, {"messages": CHAT, **fields}).json()["error"]["message"], fields
+    assert "/v1/chat/completions" in post(served, {}, "/v1/embeddings").json()["error"]["message"]
+
+
 def test_a_refusal_lists_every_type_that_a_field_may_have(served):
     message = post(served, {"messages": CHAT, "speculative_decoding": "on"}).json()["error"]["message"]
     assert "boolean" in message and "'force'" in message
@@ -123,7 +135,6 @@ def test_bodies_that_are_too_large_or_no_json_are_refused(served):
     assert post(served, {"messages": CHAT}, **{"content-type": "text/plain"}).status_code == 415
     for body in (b"", b"{", b"[]", b"null", b"\xff", b"[" * 9_999, b'{"seed": NaN}', b'{"user": "\\ud800"}'):
         assert post(served, body).status_code == 400, body[:20]
-    assert served.http.get("/nothing", headers={"authorization": f"Bearer {KEY}"}).json()["error"]["message"]
 
 
 def test_too_many_sequences_are_refused_until_some_have_ended(served):

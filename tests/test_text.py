@@ -80,6 +80,12 @@ def test_a_long_prompt_is_not_decoded_as_a_whole() -> None:
     assert max(decoded) < 100
 
 
+def test_a_text_longer_than_the_tokenizers_limit_is_encoded_without_its_warning() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 2
+    assert len(encode(tokenizer, "a longer text")) > 2 and not tokenizer.deprecation_warnings
+
+
 class TestMessages:
     def encoded(self, content: Any) -> str:
         tokenizer = tiny_tokenizer()

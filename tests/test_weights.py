@@ -382,10 +382,10 @@ class TestRefusals:
 class TestHub:
     def test_unreachable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def offline(*args: Any, **kwargs: Any) -> None:
-            raise ConnectionError("no route")
+            raise ConnectionError("no route.")
 
         monkeypatch.setattr(weights, "snapshot_download", offline)
-        with pytest.raises(OSError, match=r"'some/model'.*no route.*path of a model folder"):
+        with pytest.raises(OSError, match=r"'some/model'.*no route\. Check the name and.*path of a model folder"):
             weights.resolve("some/model")
 
     def test_impossible_name(self) -> None:

@@ -51,7 +51,12 @@ class Calibration:
         self.setup = setup = Setup(self.settings)
         self.work, self.model = setup.work, setup.model
         self._announce()
-        self._announce_duration(expected_duration(setup))
+        try:
+            self._announce_duration(expected_duration(setup))
+        except ValueError:
+            if not self.work.resumed:
+                self.work.remove()  # a refused run leaves no folder
+            raise
         self.work.write_json("resources", asdict(setup.resources))  # from here on --resume finds a stopped run
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:

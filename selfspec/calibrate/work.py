@@ -42,6 +42,7 @@ class Work:
             )
         self.resumed = bool(stopped["pieces"]) and resume
         self._made: dict[str, Any] = {"key": key, "pieces": stopped["pieces"]}
+        self._created = [path for path in folder.parents if not path.exists()]  # innermost first
         try:
             if not self.resumed:
                 self.remove()
@@ -74,12 +75,13 @@ class Work:
         os.replace(part, path)
 
     def remove(self) -> None:
-        """Removes the files that selfspec wrote, and the folder if nothing else is in it."""
+        """Removes the files that selfspec wrote, and the folders that it made if nothing else is in them."""
         for path in map(self.folder.joinpath, [*self._made["pieces"], _MARKER]):
             path.unlink(missing_ok=True)
             _part_of(path).unlink(missing_ok=True)
-        with suppress(OSError):
-            self.folder.rmdir()
+        with suppress(OSError):  # the first that is not empty ends it
+            for path in (self.folder, *self._created):
+                path.rmdir()
 
     def _stopped_run(self) -> dict[str, Any]:
         """The marker of the run in the folder; one without pieces where there is no folder or an empty one."""

@@ -163,7 +163,7 @@ def verdict(engine: Engine, plain: Runs, runs: Runs) -> str:
     stats = [completion.stats for turn in runs.turns for completion in turn]
     name = name_of(runs)
     if not any(of.drafted for of in stats):
-        why = ", ".join(dict.fromkeys(reason for of in stats if (reason := reasons(of))))
+        why = reasons(*stats)
         meaning = ": no plan was predicted to be faster here" if why.endswith("goodput") else ""
         return f"{name}: decoded plainly ({why}){meaning}"
     if not is_measurable(plain, runs):

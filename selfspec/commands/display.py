@@ -81,9 +81,9 @@ def plain_part(completion: Completion) -> str:
     return f"; {origins.count('plain')} of {len(origins)} tokens decoded plainly ({why})" if why else ""
 
 
-def reasons(stats: Stats) -> str:
-    """Returns why tokens were decoded plainly, in the order in which the reasons held."""
-    every = [*(change.reason for change in stats.changes), stats.disabled_reason]
+def reasons(*stats: Stats) -> str:
+    """Returns why tokens were decoded plainly, each reason once, in the order in which the reasons held."""
+    every = [reason for of in stats for reason in (*(change.reason for change in of.changes), of.disabled_reason)]
     return ", ".join(dict.fromkeys(reason for reason in every if reason))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.commands import options
 from selfspec.commands.running import note, run
+from selfspec.generate import print_memory_plan
 
 if TYPE_CHECKING:
     from selfspec.engine import Engine
@@ -35,11 +36,14 @@ def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse
     add("--api-key", metavar="KEY", help=f"clients must send it (default: the environment's {KEY_VARIABLE})")
     add("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of web pages that may call; repeatable")
     add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
+    add("--plan-memory", action="store_true", help="load and serve nothing; print the memory that the model will take")
     add("--grace", metavar="S", type=int, default=10, help="seconds for requests to end on SIGTERM (default: 10)")
     return parser.parse_args(arguments)
 
 
 def serve(args: argparse.Namespace) -> int:
+    if args.plan_memory:
+        return print_memory_plan(args)
     try:
         import uvicorn
 

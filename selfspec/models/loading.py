@@ -113,8 +113,8 @@ def _from_hub(name: str) -> Path:
         raise
     except Exception as error:  # the hub's client raises its own errors and those of its HTTP library
         raise OSError(
-            f"{name!r} is no folder here, and it could not be downloaded: {error}. Check the connection, or give the "
-            "path of a model folder or .gguf file."
+            f"{name!r} is no folder here, and it could not be downloaded: {str(error).rstrip('.')}. Check the name and "
+            "the connection, or give the path of a model folder or .gguf file."
         ) from error
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -231,6 +231,11 @@ class Profile(Entry):
     trained: dict[str, float] = {}  # amounts of the calibration: tokens, steps, seconds
     router_layer: int = 1  # the router reads hidden states after this layer
     folder: Path | None = None  # of the profile's files; not stored in them
+
+    def __repr_args__(self) -> list[tuple[str | None, Any]]:
+        """Of `repr` and `str`: without the measurements, which are tens of thousands of numbers."""
+        folder = None if self.folder is None else str(self.folder)
+        return [("model", self.model.name), ("domains", list(self.domains)), ("folder", folder)]
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:

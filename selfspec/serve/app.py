@@ -151,7 +151,10 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(_: Request, error: HTTPException) -> Response:
-    return ApiError(error.status_code, error.detail).response()
+    message = error.detail
+    if error.status_code == 404:
+        message = f"there is no such endpoint; those of this server are {', '.join(of.path for of in _routes())}"
+    return ApiError(error.status_code, message).response()
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:

@@ -53,7 +53,7 @@ def prepare(engine: Engine, body: ChatBody | CompletionBody) -> Prepared:
             prompt_tokens += len(tokens)
     except ResponseFormatError as error:
         param = "tools" if must_call else body.formats[0]
-        raise ApiError(400, f"{param}: {error}" if must_call else str(error), param) from None
+        raise ApiError(400, str(error).replace("response_format", param, 1), param) from None
     except ValueError as error:
         raise of_engine(error) from None
     return Prepared(requests, echoes, prompt_tokens, form)

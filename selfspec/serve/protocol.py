@@ -9,7 +9,8 @@ import json
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from selfspec.logprobs import MAX_TOP
 from selfspec.serve.errors import ApiError, of_validation
@@ -40,6 +41,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
+}
+
+# What to use instead of a refused field.
+_INSTEAD = {
+    **dict.fromkeys(("guided_json", "structured_outputs"), "use response_format"),
+    **dict.fromkeys(("guided_regex", "guided_choice"), "use regex"),
+    "guided_grammar": "use grammar",
+    "echo": "use /v1/completions",
+    "prompt_logprobs": "use echo with logprobs, of /v1/completions",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
 }
 
 
@@ -75,6 +87,14 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool's answer
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _check_parts(cls, content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise PydanticCustomError("part", "Only parts of type text are supported")
+        return content
 
     def as_dict(self) -> dict[str, Any]:
         """The message for a chat template: its text in one piece, and the arguments of tool calls as objects."""
@@ -274,7 +294,9 @@ def _check_extra(extra: dict[str, Any]) -> None:
     for name in extra.keys() & REFUSED.keys():
         value = extra[name]
         if value is not None and not any(type(value) is type(off) and value == off for off in REFUSED[name]):
-            raise ApiError(400, f"{name} is not supported with this value: leave it out", name, "unsupported_field")
+            instead = _INSTEAD.get(name)
+            fix = f": {instead}" if instead else " with this value: leave it out"
+            raise ApiError(400, f"{name} is not supported{fix}", name, "unsupported_field")
     ignored = sorted(name for name in extra.keys() - REFUSED.keys() if name.isidentifier() and len(name) <= 40)
     if ignored:
         _log.info("ignored unknown fields: %s", ", ".join(ascii(name) for name in ignored[:8]))
