@@ -30,6 +30,7 @@ from bench.governor_calls import (
 )
 from bench.governor_sets import FOREIGN_TOKENS, HIGH_TEMPERATURE, IN_DOMAIN, Missing, PromptSet, Source
 from selfspec import Engine, Rules
+from selfspec.governor.costs import gpu_rows
 from selfspec.governor.governor import Change
 from selfspec.sequence import Request, StepRecord
 from selfspec.sequence import Sequence as Sequence_
@@ -249,7 +250,8 @@ def test_fixed_modes_use_their_plan_and_plain_drafts_nothing() -> None:
     assert chosen and chosen <= {"none", *(mode.name for mode in fixed)}
 
 
-def test_fixed_plans_include_those_whose_steps_are_too_long_for_the_governor() -> None:
+def test_fixed_plans_include_those_whose_steps_are_too_long_for_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.engine.time_rows", lambda *_: gpu_rows)  # timed rows differ from engine to engine
     prompts, limited = PromptSet("chat", [[5, 6, 7]], new_tokens=12), replace(CHEAP, max_step=2.5)
     plans = []
     for rules in (CHEAP, limited):

@@ -72,7 +72,7 @@ def test_the_template_of_a_base_model_keeps_the_first_token_of_every_text() -> N
     class FirstToken:
         chat_template = None
 
-        def __call__(self, text: str) -> dict[str, list[int]]:
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [1, *ids_of(*text)]}
 
     assert Template.of(FirstToken()) == Template((1,), ())

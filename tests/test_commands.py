@@ -171,7 +171,8 @@ def test_ctrl_c_ends_a_command_without_a_traceback(folder, when):
         time.sleep(0.5)  # Python has started and imports torch, for seconds
     process.send_signal(signal.SIGINT)
     _, about = process.communicate(timeout=60)
-    assert process.returncode == 130, about
+    # Python ends itself by the signal where an import that it runs from C was interrupted, whatever it was to return.
+    assert process.returncode in (130, -signal.SIGINT), about
     assert b"Traceback" not in about and b"selfspec: stopped" in about
 
 

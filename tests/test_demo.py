@@ -196,12 +196,13 @@ def native() -> Engine:
 
 
 def test_the_file_as_it_is_stored_holds_the_expanded_weights(engine, native) -> None:
-    """Rounded to bfloat16, as they are expanded, all weights are equal; in memory they take 5 bits each."""
+    """Rounded to bfloat16, as they are expanded, all weights are equal; in memory they take 5 bits each, and scales are
+    padded from 576 to 640 columns."""
     for ours, theirs in zip(native.model.layers, engine.model.layers, strict=True):
         for name, weight in theirs.tensors().items():
             assert torch.equal(expand(ours.tensors()[name], torch.bfloat16), weight.bfloat16()), name
     assert torch.equal(expand(native.model.head.weight, torch.bfloat16), engine.model.head.weight.bfloat16())
-    assert native.memory()["weights"] < 0.36 * (engine.memory()["weights"] / 2)  # of 16 bits
+    assert native.memory()["weights"] < 0.37 * (engine.memory()["weights"] / 2)  # of 16 bits
 
 
 def test_the_shipped_profile_is_valid_for_the_file_as_it_is_stored(native, profiled, monkeypatch, tmp_path) -> None:

@@ -196,6 +196,7 @@ def test_options_that_exclude_each_other_are_refused(arguments, capsys):
 
 # Tokens by their origin
 
+PLAIN = {"speculative_decoding": False}
 DRAFTING = {"speculative_decoding": "force", "exit_layer": 3, "plan": "tree:3,2"}
 FORCED = ("--max-new-tokens", "24", "--speculative", "force", "--exit-layer", "3", "--plan", "tree:3,2")
 CODES = {"drafted": "32", "decoded": "1", "plain": "36"}  # of the terminal: green, bold, cyan
@@ -214,11 +215,11 @@ def painted(text: str) -> list[tuple[str, str]]:
     return [(code, character) for code, piece in pieces for character in piece]
 
 
-@pytest.mark.parametrize("arguments", [FORCED, FORCED[:2]], ids=["drafted", "plain"])
+@pytest.mark.parametrize("arguments", [FORCED, (*FORCED[:2], "--speculative", "off")], ids=["drafted", "plain"])
 def test_show_colours_every_token_by_its_origin(run, engine, colours, arguments):
-    chat, forced = [{"role": "user", "content": "hello"}], DRAFTING if "force" in arguments else {}
+    chat, forced = [{"role": "user", "content": "hello"}], DRAFTING if "force" in arguments else PLAIN
     pieces = list(engine.stream(chat, max_new_tokens=24, **forced).marked())
-    assert {origin for _, origin in pieces} >= ({"drafted", "decoded"} if forced else {"plain"})
+    assert {origin for _, origin in pieces} >= ({"drafted", "decoded"} if forced is DRAFTING else {"plain"})
     text, legend = run("hello", "--show", *arguments)
     expected = [(CODES[origin], char) for piece, origin in pieces for char in piece if char != "\n"]
     assert painted(text) == expected
