@@ -21,7 +21,8 @@ def fp8_value(byte):
 
 @jit
 def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
-    """4 tensors of pairs for words (and the zeros to subtract)."""
+    """4 tensors of pairs for words (and the zeros to subtract). Triton takes no tuple of constexpr types, so both are
+    written out."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             PTX, CONSTRAINTS, words, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -157,7 +158,7 @@ def by_lane(rows, SPLITS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr)
 
 @jit
 def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    """[4, 8, B, ROWS / 8] to [B, ROWS, BM]: equal along the first axis, which are pairs of columns of the sums."""
+    """[4, 8, B, ROWS / 8] to [B, ROWS, BM]; the first axis, along which values are equal, becomes pairs of columns."""
     v = tl.reshape(tl.trans(v, 2, 3, 1, 0), (B, ROWS, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (B, ROWS, BM // 8, 4, 2)), (B, ROWS, BM))
 
@@ -214,7 +215,7 @@ def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
 
 @jit
 def bits_of(v, J: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Value J of PARTS values of WIDTH bits, in the lower bits of integers; the others are not 0 where they were."""
+    """Value J of PARTS values of WIDTH bits, in the lowest bits of integers; the bits above belong to later values."""
     if PARTS * WIDTH < 32:
         return _pick(v, J, PARTS).to(tl.int32)
     else:
