@@ -33,7 +33,7 @@ from selfspec.backends.cuda.short_prefill import (
 )
 from selfspec.backends.cuda.slots import SlotBuffers, Slots, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
-from selfspec.cache.kv_cache import PAGE_SIZE, Cache
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.router import EMBEDDED_TOKENS, Embedded, embed_prompts
 from selfspec.speculation.exit import Exit
@@ -231,7 +231,14 @@ class Graphs:
         ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
         lengths = list(map(len, ends))
         groups = [ends[group.start : group.stop] for group in groups_per_pass(lengths)]
-        sent = [(self._send_segment_sums(group, layer), group) for group in groups]
+        sent: list[tuple[Readback, Sequence[Sequence[int]]]] = []
+        try:
+            for group in groups:
+                sent.append((self._send_segment_sums(group, layer), group))
+        except CacheFull:
+            for readback, _ in sent:
+                self.readbacks.give_back(readback)
+            raise
 
         def read() -> torch.Tensor:
             sums = []
