@@ -11,9 +11,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 + the signal's number
+STOPPED = "\nselfspec: stopped"
 
 # Arguments of Python calls that errors and warnings name, and the options of commands that set them.
 _OPTIONS = {
@@ -27,42 +29,44 @@ _NAMED = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=([^\s,.;:)])?)")
 
 def run(command: Callable[[], int], verbose: bool = False) -> int:
     """Runs a command and returns its exit code. `verbose` prints what the engine logs."""
-    interrupts: list[int] = []
     try:
-        with _recorded(interrupts), one_line_warnings(), _log_lines() if verbose else nullcontext():
+        with _interruptible(), one_line_warnings(), _log_lines() if verbose else nullcontext():
             return command()
     except KeyboardInterrupt:
-        print("\nselfspec: stopped", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes standard output once more
         return PIPE_CLOSED
     except Exception as error:
-        if not interrupts and not isinstance(error, _expected_errors()):
+        if not isinstance(error, _expected_errors()):
             raise
         print(f"error: {for_command(str(error))}", file=sys.stderr)
-        if interrupts:
-            note("stopped")
-        return INTERRUPTED if interrupts else FAILED
+        return FAILED
 
 
 @contextmanager
-def _recorded(interrupts: list[int]) -> Iterator[None]:
-    """Adds the signal's number to `interrupts` at every Ctrl-C, which still raises KeyboardInterrupt: a library that is
-    being imported may turn that into another error."""
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, or ends the process if a module is being imported: libraries swallow that
+    exception, raise others in its place, or abort."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: Any) -> None:
-        interrupts.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    below = frame
+    while below is not None:
+        if below.f_code.co_filename == "<frozen importlib._bootstrap>":
+            print(STOPPED, file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        below = below.f_back
+    signal.default_int_handler(number, frame)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
