@@ -173,6 +173,7 @@ class TestMemory:
     def test_a_trimmed_head_is_dropped_when_its_request_fails(self, model, tmp_path):
         engine = Engine.from_model(model, profile=save_profile(model, tmp_path, block=True, rows=random_rows(40)))
         engine.generate(PROMPT, max_new_tokens=2)
+        engine.scheduler.call(gc.collect)  # after the pass that ended the request
         between, seen = engine.memory()["exits"], []
 
         def fails(prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -181,7 +182,7 @@ class TestMemory:
 
         with pytest.raises(ZeroDivisionError):
             engine.generate(PROMPT, max_new_tokens=2, logits_processor=[fails])
-        gc.collect()  # the traceback held the request
+        engine.scheduler.call(gc.collect)  # the traceback held the request
         assert seen[0] > between == engine.memory()["exits"]
 
 
