@@ -136,24 +136,24 @@ def check_arrivals(
     """Rounds of `count` random arrivals until `wanted` tokens are compared or the budget is spent."""
     tallies: Tallies = {}
     scheduler, number = target.engine.scheduler, 0
-    before = scheduler.prefix_reuse
+    before = scheduler.prompt_pages.prefix_reuse
     while compared(tallies) < wanted and not limit.is_spent:
         drawn = random.Random(f"{seed} {number}")
         asked = [draw_request(target, drawn, new_tokens) for _ in range(count)]
         alone = [TimedRequest(target.engine, *of.text, {**of.options, "speculative_decoding": False}) for of in asked]
-        scheduler.prefix_reuse = False
+        scheduler.prompt_pages.prefix_reuse = False
         for request in alone:
             request.submit()
             request.wait()
         gap = mean(request.ended_at - request.submitted_at for request in alone) / AT_ONCE
         together = [TimedRequest(target.engine, *of.text, {**of.options, **of.speculation}) for of in asked]
-        scheduler.prefix_reuse = True
+        scheduler.prompt_pages.prefix_reuse = True
         arrive(together, gap, drawn)
         for index, (of, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
             tally = tallies.setdefault(of.name, Tally())
             tally.add(number * count + index, expected.tokens, found.tokens)
         number += 1
-    scheduler.prefix_reuse = before
+    scheduler.prompt_pages.prefix_reuse = before
     return tallies
 
 

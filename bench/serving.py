@@ -291,11 +291,11 @@ def settings(bench: Bench) -> list[Result]:
 def second_turn(bench: Bench) -> list[Result]:
     """Milliseconds to the first token of a chat's second turn, one request at a time."""
     engine = bench.target.engine
-    before = engine.scheduler.prefix_reuse
+    before = engine.scheduler.prompt_pages.prefix_reuse
     try:
         return [turn(bench, mode, {**GREEDY, **options}) for mode, options in bench.target.modes.items()]
     finally:
-        engine.scheduler.prefix_reuse = before
+        engine.scheduler.prompt_pages.prefix_reuse = before
 
 
 def turn(bench: Bench, mode: str, options: Options) -> Result:
@@ -305,7 +305,7 @@ def turn(bench: Bench, mode: str, options: Options) -> Result:
     question, length = bench.target.prompts[-1], min(bench.load.chat, engine.context - _ANSWER - _QUESTION - _JOINED)
     for _ in range(bench.load.repeat):
         for reuse in (True, False):
-            engine.scheduler.prefix_reuse = reuse
+            engine.scheduler.prompt_pages.prefix_reuse = reuse
             engine.scheduler.call(partial(_take_back_pages, engine.cache))
             first = TimedRequest(engine, _long_prompt(bench, length), 0, _ANSWER, options)
             run_together([first])

@@ -20,13 +20,12 @@ import torch
 from selfspec.backends.base import Backend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull, is_out_of_memory
-from selfspec.cache.prefixes import PageKeys
 from selfspec.drafters import Drafters
 from selfspec.loop_thread import Call, LoopThread
 from selfspec.metrics import Metrics
+from selfspec.prompt_pages import PromptPages
 from selfspec.sequence import Request, Sequence
-from selfspec.speculation.exit import Exit
-from selfspec.speculation.exit_scoring import PROMPT_END
+from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
@@ -46,10 +45,10 @@ class Scheduler:
         new_backend: BackendFactory,
         max_decoding: int = MAX_DECODING,
         before_first: Callable[[Request], None] | None = None,  # called once, with the first request
-        prefix_reuse: bool = True,  # prompts reuse the KV pages of texts that begin with the same tokens
+        prefix_reuse: bool = True,
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
-        self.prefix_reuse = prefix_reuse
+        self.prompt_pages = PromptPages(cache, prefix_reuse)
         self._new_backend, self._before_first = new_backend, before_first
         self._requests: set[Request] = set()  # that have not ended
         self.waiting: deque[Sequence] = deque()
@@ -168,14 +167,14 @@ class Scheduler:
                     self.waiting.remove(sequence)
             for batch, sequences in list(self.prefilling.items()):
                 for sequence in (of for of in sequences if of.request is request):
-                    self._register_pages(batch, sequence)
+                    self.prompt_pages.register(batch.backend, sequence)
                     batch.backend.release(sequence)
                 self._set_prefilling(batch, [of for of in sequences if of.request is not request])
             for batch in self.batches.values():
                 running = [of for of in batch.running if of.request is request]
                 if running:
                     for sequence in running:
-                        self._register_pages(batch, sequence)
+                        self.prompt_pages.register(batch.backend, sequence)
                     batch.leave(running)
         finally:
             self._end(request)
@@ -262,7 +261,7 @@ class Scheduler:
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
             exit = self.drafters.usual_exit  # sequences that never draft join those that do
-        key = (None if exit is None else (exit.layer, id(exit.block)), request.rejection)
+        key = (exit_key(exit), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
             self.batches[key] = Batch(self._new_backend(request.rejection), exit, self.drafters, self.metrics)
@@ -293,11 +292,11 @@ class Scheduler:
             alike = [of for of in firsts if _drafts(of) == drafts]
             exit = batch.base_exit if drafts else None
             for sequence in alike:
-                self._reuse_pages(batch, sequence, exit)
+                self.prompt_pages.reuse(batch.backend, sequence, exit)
             try:
                 for sequence in self._prefill_pass(batch, alike, exit):
                     sequence.is_prefilled = True
-                    self._register_pages(batch, sequence)
+                    self.prompt_pages.register(batch.backend, sequence)
                     self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
@@ -307,44 +306,17 @@ class Scheduler:
                 return
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
-                self._share_prompt(sequence, sequence.parent)
+                self.prompt_pages.share(sequence, sequence.parent)
         for request in dict.fromkeys(of.request for of in sequences):
             ready = [of for of in sequences if of.request is request]
             if all(of.is_prefilled for of in ready):
-                self._keep_prompts(ready)
+                self.prompt_pages.keep(ready)
                 sequences = [of for of in sequences if of.request is not request]
                 self._set_prefilling(batch, sequences)
                 self._join(batch, ready)
         seconds = time.perf_counter() - started
         for sequence in members:
             sequence.elapsed_s += seconds
-
-    def _reuse_pages(self, batch: Batch, sequence: Sequence, exit: Exit | None) -> None:
-        """Gives a prompt whose prefill has not begun the registered pages of its first tokens, but none of its last
-        PROMPT_END positions: prefill keeps their states to score the exit."""
-        if not self.prefix_reuse or sequence.kv.pages:
-            return
-        keys = sequence.page_keys
-        if keys is None:
-            of_exit = None if exit is None else (exit.layer, id(exit.block))
-            keys = sequence.page_keys = PageKeys(batch.backend.prefix_path(len(sequence.prompt)), of_exit)
-        if sequence.request.prompt_logprobs is not None:
-            return  # these need the final states of all positions
-        pages = keys.units(len(sequence.prompt) - 1 - PROMPT_END)
-        sequence.kv = self.cache.open_with(keys.first(pages, sequence.prompt), keys.path.unit // PAGE_SIZE)
-        sequence.cached_tokens = sequence.kv.length
-
-    def _register_pages(self, batch: Batch, sequence: Sequence) -> None:
-        """Makes the sequence's filled pages reusable: those of its prompt, and those of generated tokens where decoding
-        and prefill write the same bits. A page whose exit KV is not filled yet is not among them."""
-        keys = sequence.page_keys
-        if keys is None or sequence.request.error is not None:
-            return
-        # After a late stop the cache is ahead of the tokens.
-        tokens = len(sequence.tokens) if keys.path.decodes_alike else len(sequence.prompt) - 1
-        unfilled = 0 if keys.exit is None else batch.backend.unfilled(sequence)
-        pages = keys.units(min(sequence.kv.length - unfilled, tokens))
-        self.cache.register(sequence.kv, keys.first(pages, sequence.tokens))
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
@@ -356,21 +328,6 @@ class Scheduler:
             if len(sequences) == 1:
                 raise
             return batch.backend.prefill(sequences[:1], exit)
-
-    def _share_prompt(self, sequence: Sequence, parent: Sequence) -> None:
-        """Gives a further sample of a prompt the pages of that prompt, shared."""
-        sequence.kv = self.cache.fork(parent.prompt_kv or parent.kv)
-        sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
-
-    def _keep_prompts(self, ready: list[Sequence]) -> None:
-        """Keeps a prompt's pages while further samples of it wait for admission; frees them once all have joined."""
-        for parent in dict.fromkeys(sequence.parent or sequence for sequence in ready):
-            samples = (of for of in parent.request.sequences if of.parent is parent)
-            if any(not sample.is_prefilled for sample in samples):
-                parent.prompt_kv = parent.prompt_kv or self.cache.fork(parent.kv)
-            elif parent.prompt_kv is not None:
-                self.cache.close(parent.prompt_kv)
-                parent.prompt_kv = None
 
     def _set_prefilling(self, batch: Batch, sequences: list[Sequence]) -> None:
         if sequences:
@@ -435,7 +392,7 @@ class Scheduler:
             self._remove(request)
         ended = [of for of in batch.running if of.is_finished]
         for sequence in ended:
-            self._register_pages(batch, sequence)
+            self.prompt_pages.register(batch.backend, sequence)
         if ended:
             batch.leave(ended)
         for sequence in ended:

@@ -182,6 +182,11 @@ class Exit:
         return self.model.config.layers[self.layer]
 
 
+def exit_key(exit: Exit | None) -> tuple[int, int] | None:
+    """Identifies an exit, whichever tokens it offers."""
+    return None if exit is None else (exit.layer, id(exit.block))
+
+
 def half_way(model: Decoder) -> int:
     """Half of the model's number of layers, rounded down."""
     return model.config.num_layers // 2

@@ -36,7 +36,7 @@ from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.router import EMBEDDED_TOKENS, Embedded, embed_prompts
-from selfspec.speculation.exit import Exit
+from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
 MAX_GRAPHS = 512  # kept at a time; the least recently used one is dropped first
@@ -163,16 +163,16 @@ class Graphs:
             return self.new_step(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
 
         launches = parts or ("launch",)
-        key = "step", launches, buffers.number, count, plan, *_drafting_key(exit, self.model), options, max_context
+        key = "step", launches, buffers.number, count, plan, _drafting_key(exit, self.model), options, max_context
         return self.captured.find(key, buffers, build, *launches)
 
     def exit_fill(
         self, buffers: SlotBuffers, count: int, exit: Exit, options: StepOptions, longest: int, scores: bool
     ) -> tuple[ExitFill, Launch]:
         """The pass that fills the exit's KV for unfilled positions and, with `scores`, drafts at some of them."""
-        exit_key = (*_drafting_key(exit, self.model), options) if scores else _exit_key(exit)
+        drafting = (_drafting_key(exit, self.model), options) if scores else None
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
-        key = ("fill", buffers.number, count, max_context, scores, *exit_key)
+        key = ("fill", buffers.number, count, max_context, exit_key(exit), drafting)
 
         def build() -> ExitFill:
             return ExitFill(self._decoder(slots, max_context), slots, buffers.exit(exit, count), options, scores)
@@ -182,7 +182,7 @@ class Graphs:
     def prompt_score(self, buffers: SlotBuffers, count: int, exit: Exit, longest: int) -> tuple[PromptScore, Launch]:
         """The pass that compares exit and model at the prompt ends in the buffers."""
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
-        key = ("prompt score", buffers.number, count, max_context, *_exit_key(exit))
+        key = ("prompt score", buffers.number, count, max_context, exit_key(exit))
 
         def build() -> PromptScore:
             return PromptScore(self._decoder(slots, max_context), slots, exit, buffers.prompt_end(count))
@@ -203,7 +203,7 @@ class Graphs:
         """The pass over a chunk of `count` prompt tokens that ends before position `end`."""
         rows = bucket(count, SMALLEST)
         slots = bucket(end - count + rows, PAGE_SIZE)
-        key = ("prefill", rows, slots, keeps_states, *_exit_key(exit))
+        key = ("prefill", rows, slots, keeps_states, exit_key(exit))
         parts = self.model, self.cache, exit, rows, slots, self.idle_page, keeps_states
         return self.captured.find(key, None, lambda: Prefill(*parts), "launch")
 
@@ -212,7 +212,7 @@ class Graphs:
     ) -> tuple[ShortPrefill, Launch]:
         """The pass over so many tokens of each of some prompts; `end` as for `pass_size`."""
         size, parts = pass_size(lengths, end), (self.model, self.cache, self.scratch)
-        key = ("short prefill", *size, keeps_states, *_exit_key(exit))
+        key = ("short prefill", *size, keeps_states, exit_key(exit))
         build = partial(ShortPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
         return self.captured.find(key, None, build, "launch")
 
@@ -269,13 +269,8 @@ class Graphs:
                 self.cache.close(kv)
 
 
-def _exit_key(exit: Exit | None) -> tuple[int | None, int | None]:
-    """Identifies an exit, whichever rows of the head it drafts from."""
-    return (None, None) if exit is None else (exit.layer, None if exit.block is None else id(exit.block))
-
-
-def _drafting_key(exit: Exit | None, model: Decoder) -> tuple[int | None, ...]:
+def _drafting_key(exit: Exit | None, model: Decoder) -> tuple:
     """Identifies an exit, and the number of rows of the head that steps with it are captured for."""
     if exit is None or exit.head_rows is None:
-        return (*_exit_key(exit), None)
-    return (*_exit_key(exit), draft_head_capacity(exit, model))
+        return exit_key(exit), None
+    return exit_key(exit), draft_head_capacity(exit, model)
