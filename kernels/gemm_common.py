@@ -1,15 +1,16 @@
 """Parts that the fused matmuls share: the loop over K, the choice of tiles, launch settings and checks.
 
 `linear` (gemm), `gated_linear` (gate_up_gemm) and `qkv_linear` (qkv_rope_gemm) multiply x [R, K] with a weight [N, K]
-in its stored layout and apply what follows in the same kernel. If x is the `scaled` copy of a stream, the sums are
-multiplied by the norm's factor of the row at the end (see `norm`).
+in its stored layout; the same kernel adds the residual, applies the gate, or applies RoPE and stores KV. If x is the
+`scaled` copy of a residual stream, each row's sums are multiplied by its norm's factor at the end (see `norm`).
 
 A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
-columns, and BK depends on weight shape and dtype alone. Every product of the tensor cores adds to the one before, and a
-long chain of them takes longer than reading the weights. Long sums are therefore divided into four slices, which take a
-quarter of every block each and are added at the end. The rest of the tile (rows, weight rows, warps, stages, whether
-slices run together or in turn) does depend on the number of rows and changes no sum. Kernels are compiled without
-fusing multiplications and additions (`enable_fp_fusion=False`): the compiler's choice could differ between tiles.
+columns, and BK depends on weight shape and dtype alone. Each instruction of the tensor cores waits for the sums of the
+one before; over a long K this takes longer than reading the weights. Long sums are therefore divided into four slices:
+each sums a quarter of every block, and the four are added at the end. The rest of the tile (rows, weight rows, warps,
+stages, whether slices run together or in turn) does depend on the number of rows and changes no sum. Kernels are
+compiled without fusing multiplications and additions (`enable_fp_fusion=False`): the compiler's choice could differ
+between tiles.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from selfspec.kernels.triton_compat import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
 LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program that every supported GPU has
-# Tuned on an H200 (132 SMs), by elements of the weight: below the first a matmul leaves most SMs idle, below the second
-# some of them.
+# Elements of a weight, tuned on an H200 (132 SMs): a matmul with fewer than the first leaves most SMs idle, with fewer
+# than the second some of them.
 _TINY_WEIGHT, _SMALL_WEIGHT = 1 << 21, 1 << 23
-_SLICED_COLUMNS = 256  # columns of one step over four slices
-_ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that a warp can hold in its registers
-_MAX_TILE_WIDTH_BYTES = 256  # of a tile's weight rows: wider float32 tiles would leave too little memory for BK columns
+_SLICED_COLUMNS = 256  # columns of a block that four slices divide, 16-bit weights
+_ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that the registers of a warp can hold
+_MAX_TILE_WIDTH_BYTES = 256  # BN * bytes of an element: wider float32 tiles would leave too little memory for BK
 
 
 def matmul_reference(
@@ -93,7 +94,7 @@ def _sum_slice(
     x_at, weight_at, columns, real, FIRST: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight^T over the columns from FIRST on, from FIRST + STEP on, and so on: [BM, BN] float32."""
+    """x @ weight^T over the blocks of columns that begin at FIRST, FIRST + STEP, ...: [BM, BN] float32."""
     sums = tl.zeros((BM, BN), tl.float32)
     for start in range(FIRST, K, STEP):
         if K % STEP == 0:
@@ -117,7 +118,7 @@ def _add_part(sums, x_at, weight_at, real, start):
 def _sum_slices_in_one_loop(
     x_at, weight_at, real, STEP: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The sum over all four slices."""
+    """x @ weight^T as the sum of four slices: [BM, BN] float32."""
     PART: tl.constexpr = STEP // 4
     first = tl.zeros((BM, BN), tl.float32)
     second, third, fourth = first, first, first
@@ -133,7 +134,7 @@ def _sum_slices_in_one_loop(
 def _sum_slices_by_warp(
     x, weight, real, x_rows, weight_rows, STEP: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The same; each slice is a part of a product of three dimensions, which the compiler gives a warp."""
+    """The same by dots of three dimensions [slice, row, column]; the compiler gives each slice to one warp."""
     columns = tl.arange(0, 4)[:, None, None] * (STEP // 4) + tl.arange(0, STEP // 4)[None, None, :]
     x_at = x + x_rows[None, :, None] + columns  # [4, BM, STEP / 4]
     weight_at = weight + weight_rows[None, :, None] + columns  # [4, BN, STEP / 4]
@@ -189,12 +190,12 @@ class TileConfig:
     `block_n` leaves enough shared memory for `block_k` columns."""
 
     block_n: int  # weight rows
-    block_k: int  # columns of one step of the loop over K
-    stages: int  # steps that are loaded ahead
+    block_k: int  # columns of one block of the loop over K
+    stages: int  # blocks that are loaded ahead
     warps: int
     block_m: int = 16  # rows of x
-    prefetch: int = 0  # columns of the weight that are prefetched before earlier launches have ended
-    release_early: bool = False  # release the next launch right after `wait`; qkv_linear always does
+    prefetch: int = 0  # columns of the weight that are prefetched into L2 while the previous launch still runs
+    release_early: bool = False  # let the next launch start right after `wait` (see `pdl`); qkv_linear always does
     sliced: bool = False  # K is summed in four slices; must depend on the weight's shape alone
 
 
@@ -248,7 +249,7 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
     else:
         block_m, block_n = MAX_ROW_TILE, width
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
-    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # 5 let the next launch start beside it
+    stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # with 5 the next launch fits beside it
     return TileConfig(
         block_n, block_k=64, stages=stages, warps=warps, block_m=block_m, prefetch=_prefetched(k), release_early=True
     )

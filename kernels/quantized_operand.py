@@ -9,20 +9,20 @@ from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 @jit
 def fp8_value(byte):
-    """The float32 number of e4m3 bytes given as integers."""
+    """The values of e4m3 bytes, given as integers, in float32."""
     size = (byte & 127).to(tl.int32)
     value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return tl.where(byte > 127, -value, value)
 
 
-# Operands of the tensor cores. Words of 32 bits become pairs of neighbouring columns: where two words were on the last
-# axis, there are the two columns of a pair. `numbers` and `x` of 32 columns are 4 pairs of each thread.
+# Operands of the tensor cores. Of 32 columns of a row a thread has 8: two words [..., 2] become 4 tensors of pairs
+# [..., 2], whose last axis is the two neighbouring columns of a pair.
 
 
 @jit
 def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
-    """4 tensors of pairs for words (and the zeros to subtract). Triton takes no tuple of constexpr types, so both are
-    written out."""
+    """Runs PTX on words (and on zeros to subtract); returns 4 tensors of pairs. Triton takes no constexpr tuple of
+    dtypes, so both calls are written out."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             PTX, CONSTRAINTS, words, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -35,7 +35,7 @@ def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexp
 
 @jit
 def _number(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr):
-    """Number at a bit of words, in float32."""
+    """The number that begins at bit SHIFT of each word, in float32; of 4 bits less its zero."""
     if FORMAT.kind == "int4":
         return (word >> SHIFT & 15).to(tl.float32) - zeros
     elif FORMAT.kind == "fp8":
@@ -52,7 +52,7 @@ def _pair(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr, DTYPE: tl.cons
 
 @jit
 def number_pairs(words, zeros, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """The pairs of words [..., 2]: (first word, second word) x (first pair, second pair). HIGH: the high 4 bits."""
+    """Pairs of words [..., 2]: two of the first word, two of the second. HIGH: from the high 4 bits of each byte."""
     PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
     if PTX is None:
         SHIFT: tl.constexpr = 4 if HIGH and FORMAT.kind == "int4" else 0
@@ -85,15 +85,15 @@ def one_pairs(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def operand(pairs, B: tl.constexpr, ROWS: tl.constexpr):
-    """Pairs [4, 8, B, ROWS / 8, 2] to [B, ROWS, 32] in an order of columns with which no thread passes on a number."""
+    """Pairs [4, 8, B, ROWS / 8, 2] to [B, ROWS, 32] in an order of columns that moves no number between threads."""
     v = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))  # [..., column, word, pair]
     return _ordered(tl.trans(v, 0, 1, 2, 3, 5, 6, 4), B, ROWS)
 
 
 @jit
 def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
-    """[4, 8, B, ROWS / 8, word, pair, column] to [B, ROWS, 32]. Triton 3.6 gives a thread 4 neighbouring columns of a
-    dot, newer ones 2."""
+    """[4, 8, B, ROWS / 8, word, pair, column] to [B, ROWS, 32]. In Triton 3.6 a thread holds 4 neighbouring
+    columns of a dot's operand, in later versions 2."""
     if IS_TRITON_3_6:
         return tl.reshape(tl.trans(v, 2, 3, 1, 5, 0, 4, 6), (B, ROWS, 32))
     else:
@@ -102,7 +102,7 @@ def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
-    """x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], in the same order of columns."""
+    """x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], in the order of columns of `operand`."""
     if v.dtype == tl.int32:
         if tl.bfloat16 == DTYPE:
             first, second = tl.inline_asm_elementwise(
@@ -129,8 +129,8 @@ def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Loads COUNT neighbours of SIZE bytes from [4, 8, B, ROWS / 8, 1] places. Of axes without neighbours Triton 3.6
-    gives the first, newer ones the last to the threads of a warp."""
+    """Loads COUNT neighbouring elements of SIZE bytes at pointers [4, 8, B, ROWS / 8, 1]. Of the axes but the last one,
+    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones."""
     SHAPE: tl.constexpr = (4, 8, at.shape[2], at.shape[3], COUNT)
     ALL: tl.constexpr = COUNT * SIZE
     at = tl.broadcast_to(at, SHAPE) + tl.arange(0, COUNT)
@@ -150,7 +150,7 @@ def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @jit
 def by_lane(rows, SPLITS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr):
-    """Values of COUNT rows to [1, 8, SPLITS * SIDE, COUNT / SIDE / 8, 1]."""
+    """Arranges values of COUNT rows by lane // 4 and warp: [1, 8, SPLITS * SIDE, COUNT / SIDE / 8, 1]."""
     EIGHTS: tl.constexpr = COUNT // SIDE // 8
     v = tl.broadcast_to(tl.reshape(rows, (1, SIDE, EIGHTS, 8)), (SPLITS, SIDE, EIGHTS, 8))
     return tl.trans(tl.reshape(v, (SPLITS * SIDE, EIGHTS, 8)), 2, 0, 1)[None, :, :, :, None]
@@ -158,7 +158,7 @@ def by_lane(rows, SPLITS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr)
 
 @jit
 def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    """[4, 8, B, ROWS / 8] to [B, ROWS, BM]; the first axis, along which values are equal, becomes pairs of columns."""
+    """Broadcasts values of weight rows [4, 8, B, ROWS / 8], equal along the first axis, to the sums' [B, ROWS, BM]."""
     v = tl.reshape(tl.trans(v, 2, 3, 1, 0), (B, ROWS, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (B, ROWS, BM // 8, 4, 2)), (B, ROWS, BM))
 
@@ -168,8 +168,8 @@ def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
 
 @jit
 def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr):
-    """Values that COLUMNS columns of a row share, PARTS of them in a step, at some columns and rows; 0 where `source`
-    is None."""
+    """Loads the value of each column's group of COLUMNS columns; PARTS groups of a row are neighbours in `source`. 0 if
+    `source` is None."""
     if source is None:
         return tl.zeros(inside.shape, tl.int8)
     else:
@@ -183,8 +183,8 @@ def _load_scales(
     source, default, column, rows, COLUMNS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The PARTS values of the step that begins at a column, [4, 8, B, rows / 8, PARTS], as words of 32 bits where they
-    fill some: the loop keeps these in as many registers. default: where there are none."""
+    """Loads the PARTS values of the step from `column` on: [4, 8, B, rows / 8, PARTS] or, if they have 32 bits or more
+    together, [..., 32-bit words], one register each. Returns `default` if `source` is None."""
     if source is None:
         return default
     else:

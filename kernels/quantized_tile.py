@@ -1,18 +1,18 @@
-"""The loop over K of a matmul with a quantized weight (see `quantized_weight`): a part of the matmuls and the LM head.
+"""The loop over K of a matmul with a quantized weight (see `quantized_weight`), for kernels of matmuls and LM head.
 
 The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
-scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, take part as (scale * zero + minimum)
-times the sum of x over the group.
+scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, are not subtracted from the numbers:
+(scale * zero + minimum) times the sum of x over the group is subtracted from the sums.
 
 A program's warps divide K among them, and may divide the weight rows of its tile: warp b of SPLITS * SIDE sums part
-b // SIDE of K for part b % SIDE of the rows. The sums over K are added as a balanced tree. A row's bits depend on the
-weight's shape and format and on `splits`, which depends on the weight's shape alone: each warp multiplies with the same
-instruction (a dot of three dimensions is never a warp group's), in the same order, whatever the tile is.
+b // SIDE of K for part b % SIDE of the weight rows. The parts of K are added as a balanced tree. The bits of a row of x
+depend only on the weight's shape and format (`splits` follows from the shape): with every tile, each warp executes the
+same instruction in the same order, since Triton compiles a dot of three dimensions to `mma`, never to `wgmma`.
 
-No operand goes through shared memory, and no warp waits for another one before sums are added. Tensors have the axes
-(lane % 4, lane // 4, warp, rows / 8, ...): the compiler gives the first two axes to the threads of a warp and the third
-one to the warps (see `load_lanes`). So a thread loads just the numbers that the tensor cores take from it, two steps
-before they do. Another choice of the compiler would change the speed alone.
+No operand goes through shared memory, and no warp waits for another one until parts of K are added. Tensors have the
+axes (lane % 4, lane // 4, warp, rows / 8, ...): the compiler distributes the first two axes over the threads of a warp
+and the third one over the warps (see `load_lanes`). So each thread itself loads the numbers that it passes to the
+tensor cores, two steps of the loop ahead. If the compiler distributed other axes, only the speed would change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 @jit
 def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """x of a quarter of a step."""
+    """Loads x of the 32 columns of a quarter of a step: [4, 8, B, BM / 8, 4 words or 8 numbers]."""
     _, _, x_at, first, lane_column = place
     column = step * FORMAT.step + QUARTER * FORMAT.half
     PER_ELEMENT: tl.constexpr = 2 if x_at.dtype.element_ty == tl.int32 else 1
@@ -52,7 +52,7 @@ def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.cons
 
 @jit
 def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """The words of two units, or (8 bits) of the halves of two units, that begin at a column."""
+    """Loads the words of the two units from `column` on, each [4, 8, B, rows / 8, 2]: 2 units or (8 bits) 4 halves."""
     has_first = None
     has_second = None
     if RAGGED:
@@ -71,9 +71,9 @@ def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.con
 def _load_step(
     place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """The words of a step's 4 halves of units (4 bits: of its 2 units), its scales, and x if AHEAD."""
+    """Loads a step: words, scales of groups, x if AHEAD. If scales or x are not loaded, unused words replace them."""
     weight_at, rows, _, first, _ = place
-    WORDS: tl.constexpr = FORMAT.tile_rows * FORMAT.half // 4  # of 16 rows of a unit, or (8 bits) of half of it
+    WORDS: tl.constexpr = FORMAT.tile_rows * FORMAT.half // 4  # words of 16 rows of a unit (8 bits: of half a unit)
     PARTS: tl.constexpr = 2 if FORMAT.kind == "int4" else 4
     at = weight_at + step * (PARTS * WORDS)
     words = _load_words(at, first + step * FORMAT.step, WORDS, K, RAGGED, FORMAT)
@@ -93,8 +93,8 @@ def _load_step(
 
 @jit
 def _zeros(scales, QUARTER: tl.constexpr, FORMAT: tl.constexpr):
-    """The zeros of a quarter of a step, if there are any. It may have two groups: one in the first, one in the last
-    lanes."""
+    """Zeros of a quarter of a step [4, 8, B, rows / 8]; if there are none, unused scales. Of two groups of 16 columns
+    the first one's columns are in the threads with lane % 4 < 2."""
     PARTS: tl.constexpr = FORMAT.parts
     if not FORMAT.has_zeros:
         return scales[0]
@@ -110,13 +110,13 @@ def _add_step(
     sums, x_sums, loaded, place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a step to the sums, and with one scale per row to the sums of x."""
+    """Adds a step to `sums` [B, ROWS, BM], scaled by group. With one scale per row: unscaled, and x to `x_sums`."""
     words, scales, x = loaded
     B: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     BM: tl.constexpr = sums.shape[2]
     PARTS: tl.constexpr = FORMAT.parts
-    LANE: tl.constexpr = 4 if IS_TRITON_3_6 else 2  # neighbouring columns of a thread, see `_ordered`
+    LANE: tl.constexpr = 4 if IS_TRITON_3_6 else 2  # neighbouring columns in a thread, see `_ordered`
     none = tl.zeros((B, ROWS, BM), tl.float32)
     part = none
     part_x = none
@@ -136,7 +136,7 @@ def _add_step(
             if FORMAT.has_offsets:
                 x_sums = tl.dot(ones, x_part, x_sums, input_precision="ieee")
         elif PARTS == 8:
-            # Two groups: each is a product with the other one's x set to 0.
+            # Two groups of 16 columns: each has a dot of its own, in which x of the other group is 0.
             is_first = (tl.arange(0, 32) // LANE % 4 < 2)[None, :, None]
             for second in tl.static_range(2):
                 some = tl.where(is_first if second == 0 else ~is_first, x_part, 0.0).to(DTYPE)
@@ -158,7 +158,7 @@ def _add_step(
 
 @jit
 def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    """[SPLITS, BN, BM] to [BM, BN], as a balanced tree: each addition has two operands, which fixes every rounding."""
+    """Adds [SPLITS, BN, BM] to [BM, BN] as a balanced tree: additions have two operands, which fixes their rounding."""
     for level in tl.static_range(4):
         if (SPLITS >> level) > 1:
             sums = tl.sum(tl.reshape(sums, (SPLITS >> (level + 1), 2, BN, BM)), axis=1)
@@ -170,17 +170,17 @@ def _sum(
     x, weight, x_rows, weight_rows, weight_stride,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """`quantized_sums` without the addition of splits: [SPLITS * SIDE, BN / SIDE, BM]."""
+    """The sums of each warp, before `_add_splits`: [SPLITS * SIDE, BN / SIDE, BM]."""
     STEP: tl.constexpr = FORMAT.step
     SPLITS: tl.constexpr = FORMAT.splits
     B: tl.constexpr = SPLITS * SIDE
-    STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # of a split
+    STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # steps of a split
     RAGGED: tl.constexpr = STEPS * SPLITS * STEP != K
-    WORDS: tl.constexpr = STEP // 8 if FORMAT.kind == "int4" else STEP // 4  # of a row's step
-    AHEAD: tl.constexpr = BM == 8  # x of more rows would take too many registers
+    WORDS: tl.constexpr = STEP // 8 if FORMAT.kind == "int4" else STEP // 4  # words of a row in a step
+    AHEAD: tl.constexpr = BM == 8  # load x two steps ahead; x of more rows would take too many registers
     dtype: tl.constexpr = x.dtype.element_ty
     lane = tl.arange(0, 4)[:, None, None, None, None]
-    first = (tl.arange(0, B) // SIDE * (STEPS * STEP))[None, None, :, None, None]  # column
+    first = (tl.arange(0, B) // SIDE * (STEPS * STEP))[None, None, :, None, None]  # first column of a warp
     rows = by_lane(weight_rows.to(tl.int64), SPLITS, SIDE, BN)
     words = rows // FORMAT.tile_rows * weight_stride + rows % FORMAT.tile_rows * (FORMAT.half // 4)
     weight_at = weight[0] + (words + (first // STEP) * (FORMAT.tile_rows * WORDS) + lane * 2)
@@ -189,7 +189,7 @@ def _sum(
         x_at = x + (x_rows + first + lane * 8)
     else:  # two numbers at a time, which the loop keeps in one register
         x_at = x.to(tl.pointer_type(tl.int32), bitcast=True) + (x_rows // 2 + first // 2 + lane * 4)
-    place = (weight_at, rows, x_at, first, lane * 8)
+    place = (weight_at, rows, x_at, first, lane * 8)  # where a thread reads words, scales and x
     sums = tl.zeros((B, BN // SIDE, BM), tl.float32)
     x_sums = sums
     even = _load_step(place, weight, 0, K, AHEAD, RAGGED, FORMAT)
@@ -218,8 +218,8 @@ def quantized_sums(
 ):  # fmt: skip
     """x @ weight^T of BM rows, given by their offsets, and BN weight rows, given by their indices: [BM, BN] float32.
 
-    weight: as of `weight_tensors`. SIDE: warps that divide the weight rows. is_needed: where it is 0 the sums are 0,
-    and nothing is read; None: always.
+    weight: the tuple of `weight_tensors`. SIDE: number of warps that divide the weight rows. is_needed: if 0, the sums
+    are 0 and nothing is read; None: the same as 1.
     """
     SPLITS: tl.constexpr = FORMAT.splits
     if is_needed is None:
@@ -236,11 +236,11 @@ def prefetch_tile(
     weight, weight_rows, weight_offsets, weight_stride, BN: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Prefetches the first COLUMNS columns of a tile's weight rows into L2; of a quantized weight so many words."""
+    """Prefetches the first COLUMNS columns (of a quantized weight: words) of a tile's weight rows into L2."""
     if FORMAT is None:
         prefetch_weight(weight, weight_offsets, BN, COLUMNS, PDL)
     else:
-        # Neighbouring rows prefetch neighbouring parts of the first words of their tiles.
+        # Row r of a tile prefetches the tile's words r * COLUMNS to (r + 1) * COLUMNS.
         TILE_ROWS: tl.constexpr = FORMAT.tile_rows
         parts = (weight_rows // TILE_ROWS).to(tl.int64) * weight_stride + (weight_rows % TILE_ROWS) * COLUMNS
         prefetch_weight(weight[0], parts, BN, COLUMNS, PDL)
@@ -252,8 +252,8 @@ def weight_tile(
     K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets. BK of a
-    quantized weight: warps that divide the weight rows."""
+    """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets. With a
+    quantized weight BK is SIDE of `quantized_sums`."""
     if FORMAT is None:
         return matmul_tile(
             x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
@@ -270,7 +270,7 @@ def weight_tile(
 
 @jit
 def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl.constexpr):
-    """Some columns of one row of a weight in float32, rounded as `QuantizedWeight.dequantize` rounds them."""
+    """The weights of one row at `column`, in float32, rounded as `QuantizedWeight.dequantize` rounds them."""
     HALF: tl.constexpr = FORMAT.half
     GROUP: tl.constexpr = FORMAT.group
     PARTS: tl.constexpr = FORMAT.parts
