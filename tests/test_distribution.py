@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from selfspec.backends import torch_backend as runtime
+from selfspec.backends import torch_accept, torch_backend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
@@ -245,7 +245,7 @@ def classical(
 
 
 def test_the_replaceable_rule_is_right_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "reject_or_accept", classical())
+    monkeypatch.setattr(torch_accept, "reject_or_accept", classical())
     assert p_value(draw(IRREGULAR, rejection=True)) > RIGHT
 
 
@@ -262,43 +262,46 @@ def test_the_replaceable_rule_is_right_by_default(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_wrong_rejection_rule_fails(rule: Rule, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "reject_or_accept", rule)
+    monkeypatch.setattr(torch_accept, "reject_or_accept", rule)
     assert p_value(draw(plan, rejection=True, draws=FEWER_DRAWS if plan == "chain:2" else DRAWS)) < WRONG
 
 
 def test_rejection_fails_if_children_and_residual_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "CHILDREN", TARGET)
+    monkeypatch.setattr(torch_backend, "CHILDREN", TARGET)
     assert p_value(draw("nodes:0.1,1.1", rejection=True)) < WRONG
 
 
 def test_rejection_fails_if_children_and_acceptance_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "CHILDREN", ACCEPT)
+    monkeypatch.setattr(torch_backend, "CHILDREN", ACCEPT)
     assert p_value(draw("chain:2", rejection=True)) < WRONG
 
 
 def test_coupling_fails_if_it_emits_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     def emit_first_child(
-        self: TorchBackend,
         sequences: list[Sequence_],
         indices: list[int],
         nodes: list[int],
         draft: Draft,
         logits: torch.Tensor,
     ) -> list[int]:
-        tokens = right(self, sequences, indices, nodes, draft, logits)
+        tokens = right(sequences, indices, nodes, draft, logits)
         for place, (index, node) in enumerate(zip(indices, nodes, strict=True)):
             if draft.plan.children[node]:
                 tokens[place] = int(draft.tokens[index, draft.plan.children[node][0]])
         return tokens
 
-    right = TorchBackend._choose
-    monkeypatch.setattr(TorchBackend, "_choose", emit_first_child)
+    right = torch_accept._choose
+    monkeypatch.setattr(torch_accept, "_choose", emit_first_child)
     assert p_value(draw("tree:2,2", rejection=False)) < WRONG
 
 
 def test_coupling_fails_if_all_positions_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TorchBackend._noise_key
-    monkeypatch.setattr(
-        TorchBackend, "_noise_key", lambda self, of, positions, repeat=1: right(self, of, [1] * len(of), repeat)
-    )
+    right = torch_accept.noise_key
+
+    def at_position_1(*arguments: Any, **options: Any) -> NoiseKey:
+        key = right(*arguments, **options)
+        return replace(key, positions=torch.ones_like(key.positions))
+
+    for module in (torch_accept, torch_backend):
+        monkeypatch.setattr(module, "noise_key", at_position_1)
     assert p_value(draw("chain:2", rejection=False)) < WRONG

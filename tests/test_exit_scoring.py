@@ -13,7 +13,7 @@ from selfspec.governor.acceptance import Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.governor import Governor
 from selfspec.governor.rules import Policy, Rules
-from selfspec.sampling import SamplingParams
+from selfspec.sampling import NoiseKey, SamplingParams
 from selfspec.speculation import exit_scoring
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
@@ -49,8 +49,9 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     read = batch.read(running.exit, running.cache, 0, steps)
     assert {len(of) for of in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
-    positions = [at for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
-    key = running.backend._noise_key([of for of in sequences for _ in range(steps)], positions)
+    positions = [(of, at) for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
+    columns = torch.tensor([(of.seed, of.sample_index, at) for of, at in positions])
+    key = NoiseKey(*columns.unbind(1))
     return exit_scoring.is_drafted(running.exit, read, tokens, [params] * len(sequences), key).tolist()
 
 

@@ -15,6 +15,7 @@ from itertools import product
 import torch
 
 from selfspec.backends.base import Step
+from selfspec.backends.torch_accept import accept, noise_key
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
 from selfspec.cache.prefixes import PrefixPath
@@ -25,11 +26,9 @@ from selfspec.sampling import (
     CHILDREN,
     TARGET,
     NoiseKey,
-    choose,
     perturbed,
     process_logits,
     ranked,
-    reject_or_accept,
     warp_logits,
 )
 from selfspec.sequence import Sequence, StepRecord
@@ -131,7 +130,7 @@ class TorchBackend:
             draft = self.draft(sequences, plan, exit)
             features = self.verify(sequences, draft, exit)
             logits = self._logits(features)
-            paths, exit_nodes = self.accept(sequences, draft, logits, exit)
+            paths, exit_nodes = accept(sequences, draft, logits)
         except BaseException:
             self.cache.abort(kvs)
             raise
@@ -193,7 +192,7 @@ class TorchBackend:
             self._ban(sequences, draft, level, logits, ids)
         values = warp_logits(logits, params, cut=draft.plan.without_copy.is_chain)
         rejection = sequences[0].request.rejection
-        key = self._noise_key(sequences, [len(sequence.tokens) + depth for sequence in sequences], repeat=len(level))
+        key = noise_key(sequences, self.model.device, depth, repeat=len(level))
         sampled = [row for row, of in enumerate(params) if of.do_sample]
         if sampled:
             at_rows = torch.tensor(sampled, device=values.device)
@@ -247,61 +246,6 @@ class TorchBackend:
             exit.fill(draft.hidden, previous, at, self.cache)
         return features
 
-    def accept(
-        self, sequences: list[Sequence], draft: Draft, logits: torch.Tensor, exit: Exit | None
-    ) -> tuple[list[list[int]], list[int]]:
-        """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
-        Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and the deepest
-        nodes that the exit alone would have reached."""
-        trees, drafted = [draft.tree(index) for index in range(len(sequences))], draft.tokens.tolist()
-        best = _greedy_tokens(sequences, logits)
-        reached: list[list[int]] = [[0] for _ in sequences]  # nodes that stand for the text so far
-        exit_nodes = [0] * len(sequences)
-        walking = list(range(len(sequences)))
-        while walking:
-            nodes = [reached[index][0] for index in walking]
-            if best is not None:
-                chosen = [best[index][node] for index, node in zip(walking, nodes, strict=True)]
-            else:
-                chosen = self._choose([sequences[index] for index in walking], walking, nodes, draft, logits)
-            still_walking = []
-            for index, token in zip(walking, chosen, strict=True):
-                sequence = sequences[index]
-                carriers = trees[index].carriers(reached[index], token, drafted[index]) if sequence.drafts else []
-                sequence.append(token, drafted=bool(carriers))
-                if carriers and not sequence.is_finished:
-                    reached[index] = carriers
-                    exit_nodes[index] = carriers[0] if carriers[0] > draft.plan.copied else exit_nodes[index]
-                    still_walking.append(index)
-            walking = still_walking
-        return [tree.path(nodes[0]) for tree, nodes in zip(trees, reached, strict=True)], exit_nodes
-
-    def _choose(
-        self, sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
-    ) -> list[int]:
-        """The target's next token for each sequence, after its node; -1 where its logits are not finite."""
-        values, params = logits[indices, nodes], [sequence.params for sequence in sequences]  # [R, V]
-        texts, prompts = [sequence.tokens for sequence in sequences], [len(sequence.prompt) for sequence in sequences]
-        values = process_logits(values, params, texts, prompts)
-        if any(sequence.request.uses_host for sequence in sequences):
-            values = torch.cat([sequence.process(values[i : i + 1]) for i, sequence in enumerate(sequences)])
-        values = warp_logits(values, params)
-        key = self._noise_key(sequences, [len(sequence.tokens) for sequence in sequences])
-        finite = values.amax(-1).isfinite()
-        chosen = choose(torch.where(finite[:, None], values, 0.0), params, key)
-        for node in set(nodes) if sequences[0].request.rejection else ():
-            children = [child for child in draft.plan.children[node] if child > draft.plan.copied]
-            if children:
-                at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
-                of = torch.tensor(indices, device=values.device)[at]
-                depth, index = draft.at(node)
-                ranks = {draft.plan.ranks[child - 1] for child in children}
-                offered = [rank in ranks for rank in range(draft.ranked[depth].shape[2])]
-                p = values[at].softmax(-1)
-                draft_logits, drafted = draft.logits[depth][of, index], draft.ranked[depth][of, index]
-                chosen[at] = reject_or_accept(p, draft_logits, drafted, offered, key.at(at))
-        return torch.where(finite, chosen, -1).tolist()
-
     def commit(
         self, sequences: list[Sequence], draft: Draft, features: torch.Tensor, paths: list[list[int]], exit: Exit | None
     ) -> None:
@@ -340,7 +284,7 @@ class TorchBackend:
         if not scored:
             return
         tokens = torch.tensor([sequence.tokens[-scored:] for sequence in sequences], device=self.model.device)
-        firsts = self._noise_key(sequences, [len(sequence.tokens) - scored for sequence in sequences], repeat=scored)
+        firsts = noise_key(sequences, self.model.device, -scored, repeat=scored)
         steps = torch.arange(scored, device=self.model.device).repeat(len(sequences))
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
         read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
@@ -419,11 +363,6 @@ class TorchBackend:
         shape = self._shape(draft, level)
         return draft.ranked[-1][:, shape.parents, shape.ranks]
 
-    def _noise_key(self, sequences: Seq[Sequence], positions: list[int], repeat: int = 1) -> NoiseKey:
-        columns = [[of.seed for of in sequences], [of.sample_index for of in sequences], positions]
-        key = torch.tensor(columns, device=self.model.device).repeat_interleave(repeat, dim=1)
-        return NoiseKey(key[0], key[1], key[2])
-
 
 def _of_parents(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
     """Values [B, P, ...] at the parents [M] or [B, M]: [B, M, ...]."""
@@ -433,17 +372,6 @@ def _of_parents(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
 def _split(exit: Exit | None) -> int:
     """N: layers below it draft, layers from it on verify."""
     return 0 if exit is None else exit.layer
-
-
-def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list[int]] | None:
-    """The best token after every node, -1 where its logit is not finite. None if a sequence samples, processes logits
-    or has callables or a grammar: its choice is another one."""
-    params = [sequence.params for sequence in sequences]
-    if any(of.do_sample or of.changes_logits for of in params) or any(of.request.uses_host for of in sequences):
-        return None
-    best = logits.argmax(-1)
-    finite = logits.gather(-1, best[..., None])[..., 0].isfinite()
-    return torch.where(finite, best, -1).tolist()
 
 
 def _add_logprobs(sequences: list[Sequence], paths: list[list[int]], logits: torch.Tensor) -> None:
