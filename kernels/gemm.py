@@ -128,7 +128,7 @@ def linear(
     if next_norm is not None:
         next_norm.check(out)
     config = config or choose_weight_tile("linear", weight, rows)
-    settings = weight_settings(taken, weight, norm, config)
+    settings = weight_settings(x, weight, norm, config)
     width = columns_per_square(n)
     if next_norm is not None and settings["BN"] % width:
         raise ValueError(f"tiles of {settings['BN']} columns cannot sum squares over {width}")

@@ -199,6 +199,24 @@ def _load_scales(
 
 
 @jit
+def _load_zeros(source, default, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
+    """Loads the zeros of a step as `_load_scales`. Fewer than 4 zeros of 4-bit groups come in the low bytes of a word
+    [..., 1]: if they were loaded as bytes, the compiler would give the dots another order of columns than `_ordered`
+    and move numbers between threads."""
+    PARTS: tl.constexpr = FORMAT.parts
+    if FORMAT.has_zeros and PARTS < 4:
+        # The aligned word around the bytes lies in the same allocation, or in its padding.
+        byte = ((column // (FORMAT.group * PARTS)).to(tl.int64) * FORMAT.rows + rows) * PARTS
+        at = source.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
+        if RAGGED:
+            return load_lanes(at, column < K, 1, 4) >> (byte % 4 * 8).to(tl.int32)
+        else:
+            return load_lanes(at, None, 1, 4) >> (byte % 4 * 8).to(tl.int32)
+    else:
+        return _load_scales(source, default, column, rows, FORMAT.group, PARTS, K, RAGGED, FORMAT)
+
+
+@jit
 def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
     """Element J of the COUNT on the last axis."""
     if COUNT == 1:
@@ -211,6 +229,15 @@ def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
             return _pick(first, J, HALF)
         else:
             return _pick(second, J - HALF, HALF)
+
+
+@jit
+def zero_of(v, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Zero J of a step's 4-bit groups, as `_load_zeros` loads them: [4, 8, B, rows / 8]."""
+    if FORMAT.parts < 4:
+        return _pick(v, 0, 1) >> (8 * J) & 15
+    else:
+        return bits_of(v, J, FORMAT.parts, 8) & 15
 
 
 @jit
@@ -252,7 +279,7 @@ def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr,
     scale = _load_scales(weight[1], None, column, rows, GROUP, PARTS, K, RAGGED, FORMAT)
     return (
         scale,
-        _load_scales(weight[3], scale, column, rows, GROUP, PARTS, K, RAGGED, FORMAT),
+        _load_zeros(weight[3], scale, column, rows, K, RAGGED, FORMAT),
         _load_scales(weight[4], scale, column, rows, GROUP, PARTS, K, RAGGED, FORMAT),
         _load_scales(weight[2], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),
         _load_scales(weight[5], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),

@@ -12,7 +12,8 @@ same instruction in the same order, since Triton compiles a dot of three dimensi
 No operand goes through shared memory, and no warp waits for another one until parts of K are added. Tensors have the
 axes (lane % 4, lane // 4, warp, rows / 8, ...): the compiler distributes the first two axes over the threads of a warp
 and the third one over the warps (see `load_lanes`). So each thread itself loads the numbers that it passes to the
-tensor cores, two steps of the loop ahead. If the compiler distributed other axes, only the speed would change.
+tensor cores, two steps of the loop ahead. Another distribution of these axes would cost time only. The last axis must
+stay in the first registers of a thread, where the PTX expects it: `tests/compiling.py` checks that of every kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from selfspec.kernels.noise import mul_rounded
 from selfspec.kernels.pdl import prefetch_weight
 from selfspec.kernels.quantized_operand import (
     add_scaled,
-    bits_of,
     by_lane,
     fp8_value,
     load_all_scales,
@@ -32,6 +32,7 @@ from selfspec.kernels.quantized_operand import (
     one_pairs,
     operand,
     x_operand,
+    zero_of,
 )
 from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
@@ -100,9 +101,9 @@ def _zeros(scales, QUARTER: tl.constexpr, FORMAT: tl.constexpr):
         return scales[0]
     elif PARTS == 8:
         is_first = (tl.arange(0, 4) < 2)[:, None, None, None]
-        return tl.where(is_first, bits_of(scales[1], 2 * QUARTER, 8, 8), bits_of(scales[1], 2 * QUARTER + 1, 8, 8)) & 15
+        return tl.where(is_first, zero_of(scales[1], 2 * QUARTER, FORMAT), zero_of(scales[1], 2 * QUARTER + 1, FORMAT))
     else:
-        return bits_of(scales[1], QUARTER * PARTS // 4, PARTS, 8) & 15
+        return zero_of(scales[1], QUARTER * PARTS // 4, FORMAT)
 
 
 @jit

@@ -77,7 +77,7 @@ class QuantizedWeight:
             by_group(scale),
             k,
             equal,
-            by_group(zero) if isinstance(zero, torch.Tensor) else zero,
+            by_group(zero).clone() if isinstance(zero, torch.Tensor) else zero,
             None if super_scale is None else super_scale.T.contiguous(),
             None if minimum is None else by_group(minimum),
             None if super_minimum is None else super_minimum.T.contiguous(),
@@ -121,7 +121,12 @@ class QuantizedWeight:
         """The rows that an index along N, or a slice of step 1, selects, in its order. Copies no whole tiles."""
         tiles = self._whole_tiles(index)
         packed = _tiled(self.row_bytes(index)).view(self.packed.dtype) if tiles is None else self.packed[tiles]
-        return self._map(lambda name, tensor: packed if name == "packed" else tensor[:, index].contiguous())
+        # Copied, since kernels read some of them as aligned words.
+        return self._map(
+            lambda name, tensor: (
+                packed if name == "packed" else tensor[:, index].clone(memory_format=torch.contiguous_format)
+            )
+        )
 
     def row_bytes(self, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """The stored bytes of rows, as they are stored, row by row: uint8 [rows, units, halves, 32]."""

@@ -31,7 +31,8 @@ Launches = Iterable[tuple[str, Callable[[], object]]]  # a name with operation a
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: shared memory in bytes, registers per thread, and stack in bytes per thread (spills)."""
+    """One compiled kernel: shared memory in bytes, registers per thread, stack in bytes per thread (spills), and whether
+    inline PTX on two elements gets neighbours on the last axis."""
 
     launch: str
     kernel: str
@@ -40,6 +41,7 @@ class Compiled:
     shared: int
     registers: int
     stack: int
+    packs_neighbours: bool
 
 
 class _Driver:
@@ -93,7 +95,10 @@ def describe(launch: str, kernel: Any) -> Compiled:
     """The resources of a kernel that `compiling` compiled."""
     metadata = kernel.metadata
     registers, stack = _resources(kernel.asm["cubin"])
-    return Compiled(launch, metadata.name, metadata.target.arch, metadata.num_warps, metadata.shared, registers, stack)
+    return Compiled(
+        launch, metadata.name, metadata.target.arch, metadata.num_warps, metadata.shared, registers, stack,
+        packs_neighbours(kernel.asm["ttgir"]),
+    )  # fmt: skip
 
 
 def compile_launches(launches: Launches, arch: int) -> Iterator[Compiled]:
@@ -127,6 +132,27 @@ def _compiling_process() -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command, pipe = [sys.executable, "-m", "tests.compiling"], subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def packs_neighbours(ttgir: str) -> bool:
+    """Whether all inline PTX that takes two elements of a tensor at once gets neighbours on the last axis: whether the
+    first two registers of a thread hold them, in every layout of its operands."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.M))
+    packed = [line for line in ttgir.splitlines() if "packed_element = 2" in line]
+    used = {name for line in packed for name in re.findall(r"tensor<[^>]*, (#\w+)>", line)}
+    return all(_begins_with_neighbours(layouts[name]) for name in used)
+
+
+def _begins_with_neighbours(layout: str) -> bool:
+    if layout.startswith("#ttg.linear"):
+        first = re.search(r"register = \[\[([^\]]*)\]", layout)
+        return first is not None and re.fullmatch(r"(0, )+1", first[1]) is not None
+    if not layout.startswith("#ttg.blocked"):
+        return False
+    found = {name: eval(of_axes) for name, of_axes in re.findall(r"(\w+) = (\[[\d, ]*\])", layout)}
+    # An axis that neither threads nor warps divide is repeated in the registers of each thread.
+    is_whole = found["threadsPerWarp"][-1] == found["warpsPerCTA"][-1] == 1
+    return found["order"][0] == len(found["order"]) - 1 and (is_whole or found["sizePerThread"][-1] % 2 == 0)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -1,5 +1,6 @@
-"""Kernels compile, fit the shared memory and spill no registers: single operations for sm_120, whole steps for sm_90,
-one whole step each for sm_80 and sm_120, and matmuls with quantized weights for sm_80, sm_86, sm_89 and sm_90."""
+"""Kernels compile, fit the shared memory, spill no registers and pass neighbouring elements to inline PTX: single
+operations for sm_120, whole steps for sm_90, one whole step each for sm_80 and sm_120, and matmuls with quantized
+weights for sm_80, sm_86, sm_89 and sm_90."""
 
 from __future__ import annotations
 
@@ -51,3 +52,4 @@ def check(compiled: list[Compiled], stack: int = STACK_LIMIT) -> None:
     assert compiled
     assert not [kernel for kernel in compiled if kernel.shared > 1024 * SHARED_LIMITS[kernel.arch]]
     assert not [kernel for kernel in compiled if kernel.stack > stack]
+    assert all(kernel.packs_neighbours for kernel in compiled)

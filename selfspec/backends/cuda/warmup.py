@@ -77,7 +77,7 @@ class WarmUp:
     def compile_logprobs(self) -> None:
         """Compiles the kernels of log probabilities, one for each number of rows in a tile. Call within `compiling`."""
         graphs, hidden = self.graphs, self.graphs.model.config.hidden_size
-        for rows in (16, 32, 64) if self.compiles else ():
+        for rows in (8, 16, 32, 64) if self.compiles else ():
             states = torch.empty(rows, hidden, dtype=graphs.model.dtype, device=graphs.model.device)
             graphs.captured.compiler.compile(partial(head_logits, graphs.model, states))
 
