@@ -209,8 +209,8 @@ class Mode:
         }
 
 
-def _milliseconds(of: Percentiles) -> dict[str, float]:
-    return {name: round(1e3 * seconds, 4) for name, seconds in asdict(of).items()}
+def _milliseconds(times: Percentiles) -> dict[str, float]:
+    return {name: round(1e3 * seconds, 4) for name, seconds in asdict(times).items()}
 
 
 def compare(plain: Mode, fixed: Sequence[Mode], governor: Mode, new_tokens: int) -> dict[str, Any]:

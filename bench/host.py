@@ -77,7 +77,7 @@ class IdleBackend:
     def read(self, step: Step) -> None:
         pairs = zip(step.sequences, step.last_nodes, strict=True)
         unfinished = [(sequence, last) for sequence, last in pairs if not sequence.is_finished]
-        step.sequences, step.last_nodes = [of for of, _ in unfinished], [last for _, last in unfinished]
+        step.sequences, step.last_nodes = [sequence for sequence, _ in unfinished], [last for _, last in unfinished]
         for sequence, last in unfinished:
             sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)
             if sequence.tokens_left <= 0:
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = [measure_ceiling(count, args.steps) for count in args.sequences]
     results += [measure(case, count, args.steps) for case in CASES for count in args.sequences]
     headings = ("case", "sequences", "us p50", "us p95", "share of steps that drafted")
-    print(*tables.table(headings, [list(of.values()) for of in results]), sep="\n")
+    print(*tables.table(headings, [list(result.values()) for result in results]), sep="\n")
     print(json.dumps({"benchmark": "host", "steps": args.steps, "results": results}))
     return 0
 

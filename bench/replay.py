@@ -71,7 +71,7 @@ class Text:
         if plan.copied:
             start = self.prompt + position
             draft = copy_reference(torch.tensor(self.tokens[:start]), plan.copied).tolist()
-            same = (of == token for of, token in zip(draft, self.tokens[start:], strict=False))
+            same = (drafted == token for drafted, token in zip(draft, self.tokens[start:], strict=False))
             copied = sum(takewhile(bool, same))
         return copied if copied > plan.depths[exit_node] else exit_node, exit_node
 
@@ -115,7 +115,7 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
 def read_texts(path: Path) -> dict[str, list[Text]]:
     """Recorded texts by set; empty if the file does not exist."""
     sets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: [Text(np.array(of.pop("ranks")), **of) for of in texts] for name, texts in sets.items()}
+    return {name: [Text(np.array(text.pop("ranks")), **text) for text in texts] for name, texts in sets.items()}
 
 
 def write_texts(path: Path, sets: dict[str, list[Text]]) -> None:
@@ -141,7 +141,7 @@ class DomainTiming:
     @classmethod
     def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> DomainTiming:
         profile = profile_of(engine)
-        domains = {name: of.model_copy(update={"beams": {}}) for name, of in profile.domains.items()}
+        domains = {name: choice.model_copy(update={"beams": {}}) for name, choice in profile.domains.items()}
         profile = profile.model_copy(update={"domains": domains})
         device, choice = profile.device, profile.choice(domain)
         rules = Rules(max_step=max_step).on(device.type if device else "cpu")
@@ -217,7 +217,10 @@ class Governed:
                     skill.observe_prompt(text.agreement, text.positions, agreement.mean)
             active = set(running.active)
             observed = [(self.skills[number] if number in active else None, last) for number, last, _ in outcomes]
-            measured, exit_nodes = seconds * math.exp(self._random.gauss(0, self._noise)), [of for *_, of in outcomes]
+            measured, exit_nodes = (
+                seconds * math.exp(self._random.gauss(0, self._noise)),
+                [exit_node for *_, exit_node in outcomes],
+            )
             self.governor.observe(plan, observed, measured, _CONTEXT, exit_nodes)
             for number, *_ in outcomes if self.governor.copies(count) else ():
                 text = running.texts[number]
@@ -272,7 +275,9 @@ def compare(
     best, costs = min(totals, key=lambda plan: totals[plan]), Costs()
     budget = Budget(timing.rules.budget, timing.rules.budget_refill)
     timings = [timing_of(_most_frequent([text.domain for text in batch])) for batch in batches]
-    governed = [Governed(batch, of, costs, budget, noise).run() for batch, of in zip(batches, timings, strict=True)]
+    governed = [
+        Governed(batch, timing, costs, budget, noise).run() for batch, timing in zip(batches, timings, strict=True)
+    ]
     return {
         "batch": size,
         "texts": len(texts),

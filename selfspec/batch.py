@@ -55,7 +55,7 @@ class Batch:
             self._unfilled = self._unscored = 0
             self._plan, self._in_use, self._joined = None, NONE, []
         self.running += sequences
-        self._joined += [of for of in sequences if of.parent is None]
+        self._joined += [sequence for sequence in sequences if sequence.parent is None]
         self._update(joined=True)
         if not self.backend.overlaps:
             self._examine_prompts()
@@ -77,13 +77,17 @@ class Batch:
         self._reasons = ["request" if policy is None else policy.reason(size) for policy in policies]
         for sequence, reason in zip(self.running, self._reasons, strict=True):
             sequence.drafts = reason is None
-        may_draft = [of for of in self.running if of.request.drafter is not None]
+        may_draft = [sequence for sequence in self.running if sequence.request.drafter is not None]
         if not may_draft or self.base_exit is None:
             self.exit = None
         elif (joined and self._rule() is None) or self.exit is None:
             # The head is not trimmed again when sequences leave: refilling costs more than the extra rows.
-            drafters = [of.request.drafter for of in may_draft if of.request.drafter is not None]
-            prompts = [of.prompt for of in may_draft if of.parent is None and not _is_unrouted(of.request)]
+            drafters = [sequence.request.drafter for sequence in may_draft if sequence.request.drafter is not None]
+            prompts = [
+                sequence.prompt
+                for sequence in may_draft
+                if sequence.parent is None and not _is_unrouted(sequence.request)
+            ]
             self.exit = self.drafters.shared_exit(self.base_exit, drafters, prompts)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()
@@ -92,16 +96,18 @@ class Batch:
     def _choose_governor(self) -> None:
         """Candidates and rules are those of the domain and temperature that most sequences have. Where a request brings
         its own plan, the whole batch uses it and nothing is governed."""
-        requests = [of.request for of in self.running if of.drafts]
+        requests = [sequence.request for sequence in self.running if sequence.drafts]
         self.governor = None
         if requests and self._own_plan() is None:
             found = [request.drafter.candidates for request in requests if request.drafter is not None]
             ((candidates, _),) = Counter(found).most_common(1)
             policy = next(
-                of.policy for of in requests if of.drafter is not None and of.drafter.candidates is candidates
+                request.policy
+                for request in requests
+                if request.drafter is not None and request.drafter.candidates is candidates
             )
             assert policy is not None and candidates is not None
-            rules, masks = policy.rules, any(of.grammar is not None for of in self.running)
+            rules, masks = policy.rules, any(sequence.grammar is not None for sequence in self.running)
             # Steps with grammars wait for the host; the candidates' device times are within the limit all the same.
             limited = replace(rules, max_step=inf) if masks else rules
             self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
@@ -113,12 +119,12 @@ class Batch:
         requests = [sequence.request for sequence in self.running]
         return (
             None if self.exit is None else self.exit.layer,
-            any(of.do_sample for of in params),
-            any(of.changes_logits for of in params),
-            any(bool(of.processors) for of in requests),
-            any(of.uses_host for of in requests),
-            any(of.rejection for of in requests),
-            any(of.logprobs is not None for of in requests),
+            any(each.do_sample for each in params),
+            any(each.changes_logits for each in params),
+            any(bool(request.processors) for request in requests),
+            any(request.uses_host for request in requests),
+            any(request.rejection for request in requests),
+            any(request.logprobs is not None for request in requests),
         )
 
     # Steps
@@ -139,7 +145,7 @@ class Batch:
     @property
     def _overlaps(self) -> bool:
         """Whether the next step is launched before this one is read; not with callables, which need its tokens."""
-        return self.backend.overlaps and not any(of.request.processors for of in self.running)
+        return self.backend.overlaps and not any(sequence.request.processors for sequence in self.running)
 
     def drain(self) -> None:
         """Reads the step in flight, so that the host has its lengths and tokens."""
@@ -156,11 +162,17 @@ class Batch:
         chosen, reason = self._choose_plan()
         if reason != MEASURING:
             self._in_use = chosen
-        plan = chosen if self.backend.overlaps else chosen.truncated(max(of.tokens_left for of in self.running) - 1)
+        plan = (
+            chosen
+            if self.backend.overlaps
+            else chosen.truncated(max(sequence.tokens_left for sequence in self.running) - 1)
+        )
         if self._unfilled and len(plan):
             self._fill_exit(before, score=False)
         step = self.backend.launch(self.running, StepRecord.of(plan, chosen, reason), self.exit, before)
-        step.reasons = {of: why for of, why in zip(self.running, self._reasons, strict=True) if why is not None}
+        step.reasons = {
+            sequence: why for sequence, why in zip(self.running, self._reasons, strict=True) if why is not None
+        }
         step.governor = self.governor
         if self.governor is not None:
             self.governor.launched(plan, len(self.running), self._context)
@@ -174,7 +186,9 @@ class Batch:
     def _goes_on(self, step: Step) -> bool:
         """Whether the next step can be launched before this one is read: some sequence is expected to continue."""
         plan = step.record.plan
-        return any(of.tokens_left > of.usual_tokens(plan) for of in self.running if not of.is_finished)
+        return any(
+            sequence.tokens_left > sequence.usual_tokens(plan) for sequence in self.running if not sequence.is_finished
+        )
 
     def _rule(self) -> str | None:
         """The rule that forbids drafting for every sequence; None if one may be drafted for."""
@@ -190,7 +204,7 @@ class Batch:
             plan, reason = policy.choose(len(self.running))
         else:
             assert self.governor is not None
-            skills = [of.skill for of in self.running if of.drafts]
+            skills = [sequence.skill for sequence in self.running if sequence.drafts]
             plan, reason = self.governor.choose(skills, len(self.running), self._context, self._in_use)
         return self._bounded(plan), reason
 
@@ -241,14 +255,20 @@ class Batch:
 
     def _examine_prompts(self) -> None:
         """Launches the passes that score the exit at the ends of prompts, and that find their domains."""
-        joined, self._joined = [of for of in self._joined if not of.is_finished], []
+        joined, self._joined = [sequence for sequence in self._joined if not sequence.is_finished], []
         self._score_prompts(joined)
         embedding = {request for requests, _ in self._routing for request in requests}
-        requests = [of for of in dict.fromkeys(of.request for of in joined) if _is_unrouted(of) and of not in embedding]
+        requests = [
+            request
+            for request in dict.fromkeys(sequence.request for sequence in joined)
+            if _is_unrouted(request) and request not in embedding
+        ]
         if not requests:
             return
         try:
-            embedded = self.drafters.embed([of.prompt for request in requests for of in request.first_samples])
+            embedded = self.drafters.embed(
+                [sequence.prompt for request in requests for sequence in request.first_samples]
+            )
         except CacheFull:
             self._joined = joined  # tried again behind the next step
             return
@@ -257,10 +277,10 @@ class Batch:
 
     def _learn_domains(self) -> None:
         """Replaces the drafters of requests whose domains were found."""
-        arrived = [of for of in self._routing if of[1].is_done()]
+        arrived = [entry for entry in self._routing if entry[1].is_done()]
         if not arrived:
             return
-        self._routing = [of for of in self._routing if of not in arrived]
+        self._routing = [entry for entry in self._routing if entry not in arrived]
         for requests, embedded in arrived:
             rows = embedded.read()
             for request in requests:

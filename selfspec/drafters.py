@@ -260,9 +260,11 @@ class Drafters:
     def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, step_limit: float) -> SharedPlans:
         """The plans of all governed domains that draft with this exit."""
         assert self.profile is not None
-        choices = [of for of in self.profile.domains.values() if of.exit_layer == exit_layer and of.ranks]
+        choices = [
+            choice for choice in self.profile.domains.values() if choice.exit_layer == exit_layer and choice.ranks
+        ]
         models = [self._cost_models(choice) for choice in choices]
-        costs = {size: mean_cost([of[size] for of in models]) for size in BATCHES.values()}
+        costs = {size: mean_cost([model[size] for model in models]) for size in BATCHES.values()}
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
         beams = mean_beams([choice.beams_at(0.0) for choice in choices])
         acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]), beams)

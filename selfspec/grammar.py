@@ -237,9 +237,9 @@ def _parts_of_schema(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the values directly below a schema that may be schemas, with their keys."""
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFINITIONS):
         if isinstance(value, dict) and key in (*_DEFINITIONS, "properties", "patternProperties"):
-            yield from ((f"{key}.{name}", of) for name, of in value.items())
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
         elif isinstance(value, list):
-            yield from ((f"{key}.{place}", of) for place, of in enumerate(value))
+            yield from ((f"{key}.{place}", part) for place, part in enumerate(value))
         else:
             yield key, value
 

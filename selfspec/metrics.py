@@ -115,7 +115,9 @@ class Summary:
 
     def _series(self) -> Iterator[tuple[str, str, str, Mapping]]:
         """Yields the name, help text, label name ("": no label) and values by label of each Prometheus metric."""
-        accepted, reached = (dict(enumerate(of, start=1)) for of in (self.accepted_by_depth, self.reached_by_depth))
+        accepted, reached = (
+            dict(enumerate(counts, start=1)) for counts in (self.accepted_by_depth, self.reached_by_depth)
+        )
         yield "requests_total", "Requests started", "", {"": self.requests}
         yield "tokens_total", "Tokens generated", "", {"": self.tokens}
         yield "emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
@@ -128,11 +130,11 @@ class Summary:
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
         yield "prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
         yield "prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
-        for name, meaning, of in (
+        for name, meaning, times in (
             ("time_per_token", "Time per token", self.time_per_token),
             ("emission_gap", "Time between emissions of a sequence", self.gap),
         ):
-            quantiles = {"0.5": of.p50, "0.95": of.p95, "0.99": of.p99}
+            quantiles = {"0.5": times.p50, "0.95": times.p95, "0.99": times.p99}
             yield f"{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles
         if self.speedup is not None:
             yield "speedup", "Speed over that of plain decoding", "", {"": self.speedup}

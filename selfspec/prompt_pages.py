@@ -49,7 +49,7 @@ class PromptPages:
     def keep(self, ready: list[Sequence]) -> None:
         """Keeps a prompt's pages while further samples of it wait for admission; frees them once all have joined."""
         for parent in dict.fromkeys(sequence.parent or sequence for sequence in ready):
-            samples = (of for of in parent.request.sequences if of.parent is parent)
+            samples = (sample for sample in parent.request.sequences if sample.parent is parent)
             if any(not sample.is_prefilled for sample in samples):
                 parent.prompt_kv = parent.prompt_kv or self._cache.fork(parent.kv)
             elif parent.prompt_kv is not None:

@@ -186,7 +186,9 @@ class RequestBuilder:
         return grammar, replace(resolved, params=replace(params, stop_token_ids=stops))
 
     def _warn_callables(self, callables: Sequence[Callable]) -> None:
-        names = ", ".join(dict.fromkeys(getattr(of, "__name__", type(of).__name__) for of in callables))
+        names = ", ".join(
+            dict.fromkeys(getattr(function, "__name__", type(function).__name__) for function in callables)
+        )
         self._warn(
             f"the logits processors {names} are Python callables: every step waits for them on the host, so decoding "
             "is slower. Built-in options (penalties, logit_bias, allowed_token_ids, ...) run on the device."

@@ -144,16 +144,18 @@ def to_tensor(input_ids: torch.Tensor, sequences: list[Sequence], settings: Sett
     prompts = input_ids if samples == 1 else input_ids.repeat_interleave(samples, dim=0)
     longest = max(sequence.new_tokens for sequence in sequences)
     pad = settings.pad_token_id if settings.pad_token_id is not None else 0
-    new = [of.tokens[len(of.prompt) :] + [pad] * (longest - of.new_tokens) for of in sequences]
+    new = [sequence.tokens[len(sequence.prompt) :] + [pad] * (longest - sequence.new_tokens) for sequence in sequences]
     # numpy reads lists 4 times as fast as torch.
     return torch.cat((prompts, torch.from_numpy(np.array(new, dtype=np.int64)).to(input_ids.device)), dim=1)
 
 
 def output_of(tokens: torch.Tensor, request: Request) -> GenerateOutput:
     every = request.sequences
-    of_new = None if request.logprobs is None else [of.logprobs for of in every]
-    of_prompts = None if request.prompt_logprobs is None else [of.first_sample.prompt_logprobs for of in every]
-    return GenerateOutput(tokens, [stats_of(of) for of in every], of_new, of_prompts)
+    of_new = None if request.logprobs is None else [sequence.logprobs for sequence in every]
+    of_prompts = (
+        None if request.prompt_logprobs is None else [sequence.first_sample.prompt_logprobs for sequence in every]
+    )
+    return GenerateOutput(tokens, [stats_of(sequence) for sequence in every], of_new, of_prompts)
 
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:

@@ -166,12 +166,12 @@ class Scheduler:
                 if sequence in self.waiting:
                     self.waiting.remove(sequence)
             for batch, sequences in list(self.prefilling.items()):
-                for sequence in (of for of in sequences if of.request is request):
+                for sequence in (member for member in sequences if member.request is request):
                     self.prompt_pages.register(batch.backend, sequence)
                     batch.backend.release(sequence)
-                self._set_prefilling(batch, [of for of in sequences if of.request is not request])
+                self._set_prefilling(batch, [other for other in sequences if other.request is not request])
             for batch in self.batches.values():
-                running = [of for of in batch.running if of.request is request]
+                running = [sequence for sequence in batch.running if sequence.request is request]
                 if running:
                     for sequence in running:
                         self.prompt_pages.register(batch.backend, sequence)
@@ -252,8 +252,10 @@ class Scheduler:
 
     def _spare_pages(self) -> int:
         """Free pages, less those that prefilling prompts were admitted with and have not taken yet."""
-        prompts = [of for sequences in self.prefilling.values() for of in sequences]
-        return self.cache.free_pages - sum(max(0, self._pages_needed(of) - len(of.kv.pages)) for of in prompts)
+        prompts = [sequence for sequences in self.prefilling.values() for sequence in sequences]
+        return self.cache.free_pages - sum(
+            max(0, self._pages_needed(prompt) - len(prompt.kv.pages)) for prompt in prompts
+        )
 
     def _batch(self, sequence: Sequence) -> Batch:
         """The batch that a sequence joins: sequences with the same exit and acceptance rule decode together."""
@@ -269,7 +271,7 @@ class Scheduler:
 
     def close_idle_batches(self) -> None:
         """Frees the device buffers of batches without sequences; on the loop's thread only."""
-        for key in [of for of, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
+        for key in [key for key, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
@@ -285,11 +287,11 @@ class Scheduler:
         """Runs one prefill pass: one chunk of a long prompt, or several short prompts. The sequences of a request join
         the batch together, once the prompts of all admitted ones are in the cache."""
         sequences = members = self.prefilling.get(batch, [])
-        firsts = [of for of in sequences if not of.is_prefilled and of.parent is None]
+        firsts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
         started = time.perf_counter()
         if firsts:
             drafts = _drafts(firsts[0])
-            alike = [of for of in firsts if _drafts(of) == drafts]
+            alike = [first for first in firsts if _drafts(first) == drafts]
             exit = batch.base_exit if drafts else None
             for sequence in alike:
                 self.prompt_pages.reuse(batch.backend, sequence, exit)
@@ -307,11 +309,11 @@ class Scheduler:
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)
-        for request in dict.fromkeys(of.request for of in sequences):
-            ready = [of for of in sequences if of.request is request]
-            if all(of.is_prefilled for of in ready):
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
+            ready = [sequence for sequence in sequences if sequence.request is request]
+            if all(sequence.is_prefilled for sequence in ready):
                 self.prompt_pages.keep(ready)
-                sequences = [of for of in sequences if of.request is not request]
+                sequences = [sequence for sequence in sequences if sequence.request is not request]
                 self._set_prefilling(batch, sequences)
                 self._join(batch, ready)
         seconds = time.perf_counter() - started
@@ -341,7 +343,7 @@ class Scheduler:
         """Runs one step of the batch. While pages are too few, swaps its newest sequence to host memory and tries
         again: the step must come before the next admission, which would swap that sequence straight back in."""
         started, members = time.perf_counter(), list(batch.running)
-        callbacks = {of.request: of.request.callback_s for of in members}
+        callbacks = {sequence.request: sequence.request.callback_s for sequence in members}
         is_over = False
         while batch.running and not is_over:
             try:
@@ -388,19 +390,19 @@ class Scheduler:
 
     def _finish(self, batch: Batch) -> None:
         """Removes finished sequences from the batch, ends finished requests, and reports new tokens to streams."""
-        for request in {of.request for of in batch.running if of.request.error is not None}:
+        for request in {sequence.request for sequence in batch.running if sequence.request.error is not None}:
             self._remove(request)
-        ended = [of for of in batch.running if of.is_finished]
+        ended = [sequence for sequence in batch.running if sequence.is_finished]
         for sequence in ended:
             self.prompt_pages.register(batch.backend, sequence)
         if ended:
             batch.leave(ended)
         for sequence in ended:
             self.cache.close(sequence.kv)
-        for request in dict.fromkeys(of.request for of in ended):
+        for request in dict.fromkeys(sequence.request for sequence in ended):
             if request.is_finished:
                 self._end(request)
-        for request in dict.fromkeys(of.request for of in batch.running):
+        for request in dict.fromkeys(sequence.request for sequence in batch.running):
             request.progress.update(request.sequences[0].new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:

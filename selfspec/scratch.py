@@ -77,7 +77,7 @@ def _scratch_nbytes(graphs: Graphs) -> int:
             columns = config.vocab_size if made.exit.head is None else len(made.exit.head.tokens)
             drafting = sequences * max(len(level) for level in made.plan.levels)
             ranked = Scores.empty(drafting, columns, 2, "meta")  # two or more tokens of a row are ranked
-            scores = max(scores, sum(of.nbytes for of in vars(ranked).values() if of is not None))
+            scores = max(scores, sum(tensor.nbytes for tensor in vars(ranked).values() if tensor is not None))
     # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams and features of two
     # states. Of an exit: residual streams of its block and of the last layer, its output, the head's input.
     layer = 2 * config.num_heads * config.head_dim + config.intermediate_size

@@ -137,7 +137,7 @@ class Sequence:
     def _meets_a_criterion(self) -> bool:
         with self.request.callback():
             prefix = torch.tensor([self.tokens], device=self.request.device)
-            met = [bool(torch.as_tensor(of(prefix, None)).any()) for of in self.request.criteria]
+            met = [bool(torch.as_tensor(criterion(prefix, None)).any()) for criterion in self.request.criteria]
             return any(met)  # of a list, so that every criterion is called for every token
         return True  # a criterion raised
 
@@ -272,7 +272,7 @@ class Sequence:
         """Number of steps that accepted (`which` 0) or reached (1) each depth."""
         outcomes = self.outcomes
         deepest = max((reached for _, reached in outcomes), default=0)
-        return [sum(times for of, times in outcomes.items() if of[which] > depth) for depth in range(deepest)]
+        return [sum(times for outcome, times in outcomes.items() if outcome[which] > depth) for depth in range(deepest)]
 
 
 @dataclass(eq=False)
@@ -297,7 +297,7 @@ class Request:
     uses_host: bool = field(init=False)  # the host takes part in its steps: it has callables or a grammar
 
     def __post_init__(self) -> None:
-        self.uses_host = bool(self.processors) or any(of.grammar is not None for of in self.sequences)
+        self.uses_host = bool(self.processors) or any(sequence.grammar is not None for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.request = self
 
@@ -323,7 +323,7 @@ class Request:
     @property
     def first_samples(self) -> list[Sequence]:
         """One sequence for each prompt."""
-        return [of for of in self.sequences if of.parent is None]
+        return [sequence for sequence in self.sequences if sequence.parent is None]
 
     def finish(self, reason: str) -> None:
         for sequence in self.sequences:

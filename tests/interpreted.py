@@ -112,7 +112,7 @@ class ScriptedBatch(Batch):
         sequence.finish_reason = sequence.finish_reason or "cancelled"
 
     def dismiss_finished(self) -> None:
-        for sequence in [of for of in self.running if of.is_finished]:
+        for sequence in [sequence for sequence in self.running if sequence.is_finished]:
             self.dismiss(sequence)
 
     def run(self, plans: Iterable[Plan] = (), after_step: Callable[[], None] = lambda: None) -> None:

@@ -35,7 +35,7 @@ def outcome(acceptance: Acceptance, plan: Plan, skill: float, random: Random) ->
     while plan.children[node]:
         chances = [acceptance.chance(plan.depths[node], rank, level) for rank in range(8)]
         rank = drawn(chances, random)
-        child = next((of for of in plan.children[node] if plan.ranks[of - 1] == rank), None)
+        child = next((other for other in plan.children[node] if plan.ranks[other - 1] == rank), None)
         if child is None:
             break
         node = child
@@ -44,8 +44,11 @@ def outcome(acceptance: Acceptance, plan: Plan, skill: float, random: Random) ->
 
 def test_a_text_of_skill_one_has_the_shares_of_the_profile() -> None:
     acceptance = Acceptance(SHARES)
-    found = [[acceptance.chance(depth, rank, CALIBRATED) for rank in range(len(of))] for depth, of in enumerate(SHARES)]
-    assert [pytest.approx(of) for of in found] == SHARES
+    found = [
+        [acceptance.chance(depth, rank, CALIBRATED) for rank in range(len(shares))]
+        for depth, shares in enumerate(SHARES)
+    ]
+    assert [pytest.approx(shares) for shares in found] == SHARES
     assert acceptance.chance(9, 0, CALIBRATED) == pytest.approx(0.5), "deeper than measured: as at the deepest"
     assert acceptance.chance(0, 9, CALIBRATED) == 0.0
 
@@ -86,11 +89,11 @@ def test_evidence_of_a_text_of_skill_one_is_expected_on_average(plan: str) -> No
     reach = [1.0]
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
         reach.append(reach[parent] * acceptance.chance(0, rank, CALIBRATED))
-    ends = [of - sum(reach[child] for child in shape.children[node]) for node, of in enumerate(reach)]
+    ends = [chance - sum(reach[child] for child in shape.children[node]) for node, chance in enumerate(reach)]
     evidence = acceptance.evidence(shape)
     observed, expected = (
         sum(chance * value for chance, value in zip(ends, values, strict=True))
-        for values in ([of.observed[CALIBRATED] for of in evidence], [of.expected for of in evidence])
+        for values in ([step.observed[CALIBRATED] for step in evidence], [step.expected for step in evidence])
     )
     if all(sorted(shape.ranks[child - 1] for child in kids) == list(range(len(kids))) for kids in shape.children):
         assert observed == pytest.approx(expected)
@@ -190,7 +193,7 @@ def test_a_beam_is_one_rank_at_each_depth() -> None:
     expected = (1 - 0.1**skilled) * (2 - 0.2**skilled)
     assert acceptance.lengths(BEAM)[CALIBRATED + 8] == pytest.approx(1 + expected)
     evidence = acceptance.evidence(BEAM)
-    assert [of.tokens for of in evidence] == [1, *[2] * 3, *[3] * 3]
+    assert [step.tokens for step in evidence] == [1, *[2] * 3, *[3] * 3]
     chances = {0: 0.1, 1: 0.9 * 0.2, 4: 0.9 * 0.8}  # by last node, one of each depth
     observed = sum(chance * evidence[last].observed[CALIBRATED] for last, chance in chances.items())
     assert observed == pytest.approx(sum(chance * evidence[last].expected for last, chance in chances.items()))

@@ -54,8 +54,8 @@ def ratio(costs: Costs, plan: Plan, modelled: float = 1.5, batch: int = 1, conte
 
 
 def observe(costs: Costs, plan: Plan, *seconds: float, modelled: float = 1.5, batch: int = 1, context: int = 9) -> None:
-    for of in seconds:
-        costs.observe(costs.cell(batch, context), plan, of, modelled if len(plan) else 1.0)
+    for sample in seconds:
+        costs.observe(costs.cell(batch, context), plan, sample, modelled if len(plan) else 1.0)
 
 
 def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> None:
@@ -134,15 +134,15 @@ def candidates(max_step: float = inf, row: float = 0.02, **options: int) -> Plan
     return PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4, max_step=max_step, **options))
 
 
-def speed(of: PlanCandidates, batch: int, plan: Plan, skill: float) -> float:
-    length = of.acceptance.lengths(plan)[Skill(skill).level]
-    return float(length) / of.cost(plan, batch)
+def speed(candidates: PlanCandidates, batch: int, plan: Plan, skill: float) -> float:
+    length = candidates.acceptance.lengths(plan)[Skill(skill).level]
+    return float(length) / candidates.cost(plan, batch)
 
 
 def test_domains_share_plans_and_have_their_own_lengths() -> None:
     models = {16: estimated_cost(3, 30)}
     shared = SharedPlans(Acceptance(mean_shares([SHARES, [[0.2, 0.1]]])), models, max_tree_batch=4)
-    good, bad = (PlanCandidates(Acceptance(of), models, shared).table(1) for of in (SHARES, [[0.2, 0.1]]))
+    good, bad = (PlanCandidates(Acceptance(shares), models, shared).table(1) for shares in (SHARES, [[0.2, 0.1]]))
     assert good.plans == bad.plans
     drafting = [place for place, plan in enumerate(good.plans) if plan.uses_exit]
     assert (good.lengths > bad.lengths)[:, 0, drafting].all(), "where nothing is copied"

@@ -207,7 +207,7 @@ def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monke
     sequences = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (4, 10, 1, 20)]
     batch.admit(sequences)
     batch.run()
-    assert [of.tokens for of in sequences] == [plain_tokens(of) for of in sequences]
+    assert [sequence.tokens for sequence in sequences] == [plain_tokens(sequence) for sequence in sequences]
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -275,6 +275,6 @@ def test_a_prompt_that_reuses_whole_chunks_gets_the_bits_of_a_fresh_prefill(monk
             assert sequence.kv.length == 2 * PAGE_SIZE and graphs.cache.reusable_pages == 0
         while not backend.prefill([sequence], exit):
             pass
-    ours, theirs = (left_in_cache(graphs.cache, of.kv, len(prompt) - 1) for of in (reusing, fresh))
+    ours, theirs = (left_in_cache(graphs.cache, sequence.kv, len(prompt) - 1) for sequence in (reusing, fresh))
     assert all(torch.equal(one[:-1], another[:-1]) for one, another in zip(ours, theirs, strict=True))
     assert torch.equal(backend._prompts.prompt_ends[reusing][1:], backend._prompts.prompt_ends[fresh][1:])

@@ -44,13 +44,15 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     assert running.exit is not None
     sequences = running.sequences
     unfilled = [sequence.unfilled for sequence in sequences]
-    assert {len(of) for of in unfilled} == {steps}
+    assert {len(states) for states in unfilled} == {steps}
     batch = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], unfilled)
     read = batch.read(running.exit, running.cache, 0, steps)
-    assert {len(of) for of in unfilled} == {0}
+    assert {len(states) for states in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
-    positions = [(of, at) for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
-    columns = torch.tensor([(of.seed, of.sample_index, at) for of, at in positions])
+    positions = [
+        (sequence, at) for sequence in sequences for at in range(len(sequence.tokens) - steps, len(sequence.tokens))
+    ]
+    columns = torch.tensor([(sequence.seed, sequence.sample_index, at) for sequence, at in positions])
     key = NoiseKey(*columns.unbind(1))
     return exit_scoring.is_drafted(running.exit, read, tokens, [params] * len(sequences), key).tolist()
 
@@ -87,7 +89,10 @@ def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, st
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = []
     for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
-        kvs, unfilled = [of.kv for of in running.sequences], [of.unfilled for of in running.sequences]
+        kvs, unfilled = (
+            [sequence.kv for sequence in running.sequences],
+            [sequence.unfilled for sequence in running.sequences],
+        )
         batch = exit_scoring.UnfilledBatch.of(kvs, unfilled)
         if running is some:
             batch.fill(exit, running.cache)

@@ -87,7 +87,7 @@ def test_the_fastest_plan_is_chosen() -> None:
     for skill in (0.3, 0.5, 1.0, 2.0):
         plan, reason = choose(governor, skilled(skill))
         assert reason is None
-        best = max(speed(governor, of, skill) for of in governor.candidates.table(1).plans)
+        best = max(speed(governor, plan, skill) for plan in governor.candidates.table(1).plans)
         assert speed(governor, plan, skill) == pytest.approx(best)
 
 
@@ -119,7 +119,7 @@ def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switc
     first, other, *rest = sorted(governor.candidates.table(1).plans, key=lambda plan: plan.copied)
     for plan in rest:
         set_cost(governor, plan, 9.0)
-    lengths = {of: float(governor.candidates.acceptance.lengths(of)[skilled(1.0).level]) for of in (first, other)}
+    lengths = {plan: float(governor.candidates.acceptance.lengths(plan)[skilled(1.0).level]) for plan in (first, other)}
     set_cost(governor, first, lengths[first] / 1.2)
     set_cost(governor, other, lengths[other] / (1.2 * (1 + gain)))
     assert choose(governor, skilled(1.0), in_use=first)[0] == (other if switches else first)
@@ -144,7 +144,7 @@ def test_without_an_exit_copying_stops_where_the_text_no_longer_repeats() -> Non
         plan, reason = choose(governor, skill, in_use=plans[-1] if plans else NONE)
         governor.launched(plan, 1, CONTEXT)
         draft = copy_reference(torch.tensor(text[:position]), plan.copied).tolist() if len(plan) else []
-        same = [of == token for of, token in zip(draft, text[position : position + len(draft)], strict=False)]
+        same = [copied == token for copied, token in zip(draft, text[position : position + len(draft)], strict=False)]
         last = (*same, False).index(False)
         seconds = 1.2 if len(plan) else 1.0
         governor.observe(plan, [(skill, last)], seconds, CONTEXT, [0])
@@ -245,7 +245,7 @@ class Run:
             following = choose(self.governor, self.skill, in_use=plan)[0]
             self.governor.launched(following, 1, CONTEXT)
             last = len(plan.first_chain()) if is_right and len(plan) else 0
-            node = plan.path(max(range(len(plan) + 1), key=lambda of: (plan.depths[of] == last, -of)))[-1]
+            node = plan.path(max(range(len(plan) + 1), key=lambda node: (plan.depths[node] == last, -node)))[-1]
             cost = self.governor.candidates.cost(plan, 1)
             self.lost += cost - plan.depths[node] - 1
             self.tokens += plan.depths[node] + 1

@@ -91,8 +91,8 @@ def test_every_sequence_gets_the_tokens_that_it_gets_without_reuse(random: Rando
             assert got == (alone if call.is_cancelled_at is None else alone[: len(got)])
     prompts = [sequence for call in calls for sequence in call.request.sequences if sequence.is_prefilled]
     summary = engine.metrics()
-    assert summary.prefix_cache_hits == sum(of.cached_tokens for of in prompts if of.parent is None)
-    assert summary.prefix_cache_queries == sum(len(of.prompt) for of in prompts if of.parent is None)
+    assert summary.prefix_cache_hits == sum(sequence.cached_tokens for sequence in prompts if sequence.parent is None)
+    assert summary.prefix_cache_queries == sum(len(sequence.prompt) for sequence in prompts if sequence.parent is None)
     assert_all_pages_free(engine)
     assert_all_pages_can_be_taken(engine.cache)
 

@@ -162,10 +162,10 @@ def completion(*cycles: Cycle, **options: Any) -> Completion:
 
 class TestCompletions:
     def test_every_token_has_an_origin(self):
-        of = completion(*CYCLES)
-        assert of.text == TEXT
-        assert len(of.tokens) == len(of.origins) == of.stats.new_tokens == 7
-        assert of.origins == [origin for _, origin in MARKED]
+        made = completion(*CYCLES)
+        assert made.text == TEXT
+        assert len(made.tokens) == len(made.origins) == made.stats.new_tokens == 7
+        assert made.origins == [origin for _, origin in MARKED]
 
     def test_statistics_list_every_change_and_acceptance_by_depth(self):
         """Steps accept 2, none (plain), 0 and 1 nodes of a tree of depth 2."""
@@ -179,11 +179,11 @@ class TestCompletions:
 
     def test_results_do_not_change_with_the_sequence(self):
         script = Script(*CYCLES)
-        of = completion_of(script.run(), tiny_tokenizer())
+        made = completion_of(script.run(), tiny_tokenizer())
         script.step(cycle("dde", "the", "x", "and"))
         script.sequence.origins.append("plain")
-        assert (len(of.origins), len(of.stats.changes)) == (7, 3)
-        assert (of.stats.accepted_by_depth, of.stats.reached_by_depth) == ([2, 1], [3, 2])
+        assert (len(made.origins), len(made.stats.changes)) == (7, 3)
+        assert (made.stats.accepted_by_depth, made.stats.reached_by_depth) == ([2, 1], [3, 2])
 
     def test_without_an_exit_there_is_no_layer(self):
         stats = stats_of(Script(cycle("p", "x"), exit_layer=None).run())

@@ -275,12 +275,14 @@ def test_a_sequence_that_needs_the_pages_of_prefilling_prompts_is_swapped_out(mo
     engine, options = new_engine(pages=8), {"do_sample": False, "max_new_tokens": 20}
     prompts = [random_prompt(length) for length in (118, 170, 171)]
     speculations = [PLAIN, PLAIN, {"exit_layer": 1, "plan": "chain:2"}]
-    requests = [request_of(engine, [of], **options, **how) for of, how in zip(prompts, speculations, strict=True)]
+    requests = [
+        request_of(engine, [prompt], **options, **how) for prompt, how in zip(prompts, speculations, strict=True)
+    ]
     text = requests[0].sequences[0]
     engine.scheduler.waiting.append(text)
     while not text.new_tokens:
         engine.scheduler.step()
-    engine.scheduler.waiting.extend(of.sequences[0] for of in requests[1:])
+    engine.scheduler.waiting.extend(request.sequences[0] for request in requests[1:])
     while text.swapped is None and not text.is_finished:
         engine.scheduler.step()
     assert text.swapped is not None and len(engine.scheduler.prefilling) == 2
@@ -802,7 +804,7 @@ def test_a_dropped_engine_frees_its_thread_and_memory() -> None:
     engine = new_engine()
     assert_serves(engine)
     (thread,) = [thread for thread in threading.enumerate() if thread not in threads]
-    references = [weakref.ref(of) for of in (engine, engine.scheduler, engine.cache.keys, engine.model)]
+    references = [weakref.ref(held) for held in (engine, engine.scheduler, engine.cache.keys, engine.model)]
     stream = engine.stream("abc", max_new_tokens=400, do_sample=False, **TREE)
     next(stream)
     del engine

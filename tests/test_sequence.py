@@ -115,7 +115,7 @@ class OverlappingBackend(HostBackend):
 
     def read(self, step: Step) -> None:
         scripted, launched = self.script[step.last_nodes[0]], step.sequences
-        step.sequences, step.last_nodes = [of for of in launched if not of.is_finished], []
+        step.sequences, step.last_nodes = [sequence for sequence in launched if not sequence.is_finished], []
         for sequence in step.sequences:
             index = self.all.index(sequence)
             tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
@@ -148,7 +148,7 @@ class ScriptedBatch(Batch):
     def step(self) -> None:
         """Removes sequences that have ended, as the scheduler does."""
         super().step()
-        for sequence in [of for of in self.running if of.is_finished]:
+        for sequence in [sequence for sequence in self.running if sequence.is_finished]:
             self.leave([sequence])
 
 
@@ -241,7 +241,7 @@ def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list
     `truncates` plans to the tokens that are left of the longest sequence."""
     sequences, after_steps = [Counted() for _ in lengths], []
     for step in script:
-        active = [index for index, of in enumerate(sequences) if of.finish_reason is None]
+        active = [index for index, sequence in enumerate(sequences) if sequence.finish_reason is None]
         if not active:
             break
         left = max(lengths[index] - len(sequences[index].tokens) for index in active)
@@ -250,7 +250,7 @@ def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list
             path = [node for node in step.plan.path(step.outcomes[index][0]) if node <= len(plan)]
             tokens = step.tokens(index)[: len(path)]
             sequences[index].add(plan, step.plan, step.reason, path[-1], tokens, lengths[index])
-        after_steps.append([Counted(**{name: _copy(of) for name, of in vars(one).items()}) for one in sequences])
+        after_steps.append([Counted(**{name: _copy(value) for name, value in vars(one).items()}) for one in sequences])
     return after_steps
 
 
@@ -279,13 +279,17 @@ def test_statistics_equal_a_count_token_by_token(
             of_sequence.check(sequence)
     assert steps == len(counts)
     for before, after, seen in zip([[Counted()] * 3, *counts], counts, observer.seen, strict=False):
-        active = [index for index, of in enumerate(before) if of.finish_reason is None]
+        active = [index for index, sequence in enumerate(before) if sequence.finish_reason is None]
         plan, ends = after[active[0]].steps[-1][0], [after[i].end() for i in active]
         context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the step began
         assert seen == (plan, ends, context)
-    ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *counts[:-1])]
+    ended = [
+        sum(sequence.finish_reason is not None for sequence in all_of) for all_of in ([Counted()] * 3, *counts[:-1])
+    ]
     with_ended = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
-    assert observer.timed == [not of for of in with_ended], "times of steps with ended sequences are not typical"
+    assert observer.timed == [not has_ended for has_ended in with_ended], (
+        "times of steps with ended sequences are not typical"
+    )
     for sequence, of_sequence in zip(batch.sequences, counts[-1], strict=True):
         of_sequence.check(sequence)
         stats = stats_of(sequence)
@@ -293,8 +297,8 @@ def test_statistics_equal_a_count_token_by_token(
         assert stats.accept_rate == (sequence.accepted / reached if reached else 0)
         assert stats.plan == str(sequence.plans.most_common(1)[0][0])
     summary = batch.metrics.summary()
-    assert (summary.cycles, summary.emissions) == (steps, sum(of.steps for of in batch.sequences))
-    assert summary.tokens == sum(of.new_tokens for of in batch.sequences)
+    assert (summary.cycles, summary.emissions) == (steps, sum(sequence.steps for sequence in batch.sequences))
+    assert summary.tokens == sum(sequence.new_tokens for sequence in batch.sequences)
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
@@ -332,8 +336,8 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
     sequences[0].append(-1, drafted=False)
     sequences[1].append(7, drafted=False)
     assert isinstance(request.error, ValueError) and "not finite" in str(request.error)
-    assert [of.finish_reason for of in sequences] == ["error"] * 2
-    assert [of.new_tokens for of in sequences] == [0, 0], "no tokens are appended after the failure"
+    assert [sequence.finish_reason for sequence in sequences] == ["error"] * 2
+    assert [sequence.new_tokens for sequence in sequences] == [0, 0], "no tokens are appended after the failure"
 
 
 def test_statistics_of_a_sequence_without_steps_are_zero() -> None:

@@ -165,10 +165,10 @@ class Acceptance:
     def _exposures(self, plan: Plan) -> list[float]:
         """By depth, of all nodes of a beam together: they are compared with the token as one rank. A beam of a width
         that was not measured counts as the widest measured one below it, or as its best rank."""
-        widest = [max((of for of in self.beams if of <= width), default=0) for width in plan.beam]
+        widest = [max((measured for measured in self.beams if measured <= width), default=0) for width in plan.beam]
         return [
-            exposure_of([self.beams[of][min(depth, len(self.beams[of]) - 1)]] if of else self._at(depth)[:1])
-            for depth, of in enumerate(widest)
+            exposure_of([self.beams[width][min(depth, len(self.beams[width]) - 1)]] if width else self._at(depth)[:1])
+            for depth, width in enumerate(widest)
         ]
 
     def _at(self, depth: int) -> Sequence[float]:
@@ -178,7 +178,7 @@ class Acceptance:
 def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """The mean over domains of shares [depth][rank]; past its last depth a domain's last one counts."""
     depths = range(max(map(len, domains)))
-    by_depth = ([of[min(depth, len(of) - 1)] for of in domains] for depth in depths)
+    by_depth = ([shares[min(depth, len(shares) - 1)] for shares in domains] for depth in depths)
     return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
 
 

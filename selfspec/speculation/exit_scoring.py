@@ -104,13 +104,15 @@ def is_drafted(
     """Returns whether each decoded token [B, M] is the exit's best draft token at its position. `read` are the exit's
     normed states, `params` the B sequences', `key` has B * M entries."""
     logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
-    samples = any(of.do_sample for of in params)
+    samples = any(each.do_sample for each in params)
     values, columns = logits.topk(min(_NOISY if samples else 1, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
     if samples:
-        temperature = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
-        sampled = torch.tensor([of.do_sample for of in params], device=logits.device)
-        temperature, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (temperature, sampled))
+        temperature = torch.tensor(
+            [each.temperature if each.do_sample else 1.0 for each in params], device=logits.device
+        )
+        sampled = torch.tensor([each.do_sample for each in params], device=logits.device)
+        temperature, sampled = (values.repeat_interleave(tokens.shape[1])[:, None] for values in (temperature, sampled))
         noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
         values = values / temperature + torch.where(sampled, noise, 0.0)
         drafted = drafted.gather(1, values.argmax(-1, keepdim=True))
