@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from selfspec.buffer_sizes import graphs_nbytes, prefill_nbytes
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
 from selfspec.logprobs import logprobs_nbytes
@@ -25,7 +26,6 @@ from selfspec.models.pretrained import Weights, stored_weights
 from selfspec.models.quantized.folder import BITS
 from selfspec.profiles.profile import Profile
 from selfspec.scheduler import MAX_DECODING
-from selfspec.scratch import graphs_nbytes, prefill_nbytes
 
 # Memory that CUDA takes outside of PyTorch's allocator. Estimates: measure them on each new kind of GPU as nvidia-smi's
 # memory of the process less torch.cuda.memory_reserved(), after the first request and after a warm-up.

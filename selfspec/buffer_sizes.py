@@ -46,7 +46,7 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     drafters = Drafters(model, profile, lambda *_: Embedded(lambda: torch.empty(0)), kernels=True)
     graphs = Graphs(model, Cache(model.config, model.device, model.dtype, 1), context, max_batch)
     expected = Expected(batch, None, (0.0,), context)
-    rules = Rules().on("cuda")
+    rules = Rules().for_device("cuda")
     preparing = WarmUp(graphs, context, rules.max_tree_batch)
     exits: dict[Exit | None, None] = {None: None}
     for step in dict.fromkeys(expected_steps(drafters, rules, GenerationConfig(), expected)):
