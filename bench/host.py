@@ -23,7 +23,7 @@ from bench import tables
 from bench.timing import percentile
 from selfspec.backends.base import Step
 from selfspec.cache.kv_cache import PAGE_SIZE
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
@@ -94,8 +94,8 @@ class IdleBackend:
     def unfilled(self, sequence: Sequence) -> int:
         return 0
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
-        return PrefixPath("idle", PAGE_SIZE, decodes_alike=True)
+    def prefill_kind(self, tokens: int) -> PrefillKind:
+        return PrefillKind("idle", PAGE_SIZE, decode_writes_same_bits=True)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
         return False
@@ -126,7 +126,7 @@ def idle_scheduler(
     request = Request(sequences, policy=policy, drafter=drafter, is_prepared=True)
     cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
     drafters: Any = SimpleNamespace(
-        usual_exit=_EXIT,
+        loaded_exit=_EXIT,
         shared_exit=lambda exit, drafters, prompts: exit,
         costs=lambda kind: costs,
         budget=lambda rules: budget,

@@ -33,7 +33,7 @@ from selfspec.backends.cuda.exit_scoring import scored_positions
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.drafters import Drafters
-from selfspec.governor.acceptance import Skill
+from selfspec.governor.acceptance import UNFAMILIAR, Skill
 from selfspec.governor.candidates import PlanCandidates
 from selfspec.governor.copying import Copying
 from selfspec.governor.costs import Costs
@@ -144,7 +144,7 @@ class DomainTiming:
         domains = {name: choice.model_copy(update={"beams": {}}) for name, choice in profile.domains.items()}
         profile = profile.model_copy(update={"domains": domains})
         device, choice = profile.device, profile.choice(domain)
-        rules = Rules(max_step=max_step).on(device.type if device else "cpu")
+        rules = Rules(max_step=max_step).for_device(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
         kernels = device is not None and device.kernels
         drafters = _OnProfileDevice(engine.model, profile, engine.drafters._embed, kernels)
@@ -194,7 +194,7 @@ class Governed:
     ) -> None:
         self.governor = Governor(timing.candidates, costs, timing.rules, budget)
         self.timing, self.running = timing, Texts(texts)
-        self.skills = [Skill.of_prompt(text.is_unfamiliar) for text in texts]
+        self.skills = [Skill(UNFAMILIAR) if text.is_unfamiliar else Skill() for text in texts]
         self.copying = [Copying() for _ in texts]
         self.plans: list[Plan] = []  # of each step
         self.total = 0.0  # device seconds

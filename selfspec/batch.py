@@ -98,7 +98,7 @@ class Batch:
         its own plan, the whole batch uses it and nothing is governed."""
         requests = [sequence.request for sequence in self.running if sequence.drafts]
         self.governor = None
-        if requests and self._own_plan() is None:
+        if requests and self._ungoverned_policy() is None:
             found = [request.drafter.candidates for request in requests if request.drafter is not None]
             ((candidates, _),) = Counter(found).most_common(1)
             policy = next(
@@ -187,7 +187,9 @@ class Batch:
         """Whether the next step can be launched before this one is read: some sequence is expected to continue."""
         plan = step.record.plan
         return any(
-            sequence.tokens_left > sequence.usual_tokens(plan) for sequence in self.running if not sequence.is_finished
+            sequence.tokens_left > sequence.expected_tokens(plan)
+            for sequence in self.running
+            if not sequence.is_finished
         )
 
     def _rule(self) -> str | None:
@@ -199,7 +201,7 @@ class Batch:
         rule = self._rule()
         if rule is not None:
             return NONE, rule
-        policy = self._own_plan()
+        policy = self._ungoverned_policy()
         if policy is not None:
             plan, reason = policy.choose(len(self.running))
         else:
@@ -208,7 +210,7 @@ class Batch:
             plan, reason = self.governor.choose(skills, len(self.running), self._context, self._in_use)
         return self._bounded(plan), reason
 
-    def _own_plan(self) -> Policy | None:
+    def _ungoverned_policy(self) -> Policy | None:
         """The policy of the first sequence that may draft and is not governed: its request has a plan or forces one."""
         for sequence in self.running:
             drafter, policy = sequence.request.drafter, sequence.request.policy
@@ -284,9 +286,9 @@ class Batch:
         for requests, embedded in arrived:
             rows = embedded.read()
             for request in requests:
-                assert request.drafter is not None and request.drafter.routed is not None
+                assert request.drafter is not None and request.drafter.reroute is not None
                 count = len(request.first_samples)
-                request.draft_with(request.drafter.routed(rows[:count]))
+                request.draft_with(request.drafter.reroute(rows[:count]))
                 rows = rows[count:]
         self._update(joined=True)
 
@@ -334,17 +336,17 @@ class Batch:
                 for sequence in step.sequences:
                     sequence.skill.copied = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
-            self._costs.observe(self._costs.cell(len(step.sequences), context), plan, seconds, modelled=1.0)
+            self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
         if record.chosen != self._plan:
             self.metrics.add_plan_change(record.reason)
             self._plan = record.chosen
-        plain = self._costs.cell(len(step.sequences), context).plain
+        plain = self._costs.bucket(len(step.sequences), context).plain
         self.metrics.add_step(plan, step.seconds, [depths[last] + 1 for last in step.last_nodes], plain)
 
 
 def _is_unrouted(request: Request) -> bool:
     """Whether the request drafts with another domain's drafter until its own is found."""
-    return request.drafter is not None and request.drafter.routed is not None
+    return request.drafter is not None and request.drafter.reroute is not None
 
 
 def _prompt_agreement(sequence: Sequence) -> float | None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def prefill_nbytes(model: Decoder) -> int:
-    """Bytes of the temporary tensors of a prefill chunk where they are most, in the MLP: its input and output, gate and
-    up projection, the activated gate and its product with up; and of weights that are expanded in each call."""
+    """Bytes of the temporary tensors of a prefill chunk at their peak, in the MLP: its input and output, gate and
+    up projection, the activated gate and its product with up; and of quantized weights that are expanded."""
     config = model.config
     width = 3 * config.hidden_size + 4 * config.intermediate_size
     expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
@@ -59,8 +59,8 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
 
 
 def _scratch_nbytes(graphs: Graphs) -> int:
-    """Bytes that the launches of all captured steps and passes take from scratch. Each buffer is as large as the pass
-    with most rows needs it; exact to the few buffers that the largest pass does not use."""
+    """Bytes of scratch that all captured steps and passes take. Sizes each buffer for the pass with most rows, so
+    buffers that this pass does not use are not counted exactly."""
     from selfspec.backends.cuda.step import DeviceStep
     from selfspec.kernels.topk import Scores
     from selfspec.kernels.tree_attention import workspace_size

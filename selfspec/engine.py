@@ -73,7 +73,7 @@ class Engine:
         self.name = name or model.config.model_type
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
-        self.rules = (check_rules(rules) or Rules()).on(model.device.type)
+        self.rules = (check_rules(rules) or Rules()).for_device(model.device.type)
         self.max_batch = max_batch or MAX_DECODING
         self.profile = self._read_profile(profile)
         context = min(model.config.context, max_length or model.config.context)

@@ -32,7 +32,7 @@ class Percentiles:
     @classmethod
     def of(cls, weighted: Iterable[tuple[float, int]]) -> Percentiles:
         """Computes the percentiles of (value, count) pairs, each value occurring `count` times: percentile p is the
-        smallest value with at least p% of all values at or below it."""
+        smallest value that at least p% of all values do not exceed."""
         ordered = sorted(weighted)
         total = sum(count for _, count in ordered)
         pairs, value, at_or_below = iter(ordered), 0.0, 0
@@ -64,7 +64,7 @@ class Summary:
     time_per_token: Percentiles  # over recent tokens: the step's time divided by the tokens the sequence got in it
     gap: Percentiles  # over recent emissions: the step's time
     speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
-    mode_changes: int  # changes of a sequence's plan, its first plan included
+    mode_changes: int  # changes of a batch's plan, its first plan included
     changes_by_reason: dict[str, int]  # of the changes to plain decoding
     drafted: int = 0  # tokens, of ended sequences
     prefix_cache_queries: int = 0  # prompt tokens of prefilled sequences
@@ -194,7 +194,7 @@ class Metrics:
             _add(self._reached, reached_by_depth)
 
     def add_plan_change(self, reason: str | None) -> None:
-        """Counts a sequence's change of plan; `reason` is that of a change to plain decoding, else None."""
+        """Counts a batch's change of plan; `reason` is that of a change to plain decoding, else None."""
         with self._lock:
             self._changes[reason] += 1
 

@@ -191,7 +191,7 @@ def stats_of(sequence: Sequence) -> Stats:
         finish_reason=sequence.finish_reason,
         elapsed_s=sequence.elapsed_s,
         changes=list(sequence.changes),
-        ood=sequence.ood,
+        ood=sequence.was_ood,
         accepted_by_depth=list(sequence.accepted_by_depth),
         reached_by_depth=list(sequence.reached_by_depth),
     )

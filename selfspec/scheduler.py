@@ -1,8 +1,8 @@
 """The one decoding loop: admits waiting sequences, prefills their prompts in chunks, and decodes them in batches.
 
-`generate`, `complete`, `stream` and the command line all submit requests here, from any thread. A thread of its own
-runs the loop while there is work; callers only wait, and concurrent calls share batches. The scheduler decides which
-sequences prefill and decode; the batch chooses the plan of each step, and the backend executes it.
+`generate`, `complete`, `stream` and the server submit requests from any thread. One thread per engine runs the loop
+while there is work; callers wait. The scheduler decides which sequences prefill and decode, a batch chooses the plan of
+each step, and a backend executes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
-_MARGIN = 2 * (MAX_NODES + 1)  # positions past the prompt that admission needs free pages for: two steps
+_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # positions of two steps, for which admission also needs free pages
 
-BackendFactory = Callable[[bool], Backend]  # (whether `acceptance="rejection"` was asked for) -> a batch's backend
+BackendFactory = Callable[[bool], Backend]  # (whether acceptance is "rejection") -> a batch's backend
 
 
 class Scheduler:
@@ -50,19 +50,19 @@ class Scheduler:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self.prompt_pages = PromptPages(cache, prefix_reuse)
         self._new_backend, self._before_first = new_backend, before_first
-        self._requests: set[Request] = set()  # that have not ended
+        self._requests: set[Request] = set()  # requests that have not ended
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
         self._thread = LoopThread(cache.keys.device)
-        self._has_cancelled = False  # some request was cancelled since the loop last checked
+        self._has_cancelled = False  # whether a request was cancelled since the loop last checked
         weakref.finalize(self, self._thread.close)
 
     # Called by any thread
 
     def submit(self, request: Request) -> None:
         """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
-        self._check_thread()
+        self._refuse_loop_thread()
         try:
             self._thread.put(self, request)
         except BaseException:
@@ -81,7 +81,7 @@ class Scheduler:
         try:
             for count in request.progress.follow(every_step):
                 yield count
-                self._check_thread()
+                self._refuse_loop_thread()
         except GeneratorExit:
             self._cancel(request)
             raise
@@ -92,8 +92,8 @@ class Scheduler:
             raise request.error
 
     def cancel(self, request: Request, wait: bool = True) -> None:
-        """Ends a request early; returns when its pages are free (on the loop's own thread, or with `wait` False: at
-        once, and the loop frees them in its next pass)."""
+        """Ends a request early and waits until its pages are free. On the loop's own thread, or with `wait` False,
+        returns at once; the loop then frees them in its next pass."""
         self._cancel(request)
         if wait and not self._thread.is_current:
             request.progress.wait_until_over()
@@ -102,7 +102,7 @@ class Scheduler:
         request.is_cancelled = self._has_cancelled = True
         self._thread.wake()
 
-    def _check_thread(self) -> None:
+    def _refuse_loop_thread(self) -> None:
         if self._thread.is_current:
             raise RuntimeError(
                 "a logits processor or stopping criterion cannot generate with the engine that calls it, which waits "
@@ -111,7 +111,7 @@ class Scheduler:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the loop's thread, between two passes of the loop, and returns its result."""
-        self._check_thread()
+        self._refuse_loop_thread()
         call = Call(function)
         self._thread.put(self, call)
         return call.result()
@@ -166,7 +166,7 @@ class Scheduler:
                 if sequence in self.waiting:
                     self.waiting.remove(sequence)
             for batch, sequences in list(self.prefilling.items()):
-                for sequence in (member for member in sequences if member.request is request):
+                for sequence in (other for other in sequences if other.request is request):
                     self.prompt_pages.register(batch.backend, sequence)
                     batch.backend.release(sequence)
                 self._set_prefilling(batch, [other for other in sequences if other.request is not request])
@@ -217,7 +217,7 @@ class Scheduler:
             if needed > spare and self._admitted:
                 return  # until running sequences free pages
             if sequence.swapped is not None and self.prefilling:
-                return  # its next steps would take the pages counted for these prompts at admission
+                return  # its next steps would take the pages that these prompts were admitted with
             try:
                 if self._before_first is not None:
                     before, self._before_first = self._before_first, None
@@ -229,7 +229,7 @@ class Scheduler:
             except Exception as error:
                 if isinstance(error, CacheFull) and self._admitted:
                     return  # admitted sequences hold the pages that it needs
-                sequence.request.fail(_explained(error))
+                sequence.request.fail(_with_advice(error))
                 self._remove(sequence.request)
                 continue
             spare -= needed
@@ -242,27 +242,27 @@ class Scheduler:
 
     @staticmethod
     def _pages_needed(sequence: Sequence) -> int:
-        """Pages for a sequence's prompt, or for the positions that were swapped out, and for two steps."""
+        """Number of pages for a sequence's prompt, or for its swapped-out positions, and for two steps."""
         if sequence.swapped is not None:
             length = sequence.swapped.length
         else:
             shared = sequence.parent.prompt_kv if sequence.parent is not None else None
             length = len(sequence.prompt) - (0 if shared is None else shared.length)
-        return -(-(length + _MARGIN) // PAGE_SIZE)
+        return -(-(length + _STEP_POSITIONS) // PAGE_SIZE)
 
     def _spare_pages(self) -> int:
-        """Free pages, less those that prefilling prompts were admitted with and have not taken yet."""
+        """Number of free pages, less those that prefilling prompts were admitted with and have not taken yet."""
         prompts = [sequence for sequences in self.prefilling.values() for sequence in sequences]
         return self.cache.free_pages - sum(
             max(0, self._pages_needed(prompt) - len(prompt.kv.pages)) for prompt in prompts
         )
 
     def _batch(self, sequence: Sequence) -> Batch:
-        """The batch that a sequence joins: sequences with the same exit and acceptance rule decode together."""
+        """The batch of the sequence's exit and acceptance rule; a new one if there is none."""
         request = sequence.request
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
-            exit = self.drafters.usual_exit  # sequences that never draft join those that do
+            exit = self.drafters.loaded_exit  # sequences that never draft join those that do
         key = (exit_key(exit), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
@@ -275,7 +275,7 @@ class Scheduler:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Prefilled sequences decode from the next step on."""
+        """Adds prefilled sequences to the batch; they decode from the next step on."""
         try:
             batch.join(sequences)
         except Exception as error:
@@ -290,9 +290,9 @@ class Scheduler:
         firsts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
         started = time.perf_counter()
         if firsts:
-            drafts = _drafts(firsts[0])
-            alike = [first for first in firsts if _drafts(first) == drafts]
-            exit = batch.base_exit if drafts else None
+            uses_exit = _uses_exit(firsts[0])
+            alike = [first for first in firsts if _uses_exit(first) == uses_exit]
+            exit = batch.base_exit if uses_exit else None
             for sequence in alike:
                 self.prompt_pages.reuse(batch.backend, sequence, exit)
             try:
@@ -302,8 +302,8 @@ class Scheduler:
                     self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
-                    return  # running sequences have taken the pages that it was admitted with, and will return them
-                firsts[0].request.fail(_explained(error))
+                    return  # the pages counted at its admission are taken; running sequences will free some
+                firsts[0].request.fail(_with_advice(error))
                 self._remove(firsts[0].request)
                 return
         for sequence in sequences:
@@ -312,7 +312,7 @@ class Scheduler:
         for request in dict.fromkeys(sequence.request for sequence in sequences):
             ready = [sequence for sequence in sequences if sequence.request is request]
             if all(sequence.is_prefilled for sequence in ready):
-                self.prompt_pages.keep(ready)
+                self.prompt_pages.hold_for_samples(ready)
                 sequences = [sequence for sequence in sequences if sequence.request is not request]
                 self._set_prefilling(batch, sequences)
                 self._join(batch, ready)
@@ -322,8 +322,8 @@ class Scheduler:
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
-        """Runs one prefill pass. If it fails with several prompts, runs the first one alone: an error that this raises
-        belongs to its request."""
+        """Runs one prefill pass. If it fails with several prompts, runs the first one alone, so that an error belongs
+        to one request."""
         try:
             return batch.backend.prefill(sequences, exit)
         except Exception:
@@ -340,8 +340,8 @@ class Scheduler:
     # Decoding
 
     def _decode(self, batch: Batch) -> None:
-        """Runs one step of the batch. While pages are too few, swaps its newest sequence to host memory and tries
-        again: the step must come before the next admission, which would swap that sequence straight back in."""
+        """Runs one step of the batch. While too few pages are free, swaps its newest sequence to host memory and
+        tries again: admission would otherwise swap it back in before the step."""
         started, members = time.perf_counter(), list(batch.running)
         callbacks = {sequence.request: sequence.request.callback_s for sequence in members}
         is_over = False
@@ -359,9 +359,10 @@ class Scheduler:
             sequence.elapsed_s += seconds
 
     def _preempt(self, batch: Batch, error: CacheFull) -> None:
+        """Swaps the newest sequence to host memory; fails it with `error` if no other sequence is admitted."""
         batch.drain()
         self._finish(batch)
-        if self._admitted < 2:  # no other sequence will return pages
+        if self._admitted < 2:  # no other sequence will free pages
             for sequence in list(batch.running):
                 sequence.request.fail(error)
                 self._remove(sequence.request)
@@ -373,18 +374,18 @@ class Scheduler:
             batch.backend.suspend(newest)
             newest.swapped = self.cache.swap_out(newest.kv)
         except Exception as failed:
-            newest.request.fail(_explained(failed))
+            newest.request.fail(_with_advice(failed))
             self._remove(newest.request)
             return
         batch.leave([newest])
         self.waiting.appendleft(newest)
 
     def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
-        """Ends all requests of a batch whose step or join failed: the fault belongs to no single request. The batch may
-        hold some of the joining sequences and not others."""
+        """Fails all requests of a batch after a failed step or join, whose error belongs to no single request. The
+        batch may hold some of the `joining` sequences and not others."""
         batch.in_flight = None
         for request in {sequence.request for sequence in (*batch.running, *joining)}:
-            request.fail(_explained(error))
+            request.fail(_with_advice(error))
             with suppress(Exception):  # the backend may be broken too
                 self._remove(request)
 
@@ -406,7 +407,7 @@ class Scheduler:
             request.progress.update(request.sequences[0].new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:
-        """Ends every request with this error, after a fault of the loop itself: no caller waits for ever."""
+        """Fails every request after an error of the loop itself, so that every caller returns."""
         for request in list(self._requests):
             request.fail(error)
             with suppress(Exception):  # the backend may be broken too
@@ -419,12 +420,12 @@ class Scheduler:
         self.batches.clear()
 
 
-def _drafts(sequence: Sequence) -> bool:
-    """Whether this sequence may be drafted for, so that prefill fills the exit block's KV too."""
+def _uses_exit(sequence: Sequence) -> bool:
+    """Whether this sequence drafts with an exit, so that prefill also fills the exit block's KV."""
     return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
-def _explained(error: Exception) -> Exception:
+def _with_advice(error: Exception) -> Exception:
     """Adds to an out-of-memory error what to do; returns other errors unchanged."""
     if is_out_of_memory(error):
         return CacheFull(f"out of memory during a step ({error}): build the engine with a smaller kv_cache_gb")

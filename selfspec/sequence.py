@@ -28,7 +28,7 @@ from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
-from selfspec.speculation.exit_scoring import UnfilledStates
+from selfspec.speculation.exit_scoring import SequenceUnfilled
 from selfspec.speculation.plan import Plan
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Sequence:
     elapsed_s: float = 0.0
     skill: Skill = field(default_factory=Skill)  # how well its drafts are accepted
     copying: Copying = field(default_factory=Copying)  # how much of its text repeats
-    unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's KV lacks
+    unfilled: SequenceUnfilled = field(default_factory=SequenceUnfilled)  # states of tokens that the exit's KV lacks
     records: list[StepRecord] = field(default_factory=list)  # one per step
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step
     drafted_end: int | None = None  # index of the step whose drafted token ended the sequence
@@ -166,14 +166,14 @@ class Sequence:
         return []
 
     @property
-    def ood(self) -> bool:
-        return self.skill.ood
+    def was_ood(self) -> bool:
+        return self.skill.was_ood
 
     @property
     def steps(self) -> int:
         return len(self.last_nodes)
 
-    def usual_tokens(self, plan: Plan) -> float:
+    def expected_tokens(self, plan: Plan) -> float:
         """Expected tokens of a step with this plan: the mean of the steps so far, at most the plan's depth + 1."""
         return min(self.new_tokens / self.steps, plan.depth + 1) if self.steps else plan.depth + 1
 

@@ -62,7 +62,7 @@ def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
     if graphs.captured.entries or not graphs.max_short_prompt:
         return  # after a warm-up; or kernels are interpreted
     profile, policy = drafters.profile, request.policy
-    if policy is None or policy.off_for_good:
+    if policy is None or policy.permanent_reason:
         profile = None
     exit = drafters.most_used_exit if profile is not None else None
     first, masks = request.sequences[0], request.uses_host and not request.processors

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill, exposure_of, hotter, mean_beams
+from selfspec.governor.acceptance import (
+    LEVELS,
+    MEMORY,
+    UNFAMILIAR,
+    Acceptance,
+    Skill,
+    exposure_of,
+    extrapolated,
+    mean_beams,
+)
 from selfspec.speculation.plan import NONE, Plan
 from tests.scripted import PLANS
 
@@ -128,17 +137,17 @@ def test_a_few_misses_stop_and_a_few_hits_restore() -> None:
 
 def test_a_text_is_out_of_distribution_once_its_skill_was_below_the_threshold() -> None:
     skill = Skill()
-    assert not skill.ood and not skill.is_ood
+    assert not skill.was_ood and not skill.is_ood
     skill.observe_share(0, 4 * MEMORY, exposure_of([0.64]))
-    assert skill.ood and skill.is_ood
+    assert skill.was_ood and skill.is_ood
     skill.observe_share(4 * MEMORY, 4 * MEMORY, exposure_of([0.64]))
-    assert skill.ood and not skill.is_ood
+    assert skill.was_ood and not skill.is_ood
 
 
 def test_an_unfamiliar_prompt_begins_at_the_threshold_and_is_not_flagged_yet() -> None:
-    unfamiliar, usual = Skill.of_prompt(True), Skill.of_prompt(False)
+    unfamiliar, usual = Skill(UNFAMILIAR), Skill()
     assert (unfamiliar.value, usual.value) == (UNFAMILIAR, 1.0)
-    assert not unfamiliar.ood and not usual.ood
+    assert not unfamiliar.was_ood and not usual.was_ood
 
 
 @given(agreement=st.floats(0, 1), positions=st.integers(1, 64), usual=st.floats(0.01, 1.0))
@@ -174,11 +183,11 @@ def test_levels_are_the_nearest_of_the_table() -> None:
 
 def test_hotter_text_is_harder_to_guess_by_as_much_for_each_step() -> None:
     cool, hot = [[0.6, 0.1]], [[0.5, 0.1]]
-    assert hotter(cool, hot, 0)[0] == pytest.approx(hot[0])
-    chances = [hotter(cool, hot, steps)[0][0] for steps in (0, 1, 2, 3)]
+    assert extrapolated(cool, hot, 0)[0] == pytest.approx(hot[0])
+    chances = [extrapolated(cool, hot, steps)[0][0] for steps in (0, 1, 2, 3)]
     logs = np.log(np.log(1 - np.array(chances)) / np.log(1 - chances[0]))
     assert np.diff(logs) == pytest.approx(np.full(3, logs[1])) and logs[1] < 0
-    assert hotter([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
+    assert extrapolated([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
 
 
 BEAM = Plan.parse("beam:3,3")

@@ -325,7 +325,7 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
         assert prompts == [request.sequences[0].prompt]
         return Embedded(lambda: torch.zeros(1, 8), lambda: events.count("step") > 3)
 
-    request.drafter = replace(first, routed=lambda embeddings: events.append(f"{len(embeddings)} found") or found)
+    request.drafter = replace(first, reroute=lambda embeddings: events.append(f"{len(embeddings)} found") or found)
     scheduler.drafters.embed = embed  # type: ignore[method-assign]
     while scheduler.step():
         governors = [batch.governor for batch in scheduler.batches.values() if batch.governor is not None]
@@ -359,7 +359,7 @@ def test_a_request_is_routed_once(shortage: bool) -> None:
         embedded.append(steps[0])
         return Embedded(lambda: torch.zeros(3, 8), lambda: steps[0] > embedded[0] + 6)
 
-    request.drafter = replace(own, routed=lambda embeddings: found.append(len(embeddings)) or own)
+    request.drafter = replace(own, reroute=lambda embeddings: found.append(len(embeddings)) or own)
     scheduler.drafters.embed = embed  # type: ignore[method-assign]
     while scheduler.step():
         pass

@@ -204,7 +204,7 @@ class FakeScheduler:
         self.now[0] += seconds
         for index, (sequence, new) in enumerate(zip(self.waiting, news, strict=True)):
             sequence.tokens += [9] * new
-            sequence.skill.ood = sequence.skill.ood or ood == index
+            sequence.skill.was_ood = sequence.skill.was_ood or ood == index
             if new:
                 sequence.records.append(PLAIN_STEP)
                 sequence.last_nodes.append(0)

@@ -225,7 +225,7 @@ def follow(sequence: Sequence, regex: str) -> Sequence:
     """Gives a sequence the grammar of a regex."""
     grammar = Grammars(101).compile({"type": "regex", "regex": regex}, tiny_tokenizer(), (2,))
     assert grammar is not None
-    sequence.grammar, sequence.request.uses_host = grammar.copy(len(sequence.prompt)), True
+    sequence.grammar, sequence.request.uses_host = grammar.at_start(len(sequence.prompt)), True
     return sequence
 
 
@@ -565,7 +565,7 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
     for request, name in zip(requests, domains, strict=True):
         (sequence,) = request.sequences
         assert sequence.tokens == plain_tokens(sequence) and sequence.drafted
-        assert request.drafter is not None and request.policy is not None and request.drafter.routed is None
+        assert request.drafter is not None and request.policy is not None and request.drafter.reroute is None
         found = engine.drafters.candidates(name, domains[name], request.policy)
         assert request.drafter.candidates is found, "not its own domain"
         assert sequence.skill.expected != Skill().expected, "its prompt was not scored"

@@ -266,7 +266,7 @@ def test_a_prompt_that_reuses_whole_chunks_gets_the_bits_of_a_fresh_prefill(monk
     backend, shared = cuda_backend(graphs, overlaps=True), prompt_of(2 * PAGE_SIZE, 1)
     prompt = [*shared, *prompt_of(PROMPT_END + 1, 2)]
     other, fresh, reusing = (sequence_of(text, 1) for text in ([*shared, 7, 8], prompt, prompt))
-    keys = PageKeys(backend.prefix_path(len(prompt)), exit.layer).first(2, shared)
+    keys = PageKeys(backend.prefill_kind(len(prompt)), exit.layer).first(2, shared)
     for sequence in (other, fresh, reusing):
         if sequence is reusing:
             graphs.cache.register(other.kv, keys)

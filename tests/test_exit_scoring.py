@@ -130,7 +130,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def remember(self: Skill, agreement: float, positions: int, usual: float) -> None:
         assert usual == 0.5
-        assert positions in (5, exit_scoring.FEW)
+        assert positions in (5, exit_scoring.CPU_SCORED_POSITIONS)
         seen.append(agreement)
 
     monkeypatch.setattr(Skill, "observe_prompt", remember)
@@ -151,7 +151,7 @@ def test_a_prompt_is_scored_by_its_last_positions(
         drafts = trained.hf_exit_logits(text).argmax(-1)
         with torch.no_grad():
             own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
-        expected.append((drafts == own)[-exit_scoring.FEW :].double().mean().item())
+        expected.append((drafts == own)[-exit_scoring.CPU_SCORED_POSITIONS :].double().mean().item())
     assert agreements == pytest.approx(expected)
     assert 0 < min(agreements) < 1
 
@@ -179,7 +179,7 @@ def test_plain_decoding_is_scored_once_per_interval(count: int, monkeypatch: pyt
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
     steps = [20, 40, 60, 80, 100, 120, 151]
-    assert scored == [(step, exit_scoring.FEW) for step in steps for _ in range(count)]
+    assert scored == [(step, exit_scoring.CPU_SCORED_POSITIONS) for step in steps for _ in range(count)]
     assert all(len(sequence.unfilled) == 19 for sequence in running.sequences)
 
 
@@ -194,7 +194,7 @@ def test_a_score_compares_the_newest_tokens(params: SamplingParams, monkeypatch:
     monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: newest.append(right))
     running.step()
     expected = is_drafted(other, params, steps=20)
-    assert newest == [of_sequence[-exit_scoring.FEW :] for of_sequence in expected]
+    assert newest == [of_sequence[-exit_scoring.CPU_SCORED_POSITIONS :] for of_sequence in expected]
     assert len({is_right for of_sequence in newest for is_right in of_sequence}) > 1
 
 

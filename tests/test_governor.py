@@ -35,7 +35,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
     candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
     for _ in range(PLAIN_SAMPLES if measured else 0):
-        governor.costs.observe(governor.costs.cell(batch, CONTEXT), NONE, 1.0, 1.0)
+        governor.costs.observe(governor.costs.bucket(batch, CONTEXT), NONE, 1.0, 1.0)
     return governor
 
 
@@ -51,13 +51,13 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
     """As the formula says."""
     length = float(governor.candidates.acceptance.lengths(plan)[Skill(skill).level])
     modelled = governor.candidates.cost(plan, batch)
-    ratio = governor.costs.ratio(governor.costs.cell(batch, CONTEXT), plan, modelled)
+    ratio = governor.costs.cost(governor.costs.bucket(batch, CONTEXT), plan, modelled)
     return (drafting * length + batch - drafting) / batch / ratio
 
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    governor.costs.observe(governor.costs.cell(batch, CONTEXT), plan, ratio, 1.0)
+    governor.costs.observe(governor.costs.bucket(batch, CONTEXT), plan, ratio, 1.0)
 
 
 # Start, stop, switch
@@ -76,7 +76,7 @@ def test_plain_steps_are_measured_again_while_drafting() -> None:
     plan, _ = choose(governor, skill)
     for _ in range(PLAIN_INTERVAL):
         assert choose(governor, skill, in_use=plan)[1] is None
-        governor.costs.observe(governor.costs.cell(1, CONTEXT), plan, 1.2, 1.2)
+        governor.costs.observe(governor.costs.bucket(1, CONTEXT), plan, 1.2, 1.2)
     assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
     governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
     assert choose(governor, skill, in_use=plan)[1] is None
@@ -281,7 +281,7 @@ def test_drafting_stops_within_the_budget_where_no_draft_is_right() -> None:
     run.go(200, is_right=False)
     drafted = [at for plan, at in run.steps if len(plan)]
     assert 0 < len(drafted) < 30
-    assert run.skill.ood
+    assert run.skill.was_ood
     assert 0 < run.lost <= RULES.budget + 200 * RULES.budget_refill
 
 

@@ -183,7 +183,7 @@ class Room:
     @classmethod
     def at(cls, random: Random) -> Room:
         pages = random.choice([LEAST_PAGES + 2, LEAST_PAGES + 3, LEAST_PAGES + 5, None])
-        margin = random.choice([1, 1, scheduler_module._MARGIN])
+        margin = random.choice([1, 1, scheduler_module._STEP_POSITIONS])
         return cls(pages, random.choice([1, 3, 16, 16]), margin, random.choice([16, PREFILL_CHUNK]))
 
 
@@ -195,7 +195,7 @@ def test_every_sequence_gets_the_tokens_it_gets_alone(random: Random) -> None:
     for call in calls:
         call.request = request_of(engine, call.prompts, **call.options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "_MARGIN", room.margin)
+        patch.setattr(scheduler_module, "_STEP_POSITIONS", room.margin)
         patch.setattr(torch_backend, "PREFILL_CHUNK", room.chunk)
         run(engine, calls)
     assert_all_pages_free(engine)
@@ -243,7 +243,7 @@ def test_two_sequences_that_do_not_fit_together_take_turns_by_swapping() -> None
 
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five texts of a page each are about to need another; a prompt of two pages is prefilled meanwhile."""
-    monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
     engine, prefill, refused = new_engine(pages=LEAST_PAGES + 2), TorchBackend.prefill, []
 
@@ -270,7 +270,7 @@ def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch:
 
 def test_a_sequence_that_needs_the_pages_of_prefilling_prompts_is_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only one that decodes, and needs its third page when two prompts hold the other six."""
-    monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
     engine, options = new_engine(pages=8), {"do_sample": False, "max_new_tokens": 20}
     prompts = [random_prompt(length) for length in (118, 170, 171)]

@@ -367,4 +367,4 @@ def test_expected_tokens_of_a_step_are_the_mean_so_far_up_to_the_plans_depth(
 ) -> None:
     sequence = Sequence([1], seed=0, sample_index=0, max_length=100, last_nodes=[0] * steps)
     sequence.tokens += [2] * new
-    assert sequence.usual_tokens(Plan.parse("chain:2")) == usual
+    assert sequence.expected_tokens(Plan.parse("chain:2")) == usual

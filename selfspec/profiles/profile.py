@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-from selfspec.governor.acceptance import hotter
+from selfspec.governor.acceptance import extrapolated
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder
@@ -206,7 +206,7 @@ class DomainChoice(Entry):
         if len(measured) > 1 and temperature > TEMPERATURES[measured[-1]]:
             cool, hot = (TEMPERATURES[name] for name in measured[-2:])
             steps = (temperature - hot) / (hot - cool)
-            return hotter(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
+            return extrapolated(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
         return self.ranks[self.nearest(self.ranks, temperature)]
 
     def beams_at(self, temperature: float) -> dict[int, list[float]]:

@@ -25,7 +25,7 @@ from selfspec.backends.cuda.readback import StepInFlight, StepTimes
 from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import CacheFull
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
 from selfspec.kernels.accept import COUNT, EXIT_LAST, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.sequence import Sequence, StepRecord
@@ -214,8 +214,8 @@ class CudaBackend:
 
     # Prompts
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
-        return self._prompts.prefix_path(tokens)
+    def prefill_kind(self, tokens: int) -> PrefillKind:
+        return self._prompts.prefill_kind(tokens)
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         self._times.note_slot_writes()
