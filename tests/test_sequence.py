@@ -142,7 +142,7 @@ class ScriptedBatch(Batch):
 
     def _choose_governor(self) -> None: ...
 
-    def _goes_on(self, step: Step) -> bool:
+    def _continues(self, step: Step) -> bool:
         return self.backend.done < len(self.script)  # type: ignore[attr-defined]
 
     def step(self) -> None:
