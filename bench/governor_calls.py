@@ -122,10 +122,10 @@ def _run_request(
         seconds=stamps[-1] - stamps[0],
         prepare_s=prepare_s,
         step_s=step_seconds() - before_s,
-        steps=sum(sequence.steps for sequence in sequences),
+        steps=sum(sequence.history.steps for sequence in sequences),
         emissions=emissions,
         ood_at=ood_at,
-        changes=[list(sequence.changes) for sequence in sequences],
+        changes=[list(sequence.history.changes) for sequence in sequences],
     )
 
 

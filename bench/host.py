@@ -30,10 +30,11 @@ from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, estimated_cost
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import Policy, Rules
+from selfspec.history import StepRecord
 from selfspec.metrics import Metrics
 from selfspec.sampling import SamplingParams
 from selfspec.scheduler import Scheduler
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import NONE, Plan
 
 PROMPT = 10  # tokens
@@ -142,7 +143,7 @@ def measure(case: str, count: int, steps: int) -> dict[str, Any]:
         IdleBackend(CASES[case]), Costs(), count, new_tokens=20 * steps, governed=case != "plain"
     )
     spent = [_microseconds(scheduler.step) for _ in range(2 * steps)][steps:]
-    drafted = sum(len(record.plan) > 0 for record in request.sequences[0].records[-steps:])
+    drafted = sum(len(record.plan) > 0 for record in request.sequences[0].history.records[-steps:])
     return _result(case, count, spent, drafted / steps)
 
 

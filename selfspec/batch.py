@@ -21,8 +21,9 @@ from selfspec.drafters import Drafters
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import Policy
+from selfspec.history import StepRecord
 from selfspec.metrics import Metrics
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_STEP_ROWS, NONE, Plan
 
@@ -242,8 +243,7 @@ class Batch:
         outcomes: list[tuple[Skill | None, int]] = []
         for sequence, last in zip(step.sequences, step.last_nodes, strict=True):
             rule = step.reasons.get(sequence)
-            sequence.records.append(record if rule is None else StepRecord.of(NONE, NONE, rule))
-            sequence.last_nodes.append(last)
+            sequence.history.add(record if rule is None else StepRecord.of(NONE, NONE, rule), last)
             context = max(context, len(sequence.tokens) - depths[last] - 1)
             outcomes.append((None if sequence.is_finished or rule is not None else sequence.skill, last))
         self.scoring.apply_scores(self.governor)

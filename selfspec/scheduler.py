@@ -189,9 +189,9 @@ class Scheduler:
                 if sequence.prompt_kv is not None:
                     self.cache.close(sequence.prompt_kv)
                 sequence.swapped = None
-                if drafted := sequence.drafted:
-                    by_depth = sequence.accepted_by_depth, sequence.reached_by_depth
-                    self.metrics.add_acceptance(*by_depth, drafted)
+                history = sequence.history
+                if drafted := history.drafted:
+                    self.metrics.add_acceptance(history.accepted_by_depth, history.reached_by_depth, drafted)
         finally:
             self._requests.discard(request)
             request.progress.end(request.sequences[0].new_tokens if request.sequences else 0)

@@ -32,7 +32,8 @@ from bench.governor_sets import FOREIGN_TOKENS, HIGH_TEMPERATURE, IN_DOMAIN, Mis
 from selfspec import Engine, Rules
 from selfspec.governor.costs import gpu_rows
 from selfspec.governor.governor import Change
-from selfspec.sequence import Request, StepRecord
+from selfspec.history import StepRecord
+from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import NONE
 from tests.calibrated import chat_tokenizer, quieten
@@ -206,8 +207,7 @@ class FakeScheduler:
             sequence.tokens += [9] * new
             sequence.skill.was_ood = sequence.skill.was_ood or ood == index
             if new:
-                sequence.records.append(PLAIN_STEP)
-                sequence.last_nodes.append(0)
+                sequence.history.add(PLAIN_STEP, 0)
         if not self.steps:
             self.waiting[0].request.progress.end(self.waiting[0].new_tokens)
 

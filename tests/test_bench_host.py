@@ -31,8 +31,8 @@ def test_sequences_get_the_accepted_tokens_and_end_at_their_length(monkeypatch: 
     scheduler, request = host.idle_scheduler(host.IdleBackend(accepted=1.0), Costs(), count=2, new_tokens=41)
     while scheduler.step():
         pass
-    assert request.progress.is_over and [sequence.steps for sequence in request.sequences] == [11, 11]
-    assert all(sequence.accepted == 33 for sequence in request.sequences)
+    assert request.progress.is_over and [sequence.history.steps for sequence in request.sequences] == [11, 11]
+    assert all(sequence.history.accepted == 33 for sequence in request.sequences)
 
 
 def test_every_request_of_an_idle_batch_has_its_exit_scored_as_soon_as_the_first(
@@ -45,7 +45,7 @@ def test_every_request_of_an_idle_batch_has_its_exit_scored_as_soon_as_the_first
 
     def recorded(self: Any, sequences: Any, exit: Any, score: bool, before: Any) -> None:
         if score:
-            scores.append(sequences[0].steps + (before is not None))
+            scores.append(sequences[0].history.steps + (before is not None))
         fill_exit(self, sequences, exit, score, before)
 
     monkeypatch.setattr(host.IdleBackend, "fill_exit", recorded)

@@ -58,7 +58,7 @@ def test_requests_together_get_the_tokens_of_each_alone_and_every_arrival_is_rec
     assert [request.tokens for request in together] == [request.tokens for request in alone]
     for request in together:
         (sequence,) = request.request.sequences
-        assert len(request.times.arrivals) == sequence.steps and request.times.arrivals[-1][1] == 8 == len(
+        assert len(request.times.arrivals) == sequence.history.steps and request.times.arrivals[-1][1] == 8 == len(
             request.tokens
         )
 

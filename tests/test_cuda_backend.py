@@ -155,9 +155,9 @@ def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone() -> N
         if sequence.finish_reason == "cancelled":
             expected = expected[: len(got)]
         assert got == expected, sequence.params
-        if sequence.request.drafter is None and sequence.steps:
-            assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
-    assert sum(sequence.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
+        if sequence.request.drafter is None and sequence.history.steps:
+            assert (sequence.history.drafted, sequence.disabled_reason) == (0, "request")
+    assert sum(sequence.history.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
     assert "stop" in {sequence.finish_reason for sequence in random_batch.sequences}
     assert len(random_batch.sequences) >= len(PARAMS), "every entry of PARAMS is used"
     random_batch.batch.drain()
@@ -191,7 +191,7 @@ def test_text_that_repeats_is_copied_without_an_exit() -> None:
     batch.admit([second])
     batch.run([Plan.parse("copy:3")])
     assert first.tokens == whole[:23] and second.tokens == plain_tokens(second)
-    assert first.accepted >= 5
+    assert first.history.accepted >= 5
 
 
 @torch.inference_mode()
@@ -214,7 +214,7 @@ def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
     assert penalised.tokens == plain_tokens(penalised)
     for sequence in with_callables:
         assert sequence.tokens == plain_tokens(sequence, processors=[penalise_last])
-    assert sum(sequence.accepted for sequence in with_callables) > 0 or plan == "none"
+    assert sum(sequence.history.accepted for sequence in with_callables) > 0 or plan == "none"
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -262,7 +262,7 @@ def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
         reference.admit([alone])
         reference.run()
         assert got.request.error is None and got.tokens == alone.tokens
-    assert sum(sequence.accepted for sequence in made) > 0 and made[0].finish_reason == "stop"
+    assert sum(sequence.history.accepted for sequence in made) > 0 and made[0].finish_reason == "stop"
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -280,7 +280,7 @@ def test_forced_tokens_are_accepted_in_one_step(plan: str) -> None:
     batch.admit([forced, copying])
     batch.run([Plan.parse(plan)])
     assert tiny_tokenizer().decode(forced.tokens[5:-1]) == "defghijk" and forced.finish_reason == "stop"
-    assert forced.steps == 3 and forced.accepted == 6
+    assert forced.history.steps == 3 and forced.history.accepted == 6
     alone, reference = sequence("[x-z]{2,20}"), ScriptedBatch(torch_backend(), None)
     reference.admit([alone])
     reference.run()
@@ -308,7 +308,7 @@ def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_ste
         reference.admit([alone])
         reference.run()
         assert got.request.error is None and got.tokens == alone.tokens
-    assert made[0].accepted and "batch" in {record.reason for record in made[0].records}
+    assert made[0].history.accepted and "batch" in {record.reason for record in made[0].history.records}
 
 
 @torch.inference_mode()
@@ -564,7 +564,7 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
         pass
     for request, name in zip(requests, domains, strict=True):
         (sequence,) = request.sequences
-        assert sequence.tokens == plain_tokens(sequence) and sequence.drafted
+        assert sequence.tokens == plain_tokens(sequence) and sequence.history.drafted
         assert request.drafter is not None and request.policy is not None and request.drafter.reroute is None
         found = engine.drafters.candidates(name, domains[name], request.policy)
         assert request.drafter.candidates is found, "not its own domain"

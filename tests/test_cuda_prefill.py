@@ -244,7 +244,7 @@ def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: p
     for plan in (NONE, Plan.tree((2, 1))):
         batch.plan = plan
         batch.step()
-    assert decoded.accepted > 0
+    assert decoded.history.accepted > 0
     ours = left_in_cache(graphs.cache, decoded.kv, decoded.kv.length)
     monkeypatch.setattr(short_prefill, "MAX_TOKENS", 8)
     backend = cuda_backend(graphs)

@@ -205,7 +205,7 @@ def test_plain_decoding_is_not_scored_if_a_rule_forbids_drafting(monkeypatch: py
     monkeypatch.setattr(Governor, "scored", lambda *_: pytest.fail("scored"))
     running.step(65)
     assert len(running.sequences[0].unfilled) == 65
-    assert {record.reason for record in running.sequences[0].records} == {"batch"}
+    assert {record.reason for record in running.sequences[0].history.records} == {"batch"}
 
 
 def test_a_finished_sequence_has_no_unfilled_states(monkeypatch: pytest.MonkeyPatch) -> None:

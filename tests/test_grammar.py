@@ -95,7 +95,7 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
         formats = [None if schema is None else json_format(schema) for schema in schemas]
         plain, drafted = run_all(formats, speculative_decoding=False), run_all(formats, plan=plan, **FORCED)
         assert [sequence.tokens for sequence in plain] == [sequence.tokens for sequence in drafted]
-        drafts += sum(sequence.accepted for sequence in drafted)
+        drafts += sum(sequence.history.accepted for sequence in drafted)
         for schema, sequence in zip(schemas, plain, strict=True):
             assert sequence.request.error is None
             if schema is not None and sequence.finish_reason == "stop":
@@ -123,7 +123,7 @@ def test_drafts_of_forced_tokens_change_no_token(regex: str, plan: str, seed: in
     assert ours.tokens == theirs.tokens and re.fullmatch(regex, text_of(ours))
     if regex in WORDS:  # the whole text is forced: a step accepts all copied nodes and emits one more token
         copied = Plan.parse(plan).copied
-        assert ours.steps == -(-ours.new_tokens // (copied + 1))
+        assert ours.history.steps == -(-ours.new_tokens // (copied + 1))
 
 
 @pytest.mark.parametrize("plan", ["none", "tree:3,2"])

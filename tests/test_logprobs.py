@@ -121,7 +121,7 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
     batch.admit(sequences)
     batch.run([Plan.parse(plan) for plan in ("tree:2,1", "none", "chain:2")])
     found, expected = sequences[0], expected_of(sequences[0])
-    assert len(found.logprobs) == 4 and not sequences[1].logprobs and found.accepted
+    assert len(found.logprobs) == 4 and not sequences[1].logprobs and found.history.accepted
     assert_close(
         found.logprobs, [TokenLogprob(token.token, token.logprob, token.top[:2]) for token in expected.logprobs]
     )

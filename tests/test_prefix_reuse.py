@@ -154,7 +154,7 @@ def test_reusable_pages_hold_the_keys_and_values_of_a_fresh_prefill(monkeypatch:
     sequence = answered(engine, random_prompt(50), **GREEDY, max_new_tokens=120, **TREE)
     monkeypatch.setattr(Batch, "_choose_plan", lambda _: (NONE, "goodput"))
     plain = answered(engine, random_prompt(130), **GREEDY, max_new_tokens=70, **TREE)
-    assert plain.drafted == 0
+    assert plain.history.drafted == 0
     exit = engine.drafters.exits[2]
     for found, pages in ((sequence, 2), (plain, 2)):
         tokens = found.tokens

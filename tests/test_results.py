@@ -11,8 +11,9 @@ import pytest
 
 from selfspec.drafters import Drafter
 from selfspec.governor.governor import Change
+from selfspec.history import StepRecord
 from selfspec.results import Completion, Stream, completion_of, stats_of
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import NONE, Plan
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
@@ -59,8 +60,8 @@ class Script:
         drafted = sum(origin == "drafted" for origin, _ in cycle)
         last = drafted - 1 if cycle[-1][0] == "drafted" else drafted  # an end that was drafted too is no node's
         plan = NONE if cycle[0][0] == "plain" else TREE
-        self.sequence.records.append(StepRecord.of(plan, plan, "goodput" if plan is NONE else None))
-        self.sequence.last_nodes.append(FIRST_OF_DEPTH[last])
+        record = StepRecord.of(plan, plan, "goodput" if plan is NONE else None)
+        self.sequence.history.add(record, FIRST_OF_DEPTH[last])
 
     def run(self) -> Sequence:
         for _ in self.follow(self.request):
@@ -181,7 +182,7 @@ class TestCompletions:
         script = Script(*CYCLES)
         made = completion_of(script.run(), tiny_tokenizer())
         script.step(cycle("dde", "the", "x", "and"))
-        script.sequence.origins.append("plain")
+        script.sequence.history.origins.append("plain")
         assert (len(made.origins), len(made.stats.changes)) == (7, 3)
         assert (made.stats.accepted_by_depth, made.stats.reached_by_depth) == ([2, 1], [3, 2])
 

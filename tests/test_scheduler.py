@@ -350,7 +350,7 @@ def test_a_plain_request_gets_its_tokens_beside_others_whose_drafts_may_be_rejec
         engine.scheduler.waiting.extend(request.sequences)
     while engine.scheduler.step():
         pass
-    assert drafting.sequences[0].drafted > 0
+    assert drafting.sequences[0].history.drafted > 0
     expected = [generate(plain_engine(), PROMPTS[2], seed=seed, **options, **PLAIN) for seed in range(3)]
     assert [tokens_of(request) for request in plain] == expected
 

@@ -20,10 +20,11 @@ from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.drafters import Drafters
 from selfspec.governor.governor import MEASURING, Change
+from selfspec.history import StepHistory, StepRecord
 from selfspec.metrics import Metrics
 from selfspec.results import stats_of
 from selfspec.sampling import SamplingParams
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.plan import NONE
 from tests.scripted import IRREGULAR, ScriptedPolicy
@@ -219,21 +220,22 @@ class Counted:
     def check(self, sequence: Sequence) -> None:
         assert sequence.tokens[LENGTHS["prompt"] :] == self.tokens
         assert sequence.finish_reason == self.finish_reason
-        assert sequence.origins == self.origins
-        assert sequence.steps == len(self.steps)
-        assert sequence.drafted == sum(len(plan) for plan, _, _ in self.steps)
-        assert sequence.accepted == self.accepted.total() == self.origins.count("drafted")
-        assert sequence.rejections == self.rejections
-        assert sequence.plans == Counter(plan for plan, _, _ in self.steps)
-        assert list(sequence.plans) == list(dict.fromkeys(plan for plan, _, _ in self.steps)), (
+        assert sequence.history.origins == self.origins
+        assert sequence.history.steps == len(self.steps)
+        assert sequence.history.drafted == sum(len(plan) for plan, _, _ in self.steps)
+        assert sequence.history.accepted == self.accepted.total() == self.origins.count("drafted")
+        assert sequence.history.rejections == self.rejections
+        assert sequence.history.plans == Counter(plan for plan, _, _ in self.steps)
+        assert list(sequence.history.plans) == list(dict.fromkeys(plan for plan, _, _ in self.steps)), (
             "the first of equals leads"
         )
-        assert sequence.accepted_by_depth == self.by_depth(self.accepted)
-        assert sequence.reached_by_depth == self.by_depth(self.reached)
-        assert sum(sequence.outcomes.values()) == sequence.steps and min(sequence.outcomes.values()) > 0
+        assert sequence.history.accepted_by_depth == self.by_depth(self.accepted)
+        assert sequence.history.reached_by_depth == self.by_depth(self.reached)
+        outcomes = sequence.history.outcomes
+        assert sum(outcomes.values()) == sequence.history.steps and min(outcomes.values()) > 0
         reasons = [reason for _, _, reason in self.steps if reason not in (None, MEASURING)]
         assert sequence.disabled_reason == (reasons[0] if reasons else None)
-        assert sequence.changes == self.changes()
+        assert sequence.history.changes == self.changes()
 
 
 def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list[list[Counted]]:
@@ -293,11 +295,11 @@ def test_statistics_equal_a_count_token_by_token(
     for sequence, of_sequence in zip(batch.sequences, counts[-1], strict=True):
         of_sequence.check(sequence)
         stats = stats_of(sequence)
-        reached = sum(sequence.reached_by_depth)
-        assert stats.accept_rate == (sequence.accepted / reached if reached else 0)
-        assert stats.plan == str(sequence.plans.most_common(1)[0][0])
+        reached = sum(sequence.history.reached_by_depth)
+        assert stats.accept_rate == (sequence.history.accepted / reached if reached else 0)
+        assert stats.plan == str(sequence.history.plans.most_common(1)[0][0])
     summary = batch.metrics.summary()
-    assert (summary.cycles, summary.emissions) == (steps, sum(sequence.steps for sequence in batch.sequences))
+    assert (summary.cycles, summary.emissions) == (steps, sum(sequence.history.steps for sequence in batch.sequences))
     assert summary.tokens == sum(sequence.new_tokens for sequence in batch.sequences)
 
 
@@ -308,10 +310,10 @@ def test_a_drafted_token_that_ends_the_sequence_is_followed_by_no_token(backend:
     (sequence,) = batch.sequences
     while batch.running:
         batch.step()
-    assert sequence.origins == ["drafted", "drafted", "decoded", "drafted", "drafted"]
-    assert (sequence.accepted, sequence.rejections, sequence.drafted) == (4, 1, 6)
-    assert sequence.outcomes == {(2, 3): 1, (2, 2): 1}
-    assert (sequence.accepted_by_depth, sequence.reached_by_depth) == ([2, 2, 0], [2, 2, 1])
+    assert sequence.history.origins == ["drafted", "drafted", "decoded", "drafted", "drafted"]
+    assert (sequence.history.accepted, sequence.history.rejections, sequence.history.drafted) == (4, 1, 6)
+    assert sequence.history.outcomes == {(2, 3): 1, (2, 2): 1}
+    assert (sequence.history.accepted_by_depth, sequence.history.reached_by_depth) == ([2, 2, 0], [2, 2, 1])
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
@@ -342,19 +344,21 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
 
 def test_statistics_of_a_sequence_without_steps_are_zero() -> None:
     new = Sequence([1], 0, 0, 9)
-    assert (new.steps, new.drafted, new.accepted, new.rejections, new.disabled_reason) == (0, 0, 0, 0, None)
-    assert (new.origins, new.changes, new.accepted_by_depth, new.reached_by_depth) == ([], [], [], [])
-    assert not new.plans and not new.outcomes and NONE not in new.plans
+    history = new.history
+    assert (history.steps, history.drafted, history.accepted, history.rejections) == (0, 0, 0, 0)
+    assert new.disabled_reason is None
+    assert (history.origins, history.changes, history.accepted_by_depth, history.reached_by_depth) == ([], [], [], [])
+    assert not history.plans and not history.outcomes and NONE not in history.plans
 
 
 def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     """The step has a record already and no last node yet."""
     sequence, record = Sequence([1], 0, 0, 9), StepRecord.of(NONE, NONE, "request")
-    sequence.records += [record, record]
-    sequence.last_nodes.append(0)
-    assert sequence.origins == ["plain"]
-    sequence.last_nodes.append(0)
-    assert sequence.origins == ["plain", "plain"]
+    sequence.history.records += [record, record]
+    sequence.history.last_nodes.append(0)
+    assert sequence.history.origins == ["plain"]
+    sequence.history.last_nodes.append(0)
+    assert sequence.history.origins == ["plain", "plain"]
 
 
 @pytest.mark.parametrize(
@@ -365,6 +369,6 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
 def test_expected_tokens_of_a_step_are_the_mean_so_far_up_to_the_plans_depth(
     new: int, steps: int, usual: float
 ) -> None:
-    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, last_nodes=[0] * steps)
+    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, history=StepHistory(last_nodes=[0] * steps))
     sequence.tokens += [2] * new
     assert sequence.expected_tokens(Plan.parse("chain:2")) == usual

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from selfspec.cache.prefixes import PrefillKind
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.history import StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
 

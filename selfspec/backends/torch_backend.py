@@ -19,6 +19,7 @@ from selfspec.backends.torch_accept import accept, noise_key
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
 from selfspec.cache.prefixes import PrefillKind
+from selfspec.history import StepRecord
 from selfspec.kernels.copy_draft import copy_reference
 from selfspec.logprobs import pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
@@ -31,7 +32,7 @@ from selfspec.sampling import (
     ranked,
     warp_logits,
 )
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation import exit_scoring
 from selfspec.speculation.draft_tree import BeamTree, Draft, Shape
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features

@@ -26,9 +26,10 @@ from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.cache.prefixes import PrefillKind
+from selfspec.history import StepRecord
 from selfspec.kernels.accept import COUNT, EXIT_LAST, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
 
