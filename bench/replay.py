@@ -235,7 +235,7 @@ class Governed:
         active = self.running.active
         self._score(active)
         plan = self.governor.choose([self.skills[number] for number in active], len(active), _CONTEXT, in_use)[0]
-        self.governor.launched(plan, len(active), _CONTEXT)
+        self.governor.charge_step(plan, len(active), _CONTEXT)
         if len(plan) and self._unfilled:
             self.total += self.timing.candidates.score_cost * self.timing.seconds(len(active), NONE)
         self._unfilled = 0 if len(plan) else self._unfilled + 1
@@ -254,7 +254,7 @@ class Governed:
             for number in active:
                 start = max(0, self.running.positions[number] - self._unfilled)
                 ranks = self.running.texts[number].ranks[start : start + count, 0]
-                self.governor.scored(self.skills[number], (ranks == 0).tolist())
+                self.governor.observe_score(self.skills[number], (ranks == 0).tolist())
         self._unfilled = 0
 
     def _charge_score(self) -> None:

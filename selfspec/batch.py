@@ -170,7 +170,7 @@ class Batch:
         }
         step.governor = self.governor
         if self.governor is not None:
-            self.governor.launched(plan, len(self.running), self._context)
+            self.governor.charge_step(plan, len(self.running), self._context)
         self.scoring.count_step(plan, self.exit)
         return step
 

@@ -122,7 +122,7 @@ class BatchScoring:
         """Updates skills with scores that have arrived, of plainly decoded tokens and of prompts."""
         for sequence, right in self._backend.exit_scores():
             if governor is not None:
-                governor.scored(sequence.skill, right)
+                governor.observe_score(sequence.skill, right)
         for sequence, (share, positions) in self._backend.prompt_scores().items():
             usual = _prompt_agreement(sequence)
             for sample in sequence.request.sequences:

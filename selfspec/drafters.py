@@ -44,7 +44,7 @@ class Drafter:
     """What one request drafts with."""
 
     exit: Exit | None  # over the whole head; None: drafts copied tokens only
-    head_rows: HeadRows | None = None  # of its domain; None: all
+    head_rows: HeadRows | None = None  # of its domain; None: the full head
     candidates: PlanCandidates | None = None  # the governor's plans; None: the policy chooses the plan
     prompt_agreement: float | None = None  # calibration's mean share of prompt positions at which exit and model agree
     unfamiliar: Sequence[bool] = ()  # for each prompt, whether it is farther than `max_distance` from every domain
@@ -109,11 +109,11 @@ class Drafters:
             return self._checked(Drafter(exit), widest_rank(policy.possible_plans))
         if request.domain != "auto" or not self.profile.routes:
             domain = request.domain if request.domain != "auto" else self.profile.route(None)
-            return self._of_domain(domain, policy, layer)
+            return self._drafter_of_domain(domain, policy, layer)
         reroute = partial(self._route, policy, layer)
         is_governed = layer is None and policy.mode != "force" and policy.plan is None
         if self._kernels and is_governed and self._shares_exit(policy.temperature):
-            found = self._of_domain(self._last_domain or self.profile.route(None), policy, layer)
+            found = self._drafter_of_domain(self._last_domain or self.profile.route(None), policy, layer)
             return None if found is None else replace(found, reroute=reroute)
         return reroute(self.prompt_embeddings(prompts))
 
@@ -129,11 +129,13 @@ class Drafters:
         """The drafter of the domain of prompts with these embeddings [P, hidden]."""
         assert self.profile is not None
         self._last_domain = self.profile.route(embeddings)
-        found = self._of_domain(self._last_domain, policy, layer)
+        found = self._drafter_of_domain(self._last_domain, policy, layer)
         unfamiliar = self.profile.are_unfamiliar(embeddings, policy.rules.max_distance)
         return None if found is None else replace(found, unfamiliar=unfamiliar)
 
-    def _of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
+    def _drafter_of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
+        """The drafter of a domain, with its exit or that after `layer` layers; None if nothing will be drafted. Sets
+        `policy.plans` if no governor chooses."""
         assert self.profile is not None
         choice, candidates = self.profile.choice(domain), None
         if layer is None:

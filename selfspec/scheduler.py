@@ -103,6 +103,7 @@ class Scheduler:
         self._thread.wake()
 
     def _refuse_loop_thread(self) -> None:
+        """Raises RuntimeError on the loop's own thread, which cannot wait for itself."""
         if self._thread.is_current:
             raise RuntimeError(
                 "a logits processor or stopping criterion cannot generate with the engine that calls it, which waits "
@@ -204,6 +205,7 @@ class Scheduler:
 
     @property
     def _admitted(self) -> int:
+        """Number of sequences that prefill or decode."""
         prefilling = sum(len(sequences) for sequences in self.prefilling.values())
         return prefilling + sum(len(batch.running) for batch in self.batches.values())
 
@@ -252,10 +254,9 @@ class Scheduler:
 
     def _spare_pages(self) -> int:
         """Number of free pages, less those that prefilling prompts were admitted with and have not taken yet."""
-        prompts = [sequence for sequences in self.prefilling.values() for sequence in sequences]
-        return self.cache.free_pages - sum(
-            max(0, self._pages_needed(prompt) - len(prompt.kv.pages)) for prompt in prompts
-        )
+        prefilling = (sequence for sequences in self.prefilling.values() for sequence in sequences)
+        promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in prefilling)
+        return self.cache.free_pages - sum(promised)
 
     def _batch(self, sequence: Sequence) -> Batch:
         """The batch of the sequence's exit and acceptance rule; a new one if there is none."""
@@ -287,24 +288,24 @@ class Scheduler:
         """Runs one prefill pass: one chunk of a long prompt, or several short prompts. The sequences of a request join
         the batch together, once the prompts of all admitted ones are in the cache."""
         sequences = members = self.prefilling.get(batch, [])
-        firsts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
+        prompts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
         started = time.perf_counter()
-        if firsts:
-            uses_exit = _uses_exit(firsts[0])
-            alike = [first for first in firsts if _uses_exit(first) == uses_exit]
+        if prompts:
+            uses_exit = _uses_exit(prompts[0])
+            together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
             exit = batch.base_exit if uses_exit else None
-            for sequence in alike:
+            for sequence in together:
                 self.prompt_pages.reuse(batch.backend, sequence, exit)
             try:
-                for sequence in self._prefill_pass(batch, alike, exit):
+                for sequence in self._prefill_pass(batch, together, exit):
                     sequence.is_prefilled = True
                     self.prompt_pages.register(batch.backend, sequence)
                     self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
                     return  # the pages counted at its admission are taken; running sequences will free some
-                firsts[0].request.fail(_with_advice(error))
-                self._remove(firsts[0].request)
+                prompts[0].request.fail(_with_advice(error))
+                self._remove(prompts[0].request)
                 return
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:

@@ -170,7 +170,7 @@ def test_exit_scores_compare_drafts_with_the_forced_tokens(device: str, monkeypa
     """The exit drafts the model's own tokens, not forced ones."""
     right: list[bool] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
-    monkeypatch.setattr(Governor, "scored", lambda self, skill, found: right.extend(found))
+    monkeypatch.setattr(Governor, "observe_score", lambda self, skill, found: right.extend(found))
     prompts = PromptSet("forced", PROMPTS[2:], 10, forced=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10

@@ -174,7 +174,7 @@ def test_plain_decoding_is_scored_once_per_interval(count: int, monkeypatch: pyt
     prompts = [random_tokens(20 + 10 * index) for index in range(count)]
     running = governed(trained_once("llama").exit, prompts, cost=3.0).prefill()
     chosen, scored = follow(running, monkeypatch), []
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: scored.append((step, len(right))))
+    monkeypatch.setattr(running.batch.governor, "observe_score", lambda skill, right: scored.append((step, len(right))))
     for step in range(170):
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
@@ -191,7 +191,7 @@ def test_a_score_compares_the_newest_tokens(params: SamplingParams, monkeypatch:
     for each in (running, other):
         follow(each, monkeypatch)
         each.step(20)
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: newest.append(right))
+    monkeypatch.setattr(running.batch.governor, "observe_score", lambda skill, right: newest.append(right))
     running.step()
     expected = is_drafted(other, params, steps=20)
     assert newest == [of_sequence[-exit_scoring.CPU_SCORED_POSITIONS :] for of_sequence in expected]
@@ -202,7 +202,7 @@ def test_plain_decoding_is_not_scored_if_a_rule_forbids_drafting(monkeypatch: py
     running = governed(trained_once("llama").exit, [random_tokens(20)])
     running.request.policy = Policy(Rules(max_batch=0), GREEDY)
     running.prefill()
-    monkeypatch.setattr(Governor, "scored", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(Governor, "observe_score", lambda *_: pytest.fail("scored"))
     running.step(65)
     assert len(running.sequences[0].unfilled) == 65
     assert {record.reason for record in running.sequences[0].history.records} == {"batch"}

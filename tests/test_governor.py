@@ -142,7 +142,7 @@ def test_without_an_exit_copying_stops_where_the_text_no_longer_repeats() -> Non
     position, taken, plans = 6, 0.0, []
     while position < len(text):
         plan, reason = choose(governor, skill, in_use=plans[-1] if plans else NONE)
-        governor.launched(plan, 1, CONTEXT)
+        governor.charge_step(plan, 1, CONTEXT)
         draft = copy_reference(torch.tensor(text[:position]), plan.copied).tolist() if len(plan) else []
         same = [copied == token for copied, token in zip(draft, text[position : position + len(draft)], strict=False)]
         last = (*same, False).index(False)
@@ -238,12 +238,12 @@ class Run:
         """Tokens of which every draft of rank 0 is right, or none is."""
         end, newest = self.tokens + tokens, self.steps[-1][0] if self.steps else NONE
         plan = choose(self.governor, self.skill, in_use=newest)[0]
-        self.governor.launched(plan, 1, CONTEXT)
+        self.governor.charge_step(plan, 1, CONTEXT)
         while self.tokens < end:
             self.steps.append((plan, self.tokens))
             self.unfilled = 0 if len(plan) else self.unfilled + 1
             following = choose(self.governor, self.skill, in_use=plan)[0]
-            self.governor.launched(following, 1, CONTEXT)
+            self.governor.charge_step(following, 1, CONTEXT)
             last = len(plan.first_chain()) if is_right and len(plan) else 0
             node = plan.path(max(range(len(plan) + 1), key=lambda node: (plan.depths[node] == last, -node)))[-1]
             cost = self.governor.candidates.cost(plan, 1)
@@ -257,7 +257,7 @@ class Run:
         if self.unfilled >= self.governor.score_interval and self.governor.may_score:
             self.governor.charge_score()
             self.lost += SCORE_COST
-            self.governor.scored(self.skill, [is_right] * self.unfilled)
+            self.governor.observe_score(self.skill, [is_right] * self.unfilled)
             self.unfilled = 0
 
     def drafts_after(self, token: int) -> int | None:
@@ -315,7 +315,7 @@ def test_a_probe_ends_after_one_step() -> None:
     for plan in governor.candidates.table(1).plans:
         set_cost(governor, plan, 3.9)
     plan = choose(governor, skilled(1.0))[0]
-    governor.launched(plan, 1, CONTEXT)
+    governor.charge_step(plan, 1, CONTEXT)
     assert choose(governor, skilled(1.0), in_use=plan) == (NONE, "goodput")
 
 
@@ -333,8 +333,8 @@ def test_scores_use_at_most_half_of_the_refills() -> None:
 
 def test_a_score_counts_best_drafts_that_were_right() -> None:
     governor, right, wrong = governor_of(), Skill(), Skill()
-    governor.scored(right, [True] * MEMORY)
-    governor.scored(wrong, [False] * MEMORY)
+    governor.observe_score(right, [True] * MEMORY)
+    governor.observe_score(wrong, [False] * MEMORY)
     assert wrong.value < 0.5 and right.value > 1.2
 
 
@@ -365,11 +365,11 @@ def test_losses_never_exceed_the_capacity_and_the_refills(
     for kind, right, seconds in events:
         if kind == "score" and governor.may_score:
             governor.charge_score()
-            governor.scored(skills[0], [random.random() <= right for _ in range(8)])
+            governor.observe_score(skills[0], [random.random() <= right for _ in range(8)])
             lost += SCORE_COST
         plan = governor.choose(skills, batch, CONTEXT, in_use)[0]
         before = governor.budget.left
-        governor.launched(plan, batch, CONTEXT)
+        governor.charge_step(plan, batch, CONTEXT)
         lost += before - governor.budget.left if len(plan) else -refill
         assert governor.budget.left >= -1e-9
         if in_flight is not None:

@@ -161,7 +161,7 @@ class Observer:
         self.rules, self.may_score = Rules(), False
         self.timed: list[bool] = []
 
-    def launched(self, *_: Any) -> None: ...
+    def charge_step(self, *_: Any) -> None: ...
 
     def copies(self, batch: int) -> bool:
         return False

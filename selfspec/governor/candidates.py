@@ -31,7 +31,7 @@ Node = tuple[float, tuple[int, ...]]  # the chance that it is accepted, and the 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """The plans for some batches, the smallest first."""
+    """The plans for one range of batch sizes, the smallest plan first."""
 
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
@@ -40,11 +40,11 @@ class PlanTable:
 
 
 class SharedPlans:
-    """The plans for every batch, made for the mean chances of all domains."""
+    """The plans for every batch size, chosen for the mean chances of all domains."""
 
     def __init__(
         self,
-        acceptance: Acceptance | None,  # None: there is no exit, plans only copy
+        acceptance: Acceptance | None,  # None: there is no exit, plans have copied nodes only
         costs: dict[int, CostModel],  # by the largest batch each is for
         max_tree_batch: int,  # larger batches draft chains without copied nodes
         widest: int = MAX_NODES,  # ranks that the exit can offer

@@ -111,7 +111,7 @@ class CostBucket:
 
     @property
     def wants_plain(self) -> bool:
-        """Whether the next step is to be plain, to measure it."""
+        """Whether the next step must be plain, to measure it."""
         return self.plain is None or self.drafted >= PLAIN_INTERVAL
 
     def observe(self, plan: Plan, seconds: float) -> float:
@@ -133,7 +133,7 @@ class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = 1.0  # measured over modelled cost, of all drafted steps
+        self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
         self._corrections = 0
         self._buckets: dict[tuple[int, int], CostBucket] = {}
 

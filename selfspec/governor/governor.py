@@ -97,7 +97,7 @@ class Governor:
         """Whether some candidate for a batch of this size copies."""
         return self.candidates.table(batch).copies
 
-    def launched(self, plan: Plan, batch: int, context: int) -> None:
+    def charge_step(self, plan: Plan, batch: int, context: int) -> None:
         """Charges a launched step's loss if no draft is accepted."""
         if len(plan):
             modelled = self.candidates.cost(plan, batch)
@@ -143,7 +143,7 @@ class Governor:
     def charge_score(self) -> None:
         self.budget.charge(self.candidates.score_cost)
 
-    def scored(self, skill: Skill, right: Sequence[bool]) -> None:
+    def observe_score(self, skill: Skill, right: Sequence[bool]) -> None:
         """Updates a skill with exit scores: at each scored position, whether the exit's best token is the decoded
         one."""
         assert self.candidates.acceptance is not None
