@@ -167,8 +167,8 @@ def faults(results: Result) -> list[str]:
     """Sections that failed, and exactness checks that found a difference where kernels promise none."""
     sections = results["sections"]
     checks = sections.get("exactness", {}).get("figures", {}) if results["setup"]["kernels"] else {}
-    failed = [name for name, of in sections.items() if "failed" in of]
-    return failed + [name for name, of in checks.items() if of["differing"]]
+    failed = [name for name, section in sections.items() if "failed" in section]
+    return failed + [name for name, check in checks.items() if check["differing"]]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -176,7 +176,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few tokens of each, for a CPU; writes to bench/out")
     add("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS, help=f"(default: {' '.join(SECTIONS)})")
-    budgets = ", ".join(f"{name} {of.seconds:g}" for name, of in SECTIONS.items())
+    budgets = ", ".join(f"{name} {section.seconds:g}" for name, section in SECTIONS.items())
     add("--limit", type=float, help=f"time budget of each section in seconds (default: {budgets}; 30 with --quick)")
     add("--model", default="demo", help="folder, GGUF file or hub name (default: the demo model)")
     add("--device", default="auto", help="cpu, cuda (default: the best there is)")
@@ -246,10 +246,10 @@ def read_peer(path: Path) -> Result:
         return found
     results = [
         {"name": mode, "case": cell["domain"], "batch": cell["batch"], "temperature": cell["temperature"],
-         "tokens_per_s": of["tokens_per_s"]["median"]}
+         "tokens_per_s": result["tokens_per_s"]["median"]}
         for cell in found["cells"]
-        for mode, of in cell["modes"].items()
-        if mode.startswith("transformers") and "failed" not in of
+        for mode, result in cell["modes"].items()
+        if mode.startswith("transformers") and "failed" not in result
     ]  # fmt: skip
     return {"name": path.name, "results": results}
 

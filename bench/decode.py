@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(*tables.decode_modes(found), sep="\n")
     print(json.dumps({"benchmark": "decode", "setup": setup, **found}))
     ours_failed = [
-        name for cell in found["cells"] for name, of in cell["modes"].items()
-        if "failed" in of and not name.startswith("transformers")
+        name for cell in found["cells"] for name, result in cell["modes"].items()
+        if "failed" in result and not name.startswith("transformers")
     ]  # fmt: skip
     return int(bool(ours_failed))
 
@@ -196,10 +196,10 @@ def measure(
 def add_ceiling(found: dict[str, Any], setup: dict[str, Any]) -> None:
     """Adds each mode's share of the ceiling: one token of each sequence per read of the weights."""
     for cell in found["cells"]:
-        for of in cell["modes"].values():
-            if "failed" not in of:
+        for result in cell["modes"].values():
+            if "failed" not in result:
                 ceiling = cell["batch"] * setup["ceiling_tokens_per_s"]
-                of["of_ceiling"] = round(of["tokens_per_s"]["median"] / ceiling, 3)
+                result["of_ceiling"] = round(result["tokens_per_s"]["median"] / ceiling, 3)
 
 
 if __name__ == "__main__":

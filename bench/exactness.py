@@ -68,15 +68,15 @@ def first_difference(expected: list[int], found: list[int]) -> int | None:
 def summary(tallies: Tallies) -> dict[str, Any]:
     """Sums over all conditions, and each of them, JSON-ready."""
     return {
-        "compared": sum(of.compared for of in tallies.values()),
-        "differing": sum(of.differing for of in tallies.values()),
-        "first": next((f"{name}: {of.first}" for name, of in tallies.items() if of.first), ""),
-        "by_condition": {name: asdict(of) for name, of in tallies.items()},
+        "compared": sum(tally.compared for tally in tallies.values()),
+        "differing": sum(tally.differing for tally in tallies.values()),
+        "first": next((f"{name}: {tally.first}" for name, tally in tallies.items() if tally.first), ""),
+        "by_condition": {name: asdict(tally) for name, tally in tallies.items()},
     }
 
 
 def compared(tallies: Tallies) -> int:
-    return sum(of.compared for of in tallies.values())
+    return sum(tally.compared for tally in tallies.values())
 
 
 def check_plans(
@@ -140,17 +140,23 @@ def check_arrivals(
     while compared(tallies) < wanted and not limit.is_spent:
         drawn = random.Random(f"{seed} {number}")
         asked = [draw_request(target, drawn, new_tokens) for _ in range(count)]
-        alone = [TimedRequest(target.engine, *of.text, {**of.options, "speculative_decoding": False}) for of in asked]
+        alone = [
+            TimedRequest(target.engine, *drawn_request.text, {**drawn_request.options, "speculative_decoding": False})
+            for drawn_request in asked
+        ]
         scheduler.prompt_pages.prefix_reuse = False
         for request in alone:
             request.submit()
             request.wait()
         gap = mean(request.ended_at - request.submitted_at for request in alone) / AT_ONCE
-        together = [TimedRequest(target.engine, *of.text, {**of.options, **of.speculation}) for of in asked]
+        together = [
+            TimedRequest(target.engine, *drawn_request.text, {**drawn_request.options, **drawn_request.speculation})
+            for drawn_request in asked
+        ]
         scheduler.prompt_pages.prefix_reuse = True
         arrive(together, gap, drawn)
-        for index, (of, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
-            tally = tallies.setdefault(of.name, Tally())
+        for index, (drawn_request, expected, found) in enumerate(zip(asked, alone, together, strict=True)):
+            tally = tallies.setdefault(drawn_request.name, Tally())
             tally.add(number * count + index, expected.tokens, found.tokens)
         number += 1
     scheduler.prompt_pages.prefix_reuse = before
@@ -251,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = measure(target, args.checks, args.tokens, args.max_new_tokens, args.seconds, args.seed)
     print(*tables.exactness_conditions(found), "", *tables.exactness(found), sep="\n")
     print(json.dumps({"benchmark": "exactness", "setup": setup, **found}))
-    return int(any(of["differing"] for of in found.values()))
+    return int(any(check["differing"] for check in found.values()))
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ class Bench:
     def _plans(self, choice: DomainChoice, domain: str, temperature: float, size: int) -> list[Plan]:
         sampling = SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0)
         rules = self.engine.rules, replace(self.engine.rules, max_step=math.inf)
-        candidates = [self.engine.drafters.candidates(domain, choice, Policy(of, sampling)) for of in rules]
+        candidates = [self.engine.drafters.candidates(domain, choice, Policy(rule_set, sampling)) for rule_set in rules]
         plans = {plan for of_rules in candidates for plan in of_rules.table(size).plans}
         return sorted(plans, key=lambda plan: (len(plan), str(plan)))
 

@@ -99,7 +99,7 @@ def _run_request(
     request.prepare()
     prepare_s, sequences = clock() - started, request.sequences
     stamps, lengths = [clock()], [[len(sequence.prompt) for sequence in sequences]]  # after every step
-    ood_at = [0 if sequence.ood else None for sequence in sequences]
+    ood_at = [0 if sequence.was_ood else None for sequence in sequences]
     scheduler.waiting.extend(sequences)
     while not request.progress.is_over:
         scheduler.step()
@@ -109,7 +109,7 @@ def _run_request(
         stamps.append(now)
         lengths.append(tokens)
         for index, sequence in enumerate(sequences):
-            if sequence.ood and ood_at[index] is None:
+            if sequence.was_ood and ood_at[index] is None:
                 ood_at[index] = sequence.new_tokens
     if request.error is not None:
         raise request.error
@@ -122,10 +122,10 @@ def _run_request(
         seconds=stamps[-1] - stamps[0],
         prepare_s=prepare_s,
         step_s=step_seconds() - before_s,
-        steps=sum(sequence.steps for sequence in sequences),
+        steps=sum(sequence.history.steps for sequence in sequences),
         emissions=emissions,
         ood_at=ood_at,
-        changes=[list(sequence.changes) for sequence in sequences],
+        changes=[list(sequence.history.changes) for sequence in sequences],
     )
 
 
@@ -209,8 +209,8 @@ class Mode:
         }
 
 
-def _milliseconds(of: Percentiles) -> dict[str, float]:
-    return {name: round(1e3 * seconds, 4) for name, seconds in asdict(of).items()}
+def _milliseconds(times: Percentiles) -> dict[str, float]:
+    return {name: round(1e3 * seconds, 4) for name, seconds in asdict(times).items()}
 
 
 def compare(plain: Mode, fixed: Sequence[Mode], governor: Mode, new_tokens: int) -> dict[str, Any]:

@@ -23,17 +23,18 @@ from bench import tables
 from bench.timing import percentile
 from selfspec.backends.base import Step
 from selfspec.cache.kv_cache import PAGE_SIZE
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
 from selfspec.drafters import Drafter
 from selfspec.governor.acceptance import Acceptance
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, estimated_cost
 from selfspec.governor.governor import Budget
 from selfspec.governor.rules import Policy, Rules
+from selfspec.history import StepRecord
 from selfspec.metrics import Metrics
 from selfspec.sampling import SamplingParams
 from selfspec.scheduler import Scheduler
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import NONE, Plan
 
 PROMPT = 10  # tokens
@@ -77,7 +78,7 @@ class IdleBackend:
     def read(self, step: Step) -> None:
         pairs = zip(step.sequences, step.last_nodes, strict=True)
         unfinished = [(sequence, last) for sequence, last in pairs if not sequence.is_finished]
-        step.sequences, step.last_nodes = [of for of, _ in unfinished], [last for _, last in unfinished]
+        step.sequences, step.last_nodes = [sequence for sequence, _ in unfinished], [last for _, last in unfinished]
         for sequence, last in unfinished:
             sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)
             if sequence.tokens_left <= 0:
@@ -94,8 +95,8 @@ class IdleBackend:
     def unfilled(self, sequence: Sequence) -> int:
         return 0
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
-        return PrefixPath("idle", PAGE_SIZE, decodes_alike=True)
+    def prefill_kind(self, tokens: int) -> PrefillKind:
+        return PrefillKind("idle", PAGE_SIZE, decode_writes_same_bits=True)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Any) -> bool:
         return False
@@ -126,7 +127,7 @@ def idle_scheduler(
     request = Request(sequences, policy=policy, drafter=drafter, is_prepared=True)
     cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
     drafters: Any = SimpleNamespace(
-        usual_exit=_EXIT,
+        loaded_exit=_EXIT,
         shared_exit=lambda exit, drafters, prompts: exit,
         costs=lambda kind: costs,
         budget=lambda rules: budget,
@@ -142,7 +143,7 @@ def measure(case: str, count: int, steps: int) -> dict[str, Any]:
         IdleBackend(CASES[case]), Costs(), count, new_tokens=20 * steps, governed=case != "plain"
     )
     spent = [_microseconds(scheduler.step) for _ in range(2 * steps)][steps:]
-    drafted = sum(len(record.plan) > 0 for record in request.sequences[0].records[-steps:])
+    drafted = sum(len(record.plan) > 0 for record in request.sequences[0].history.records[-steps:])
     return _result(case, count, spent, drafted / steps)
 
 
@@ -182,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = [measure_ceiling(count, args.steps) for count in args.sequences]
     results += [measure(case, count, args.steps) for case in CASES for count in args.sequences]
     headings = ("case", "sequences", "us p50", "us p95", "share of steps that drafted")
-    print(*tables.table(headings, [list(of.values()) for of in results]), sep="\n")
+    print(*tables.table(headings, [list(result.values()) for result in results]), sep="\n")
     print(json.dumps({"benchmark": "host", "steps": args.steps, "results": results}))
     return 0
 

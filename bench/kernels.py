@@ -76,14 +76,14 @@ def show(results: list[dict[str, Any]]) -> list[str]:
     headings = ("operation", "ceiling, us", "PyTorch, us", "us", "of bandwidth", "relative error")
     lines = [
         (
-            of["name"],
-            f"{of['ceiling_us']:.1f}",
-            f"{of['library_us']:.1f}" if "library_us" in of else None,
-            f"{of['us']:.1f}",
-            f"{of['ceiling_us'] / of['us']:.0%}" if of["us"] else None,
-            f"{of['error']:.1e}" if "error" in of else None,
+            result["name"],
+            f"{result['ceiling_us']:.1f}",
+            f"{result['library_us']:.1f}" if "library_us" in result else None,
+            f"{result['us']:.1f}",
+            f"{result['ceiling_us'] / result['us']:.0%}" if result["us"] else None,
+            f"{result['error']:.1e}" if "error" in result else None,
         )
-        for of in results
+        for result in results
     ]
     return tables.table(headings, lines)
 

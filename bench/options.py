@@ -59,11 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(*tables.setup(setup), "", sep="\n")
     words = args.options or [""]
     chosen = {
-        name: of for name, of in options_of(target).items() if name == "greedy" or any(word in name for word in words)
+        name: options
+        for name, options in options_of(target).items()
+        if name == "greedy" or any(word in name for word in words)
     }
     found = measure(target, chosen, args.max_new_tokens, args.repeat, Limit(args.seconds))
     print(*tables.options(found), sep="\n")
-    same = all(of["same_tokens"] == of["sequences"] for of in found["results"])
+    same = all(result["same_tokens"] == result["sequences"] for result in found["results"])
     print(json.dumps({"benchmark": "options", "setup": setup, "all_tokens_same": same, **found}))
     return int(target.engine.has_kernels and not same)
 

@@ -88,8 +88,14 @@ def show(format: str, found: tuple[float, list[dict[str, Any]]], shape: str) -> 
     gpu = torch.cuda.get_device_name()
     print(f"{shape}, {format} weights on {gpu}; reading them takes {1e3 * ceiling:.3f} ms\n")
     lines = [
-        (of["context"], of["tokens"], f"{of['ms']:.3f}", f"{of['against_one']:.3f}x", f"{1e3 * ceiling / of['ms']:.0%}")
-        for of in results
+        (
+            result["context"],
+            result["tokens"],
+            f"{result['ms']:.3f}",
+            f"{result['against_one']:.3f}x",
+            f"{1e3 * ceiling / result['ms']:.0%}",
+        )
+        for result in results
     ]
     print(*tables.table(("context", "tokens", "ms", "against one token", "ceiling / ms"), lines), sep="\n")
     summary = {"benchmark": "passes", "shape": shape, "format": format, "ceiling_ms": 1e3 * ceiling, "results": results}

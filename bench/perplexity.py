@@ -57,7 +57,7 @@ def mean_loss(engine: Engine, tokens: list[int]) -> tuple[float, int]:
             window, max_new_tokens=1, prompt_logprobs=0, return_dict_in_generate=True, speculative_decoding=False,
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
-        losses += [-of.logprob for of in out.prompt_logprobs[0]]
+        losses += [-token.logprob for token in out.prompt_logprobs[0]]
     return math.fsum(losses) / len(losses), len(losses)
 
 
@@ -94,11 +94,17 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(measure(args, way))
         release()
     first = results[0]["perplexity"]
-    for of in results:
-        of["against_first"] = of["perplexity"] / first - 1
+    for result in results:
+        result["against_first"] = result["perplexity"] / first - 1
     lines = [
-        (of["way"], of["weights_mb"], f"{of['perplexity']:.4f}", f"{of['against_first']:+.3%}", of["seconds"])
-        for of in results
+        (
+            result["way"],
+            result["weights_mb"],
+            f"{result['perplexity']:.4f}",
+            f"{result['against_first']:+.3%}",
+            result["seconds"],
+        )
+        for result in results
     ]
     print(f"{args.model}, activations in {results[0]['dtype']}, {results[0]['tokens']} tokens\n")
     print(*tables.table(("weights", "MB", "perplexity", f"against {results[0]['way']}", "s"), lines), sep="\n")

@@ -177,26 +177,32 @@ def steps(results: list[dict[str, Any]], bandwidth: float) -> list[dict[str, Any
 def show(results: list[dict[str, Any]]) -> list[str]:
     headings = ("matmul", "rows", "us", "GB/s", "of bandwidth")
     lines = [
-        (f"{of['matmul']} {of['format']}", of["rows"], f"{of['us']:.1f}", f"{of['gb_s']:.0f}", f"{of['share']:.0%}")
-        for of in results
+        (
+            f"{result['matmul']} {result['format']}",
+            result["rows"],
+            f"{result['us']:.1f}",
+            f"{result['gb_s']:.0f}",
+            f"{result['share']:.0%}",
+        )
+        for result in results
     ]
     return tables.table(headings, lines)
 
 
 def show_steps(found: list[dict[str, Any]]) -> list[str]:
     headings = ("step", "rows", "ms", "against 1 row", "GB", "of bandwidth", *(f"ms at {at}" for at in SMALLER_CARDS))
-    one_row = {of["format"]: of["ms"] for of in found if of["rows"] == 1}
+    one_row = {result["format"]: result["ms"] for result in found if result["rows"] == 1}
     lines = [
         (
-            of["format"],
-            of["rows"],
-            f"{of['ms']:.3f}",
-            tables.times(of["ms"] / one_row[of["format"]]) if of["format"] in one_row else None,
-            f"{of['gb']:.2f}",
-            f"{of['share']:.0%}",
-            *(f"{of['ceilings_ms'][card]:.1f}" for card in SMALLER_CARDS),
+            result["format"],
+            result["rows"],
+            f"{result['ms']:.3f}",
+            tables.times(result["ms"] / one_row[result["format"]]) if result["format"] in one_row else None,
+            f"{result['gb']:.2f}",
+            f"{result['share']:.0%}",
+            *(f"{result['ceilings_ms'][card]:.1f}" for card in SMALLER_CARDS),
         )
-        for of in found
+        for result in found
     ]
     return tables.table(headings, lines)
 
@@ -212,10 +218,10 @@ def show_sweep(args: argparse.Namespace, gpu: str, bandwidth: float) -> int:
     headings = ("matmul", "rows", "splits", "weight rows", "rows of a tile", "us", "of bandwidth", "chosen")
     lines = [
         (
-            f"{of['matmul']} {of['format']}", of["rows"], of["splits"], of["block_n"], of["block_m"],
-            f"{of['us']:.1f}", f"{of['share']:.0%}", "yes" if of["is_chosen"] else None,
+            f"{tile['matmul']} {tile['format']}", tile["rows"], tile["splits"], tile["block_n"], tile["block_m"],
+            f"{tile['us']:.1f}", f"{tile['share']:.0%}", "yes" if tile["is_chosen"] else None,
         )
-        for of in tiles
+        for tile in tiles
     ]  # fmt: skip
     print(*tables.table(headings, lines), sep="\n")
     print(json.dumps({"benchmark": "quantized tiles", "gpu": gpu, "bandwidth": bandwidth, "tiles": tiles}))

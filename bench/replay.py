@@ -33,7 +33,7 @@ from selfspec.backends.cuda.exit_scoring import scored_positions
 from selfspec.calibrate.corpus import Corpus, Document
 from selfspec.calibrate.measuring import DEPTHS, Answers, measure
 from selfspec.drafters import Drafters
-from selfspec.governor.acceptance import Skill
+from selfspec.governor.acceptance import UNFAMILIAR, Skill
 from selfspec.governor.candidates import PlanCandidates
 from selfspec.governor.copying import Copying
 from selfspec.governor.costs import Costs
@@ -71,7 +71,7 @@ class Text:
         if plan.copied:
             start = self.prompt + position
             draft = copy_reference(torch.tensor(self.tokens[:start]), plan.copied).tolist()
-            same = (of == token for of, token in zip(draft, self.tokens[start:], strict=False))
+            same = (drafted == token for drafted, token in zip(draft, self.tokens[start:], strict=False))
             copied = sum(takewhile(bool, same))
         return copied if copied > plan.depths[exit_node] else exit_node, exit_node
 
@@ -115,7 +115,7 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
 def read_texts(path: Path) -> dict[str, list[Text]]:
     """Recorded texts by set; empty if the file does not exist."""
     sets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: [Text(np.array(of.pop("ranks")), **of) for of in texts] for name, texts in sets.items()}
+    return {name: [Text(np.array(text.pop("ranks")), **text) for text in texts] for name, texts in sets.items()}
 
 
 def write_texts(path: Path, sets: dict[str, list[Text]]) -> None:
@@ -141,10 +141,10 @@ class DomainTiming:
     @classmethod
     def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> DomainTiming:
         profile = profile_of(engine)
-        domains = {name: of.model_copy(update={"beams": {}}) for name, of in profile.domains.items()}
+        domains = {name: choice.model_copy(update={"beams": {}}) for name, choice in profile.domains.items()}
         profile = profile.model_copy(update={"domains": domains})
         device, choice = profile.device, profile.choice(domain)
-        rules = Rules(max_step=max_step).on(device.type if device else "cpu")
+        rules = Rules(max_step=max_step).for_device(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))
         kernels = device is not None and device.kernels
         drafters = _OnProfileDevice(engine.model, profile, engine.drafters._embed, kernels)
@@ -194,7 +194,7 @@ class Governed:
     ) -> None:
         self.governor = Governor(timing.candidates, costs, timing.rules, budget)
         self.timing, self.running = timing, Texts(texts)
-        self.skills = [Skill.of_prompt(text.is_unfamiliar) for text in texts]
+        self.skills = [Skill(UNFAMILIAR) if text.is_unfamiliar else Skill() for text in texts]
         self.copying = [Copying() for _ in texts]
         self.plans: list[Plan] = []  # of each step
         self.total = 0.0  # device seconds
@@ -217,7 +217,10 @@ class Governed:
                     skill.observe_prompt(text.agreement, text.positions, agreement.mean)
             active = set(running.active)
             observed = [(self.skills[number] if number in active else None, last) for number, last, _ in outcomes]
-            measured, exit_nodes = seconds * math.exp(self._random.gauss(0, self._noise)), [of for *_, of in outcomes]
+            measured, exit_nodes = (
+                seconds * math.exp(self._random.gauss(0, self._noise)),
+                [exit_node for *_, exit_node in outcomes],
+            )
             self.governor.observe(plan, observed, measured, _CONTEXT, exit_nodes)
             for number, *_ in outcomes if self.governor.copies(count) else ():
                 text = running.texts[number]
@@ -232,7 +235,7 @@ class Governed:
         active = self.running.active
         self._score(active)
         plan = self.governor.choose([self.skills[number] for number in active], len(active), _CONTEXT, in_use)[0]
-        self.governor.launched(plan, len(active), _CONTEXT)
+        self.governor.charge_step(plan, len(active), _CONTEXT)
         if len(plan) and self._unfilled:
             self.total += self.timing.candidates.score_cost * self.timing.seconds(len(active), NONE)
         self._unfilled = 0 if len(plan) else self._unfilled + 1
@@ -251,7 +254,7 @@ class Governed:
             for number in active:
                 start = max(0, self.running.positions[number] - self._unfilled)
                 ranks = self.running.texts[number].ranks[start : start + count, 0]
-                self.governor.scored(self.skills[number], (ranks == 0).tolist())
+                self.governor.observe_score(self.skills[number], (ranks == 0).tolist())
         self._unfilled = 0
 
     def _charge_score(self) -> None:
@@ -272,7 +275,9 @@ def compare(
     best, costs = min(totals, key=lambda plan: totals[plan]), Costs()
     budget = Budget(timing.rules.budget, timing.rules.budget_refill)
     timings = [timing_of(_most_frequent([text.domain for text in batch])) for batch in batches]
-    governed = [Governed(batch, of, costs, budget, noise).run() for batch, of in zip(batches, timings, strict=True)]
+    governed = [
+        Governed(batch, timing, costs, budget, noise).run() for batch, timing in zip(batches, timings, strict=True)
+    ]
     return {
         "batch": size,
         "texts": len(texts),

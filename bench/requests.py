@@ -107,7 +107,7 @@ def open_target(
     else:
         engine = Engine.from_pretrained(args.model, args.device, args.dtype, profile, quantize=args.quantize, **limits)
     texts = read_prompts(args.prompts, args.limit)
-    domains = {name: [tokens_of(engine.tokenizer, text) for text in of] for name, of in texts.items()}
+    domains = {name: [tokens_of(engine.tokenizer, text) for text in prompts] for name, prompts in texts.items()}
     drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": args.exit_layer}
     return Target(args.model, engine, domains, {} if engine.profile and not args.plan else drafts, hf=hf)
 

@@ -46,10 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     headings = ("streams", "mode", "direct tokens/s", "server tokens/s", "server / direct", "first token, ms")
     lines = [
         (
-            of["streams"], of["mode"], f"{of['direct']:.0f}", f"{of['server']:.0f}",
-            tables.times(of["server"] / of["direct"]), f"{of['first_token_ms']:.1f}",
+            result["streams"], result["mode"], f"{result['direct']:.0f}", f"{result['server']:.0f}",
+            tables.times(result["server"] / result["direct"]), f"{result['first_token_ms']:.1f}",
         )
-        for of in results
+        for result in results
     ]  # fmt: skip
     print(*tables.table(headings, lines), sep="\n")
     print(json.dumps({"benchmark": "server", "setup": setup, "results": results}))
@@ -74,8 +74,8 @@ def measure(target: Target, send: Any, mode: str, streams: int, new_tokens: int,
         "streams": streams,
         "mode": mode,
         "direct": median(direct),
-        "server": streams * new_tokens / median(of["seconds"] for of in served),
-        "first_token_ms": 1e3 * median(median(of["first"]) for of in served),
+        "server": streams * new_tokens / median(answer["seconds"] for answer in served),
+        "first_token_ms": 1e3 * median(median(answer["first"]) for answer in served),
     }
 
 

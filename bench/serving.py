@@ -144,7 +144,7 @@ class Bench:
         """Requests with the target's prompts and these options in turn."""
         parts = zip(range(count), cycle(self.target.prompts), cycle(options))  # noqa: B905  # both repeat
         limit = new_tokens or self.load.new_tokens
-        return [TimedRequest(self.target.engine, prompt, seed, limit, of) for seed, prompt, of in parts]
+        return [TimedRequest(self.target.engine, prompt, seed, limit, option) for seed, prompt, option in parts]
 
     def speeds(self, count: int, cases: dict[str, list[Options]]) -> dict[str, float]:
         """Tokens per second of `count` requests submitted at once, for every case: medians of runs in turn."""
@@ -169,7 +169,7 @@ def throughput(bench: Bench) -> list[Result]:
 def latency(bench: Bench) -> list[Result]:
     """Milliseconds to the first token and per further token of requests that arrive at random."""
     bench.target.engine.scheduler.max_decoding = bench.load.decoding
-    measured = {of["mode"]: of["tokens_per_s"] for of in bench.throughput or throughput(bench)}
+    measured = {result["mode"]: result["tokens_per_s"] for result in bench.throughput or throughput(bench)}
     capacity = measured["plain"] / bench.load.new_tokens  # requests per second
     return [
         arrivals(bench, mode, {**GREEDY, **options}, share, share * capacity)
@@ -222,12 +222,12 @@ def join(bench: Bench, mode: str, options: Options) -> Result:
     joined = TimedRequest(engine, tokens, 0, _JOINED, options)
     joined.submit()
     joined.wait()
-    _wait_for_tokens(running, max(len(of.tokens) for of in running) + _STEADY)
+    _wait_for_tokens(running, max(len(request.tokens) for request in running) + _STEADY)
     for request in running:
         request.cancel()
     first_at = joined.submitted_at + joined.first_token_s
-    during = [gap for of in running for gap in of.gaps(joined.submitted_at, first_at)]
-    before = [gap for of in running for gap in of.gaps(of.submitted_at, joined.submitted_at)]
+    during = [gap for request in running for gap in request.gaps(joined.submitted_at, first_at)]
+    before = [gap for request in running for gap in request.gaps(request.submitted_at, joined.submitted_at)]
     step = median(before or [math.nan])
     return {
         "mode": mode,
@@ -266,7 +266,7 @@ def _first_token_s(bench: Bench, tokens: list[int], options: Options) -> float:
 
 def _wait_for_tokens(requests: Sequence[TimedRequest], count: int) -> None:
     """Blocks until every sequence has so many new tokens or has ended."""
-    while any(len(of.tokens) < count and not of.times.is_over for of in requests):
+    while any(len(request.tokens) < count and not request.times.is_over for request in requests):
         time.sleep(1e-3)
 
 
@@ -280,7 +280,7 @@ def settings(bench: Bench) -> list[Result]:
     cases = {"equal, greedy": [GREEDY], "equal, Qwen's settings": [QWEN], "different": mixed}
     results: list[Result] = []
     for mode, options in bench.target.modes.items():
-        speeds = bench.speeds(size, {name: [{**each, **options} for each in of] for name, of in cases.items()})
+        speeds = bench.speeds(size, {name: [{**each, **options} for each in case] for name, case in cases.items()})
         for name, speed in speeds.items():
             against = round(speed / speeds["equal, greedy"], 3)
             values = {"sequences": size, "tokens_per_s": round(speed, 1), "against_greedy": against}

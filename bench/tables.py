@@ -77,14 +77,14 @@ def decode_modes(found: Result) -> list[str]:
     lines, failed = [], []
     for cell in found["cells"]:
         name = (cell["domain"], cell["batch"], f"{cell['temperature']:g}")
-        for mode, of in cell["modes"].items():
-            if "failed" in of:
-                failed.append(f"{', '.join(map(str, name))}, {mode} failed: {of['failed']}")
+        for mode, result in cell["modes"].items():
+            if "failed" in result:
+                failed.append(f"{', '.join(map(str, name))}, {mode} failed: {result['failed']}")
                 continue
-            same = of["same_tokens"] and "{}/{}".format(*of["same_tokens"])
+            same = result["same_tokens"] and "{}/{}".format(*result["same_tokens"])
             lines.append(
-                (*name, mode, speed(of["tokens_per_s"]["median"]), spread(of["against_plain"]),
-                 f"{of['of_ceiling']:.0%}", of["tokens_per_step"], same)
+                (*name, mode, speed(result["tokens_per_s"]["median"]), spread(result["against_plain"]),
+                 f"{result['of_ceiling']:.0%}", result["tokens_per_step"], same)
             )  # fmt: skip
     return [*table(headings, lines), *failed]
 
@@ -116,7 +116,7 @@ def _repeats(cells: list[Result]) -> str:
 
 
 def _measured(cells: list[Result]) -> list[Result]:
-    return [cell for cell in cells if all("failed" not in of for of in cell["modes"].values())]
+    return [cell for cell in cells if all("failed" not in result for result in cell["modes"].values())]
 
 
 def _speeds(cells: Iterable[Result | None]) -> list[str | None]:
@@ -163,10 +163,10 @@ def _missing(cells: list[Result]) -> list[str]:
     """The modes that failed, by error."""
     failed: dict[str, list[str]] = {}
     for cell in cells:
-        for mode, of in cell["modes"].items():
-            if "failed" in of:
+        for mode, result in cell["modes"].items():
+            if "failed" in result:
                 name = f"{mode} in {cell['domain']}, batch {cell['batch']}, {temperature(cell['temperature'])}"
-                failed.setdefault(of["failed"], []).append(name)
+                failed.setdefault(result["failed"], []).append(name)
     return [f"{error}: {len(names)} measurements, the first is {names[0]}." for error, names in failed.items()]
 
 
@@ -177,10 +177,11 @@ def options(found: Result) -> list[str]:
     headings = ("option", "plain, tokens/s", "of greedy plain", "default, tokens/s", "of greedy plain", "same tokens")
     lines = (
         (
-            of["option"], speed(of["plain_tokens_per_s"]), times(of["plain_against_greedy"]), speed(of["tokens_per_s"]),
-            times(of["against_greedy_plain"]), f"{of['same_tokens']}/{of['sequences']}",
+            result["option"], speed(result["plain_tokens_per_s"]), times(result["plain_against_greedy"]),
+            speed(result["tokens_per_s"]), times(result["against_greedy_plain"]),
+            f"{result['same_tokens']}/{result['sequences']}",
         )
-        for of in found["results"]
+        for result in found["results"]
     )  # fmt: skip
     text = (
         f"One sequence at a time, {found['new_tokens']} new tokens, end tokens ignored; medians of "
@@ -193,14 +194,14 @@ def options(found: Result) -> list[str]:
 def serving(found: Result) -> list[str]:
     """The parts that were measured, each a short table."""
     lines: list[str] = []
-    captured = ", ".join(f"{of['part']} {of['graphs']}" for of in found.get("captured", []))
+    captured = ", ".join(f"{part['part']} {part['graphs']}" for part in found.get("captured", []))
     found = {part: results for part, results in found.items() if part != "captured"}
     for part, results in found.items():
         if not results:
             continue
         names = list(results[0])
         headings = [name.replace("_", " ").replace(" per s", "/s").replace(" ms", ", ms") for name in names]
-        lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(of.values()) for of in results]), ""]
+        lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(result.values()) for result in results]), ""]
     missing = [part for part, results in found.items() if not results]
     if captured:
         lines += [f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured}."]
@@ -219,8 +220,14 @@ PARTS = {
 def exactness(found: Result) -> list[str]:
     headings = ("check", "conditions", "tokens compared", "sequences that differ", "first difference")
     lines = [
-        (check, f"{len(of['by_condition'])}", f"{of['compared']:,}", of["differing"], of["first"] or None)
-        for check, of in found.items()
+        (
+            check,
+            f"{len(result['by_condition'])}",
+            f"{result['compared']:,}",
+            result["differing"],
+            result["first"] or None,
+        )
+        for check, result in found.items()
     ]
     text = "Each sequence is compared with the same request alone, decoded plainly."
     return [text, "", *table(headings, lines)]
@@ -230,9 +237,9 @@ def exactness_conditions(found: Result) -> list[str]:
     """One line for every condition of every check."""
     headings = ("check", "condition", "tokens compared", "sequences that differ", "first difference")
     lines = [
-        (check, condition, f"{of['compared']:,}", of["differing"], of["first"] or None)
+        (check, condition, f"{tally['compared']:,}", tally["differing"], tally["first"] or None)
         for check, result in found.items()
-        for condition, of in result["by_condition"].items()
+        for condition, tally in result["by_condition"].items()
     ]
     return table(headings, lines)
 
@@ -273,17 +280,17 @@ def peers(found: list[Result], ours: Result) -> list[str]:
         "default / peer",
     )
     lines = []
-    for of in found:
-        for one in of.get("results", []):
+    for peer in found:
+        for one in peer.get("results", []):
             cells = [
                 cell for cell in _measured(ours["cells"])
                 if (cell["batch"], cell["temperature"]) == (one["batch"], one["temperature"])
             ]  # fmt: skip
             alike = [cell for cell in cells if cell["domain"] in one["case"].split(", ")] or cells
-            name = one.get("name", of["name"])
+            name = one.get("name", peer["name"])
             value = f"{one['temperature']:g}"
             lines.append([name, one["case"], one["batch"], value, *_beside(one["tokens_per_s"], alike)])
-    failed = [f"{of['name']}: {of['failed']}" for of in found if "failed" in of]
+    failed = [f"{peer['name']}: {peer['failed']}" for peer in found if "failed" in peer]
     return [*(table(headings, lines) if lines else []), *_peers_serving(found), *failed]
 
 
@@ -300,12 +307,12 @@ def _peers_serving(found: list[Result]) -> list[str]:
     names = (
         "requests_per_s",
         "tokens_per_s",
-        *(f"{of}_ms_p{p}" for of in ("first_token", "per_token") for p in (50, 99)),
+        *(f"{time}_ms_p{p}" for time in ("first_token", "per_token") for p in (50, 99)),
     )
     rows = [
-        [of["name"], one["case"], one["load"], *(one.get(name, "") for name in names)]
-        for of in found
-        for one in of.get("serving", [])
+        [peer["name"], one["case"], one["load"], *(one.get(name, "") for name in names)]
+        for peer in found
+        for one in peer.get("serving", [])
     ]
     headings = (
         "peer (loads: shares of its throughput)",

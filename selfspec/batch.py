@@ -1,8 +1,8 @@
 """A batch: the sequences that decode together, with one exit, on one backend.
 
-Chooses the plan of every step (hard rules first, then the governor), launches it, hands its tokens to the sequences and
-its outcome to the governor and the metrics. Sequences join and leave between steps. The scheduler decides which of them
-do; the backend computes the steps.
+Chooses the plan of every step (hard rules first, then the governor), launches and reads it, and passes its outcome to
+the governor and the metrics. Sequences join and leave between steps, as the scheduler decides. The backend computes the
+steps and appends their tokens to the sequences.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import replace
 from math import inf
 
 from selfspec.backends.base import Backend, Step
+from selfspec.batch_scoring import BatchScoring, is_unrouted
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.drafters import Drafters
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.governor import MEASURING, Governor
 from selfspec.governor.rules import Policy
+from selfspec.history import StepRecord
 from selfspec.metrics import Metrics
-from selfspec.profiles.router import Embedded
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_STEP_ROWS, NONE, Plan
 
@@ -34,41 +35,38 @@ class Batch:
         self.backend, self.drafters, self.metrics = backend, drafters, metrics
         self.base_exit = exit  # over the whole head
         self.running: list[Sequence] = []
-        self.in_flight: Step | None = None
-        self.exit: Exit | None = None  # over the rows of the head that its sequences draft from; None: none drafts
-        self.governor: Governor | None = None
-        self._costs = drafters.costs(None)  # of steps of batches like this one
+        self.in_flight: Step | None = None  # launched and not read yet
+        self.exit: Exit | None = None  # over the head rows that its sequences draft from; None: none drafts
+        self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
+        self.scoring = BatchScoring(backend, drafters)
+        self._costs = drafters.costs(None)  # measured costs of batches of this kind
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
-        self._plan: Plan | None = None  # of the newest step that was read
-        self._in_use = NONE  # plan of the newest launched step, without plain steps whose reason is `measuring`
-        self._unfilled = 0  # plain steps since the exit's KV was filled, the one in flight included
-        self._unscored = 0  # plain steps since the exit was scored, likewise
-        self._joined: list[Sequence] = []  # first samples of prompts that were not examined yet
-        self._routing: list[tuple[list[Request], Embedded]] = []  # requests whose domain is being found
+        self._read_plan: Plan | None = None  # plan of the newest step that was read
+        self._in_use = NONE  # plan of the newest launched step that was not measuring
 
     # Membership
 
     def join(self, sequences: Seq[Sequence]) -> None:
-        """Prefilled sequences decode from the next step on."""
+        """Adds prefilled sequences, which decode from the next step on."""
         if not self.running:
-            self.drain()  # of sequences that have ended
-            self._unfilled = self._unscored = 0
-            self._plan, self._in_use, self._joined = None, NONE, []
+            self.drain()  # a step of sequences that have ended
+            self.scoring.restart()
+            self._read_plan, self._in_use = None, NONE
         self.running += sequences
-        self._joined += [of for of in sequences if of.parent is None]
+        self.scoring.prompts += [sequence for sequence in sequences if sequence.parent is None]
         self._update(joined=True)
         if not self.backend.overlaps:
-            self._examine_prompts()
+            self._score_and_route()
 
     def leave(self, sequences: Seq[Sequence]) -> None:
-        """Removes sequences that have ended or that have to wait."""
+        """Removes sequences that have ended, or that were swapped out."""
         for sequence in sequences:
             self.running.remove(sequence)
             self.backend.release(sequence)
         self._update(joined=False)
 
     def _update(self, joined: bool) -> None:
-        """The members have changed: applies the rules to the new batch size, and finds exit, costs and governor."""
+        """Applies the rules to the changed members, and finds their exit, costs and governor."""
         if not self.running:
             self.exit = self.governor = None
             return
@@ -77,69 +75,74 @@ class Batch:
         self._reasons = ["request" if policy is None else policy.reason(size) for policy in policies]
         for sequence, reason in zip(self.running, self._reasons, strict=True):
             sequence.drafts = reason is None
-        may_draft = [of for of in self.running if of.request.drafter is not None]
+        may_draft = [sequence for sequence in self.running if sequence.request.drafter is not None]
         if not may_draft or self.base_exit is None:
             self.exit = None
         elif (joined and self._rule() is None) or self.exit is None:
-            # The head is not trimmed again when sequences leave: refilling costs more than the extra rows.
-            drafters = [of.request.drafter for of in may_draft if of.request.drafter is not None]
-            prompts = [of.prompt for of in may_draft if of.parent is None and not _is_unrouted(of.request)]
+            # When sequences leave, the head keeps their rows: trimming it again costs more than these rows.
+            drafters = [sequence.request.drafter for sequence in may_draft if sequence.request.drafter is not None]
+            prompts = [
+                sequence.prompt
+                for sequence in may_draft
+                if sequence.parent is None and not is_unrouted(sequence.request)
+            ]
             self.exit = self.drafters.shared_exit(self.base_exit, drafters, prompts)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()
-        self._unfilled = min(self._unfilled, self.backend.max_unfilled)
+        self.scoring.limit_unfilled()
 
     def _choose_governor(self) -> None:
-        """Candidates and rules are those of the domain and temperature that most sequences have. Where a request brings
-        its own plan, the whole batch uses it and nothing is governed."""
-        requests = [of.request for of in self.running if of.drafts]
+        """Makes the governor, with the candidates and rules of the domain and temperature that most sequences have.
+        None if a request gives its own plan, which the whole batch then uses."""
+        requests = [sequence.request for sequence in self.running if sequence.drafts]
         self.governor = None
-        if requests and self._own_plan() is None:
+        if requests and self._ungoverned_policy() is None:
             found = [request.drafter.candidates for request in requests if request.drafter is not None]
             ((candidates, _),) = Counter(found).most_common(1)
             policy = next(
-                of.policy for of in requests if of.drafter is not None and of.drafter.candidates is candidates
+                request.policy
+                for request in requests
+                if request.drafter is not None and request.drafter.candidates is candidates
             )
             assert policy is not None and candidates is not None
-            rules, masks = policy.rules, any(of.grammar is not None for of in self.running)
-            # Steps with grammars wait for the host; the candidates' device times are within the limit all the same.
-            limited = replace(rules, max_step=inf) if masks else rules
+            rules, has_grammar = policy.rules, any(sequence.grammar is not None for sequence in self.running)
+            # Steps with grammars wait for the host, so their device time has no limit.
+            limited = replace(rules, max_step=inf) if has_grammar else rules
             self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
 
     def _cost_kind(self) -> Hashable:
-        """Key of measured costs beside plan, batch size and length: the exit layer; whether any sequence samples,
-        processes logits, has callables or a grammar, uses the rejection rule, wants log probabilities."""
-        params = [sequence.params for sequence in self.running]
+        """Key of measured costs: the exit layer, and whether any sequence samples, processes logits, has Python logits
+        processors, needs the host (for these or a grammar), uses rejection, or wants log probabilities."""
         requests = [sequence.request for sequence in self.running]
         return (
             None if self.exit is None else self.exit.layer,
-            any(of.do_sample for of in params),
-            any(of.changes_logits for of in params),
-            any(bool(of.processors) for of in requests),
-            any(of.uses_host for of in requests),
-            any(of.rejection for of in requests),
-            any(of.logprobs is not None for of in requests),
+            any(sequence.params.do_sample for sequence in self.running),
+            any(sequence.params.changes_logits for sequence in self.running),
+            any(bool(request.processors) for request in requests),
+            any(request.uses_host for request in requests),
+            any(request.rejection for request in requests),
+            any(request.logprobs is not None for request in requests),
         )
 
     # Steps
 
     def step(self) -> None:
-        """Every running sequence advances by at least one token. A backend that overlaps has the next step in flight
-        before the tokens of this one are read."""
+        """Advances every running sequence by at least one token. If the backend overlaps, launches the next step before
+        it reads this one."""
         step = self.in_flight or self.launch(None)
-        self.in_flight, goes_on = None, self._goes_on(step)
-        if goes_on and self._overlaps:
-            with suppress(CacheFull):  # sequences that end with this step may leave enough pages
+        self.in_flight, continues = None, self._continues(step)
+        if continues and self._overlaps:
+            with suppress(CacheFull):  # sequences that end with this step may free enough pages
                 self.in_flight = self.launch(step)
-        if goes_on and self._joined:  # while the device runs their first steps
-            self._examine_prompts()
+        if continues and self.scoring.prompts:  # while the device runs their first steps
+            self._score_and_route()
         self.backend.read(step)
         self._account(step)
 
     @property
     def _overlaps(self) -> bool:
         """Whether the next step is launched before this one is read; not with callables, which need its tokens."""
-        return self.backend.overlaps and not any(of.request.processors for of in self.running)
+        return self.backend.overlaps and not any(sequence.request.processors for sequence in self.running)
 
     def drain(self) -> None:
         """Reads the step in flight, so that the host has its lengths and tokens."""
@@ -148,33 +151,43 @@ class Batch:
             self.backend.read(step)
             self._account(step)
 
-    def launch(self, before: Step | None) -> Step:
-        """Launches the next step; `before` was launched and not read yet."""
-        if self._routing:
-            self._learn_domains()
-        self._score_exit(before)
+    def launch(self, in_flight: Step | None) -> Step:
+        """Launches the next step; `in_flight` was launched and not read yet."""
+        if self.scoring.apply_routing():
+            self._update(joined=True)
+        self.scoring.score_exit(self.running, self.exit, self.governor, in_flight)
         chosen, reason = self._choose_plan()
         if reason != MEASURING:
             self._in_use = chosen
-        plan = chosen if self.backend.overlaps else chosen.truncated(max(of.tokens_left for of in self.running) - 1)
-        if self._unfilled and len(plan):
-            self._fill_exit(before, score=False)
-        step = self.backend.launch(self.running, StepRecord.of(plan, chosen, reason), self.exit, before)
-        step.reasons = {of: why for of, why in zip(self.running, self._reasons, strict=True) if why is not None}
+        plan = chosen
+        if not self.backend.overlaps:
+            plan = chosen.truncated(max(sequence.tokens_left for sequence in self.running) - 1)
+        if self.scoring.unfilled and len(plan):
+            self._fill_exit(in_flight)
+        step = self.backend.launch(self.running, StepRecord.of(plan, chosen, reason), self.exit, in_flight)
+        step.reasons = {
+            sequence: rule for sequence, rule in zip(self.running, self._reasons, strict=True) if rule is not None
+        }
         step.governor = self.governor
         if self.governor is not None:
-            self.governor.launched(plan, len(self.running), self._context)
-        if len(plan):
-            self._unscored = 0
-        elif self.exit is not None:
-            self._unfilled += 1
-            self._unscored += 1
+            self.governor.charge_step(plan, len(self.running), self._context)
+        self.scoring.count_step(plan, self.exit)
         return step
 
-    def _goes_on(self, step: Step) -> bool:
-        """Whether the next step can be launched before this one is read: some sequence is expected to continue."""
+    def _fill_exit(self, in_flight: Step | None, score: bool = False) -> None:
+        assert self.exit is not None
+        self.scoring.fill_exit(self.running, self.exit, score, in_flight)
+
+    def _score_and_route(self) -> None:
+        self.scoring.score_and_route(len(self.running), self.exit, self.governor)
+
+    def _continues(self, step: Step) -> bool:
+        """Whether some sequence is expected to need another step after this one, which is not read yet."""
         plan = step.record.plan
-        return any(of.tokens_left > of.usual_tokens(plan) for of in self.running if not of.is_finished)
+        return any(
+            not sequence.is_finished and sequence.tokens_left > sequence.expected_tokens(plan)
+            for sequence in self.running
+        )
 
     def _rule(self) -> str | None:
         """The rule that forbids drafting for every sequence; None if one may be drafted for."""
@@ -185,16 +198,16 @@ class Batch:
         rule = self._rule()
         if rule is not None:
             return NONE, rule
-        policy = self._own_plan()
+        policy = self._ungoverned_policy()
         if policy is not None:
             plan, reason = policy.choose(len(self.running))
         else:
             assert self.governor is not None
-            skills = [of.skill for of in self.running if of.drafts]
+            skills = [sequence.skill for sequence in self.running if sequence.drafts]
             plan, reason = self.governor.choose(skills, len(self.running), self._context, self._in_use)
         return self._bounded(plan), reason
 
-    def _own_plan(self) -> Policy | None:
+    def _ungoverned_policy(self) -> Policy | None:
         """The policy of the first sequence that may draft and is not governed: its request has a plan or forces one."""
         for sequence in self.running:
             drafter, policy = sequence.request.drafter, sequence.request.policy
@@ -203,8 +216,8 @@ class Batch:
         return None
 
     def _bounded(self, plan: Plan) -> Plan:
-        """Drops the deepest levels until the rows of all slots fit MAX_STEP_ROWS. Rejection takes a chain in place of a
-        beam: whether a beam has a node depends on the noise that it was drawn with."""
+        """Drops the deepest levels until the rows of all slots fit MAX_STEP_ROWS. With rejection, replaces a beam by a
+        chain: a beam's nodes depend on the draft noise."""
         if plan.beam and self.running[0].request.rejection:
             plan = plan.first_chain()
         depth = plan.depth
@@ -219,82 +232,10 @@ class Batch:
         """Tokens of the longest sequence."""
         return max(len(sequence.tokens) for sequence in self.running)
 
-    # The exit while nothing is drafted
-
-    def _score_exit(self, before: Step | None) -> None:
-        """Scores the exit's drafts at plainly decoded tokens when that is due, and fills its KV for them; only fills it
-        when the backend can hold no more of them."""
-        governor, most, scores = self.governor, float(self.backend.max_unfilled), False
-        if governor is not None and governor.may_score and self._unscored >= governor.score_interval:
-            most, scores = min(most, governor.score_interval), True
-        if self.exit is not None and self._unfilled >= most:
-            self._fill_exit(before, scores)
-            if scores and governor is not None:
-                self._unscored = 0
-                governor.charge_score()
-                self._learn_scores()
-
-    def _fill_exit(self, before: Step | None, score: bool) -> None:
-        assert self.exit is not None
-        self.backend.fill_exit(self.running, self.exit, score, before)
-        self._unfilled = 0
-
-    def _examine_prompts(self) -> None:
-        """Launches the passes that score the exit at the ends of prompts, and that find their domains."""
-        joined, self._joined = [of for of in self._joined if not of.is_finished], []
-        self._score_prompts(joined)
-        embedding = {request for requests, _ in self._routing for request in requests}
-        requests = [of for of in dict.fromkeys(of.request for of in joined) if _is_unrouted(of) and of not in embedding]
-        if not requests:
-            return
-        try:
-            embedded = self.drafters.embed([of.prompt for request in requests for of in request.first_samples])
-        except CacheFull:
-            self._joined = joined  # tried again behind the next step
-            return
-        self.backend.note_other_work()
-        self._routing.append((requests, embedded))
-
-    def _learn_domains(self) -> None:
-        """Replaces the drafters of requests whose domains were found."""
-        arrived = [of for of in self._routing if of[1].is_done()]
-        if not arrived:
-            return
-        self._routing = [of for of in self._routing if of not in arrived]
-        for requests, embedded in arrived:
-            rows = embedded.read()
-            for request in requests:
-                assert request.drafter is not None and request.drafter.routed is not None
-                count = len(request.first_samples)
-                request.draft_with(request.drafter.routed(rows[:count]))
-                rows = rows[count:]
-        self._update(joined=True)
-
-    def _score_prompts(self, sequences: Seq[Sequence]) -> None:
-        """Scores the exit at the ends of prompts. Larger batches are not scored: their first steps show as much."""
-        governor = self.governor
-        if governor is None or self.exit is None or len(self.running) > governor.rules.max_tree_batch:
-            return
-        own = [sequence for sequence in sequences if _prompt_agreement(sequence) is not None]
-        if own and governor.may_score and self.backend.score_prompts(own, self.exit):
-            governor.charge_score()
-            self._learn_scores()
-
-    def _learn_scores(self) -> None:
-        """Scores that have arrived of plainly decoded tokens and of prompts."""
-        for sequence, right in self.backend.exit_scores():
-            if self.governor is not None:
-                self.governor.scored(sequence.skill, right)
-        for sequence, (share, positions) in self.backend.prompt_scores().items():
-            usual = _prompt_agreement(sequence)
-            for sample in sequence.request.sequences:
-                if usual is not None and sequence in (sample, sample.parent):
-                    sample.skill.observe_prompt(share, positions, usual)
-
     # Accounting
 
     def _account(self, step: Step) -> None:
-        """A step was read: extends the records, and informs governor, costs and metrics."""
+        """Extends records, and updates skills, governor, costs and metrics, with a step that was read."""
         if not step.sequences:
             return
         record, plan, depths = step.record, step.record.plan, step.record.plan.depths
@@ -302,11 +243,10 @@ class Batch:
         outcomes: list[tuple[Skill | None, int]] = []
         for sequence, last in zip(step.sequences, step.last_nodes, strict=True):
             rule = step.reasons.get(sequence)
-            sequence.records.append(record if rule is None else StepRecord.of(NONE, NONE, rule))
-            sequence.last_nodes.append(last)
+            sequence.history.add(record if rule is None else StepRecord.of(NONE, NONE, rule), last)
             context = max(context, len(sequence.tokens) - depths[last] - 1)
             outcomes.append((None if sequence.is_finished or rule is not None else sequence.skill, last))
-        self._learn_scores()
+        self.scoring.apply_scores(self.governor)
         seconds = step.seconds if step.is_typical else None
         if step.governor is not None:  # sequences that joined or left since the launch may have brought another one
             step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
@@ -314,20 +254,9 @@ class Batch:
                 for sequence in step.sequences:
                     sequence.skill.copied = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
-            self._costs.observe(self._costs.cell(len(step.sequences), context), plan, seconds, modelled=1.0)
-        if record.chosen != self._plan:
+            self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
+        if record.chosen != self._read_plan:
             self.metrics.add_plan_change(record.reason)
-            self._plan = record.chosen
-        plain = self._costs.cell(len(step.sequences), context).plain
+            self._read_plan = record.chosen
+        plain = self._costs.bucket(len(step.sequences), context).plain
         self.metrics.add_step(plan, step.seconds, [depths[last] + 1 for last in step.last_nodes], plain)
-
-
-def _is_unrouted(request: Request) -> bool:
-    """Whether the request drafts with another domain's drafter until its own is found."""
-    return request.drafter is not None and request.drafter.routed is not None
-
-
-def _prompt_agreement(sequence: Sequence) -> float | None:
-    """How often exit and model agree on prompts that calibration saw."""
-    drafter = sequence.request.drafter
-    return None if drafter is None else drafter.prompt_agreement

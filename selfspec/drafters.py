@@ -1,6 +1,6 @@
-"""What a request drafts with: the exit, its part of the head, and the profile's plans or a governor.
+"""Finds what a request drafts with: exit, head rows, and the plans of profile or governor.
 
-An engine keeps one `Drafters`; exits and plan candidates are made once and shared by its requests.
+An engine keeps one `Drafters`; its requests share exits and plan candidates, which are made once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from selfspec.profiles.profile import DomainChoice, Profile
 from selfspec.profiles.router import Embedded
 from selfspec.request import SpeculationRequest
 from selfspec.speculation.exit import Exit, HeadRows, check_exit_layer
-from selfspec.speculation.exit_scoring import FEW, PROMPT_END
+from selfspec.speculation.exit_scoring import CPU_SCORED_POSITIONS, PROMPT_END
 from selfspec.speculation.plan import NONE, Plan
 
 Embed = Callable[[Sequence[Sequence[int]], int], Embedded]  # (prompts, layer) -> their embeddings, see `router`
@@ -43,18 +43,18 @@ Embed = Callable[[Sequence[Sequence[int]], int], Embedded]  # (prompts, layer) -
 class Drafter:
     """What one request drafts with."""
 
-    exit: Exit | None  # over the whole head; None: it only copies from the sequence's own text
-    head_rows: HeadRows | None = None  # of its domain; None: all
-    candidates: PlanCandidates | None = None  # the governor's plans; None: the policy's own plans
-    prompt_agreement: float | None = None  # mean share of positions at which exit and model agree on calibrated prompts
+    exit: Exit | None  # over the whole head; None: drafts copied tokens only
+    head_rows: HeadRows | None = None  # of its domain; None: the full head
+    candidates: PlanCandidates | None = None  # the governor's plans; None: the policy chooses the plan
+    prompt_agreement: float | None = None  # calibration's mean share of prompt positions at which exit and model agree
     unfamiliar: Sequence[bool] = ()  # for each prompt, whether it is farther than `max_distance` from every domain
-    # Set while this drafter is provisional (of another domain with the same exit): maps the prompts' embeddings to the
+    # Set while this drafter is provisional (of another domain with the same exit): (the prompts' embeddings) -> the
     # drafter of their own domain.
-    routed: Callable[[torch.Tensor], Drafter | None] | None = None
+    reroute: Callable[[torch.Tensor], Drafter | None] | None = None
 
 
 class Drafters:
-    """Everything that requests of one engine draft with."""
+    """Exits, head rows, plan candidates, measured costs and budgets of one engine."""
 
     def __init__(
         self,
@@ -62,33 +62,33 @@ class Drafters:
         profile: Profile | None,
         embed: Embed,
         kernels: bool = False,
-        time_rows: Callable[[], RowCost] | None = None,  # called where the profile lacks costs; None: as on a GPU
+        time_rows: Callable[[], RowCost] | None = None,  # called if the profile lacks costs; None: as on a GPU
     ) -> None:
         self.model, self.profile = model, profile
         self._embed, self._kernels, self._time_rows = embed, kernels, time_rows
         self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
         self.exits: dict[int, Exit] = {}  # by layer, over the whole head
-        self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: of all
-        self._costs: dict[Hashable, Costs] = {}  # by the kind of batch
+        self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: all domains together
+        self._costs: dict[Hashable, Costs] = {}  # by `Batch._cost_kind`
         self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
-        self._last_routed: str | None = None  # the domain found last
+        self._last_domain: str | None = None  # the domain found last
         self._shares_exit = lru_cache(maxsize=64)(self._have_one_exit)  # by temperature
         self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
         self._copying = cache(self._make_copying)  # by rules
-        self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # by id, with a head of their own
+        self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # trimmed exits in use, by id
 
     @property
     def nbytes(self) -> int:
-        """Bytes; any thread may ask, so it reads copies of what the loop may be changing."""
+        """Bytes of exits and heads. Copies each dict first: the loop may change it on another thread."""
         copies = [rows.copy for rows in list(self.head_rows.values()) if rows is not None and rows.copy is not None]
         trimmed = [exit for reference in self._in_use.valuerefs() if (exit := reference()) is not None]
         own = sum(exit.nbytes for exit in list(self.exits.values())) + sum(exit.head_nbytes for exit in trimmed)
         return own + sum(copy.nbytes for copy in copies)
 
-    def own_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
-        """The request's exit layer; without one and without a profile, a quarter of the layers if the request has a
-        plan that uses the exit or forces speculation; else None."""
+    def requested_exit_layer(self, request: SpeculationRequest, plan: Plan | None) -> int | None:
+        """The exit layer that the request gives. Without one, and without a profile: a quarter of the layers if the
+        request's plan uses the exit or speculation is forced; else None."""
         if request.exit_layer is not None:
             check_exit_layer(request.exit_layer, self.model.config.num_layers)
             return request.exit_layer
@@ -100,9 +100,8 @@ class Drafters:
     def drafter(
         self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
     ) -> Drafter | None:
-        """For one request; None if nothing will be drafted. Gives the policy the profile's plans. Where the exit is the
-        same in all domains, returns the drafter of the domain found last: the batch finds the prompts' own domain
-        behind their first step, which would wait for it otherwise."""
+        """Returns the request's drafter, None if nothing will be drafted; sets `policy.plans`. If all domains share an
+        exit, returns that of the domain found last, with `reroute`: routing first would delay the first step."""
         if self.profile is None:
             if policy.only_copies:
                 return Drafter(None, candidates=self.copying_candidates(policy.rules))
@@ -110,30 +109,33 @@ class Drafters:
             return self._checked(Drafter(exit), widest_rank(policy.possible_plans))
         if request.domain != "auto" or not self.profile.routes:
             domain = request.domain if request.domain != "auto" else self.profile.route(None)
-            return self._of_domain(domain, policy, layer)
-        routed = partial(self._routed, policy, layer)
+            return self._drafter_of_domain(domain, policy, layer)
+        reroute = partial(self._route, policy, layer)
         is_governed = layer is None and policy.mode != "force" and policy.plan is None
         if self._kernels and is_governed and self._shares_exit(policy.temperature):
-            found = self._of_domain(self._last_routed or self.profile.route(None), policy, layer)
-            return None if found is None else replace(found, routed=routed)
-        return routed(self.prompt_embeddings(prompts))
+            found = self._drafter_of_domain(self._last_domain or self.profile.route(None), policy, layer)
+            return None if found is None else replace(found, reroute=reroute)
+        return reroute(self.prompt_embeddings(prompts))
 
     def _have_one_exit(self, temperature: float) -> bool:
-        """Whether all domains have the same exit and can be governed: only head rows and plans depend on the domain."""
+        """Whether all domains have the same exit and can be governed, so that only head rows and plans depend on the
+        domain."""
         assert self.profile is not None
         choices = self.profile.domains.values()
         layers = {choice.exit_layer for choice in choices}
         return len(layers) == 1 and all(self._has_ranks(choice, temperature) for choice in choices)
 
-    def _routed(self, policy: Policy, layer: int | None, embeddings: torch.Tensor) -> Drafter | None:
+    def _route(self, policy: Policy, layer: int | None, embeddings: torch.Tensor) -> Drafter | None:
         """The drafter of the domain of prompts with these embeddings [P, hidden]."""
         assert self.profile is not None
-        self._last_routed = self.profile.route(embeddings)
-        found = self._of_domain(self._last_routed, policy, layer)
+        self._last_domain = self.profile.route(embeddings)
+        found = self._drafter_of_domain(self._last_domain, policy, layer)
         unfamiliar = self.profile.are_unfamiliar(embeddings, policy.rules.max_distance)
         return None if found is None else replace(found, unfamiliar=unfamiliar)
 
-    def _of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
+    def _drafter_of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
+        """The drafter of a domain, with its exit or that after `layer` layers; None if nothing will be drafted. Sets
+        `policy.plans` if no governor chooses."""
         assert self.profile is not None
         choice, candidates = self.profile.choice(domain), None
         if layer is None:
@@ -142,7 +144,7 @@ class Drafters:
                 candidates = self.candidates(domain, choice, policy)
             else:
                 policy.plans = self.plans(choice, policy)
-                if policy.off_for_good:
+                if policy.permanent_reason:
                     return None
         widest = widest_rank(policy.possible_plans) if candidates is None else candidates.widest_rank
         usual = choice.prompt_agreement
@@ -162,7 +164,7 @@ class Drafters:
         return drafter
 
     def exit(self, layer: int) -> Exit:
-        """The exit after so many layers, over the whole head."""
+        """The exit after this many layers, over the whole head."""
         if layer not in self.exits:
             self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
         return self.exits[layer]
@@ -173,8 +175,8 @@ class Drafters:
         return None if self._most_used_layer is None else self.exit(self._most_used_layer)
 
     @property
-    def usual_exit(self) -> Exit | None:
-        """The same, once some request has drafted with it."""
+    def loaded_exit(self) -> Exit | None:
+        """`most_used_exit` if it is loaded, else None."""
         return None if self._most_used_layer is None else self.exits.get(self._most_used_layer)
 
     @property
@@ -183,12 +185,12 @@ class Drafters:
         return layers.most_common(1)[0][0] if layers else None
 
     def head_rows_of(self, domain: str | None) -> HeadRows | None:
-        """The rows of the head that a domain drafts from; with None those of all domains together."""
+        """The head rows that a domain drafts from; for None those of all domains together. None: the full head."""
         assert self.profile is not None
         if domain not in self.head_rows:
             names = [domain] if domain is not None else list(self.profile.domains)
             rows = [self.profile.head_rows(self.model, name) for name in names]
-            trimmed = [of_domain for of_domain in rows if of_domain is not None]
+            trimmed = [ids for ids in rows if ids is not None]
             whole = len(trimmed) < len(rows)
             ids = None if whole else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()
             together = None if domain is None else self.head_rows_of(None)
@@ -196,8 +198,8 @@ class Drafters:
         return self.head_rows[domain]
 
     def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:
-        """The exit over the rows of the head that sequences of one batch draft from: those of their domain or, where
-        there are several domains, of all, and those of the prompts' own tokens, which sequences often repeat."""
+        """The exit over the head rows that sequences of one batch draft from: those of their domain, or of all domains
+        if they have several, and those of the prompts' own tokens, which sequences often repeat."""
         rows = {id(drafter.head_rows): drafter.head_rows for drafter in drafters}
         shared = next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
         trimmed = exit if None in rows.values() else exit.offering(shared, prompts)
@@ -211,11 +213,12 @@ class Drafters:
         return self._embed(prompts, self.profile.router_layer)
 
     def prompt_embeddings(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The vectors by which the profile's router finds the domain of prompts, [P, hidden]."""
+        """The prompts' embeddings [P, hidden] for the profile's router."""
         return self.embed(prompts).read()
 
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
-        """The profile's plans for a request; none at all where they were measured on another kind of device."""
+        """The profile's plans for a request, by batch size; `{1: NONE}` if they were measured on another type of
+        device, unless speculation is forced."""
         forced = policy.mode == "force"
         if not self._is_measured_here and not forced:
             return {1: NONE}
@@ -228,18 +231,17 @@ class Drafters:
         return device is None or device.type == self.model.device.type
 
     def costs(self, kind: Hashable) -> Costs:
-        """Costs of this kind of batch; other kinds have another exit, sample, process logits, run callables or use
-        rejection acceptance."""
+        """Costs of batches with this `Batch._cost_kind`."""
         return self._costs.setdefault(kind, Costs())
 
     def budget(self, rules: Rules) -> Budget:
-        """What all batches of the engine together may lose, by these rules."""
+        """The budget of all batches of the engine with these rules."""
         key = rules.budget, rules.budget_refill
         return self._budgets.setdefault(key, Budget(*key))
 
     def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
-        """Whether the governor chooses: the request has no plan of its own, and the profile has shares of accepted
-        ranks."""
+        """Whether the governor chooses the plans: the request neither gives nor forces one, and calibration measured
+        accepted ranks."""
         return policy.mode != "force" and policy.plan is None and self._has_ranks(choice, policy.temperature)
 
     @staticmethod
@@ -260,9 +262,11 @@ class Drafters:
     def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, step_limit: float) -> SharedPlans:
         """The plans of all governed domains that draft with this exit."""
         assert self.profile is not None
-        choices = [of for of in self.profile.domains.values() if of.exit_layer == exit_layer and of.ranks]
+        choices = [
+            choice for choice in self.profile.domains.values() if choice.exit_layer == exit_layer and choice.ranks
+        ]
         models = [self._cost_models(choice) for choice in choices]
-        costs = {size: mean_cost([of[size] for of in models]) for size in BATCHES.values()}
+        costs = {size: mean_cost([model[size] for model in models]) for size in BATCHES.values()}
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
         beams = mean_beams([choice.beams_at(0.0) for choice in choices])
         acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]), beams)
@@ -278,11 +282,11 @@ class Drafters:
         return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch, max_step=step_limit))
 
     def _cost_models(self, choice: DomainChoice) -> dict[int, CostModel]:
-        """By the largest batch each is for."""
+        """Cost models by the largest batch that each is for."""
         return {size: self._cost_model(choice, size) for size in BATCHES.values()}
 
     def _cost_model(self, choice: DomainChoice, batch: int) -> CostModel:
-        """As calibration measured it, else by the numbers of layers and rows."""
+        """The calibrated cost model if there is one, else an estimate from numbers of layers and rows."""
         calibrated = self._calibrated(choice).get(batch)
         if calibrated is not None:
             return calibrated_cost(calibrated, choice.head_rows or None)
@@ -290,25 +294,26 @@ class Drafters:
 
     @property
     def _score_cost(self) -> float:
-        """Plain steps that a pass of the exit's block and head (two layers) over the scored positions takes."""
-        positions = FEW if self.model.device.type == "cpu" else PROMPT_END
+        """Cost, in plain steps, of a pass of the exit's block and head (counted as two layers) over the scored
+        positions."""
+        positions = CPU_SCORED_POSITIONS if self.model.device.type == "cpu" else PROMPT_END
         return 2 / self.model.config.num_layers * self._row_cost(positions)
 
     def _calibrated(self, choice: DomainChoice) -> dict[int, StepCost]:
-        """What calibration measured with the same operations on this kind of device, by the size of the batch."""
+        """Step costs that calibration measured on this type of device with the same operations, by batch size."""
         device = self.profile.device if self.profile is not None else None
         alike = self._is_measured_here and (device is None or device.kernels == self._kernels)
         return {size: choice.costs[band] for band, size in BATCHES.items() if alike and band in choice.costs}
 
     @property
     def _lacks_costs(self) -> bool:
-        """Whether some domain has batches whose costs calibration has not measured on this kind of device."""
+        """Whether `_calibrated` lacks a batch size for some governed domain."""
         domains = self.profile.domains.values() if self.profile is not None else ()
         return any(choice.ranks and len(self._calibrated(choice)) < len(BATCHES) for choice in domains)
 
     def expected(self, batch: int, domains: Sequence[str], policy: Policy) -> Iterator[tuple[Plan, Exit]]:
-        """Which steps requests of these domains may run, with which exits. Sequences of several domains share a head;
-        yields each plan, exit layer and head size once."""
+        """Yields the plans and exits that requests of these domains may use in a batch of this size; each (plan, exit
+        layer, head size) once."""
         seen: set[tuple] = set()
         for name in domains if policy.reason(batch) is None else ():
             for plan, exit in product(self._expected_plans(name, batch, policy), self._expected_exits(name, batch)):
@@ -333,7 +338,7 @@ class Drafters:
         return [trimmed, self.exit(trimmed.layer).offering(self.head_rows_of(None), [])]
 
     def trimmed_exit(self, domain: str) -> Exit:
-        """The exit of a domain over its rows of the head."""
+        """The exit of a domain over its head rows."""
         assert self.profile is not None
         exit = self.exit(self.profile.choice(domain).exit_layer)
         return exit.offering(self.head_rows_of(domain), []) if exit.block is not None else exit

@@ -73,7 +73,7 @@ class Engine:
         self.name = name or model.config.model_type
         self.tokenizer = tokenizer
         self.generation_config = generation_config or GenerationConfig()
-        self.rules = (check_rules(rules) or Rules()).on(model.device.type)
+        self.rules = (check_rules(rules) or Rules()).for_device(model.device.type)
         self.max_batch = max_batch or MAX_DECODING
         self.profile = self._read_profile(profile)
         context = min(model.config.context, max_length or model.config.context)
@@ -317,7 +317,7 @@ class Engine:
         weights that are not loaded: `selfspec.plan_memory`."""
         model, limits = on_meta(self.model), Limits(max_length, max_batch, None, memory_gb)
         held = self.memory()
-        free = free_device_bytes(self.device) + sum(of for name, of in held.items() if name != "cache_used")
+        free = free_device_bytes(self.device) + sum(nbytes for name, nbytes in held.items() if name != "cache_used")
         return plan_of(model, "as loaded", self.device, self.profile, limits, free, self.has_kernels)
 
     def metrics(self) -> Summary:

@@ -18,7 +18,8 @@ import torch
 from selfspec.speculation.plan import Plan
 
 MAX_BYTES = 128 * 1024  # of a schema, regex or grammar: llguidance compiles about 1 MB per second
-# llguidance's limits, by its own figures: 20 ms to read regexes; 14 ms and 2.5 ms for one mask; 2 kB per lexer state.
+# llguidance's limits, in its documentation's figures: 20 ms to read regexes; 14 ms and 2.5 ms for one mask; 2 kB per
+# lexer state.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -42,13 +43,13 @@ class ResponseFormatError(ValueError):
 class Grammar:
     """The grammar of one sequence, at the state after the first `length` tokens of the sequence."""
 
-    def __init__(self, matcher: Any, own_end: int, ends: Sequence[int], words: int, length: int = 0) -> None:
-        self._matcher, self._own_end, self.ends, self.words = matcher, own_end, tuple(ends), words
+    def __init__(self, matcher: Any, tokenizer_end: int, ends: Sequence[int], words: int, length: int = 0) -> None:
+        self._matcher, self._tokenizer_end, self.ends, self.words = matcher, tokenizer_end, tuple(ends), words
         self._length = length
 
-    def copy(self, length: int) -> Grammar:
-        """The grammar at its beginning, for a sequence whose prompt has `length` tokens."""
-        return Grammar(self._matcher.deep_copy(), self._own_end, self.ends, self.words, length)
+    def at_start(self, length: int) -> Grammar:
+        """Copies an unused grammar for a sequence whose prompt has `length` tokens."""
+        return Grammar(self._matcher.deep_copy(), self._tokenizer_end, self.ends, self.words, length)
 
     def apply(
         self,
@@ -60,7 +61,7 @@ class Grammar:
         """Returns the logits with -inf at tokens that may not follow; unchanged where the path itself is forbidden, or
         ends the text."""
         self._advance(tokens)
-        if self._own_end in path or any(end in path for end in self.ends):
+        if self._tokenizer_end in path or any(end in path for end in self.ends):
             return logits
         consumed = self._matcher.try_consume_tokens(list(path))
         bits = np.zeros(self.words, np.uint32)
@@ -82,14 +83,14 @@ class Grammar:
         self.check()
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens that alone may follow the tokens of the sequence, one after the other."""
+        """Returns the tokens that follow with no alternative, in order."""
         self._advance(tokens)
         return self._matcher.compute_ff_tokens()
 
     def node_masks(self, plan: Plan, drafted: Sequence[int], root: Bits, out: np.ndarray) -> dict[int, int]:
         """Fills rows of `out` [rows, words] with the masks of drafted nodes whose path is allowed. Returns the row of
-        each such node; nodes that stand for one text share it. `root` is the mask at the root; `drafted` are the tokens
-        of the nodes, root included; -1: none."""
+        each such node; nodes with equal token paths share a row. `root` is the mask at the root; `drafted` are the
+        tokens of the nodes, root included; -1: none."""
         rows: dict[int, int] = {}
         consume, rollback, address = self._matcher.consume_token, self._matcher.rollback, out.ctypes.data
         used = 0
@@ -115,7 +116,7 @@ class Grammar:
         return rows
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        """Consumes the tokens that the sequence has since the last call."""
+        """Consumes the tokens that the sequence got since the last call."""
         if len(tokens) > self._length:
             self._matcher.consume_tokens(list(tokens[self._length :]))
             self._length = len(tokens)
@@ -124,11 +125,11 @@ class Grammar:
         """Computes the mask at the matcher's state. llguidance allows its tokenizer's end token where the text may end:
         replaces it by the request's end tokens."""
         self._matcher.unsafe_compute_mask_ptr(address, bits.nbytes)
-        own = self._own_end
-        if self.ends != (own,) and bits[own >> 5] & _BIT[own & 31]:
-            bits[own >> 5] &= ~_BIT[own & 31]
-            for end in self.ends:
-                bits[end >> 5] |= _BIT[end & 31]
+        end = self._tokenizer_end
+        if self.ends != (end,) and bits[end >> 5] & _BIT[end & 31]:
+            bits[end >> 5] &= ~_BIT[end & 31]
+            for other in self.ends:
+                bits[other >> 5] |= _BIT[other & 31]
 
     def check(self) -> None:
         """Raises ResponseFormatError if the grammar has an error, or took more work than llguidance's limits allow."""
@@ -237,9 +238,9 @@ def _parts_of_schema(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the values directly below a schema that may be schemas, with their keys."""
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in _DEFINITIONS):
         if isinstance(value, dict) and key in (*_DEFINITIONS, "properties", "patternProperties"):
-            yield from ((f"{key}.{name}", of) for name, of in value.items())
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
         elif isinstance(value, list):
-            yield from ((f"{key}.{place}", of) for place, of in enumerate(value))
+            yield from ((f"{key}.{place}", part) for place, part in enumerate(value))
         else:
             yield key, value
 

@@ -65,7 +65,8 @@ def prompt_logprobs(
     packed = state_logprobs(states, after, max(tops), project).tolist()
     ends = accumulate(map(len, tokens))
     return [
-        unpack_logprobs(packed[end - len(of) : end], of, top) for of, top, end in zip(tokens, tops, ends, strict=True)
+        unpack_logprobs(packed[end - len(prompt) : end], prompt, top)
+        for prompt, top, end in zip(tokens, tops, ends, strict=True)
     ]
 
 

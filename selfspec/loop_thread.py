@@ -42,8 +42,9 @@ class Call(Future):
 
 
 class LoopThread:
-    """Starts the thread with the first item and runs the loop while there is work. Holds no strong reference to the
-    loop while it is idle, so an engine without references is collected and its thread ends."""
+    """Queues requests and calls, and runs the loop on a thread of its own while there is work. The thread starts with
+    the first item. While idle it holds no strong reference to the loop, so that an engine without references is
+    collected."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,6 +60,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def put(self, loop: Loop, item: Request | Call) -> None:
+        """Queues an item and starts the thread if none runs."""
         self._items.append(item)
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
@@ -68,11 +70,11 @@ class LoopThread:
         self.wake()
 
     def wake(self) -> None:
-        """The loop makes a pass, even if no item was put."""
+        """Makes the loop run one pass, even if nothing was queued."""
         self._wake_ups.put(None)
 
     def take(self) -> Request | Call | None:
-        """The oldest item that was put and not taken yet; None if there is none."""
+        """Removes and returns the oldest queued item; None if there is none."""
         return self._items.popleft() if self._items else None
 
     def close(self) -> None:
@@ -99,14 +101,14 @@ class LoopThread:
             del loop
 
     def _may_loop(self) -> bool:
-        """Whether the calling thread, just started, is to run the loop. An interrupt in `put` can hide that a thread
-        starts, so that the next `put` starts a second one: only the second may run."""
+        """Whether this thread is the one that `put` registered last: an interrupted `put` can cause two starts, of
+        which only the last may run."""
         with self._starting:
             return self.is_current
 
     def _wait(self) -> bool:
-        """Blocks until there is work; returns False once the thread is to end."""
+        """Blocks until `wake`; returns False once the thread must end."""
         self._wake_ups.get()
-        while not self._wake_ups.empty():  # one pass serves all
+        while not self._wake_ups.empty():  # one pass is enough for several
             self._wake_ups.get()
         return not self._is_closed

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from selfspec.buffer_sizes import graphs_nbytes, prefill_nbytes
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
 from selfspec.logprobs import logprobs_nbytes
@@ -25,7 +26,6 @@ from selfspec.models.pretrained import Weights, stored_weights
 from selfspec.models.quantized.folder import BITS
 from selfspec.profiles.profile import Profile
 from selfspec.scheduler import MAX_DECODING
-from selfspec.scratch import graphs_nbytes, prefill_nbytes
 
 # Memory that CUDA takes outside of PyTorch's allocator. Estimates: measure them on each new kind of GPU as nvidia-smi's
 # memory of the process less torch.cuda.memory_reserved(), after the first request and after a warm-up.
@@ -132,7 +132,7 @@ def plan_of(
 
     held = pages(wanted, limits.max_batch)
     context = min(wanted, longest_sequence(held))
-    longest = {of: min(wanted, longest_sequence(pages(wanted, of), of)) for of in BATCHES}
+    longest = {batch: min(wanted, longest_sequence(pages(wanted, batch), batch)) for batch in BATCHES}
     total = model.nbytes + exits + held * size + buffers + cuda
     fits = total <= available and (limits.max_length is None or context >= wanted)
     return MemoryPlan(weights_as, model.nbytes, exits, held * size, buffers, cuda, available, context, longest, fits)
@@ -183,14 +183,14 @@ def _what_fits(plans: list[MemoryPlan]) -> str:
     """Says why the first plan does not fit, and which settings would."""
     plan = plans[0]
     without_cache = plan.available - (plan.total - plan.cache)
-    ways = [f"pass {_argument(of)}" for of in plans[1:] if of.fits]
+    ways = [f"pass {_argument(other)}" for other in plans[1:] if other.fits]
     if plan.total <= plan.available:
         ways.insert(0, f"pass max_length={plan.context} or less")
     elif without_cache > 0:
         ways.insert(0, f"pass kv_cache_gb={int(without_cache / 1e7) / 100}")
     if not ways:
-        drafts_nothing = [of for of in plans if of.exits and of.total - of.exits <= of.available]
-        ways = [f"pass profile=None{'' if of is plan else f' and {_argument(of)}'}" for of in drafts_nothing]
+        drafts_nothing = [other for other in plans if other.exits and other.total - other.exits <= other.available]
+        ways = [f"pass profile=None{'' if other is plan else f' and {_argument(other)}'}" for other in drafts_nothing]
     fix = ", or ".join(ways) or "use a smaller model, or a larger memory_gb"
     return f"the model does not fit {plan.available / 1e9:.2f} GB with these settings: {fix}"
 

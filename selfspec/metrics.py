@@ -32,7 +32,7 @@ class Percentiles:
     @classmethod
     def of(cls, weighted: Iterable[tuple[float, int]]) -> Percentiles:
         """Computes the percentiles of (value, count) pairs, each value occurring `count` times: percentile p is the
-        smallest value with at least p% of all values at or below it."""
+        smallest value that at least p% of all values do not exceed."""
         ordered = sorted(weighted)
         total = sum(count for _, count in ordered)
         pairs, value, at_or_below = iter(ordered), 0.0, 0
@@ -64,7 +64,7 @@ class Summary:
     time_per_token: Percentiles  # over recent tokens: the step's time divided by the tokens the sequence got in it
     gap: Percentiles  # over recent emissions: the step's time
     speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
-    mode_changes: int  # changes of a sequence's plan, its first plan included
+    mode_changes: int  # changes of a batch's plan, its first plan included
     changes_by_reason: dict[str, int]  # of the changes to plain decoding
     drafted: int = 0  # tokens, of ended sequences
     prefix_cache_queries: int = 0  # prompt tokens of prefilled sequences
@@ -115,7 +115,9 @@ class Summary:
 
     def _series(self) -> Iterator[tuple[str, str, str, Mapping]]:
         """Yields the name, help text, label name ("": no label) and values by label of each Prometheus metric."""
-        accepted, reached = (dict(enumerate(of, start=1)) for of in (self.accepted_by_depth, self.reached_by_depth))
+        accepted, reached = (
+            dict(enumerate(counts, start=1)) for counts in (self.accepted_by_depth, self.reached_by_depth)
+        )
         yield "requests_total", "Requests started", "", {"": self.requests}
         yield "tokens_total", "Tokens generated", "", {"": self.tokens}
         yield "emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
@@ -128,11 +130,11 @@ class Summary:
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
         yield "prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
         yield "prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
-        for name, meaning, of in (
+        for name, meaning, times in (
             ("time_per_token", "Time per token", self.time_per_token),
             ("emission_gap", "Time between emissions of a sequence", self.gap),
         ):
-            quantiles = {"0.5": of.p50, "0.95": of.p95, "0.99": of.p99}
+            quantiles = {"0.5": times.p50, "0.95": times.p95, "0.99": times.p99}
             yield f"{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles
         if self.speedup is not None:
             yield "speedup", "Speed over that of plain decoding", "", {"": self.speedup}
@@ -192,7 +194,7 @@ class Metrics:
             _add(self._reached, reached_by_depth)
 
     def add_plan_change(self, reason: str | None) -> None:
-        """Counts a sequence's change of plan; `reason` is that of a change to plain decoding, else None."""
+        """Counts a batch's change of plan; `reason` is that of a change to plain decoding, else None."""
         with self._lock:
             self._changes[reason] += 1
 

@@ -11,45 +11,47 @@ from selfspec.speculation.exit_scoring import PROMPT_END
 
 
 class PromptPages:
+    """Shares KV pages between samples of a prompt and between requests."""
+
     def __init__(self, cache: Cache, prefix_reuse: bool) -> None:
         self._cache = cache
-        self.prefix_reuse = prefix_reuse  # whether prompts reuse pages of other requests' texts
+        self.prefix_reuse = prefix_reuse  # whether prompts reuse pages of other requests
 
     def reuse(self, backend: Backend, sequence: Sequence, exit: Exit | None) -> None:
         """Gives a prompt whose prefill has not begun the registered pages of its first tokens, but none of its last
-        PROMPT_END positions: prefill keeps their states to score the exit."""
+        PROMPT_END positions: prefill must compute them to score the exit."""
         if not self.prefix_reuse or sequence.kv.pages:
             return
         keys = sequence.page_keys
         if keys is None:
-            keys = sequence.page_keys = PageKeys(backend.prefix_path(len(sequence.prompt)), exit_key(exit))
+            keys = sequence.page_keys = PageKeys(backend.prefill_kind(len(sequence.prompt)), exit_key(exit))
         if sequence.request.prompt_logprobs is not None:
             return  # these need the final states of all positions
         pages = keys.units(len(sequence.prompt) - 1 - PROMPT_END)
-        sequence.kv = self._cache.open_with(keys.first(pages, sequence.prompt), keys.path.unit // PAGE_SIZE)
+        sequence.kv = self._cache.open_with(keys.first(pages, sequence.prompt), keys.kind.unit // PAGE_SIZE)
         sequence.cached_tokens = sequence.kv.length
 
     def register(self, backend: Backend, sequence: Sequence) -> None:
         """Makes the sequence's filled pages reusable: those of its prompt, and those of generated tokens where decoding
-        and prefill write the same bits. A page whose exit KV is not filled yet is not among them."""
+        and prefill write the same bits. Excludes pages without the exit's KV."""
         keys = sequence.page_keys
         if keys is None or sequence.request.error is not None:
             return
-        # After a late stop the cache is ahead of the tokens.
-        tokens = len(sequence.tokens) if keys.path.decodes_alike else len(sequence.prompt) - 1
+        # Tokens dropped by a late stop may be in the cache.
+        tokens = len(sequence.tokens) if keys.kind.decode_writes_same_bits else len(sequence.prompt) - 1
         unfilled = 0 if keys.exit is None else backend.unfilled(sequence)
         pages = keys.units(min(sequence.kv.length - unfilled, tokens))
         self._cache.register(sequence.kv, keys.first(pages, sequence.tokens))
 
     def share(self, sequence: Sequence, parent: Sequence) -> None:
-        """Gives a further sample of a prompt the pages of that prompt, shared."""
+        """Shares the pages of a prompt, prefilled for its first sample, with a further sample."""
         sequence.kv = self._cache.fork(parent.prompt_kv or parent.kv)
         sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
 
-    def keep(self, ready: list[Sequence]) -> None:
-        """Keeps a prompt's pages while further samples of it wait for admission; frees them once all have joined."""
+    def hold_for_samples(self, ready: list[Sequence]) -> None:
+        """Keeps a prompt's pages while samples of it wait for admission, and frees them once all have their own."""
         for parent in dict.fromkeys(sequence.parent or sequence for sequence in ready):
-            samples = (of for of in parent.request.sequences if of.parent is parent)
+            samples = (sample for sample in parent.request.sequences if sample.parent is parent)
             if any(not sample.is_prefilled for sample in samples):
                 parent.prompt_kv = parent.prompt_kv or self._cache.fork(parent.kv)
             elif parent.prompt_kv is not None:

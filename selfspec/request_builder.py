@@ -75,7 +75,7 @@ class RequestBuilder:
         check_token_ids(params, self.model.config.vocab_size)
         seeds = read_seeds(seed, len(prompts), params.do_sample)
         plan = None if speculation.plan is None else Plan.parse(speculation.plan)
-        layer = self.drafters.own_exit_layer(speculation, plan)
+        layer = self.drafters.requested_exit_layer(speculation, plan)
         policy = self._policy(resolved, speculation, plan, layer)
         if policy.only_copies:
             self._warn_no_profile()
@@ -91,7 +91,7 @@ class RequestBuilder:
             logprobs=settings.logprobs,
             prompt_logprobs=settings.prompt_logprobs,
         )
-        if not policy.off_for_good:
+        if not policy.permanent_reason:
             request.find_drafter = partial(self.drafters.drafter, speculation, prompts, policy, layer)
         return request
 
@@ -144,7 +144,7 @@ class RequestBuilder:
         self, resolved: Resolved, speculation: SpeculationRequest, plan: Plan | None, layer: int | None
     ) -> Policy:
         return Policy(
-            rules=(speculation.rules or self.rules).on(self.model.device.type),
+            rules=(speculation.rules or self.rules).for_device(self.model.device.type),
             sampling=resolved.params,
             mode=speculation.speculative_decoding,
             plan=plan,
@@ -168,7 +168,7 @@ class RequestBuilder:
                 sequences.append(sample)
         if grammar is not None:
             for sequence in sequences:
-                sequence.grammar = grammar.copy(len(sequence.prompt))
+                sequence.grammar = grammar.at_start(len(sequence.prompt))
         return sequences
 
     def _grammar(
@@ -186,7 +186,9 @@ class RequestBuilder:
         return grammar, replace(resolved, params=replace(params, stop_token_ids=stops))
 
     def _warn_callables(self, callables: Sequence[Callable]) -> None:
-        names = ", ".join(dict.fromkeys(getattr(of, "__name__", type(of).__name__) for of in callables))
+        names = ", ".join(
+            dict.fromkeys(getattr(function, "__name__", type(function).__name__) for function in callables)
+        )
         self._warn(
             f"the logits processors {names} are Python callables: every step waits for them on the host, so decoding "
             "is slower. Built-in options (penalties, logit_bias, allowed_token_ids, ...) run on the device."

@@ -86,7 +86,7 @@ class Stream(Iterator[str]):
         A character spread over several tokens comes with the last of them.
         """
         while self._has_more():
-            origin = self._sequence.origins[self._shown]
+            origin = self._sequence.history.origins[self._shown]
             piece = self._show(1)
             if piece:
                 yield piece, origin
@@ -144,16 +144,18 @@ def to_tensor(input_ids: torch.Tensor, sequences: list[Sequence], settings: Sett
     prompts = input_ids if samples == 1 else input_ids.repeat_interleave(samples, dim=0)
     longest = max(sequence.new_tokens for sequence in sequences)
     pad = settings.pad_token_id if settings.pad_token_id is not None else 0
-    new = [of.tokens[len(of.prompt) :] + [pad] * (longest - of.new_tokens) for of in sequences]
+    new = [sequence.tokens[len(sequence.prompt) :] + [pad] * (longest - sequence.new_tokens) for sequence in sequences]
     # numpy reads lists 4 times as fast as torch.
     return torch.cat((prompts, torch.from_numpy(np.array(new, dtype=np.int64)).to(input_ids.device)), dim=1)
 
 
 def output_of(tokens: torch.Tensor, request: Request) -> GenerateOutput:
     every = request.sequences
-    of_new = None if request.logprobs is None else [of.logprobs for of in every]
-    of_prompts = None if request.prompt_logprobs is None else [of.first_sample.prompt_logprobs for of in every]
-    return GenerateOutput(tokens, [stats_of(of) for of in every], of_new, of_prompts)
+    of_new = None if request.logprobs is None else [sequence.logprobs for sequence in every]
+    of_prompts = (
+        None if request.prompt_logprobs is None else [sequence.first_sample.prompt_logprobs for sequence in every]
+    )
+    return GenerateOutput(tokens, [stats_of(sequence) for sequence in every], of_new, of_prompts)
 
 
 def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
@@ -166,30 +168,31 @@ def completion_of(sequence: Sequence, tokenizer: Any) -> Completion:
         tokens,
         sequence.finish_reason,
         stats_of(sequence),
-        list(sequence.origins),
+        list(sequence.history.origins),
         None if request.logprobs is None else sequence.logprobs,
         None if request.prompt_logprobs is None else sequence.first_sample.prompt_logprobs,
     )
 
 
 def stats_of(sequence: Sequence) -> Stats:
-    reached = sequence.accepted + sequence.rejections
+    history = sequence.history
+    reached = history.accepted + history.rejections
     assert sequence.finish_reason is not None
     exit = sequence.request.drafter.exit if sequence.request.drafter is not None else None
     return Stats(
         new_tokens=sequence.new_tokens,
-        cycles=sequence.steps,
-        drafted=sequence.drafted,
-        accepted=sequence.accepted,
-        accept_rate=sequence.accepted / reached if reached else 0.0,
-        tokens_per_cycle=sequence.new_tokens / sequence.steps,
-        plan=str(sequence.plans.most_common(1)[0][0]),
+        cycles=history.steps,
+        drafted=history.drafted,
+        accepted=history.accepted,
+        accept_rate=history.accepted / reached if reached else 0.0,
+        tokens_per_cycle=sequence.new_tokens / history.steps,
+        plan=str(history.plans.most_common(1)[0][0]),
         exit_layer=None if exit is None else exit.layer,
         disabled_reason=sequence.disabled_reason,
         finish_reason=sequence.finish_reason,
         elapsed_s=sequence.elapsed_s,
-        changes=list(sequence.changes),
-        ood=sequence.ood,
-        accepted_by_depth=list(sequence.accepted_by_depth),
-        reached_by_depth=list(sequence.reached_by_depth),
+        changes=list(history.changes),
+        ood=sequence.was_ood,
+        accepted_by_depth=list(history.accepted_by_depth),
+        reached_by_depth=list(history.reached_by_depth),
     )

@@ -206,11 +206,11 @@ def process_logits(
     each row by its parameters, in transformers' order. Returns [R, V]; does not change `logits`."""
     columns = _Columns(logits.shape[-1], token_ids, logits.device)
 
-    def process(values: torch.Tensor, of: SamplingParams, rows: Sequence[int]) -> torch.Tensor:
-        if not of.changes_logits:
+    def process(values: torch.Tensor, row_params: SamplingParams, rows: Sequence[int]) -> torch.Tensor:
+        if not row_params.changes_logits:
             return values
         group = _Texts([texts[row] for row in rows], [prompt_lengths[row] for row in rows])
-        return _ban(_penalise(values, of, group, columns), of, group, columns)
+        return _ban(_penalise(values, row_params, group, columns), row_params, group, columns)
 
     return _by_params(logits, params, process)
 
@@ -225,9 +225,9 @@ class _Texts:
     def generated(self) -> list[Sequence[int]]:
         return [text[length:] for text, length in zip(self.tokens, self.prompt_lengths, strict=True)]
 
-    def shorter_than_minimum(self, of: SamplingParams) -> list[bool]:
+    def shorter_than_minimum(self, params: SamplingParams) -> list[bool]:
         lengths = zip(self.tokens, self.prompt_lengths, strict=True)
-        return [len(text) < max(of.min_length, prompt + of.min_new_tokens) for text, prompt in lengths]
+        return [len(text) < max(params.min_length, prompt + params.min_new_tokens) for text, prompt in lengths]
 
 
 def _by_params(
@@ -239,37 +239,37 @@ def _by_params(
     if all(other is params[0] for other in params):
         return change(values, params[0], range(len(params))) if params else values
     groups: dict[SamplingParams, list[int]] = {}
-    for row, of in enumerate(params):
-        groups.setdefault(of, []).append(row)
+    for row, row_params in enumerate(params):
+        groups.setdefault(row_params, []).append(row)
     changed = values.clone()
-    for of, rows in groups.items():
+    for row_params, rows in groups.items():
         at = torch.tensor(rows, device=values.device)
-        changed[at] = change(values[at], of, rows)
+        changed[at] = change(values[at], row_params, rows)
     return changed
 
 
-def _penalise(values: torch.Tensor, of: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
+def _penalise(values: torch.Tensor, params: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
     """Adds the logit bias, then applies the repetition penalty, then presence and frequency penalty."""
-    if of.logit_bias:
-        values = values + columns.bias(of.logit_bias, values.dtype)
-    if of.repetition_penalty != 1:
-        seen, factor = columns.counts(texts.tokens, values.dtype) > 0, of.repetition_penalty
+    if params.logit_bias:
+        values = values + columns.bias(params.logit_bias, values.dtype)
+    if params.repetition_penalty != 1:
+        seen, factor = columns.counts(texts.tokens, values.dtype) > 0, params.repetition_penalty
         values = torch.where(seen, torch.where(values < 0, values * factor, values / factor), values)
-    if of.presence_penalty or of.frequency_penalty:
+    if params.presence_penalty or params.frequency_penalty:
         counts = columns.counts(texts.generated(), values.dtype)
-        values = values - of.presence_penalty * (counts > 0) - of.frequency_penalty * counts
+        values = values - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
     return values
 
 
-def _ban(values: torch.Tensor, of: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
+def _ban(values: torch.Tensor, params: SamplingParams, texts: _Texts, columns: _Columns) -> torch.Tensor:
     """Sets to -inf: banned tokens, all but allowed tokens, and stop tokens of texts below the minimum length."""
-    if of.banned_token_ids:
-        values = values.masked_fill(columns.mask(of.banned_token_ids), -math.inf)
-    if of.allowed_token_ids is not None:
-        values = values.masked_fill(~columns.mask(of.allowed_token_ids), -math.inf)
-    too_short = texts.shorter_than_minimum(of)
-    if any(too_short) and of.stop_token_ids:
-        stops = columns.mask(of.stop_token_ids)
+    if params.banned_token_ids:
+        values = values.masked_fill(columns.mask(params.banned_token_ids), -math.inf)
+    if params.allowed_token_ids is not None:
+        values = values.masked_fill(~columns.mask(params.allowed_token_ids), -math.inf)
+    too_short = texts.shorter_than_minimum(params)
+    if any(too_short) and params.stop_token_ids:
+        stops = columns.mask(params.stop_token_ids)
         values = values.masked_fill(torch.tensor(too_short, device=values.device)[:, None] & stops, -math.inf)
     return values
 
@@ -277,19 +277,19 @@ def _ban(values: torch.Tensor, of: SamplingParams, texts: _Texts, columns: _Colu
 def warp_logits(values: torch.Tensor, params: Sequence[SamplingParams], cut: bool = True) -> torch.Tensor:
     """Divides each row by its temperature and, if `cut`, sets tokens outside its top-k, top-p and min-p to -inf.
     Returns greedy rows unchanged."""
-    return _by_params(values, params, lambda group, of, rows: _warp(group, of, cut))
+    return _by_params(values, params, lambda group, params, rows: _warp(group, params, cut))
 
 
-def _warp(logits: torch.Tensor, of: SamplingParams, cut: bool) -> torch.Tensor:
-    if not of.do_sample:
+def _warp(logits: torch.Tensor, params: SamplingParams, cut: bool) -> torch.Tensor:
+    if not params.do_sample:
         return logits
-    values = logits / of.temperature
+    values = logits / params.temperature
     if not cut:
         return values
-    if of.top_k or of.top_p < 1:
-        values = _keep_top(values, of.top_k or values.shape[-1], of.top_p)
-    if of.min_p > 0:
-        values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(of.min_p), -math.inf)
+    if params.top_k or params.top_p < 1:
+        values = _keep_top(values, params.top_k or values.shape[-1], params.top_p)
+    if params.min_p > 0:
+        values = values.masked_fill(values < values.amax(-1, keepdim=True) + math.log(params.min_p), -math.inf)
     return values
 
 
@@ -347,7 +347,7 @@ def choose(values: torch.Tensor, params: Sequence[SamplingParams], key: NoiseKey
             "nan that the weights or a logits processor are at fault"
         )
     chosen = values.argmax(-1)
-    sampled = [row for row, of in enumerate(params) if of.do_sample]
+    sampled = [row for row, row_params in enumerate(params) if row_params.do_sample]
     if sampled:
         at = torch.tensor(sampled, device=values.device)
         chosen[at] = perturbed(values[at], key.at(at)).argmax(-1)

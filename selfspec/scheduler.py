@@ -1,8 +1,8 @@
 """The one decoding loop: admits waiting sequences, prefills their prompts in chunks, and decodes them in batches.
 
-`generate`, `complete`, `stream` and the command line all submit requests here, from any thread. A thread of its own
-runs the loop while there is work; callers only wait, and concurrent calls share batches. The scheduler decides which
-sequences prefill and decode; the batch chooses the plan of each step, and the backend executes it.
+`generate`, `complete`, `stream` and the server submit requests from any thread. One thread per engine runs the loop
+while there is work; callers wait. The scheduler decides which sequences prefill and decode, a batch chooses the plan of
+each step, and a backend executes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that decode together at most
-_MARGIN = 2 * (MAX_NODES + 1)  # positions past the prompt that admission needs free pages for: two steps
+_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # positions of two steps, for which admission also needs free pages
 
-BackendFactory = Callable[[bool], Backend]  # (whether `acceptance="rejection"` was asked for) -> a batch's backend
+BackendFactory = Callable[[bool], Backend]  # (whether acceptance is "rejection") -> a batch's backend
 
 
 class Scheduler:
@@ -50,19 +50,19 @@ class Scheduler:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self.prompt_pages = PromptPages(cache, prefix_reuse)
         self._new_backend, self._before_first = new_backend, before_first
-        self._requests: set[Request] = set()  # that have not ended
+        self._requests: set[Request] = set()  # requests that have not ended
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[Batch, list[Sequence]] = {}
         self.batches: dict[tuple, Batch] = {}
         self._thread = LoopThread(cache.keys.device)
-        self._has_cancelled = False  # some request was cancelled since the loop last checked
+        self._has_cancelled = False  # whether a request was cancelled since the loop last checked
         weakref.finalize(self, self._thread.close)
 
     # Called by any thread
 
     def submit(self, request: Request) -> None:
         """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
-        self._check_thread()
+        self._refuse_loop_thread()
         try:
             self._thread.put(self, request)
         except BaseException:
@@ -81,7 +81,7 @@ class Scheduler:
         try:
             for count in request.progress.follow(every_step):
                 yield count
-                self._check_thread()
+                self._refuse_loop_thread()
         except GeneratorExit:
             self._cancel(request)
             raise
@@ -92,8 +92,8 @@ class Scheduler:
             raise request.error
 
     def cancel(self, request: Request, wait: bool = True) -> None:
-        """Ends a request early; returns when its pages are free (on the loop's own thread, or with `wait` False: at
-        once, and the loop frees them in its next pass)."""
+        """Ends a request early and waits until its pages are free. On the loop's own thread, or with `wait` False,
+        returns at once; the loop then frees them in its next pass."""
         self._cancel(request)
         if wait and not self._thread.is_current:
             request.progress.wait_until_over()
@@ -102,7 +102,8 @@ class Scheduler:
         request.is_cancelled = self._has_cancelled = True
         self._thread.wake()
 
-    def _check_thread(self) -> None:
+    def _refuse_loop_thread(self) -> None:
+        """Raises RuntimeError on the loop's own thread, which cannot wait for itself."""
         if self._thread.is_current:
             raise RuntimeError(
                 "a logits processor or stopping criterion cannot generate with the engine that calls it, which waits "
@@ -111,7 +112,7 @@ class Scheduler:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the loop's thread, between two passes of the loop, and returns its result."""
-        self._check_thread()
+        self._refuse_loop_thread()
         call = Call(function)
         self._thread.put(self, call)
         return call.result()
@@ -166,12 +167,12 @@ class Scheduler:
                 if sequence in self.waiting:
                     self.waiting.remove(sequence)
             for batch, sequences in list(self.prefilling.items()):
-                for sequence in (of for of in sequences if of.request is request):
+                for sequence in (other for other in sequences if other.request is request):
                     self.prompt_pages.register(batch.backend, sequence)
                     batch.backend.release(sequence)
-                self._set_prefilling(batch, [of for of in sequences if of.request is not request])
+                self._set_prefilling(batch, [other for other in sequences if other.request is not request])
             for batch in self.batches.values():
-                running = [of for of in batch.running if of.request is request]
+                running = [sequence for sequence in batch.running if sequence.request is request]
                 if running:
                     for sequence in running:
                         self.prompt_pages.register(batch.backend, sequence)
@@ -189,9 +190,9 @@ class Scheduler:
                 if sequence.prompt_kv is not None:
                     self.cache.close(sequence.prompt_kv)
                 sequence.swapped = None
-                if drafted := sequence.drafted:
-                    by_depth = sequence.accepted_by_depth, sequence.reached_by_depth
-                    self.metrics.add_acceptance(*by_depth, drafted)
+                history = sequence.history
+                if drafted := history.drafted:
+                    self.metrics.add_acceptance(history.accepted_by_depth, history.reached_by_depth, drafted)
         finally:
             self._requests.discard(request)
             request.progress.end(request.sequences[0].new_tokens if request.sequences else 0)
@@ -204,6 +205,7 @@ class Scheduler:
 
     @property
     def _admitted(self) -> int:
+        """Number of sequences that prefill or decode."""
         prefilling = sum(len(sequences) for sequences in self.prefilling.values())
         return prefilling + sum(len(batch.running) for batch in self.batches.values())
 
@@ -217,7 +219,7 @@ class Scheduler:
             if needed > spare and self._admitted:
                 return  # until running sequences free pages
             if sequence.swapped is not None and self.prefilling:
-                return  # its next steps would take the pages counted for these prompts at admission
+                return  # its next steps would take the pages that these prompts were admitted with
             try:
                 if self._before_first is not None:
                     before, self._before_first = self._before_first, None
@@ -229,7 +231,7 @@ class Scheduler:
             except Exception as error:
                 if isinstance(error, CacheFull) and self._admitted:
                     return  # admitted sequences hold the pages that it needs
-                sequence.request.fail(_explained(error))
+                sequence.request.fail(_with_advice(error))
                 self._remove(sequence.request)
                 continue
             spare -= needed
@@ -242,25 +244,26 @@ class Scheduler:
 
     @staticmethod
     def _pages_needed(sequence: Sequence) -> int:
-        """Pages for a sequence's prompt, or for the positions that were swapped out, and for two steps."""
+        """Number of pages for a sequence's prompt, or for its swapped-out positions, and for two steps."""
         if sequence.swapped is not None:
             length = sequence.swapped.length
         else:
             shared = sequence.parent.prompt_kv if sequence.parent is not None else None
             length = len(sequence.prompt) - (0 if shared is None else shared.length)
-        return -(-(length + _MARGIN) // PAGE_SIZE)
+        return -(-(length + _STEP_POSITIONS) // PAGE_SIZE)
 
     def _spare_pages(self) -> int:
-        """Free pages, less those that prefilling prompts were admitted with and have not taken yet."""
-        prompts = [of for sequences in self.prefilling.values() for of in sequences]
-        return self.cache.free_pages - sum(max(0, self._pages_needed(of) - len(of.kv.pages)) for of in prompts)
+        """Number of free pages, less those that prefilling prompts were admitted with and have not taken yet."""
+        prefilling = (sequence for sequences in self.prefilling.values() for sequence in sequences)
+        promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in prefilling)
+        return self.cache.free_pages - sum(promised)
 
     def _batch(self, sequence: Sequence) -> Batch:
-        """The batch that a sequence joins: sequences with the same exit and acceptance rule decode together."""
+        """The batch of the sequence's exit and acceptance rule; a new one if there is none."""
         request = sequence.request
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
-            exit = self.drafters.usual_exit  # sequences that never draft join those that do
+            exit = self.drafters.loaded_exit  # sequences that never draft join those that do
         key = (exit_key(exit), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
@@ -269,11 +272,11 @@ class Scheduler:
 
     def close_idle_batches(self) -> None:
         """Frees the device buffers of batches without sequences; on the loop's thread only."""
-        for key in [of for of, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
+        for key in [key for key, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Prefilled sequences decode from the next step on."""
+        """Adds prefilled sequences to the batch; they decode from the next step on."""
         try:
             batch.join(sequences)
         except Exception as error:
@@ -285,33 +288,33 @@ class Scheduler:
         """Runs one prefill pass: one chunk of a long prompt, or several short prompts. The sequences of a request join
         the batch together, once the prompts of all admitted ones are in the cache."""
         sequences = members = self.prefilling.get(batch, [])
-        firsts = [of for of in sequences if not of.is_prefilled and of.parent is None]
+        prompts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
         started = time.perf_counter()
-        if firsts:
-            drafts = _drafts(firsts[0])
-            alike = [of for of in firsts if _drafts(of) == drafts]
-            exit = batch.base_exit if drafts else None
-            for sequence in alike:
+        if prompts:
+            uses_exit = _uses_exit(prompts[0])
+            together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
+            exit = batch.base_exit if uses_exit else None
+            for sequence in together:
                 self.prompt_pages.reuse(batch.backend, sequence, exit)
             try:
-                for sequence in self._prefill_pass(batch, alike, exit):
+                for sequence in self._prefill_pass(batch, together, exit):
                     sequence.is_prefilled = True
                     self.prompt_pages.register(batch.backend, sequence)
                     self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._is_decoding:
-                    return  # running sequences have taken the pages that it was admitted with, and will return them
-                firsts[0].request.fail(_explained(error))
-                self._remove(firsts[0].request)
+                    return  # the pages counted at its admission are taken; running sequences will free some
+                prompts[0].request.fail(_with_advice(error))
+                self._remove(prompts[0].request)
                 return
         for sequence in sequences:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)
-        for request in dict.fromkeys(of.request for of in sequences):
-            ready = [of for of in sequences if of.request is request]
-            if all(of.is_prefilled for of in ready):
-                self.prompt_pages.keep(ready)
-                sequences = [of for of in sequences if of.request is not request]
+        for request in dict.fromkeys(sequence.request for sequence in sequences):
+            ready = [sequence for sequence in sequences if sequence.request is request]
+            if all(sequence.is_prefilled for sequence in ready):
+                self.prompt_pages.hold_for_samples(ready)
+                sequences = [sequence for sequence in sequences if sequence.request is not request]
                 self._set_prefilling(batch, sequences)
                 self._join(batch, ready)
         seconds = time.perf_counter() - started
@@ -320,8 +323,8 @@ class Scheduler:
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
-        """Runs one prefill pass. If it fails with several prompts, runs the first one alone: an error that this raises
-        belongs to its request."""
+        """Runs one prefill pass. If it fails with several prompts, runs the first one alone, so that an error belongs
+        to one request."""
         try:
             return batch.backend.prefill(sequences, exit)
         except Exception:
@@ -338,10 +341,10 @@ class Scheduler:
     # Decoding
 
     def _decode(self, batch: Batch) -> None:
-        """Runs one step of the batch. While pages are too few, swaps its newest sequence to host memory and tries
-        again: the step must come before the next admission, which would swap that sequence straight back in."""
+        """Runs one step of the batch. While too few pages are free, swaps its newest sequence to host memory and
+        tries again: admission would otherwise swap it back in before the step."""
         started, members = time.perf_counter(), list(batch.running)
-        callbacks = {of.request: of.request.callback_s for of in members}
+        callbacks = {sequence.request: sequence.request.callback_s for sequence in members}
         is_over = False
         while batch.running and not is_over:
             try:
@@ -357,9 +360,10 @@ class Scheduler:
             sequence.elapsed_s += seconds
 
     def _preempt(self, batch: Batch, error: CacheFull) -> None:
+        """Swaps the newest sequence to host memory; fails it with `error` if no other sequence is admitted."""
         batch.drain()
         self._finish(batch)
-        if self._admitted < 2:  # no other sequence will return pages
+        if self._admitted < 2:  # no other sequence will free pages
             for sequence in list(batch.running):
                 sequence.request.fail(error)
                 self._remove(sequence.request)
@@ -371,40 +375,40 @@ class Scheduler:
             batch.backend.suspend(newest)
             newest.swapped = self.cache.swap_out(newest.kv)
         except Exception as failed:
-            newest.request.fail(_explained(failed))
+            newest.request.fail(_with_advice(failed))
             self._remove(newest.request)
             return
         batch.leave([newest])
         self.waiting.appendleft(newest)
 
     def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
-        """Ends all requests of a batch whose step or join failed: the fault belongs to no single request. The batch may
-        hold some of the joining sequences and not others."""
+        """Fails all requests of a batch after a failed step or join, whose error belongs to no single request. The
+        batch may hold some of the `joining` sequences and not others."""
         batch.in_flight = None
         for request in {sequence.request for sequence in (*batch.running, *joining)}:
-            request.fail(_explained(error))
+            request.fail(_with_advice(error))
             with suppress(Exception):  # the backend may be broken too
                 self._remove(request)
 
     def _finish(self, batch: Batch) -> None:
         """Removes finished sequences from the batch, ends finished requests, and reports new tokens to streams."""
-        for request in {of.request for of in batch.running if of.request.error is not None}:
+        for request in {sequence.request for sequence in batch.running if sequence.request.error is not None}:
             self._remove(request)
-        ended = [of for of in batch.running if of.is_finished]
+        ended = [sequence for sequence in batch.running if sequence.is_finished]
         for sequence in ended:
             self.prompt_pages.register(batch.backend, sequence)
         if ended:
             batch.leave(ended)
         for sequence in ended:
             self.cache.close(sequence.kv)
-        for request in dict.fromkeys(of.request for of in ended):
+        for request in dict.fromkeys(sequence.request for sequence in ended):
             if request.is_finished:
                 self._end(request)
-        for request in dict.fromkeys(of.request for of in batch.running):
+        for request in dict.fromkeys(sequence.request for sequence in batch.running):
             request.progress.update(request.sequences[0].new_tokens)
 
     def fail_everything(self, error: BaseException) -> None:
-        """Ends every request with this error, after a fault of the loop itself: no caller waits for ever."""
+        """Fails every request after an error of the loop itself, so that every caller returns."""
         for request in list(self._requests):
             request.fail(error)
             with suppress(Exception):  # the backend may be broken too
@@ -417,12 +421,12 @@ class Scheduler:
         self.batches.clear()
 
 
-def _drafts(sequence: Sequence) -> bool:
-    """Whether this sequence may be drafted for, so that prefill fills the exit block's KV too."""
+def _uses_exit(sequence: Sequence) -> bool:
+    """Whether this sequence drafts with an exit, so that prefill also fills the exit block's KV."""
     return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
-def _explained(error: Exception) -> Exception:
+def _with_advice(error: Exception) -> Exception:
     """Adds to an out-of-memory error what to do; returns other errors unchanged."""
     if is_out_of_memory(error):
         return CacheFull(f"out of memory during a step ({error}): build the engine with a smaller kv_cache_gb")

@@ -1,18 +1,16 @@
 """A sequence (one text in progress) and a request (the sequences of one call).
 
-A sequence has its tokens, KV pages, sampling parameters and one record per step. A step only appends to these, because
-the device may be waiting for the host; statistics are computed from the records when they are read. This module does
-not import the scheduler or a backend.
+A sequence has its tokens, KV pages, sampling parameters and the history of its steps. This module does not import the
+scheduler or a backend.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +19,14 @@ from selfspec.cache.kv_cache import KVPages, SwappedPages
 from selfspec.cache.prefixes import PageKeys
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.copying import Copying
-from selfspec.governor.governor import MEASURING, Change
 from selfspec.governor.rules import NO_PROFILE
 from selfspec.grammar import Grammar
+from selfspec.history import StepHistory
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.progress import Progress
 from selfspec.sampling import SamplingParams
-from selfspec.speculation.exit_scoring import UnfilledStates
+from selfspec.speculation.exit_scoring import SequenceUnfilled
 from selfspec.speculation.plan import Plan
 
 if TYPE_CHECKING:
@@ -36,20 +34,6 @@ if TYPE_CHECKING:
     from selfspec.governor.rules import Policy
 
 Criterion = Callable[[torch.Tensor, Any], Any]  # (tokens [1, t], scores) -> whether the sequence ends here
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity, which makes counting fast
-class StepRecord:
-    """How a step was decided. Steps decided alike share one object."""
-
-    plan: Plan
-    chosen: Plan  # the plan before it was truncated to the tokens that are left
-    reason: str | None  # why nothing was drafted; None if something was
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def of(cls, plan: Plan, chosen: Plan, reason: str | None) -> StepRecord:
-        return cls(plan, chosen, reason)
 
 
 @dataclass(eq=False)
@@ -73,21 +57,15 @@ class Sequence:
     prompt_kv: KVPages | None = None  # the prompt's pages, for samples that have not been admitted yet
     prompt_feature: torch.Tensor | None = None  # `previous_feature` at the end of the prompt, for other samples
     previous_feature: torch.Tensor | None = None  # [2 * hidden]: feature of the newest position with KV
-    drafts: bool = True  # the rules allow drafting for it in the next step
+    drafts: bool = True  # whether the rules allow drafting for it in the next step
     finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
-    elapsed_s: float = 0.0
+    elapsed_s: float = 0.0  # seconds in prefill and steps
     skill: Skill = field(default_factory=Skill)  # how well its drafts are accepted
-    copying: Copying = field(default_factory=Copying)  # how much of its text repeats
-    unfilled: UnfilledStates = field(default_factory=UnfilledStates)  # states of tokens that the exit's KV lacks
-    records: list[StepRecord] = field(default_factory=list)  # one per step
-    last_nodes: list[int] = field(default_factory=list)  # last accepted node of each step
-    drafted_end: int | None = None  # index of the step whose drafted token ended the sequence
+    copying: Copying = field(default_factory=Copying)  # how often copied nodes would be accepted
+    unfilled: SequenceUnfilled = field(default_factory=SequenceUnfilled)  # states of positions without the exit's KV
+    history: StepHistory = field(default_factory=StepHistory)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the new tokens, if the request asks for them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
-    # Computed from the first steps, and extended when statistics are read.
-    _counts: Counter[tuple[StepRecord, int]] = field(default_factory=Counter, init=False)
-    _origins: list[str] = field(default_factory=list, init=False)
-    _steps_in_origins: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -132,12 +110,12 @@ class Sequence:
         elif len(self.tokens) >= self.max_length:
             self.finish_reason = "length"
         if drafted and self.finish_reason is not None:
-            self.drafted_end = self.steps
+            self.history.drafted_end = self.history.steps
 
     def _meets_a_criterion(self) -> bool:
         with self.request.callback():
             prefix = torch.tensor([self.tokens], device=self.request.device)
-            met = [bool(torch.as_tensor(of(prefix, None)).any()) for of in self.request.criteria]
+            met = [bool(torch.as_tensor(criterion(prefix, None)).any()) for criterion in self.request.criteria]
             return any(met)  # of a list, so that every criterion is called for every token
         return True  # a criterion raised
 
@@ -166,113 +144,20 @@ class Sequence:
         return []
 
     @property
-    def ood(self) -> bool:
-        return self.skill.ood
+    def was_ood(self) -> bool:
+        return self.skill.was_ood
 
-    @property
-    def steps(self) -> int:
-        return len(self.last_nodes)
-
-    def usual_tokens(self, plan: Plan) -> float:
+    def expected_tokens(self, plan: Plan) -> float:
         """Expected tokens of a step with this plan: the mean of the steps so far, at most the plan's depth + 1."""
-        return min(self.new_tokens / self.steps, plan.depth + 1) if self.steps else plan.depth + 1
-
-    @property
-    def drafted(self) -> int:
-        return sum(len(plan) * times for plan, times in self.plans.items())
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.accepted_by_depth)
-
-    @property
-    def rejections(self) -> int:
-        """Steps that ended because no child carried the target's token."""
-        return sum(self.reached_by_depth) - self.accepted
-
-    @property
-    def plans(self) -> Counter[Plan]:
-        """Number of steps by plan, in the order of first use."""
-        plans: Counter[Plan] = Counter()
-        for (record, _), times in self._counted().items():
-            plans[record.plan] += times
-        return plans
+        steps = self.history.steps
+        return min(self.new_tokens / steps, plan.depth + 1) if steps else plan.depth + 1
 
     @property
     def disabled_reason(self) -> str | None:
-        """The first reason why a step drafted nothing; plain steps that only measure do not count. Without a profile it
-        is `no_profile`, also where steps copy: no exit drafts."""
-        reasons = (record.reason for record, _ in self._counted())
-        first = next((reason for reason in reasons if reason not in (None, MEASURING)), None)
-        policy = self.request.policy
+        """The first reason why a step drafted nothing, other than measuring. Without a profile it is `no_profile`, also
+        where steps draft copied nodes: no exit drafts."""
+        first, policy = self.history.first_reason, self.request.policy
         return NO_PROFILE if policy is not None and policy.only_copies and first != "processor" else first
-
-    @property
-    def outcomes(self) -> Counter[tuple[int, int]]:
-        """Number of steps by depths accepted and depths reached: one more if the last node had children, which were all
-        rejected."""
-        outcomes: Counter[tuple[int, int]] = Counter()
-        for (record, last), times in self._counted().items():
-            accepted = record.plan.depths[last]
-            outcomes[accepted, accepted + (not record.plan.is_leaf(last))] += times
-        if self._has_drafted_end:  # the step's last token was drafted too: a child of the last node carried it
-            accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
-            outcomes -= Counter({(accepted, accepted + 1): 1})
-            outcomes[accepted + 1, accepted + 1] += 1
-        return outcomes
-
-    @property
-    def accepted_by_depth(self) -> list[int]:
-        return self._by_depth(0)
-
-    @property
-    def reached_by_depth(self) -> list[int]:
-        """Steps that reached each depth: they accepted or rejected nodes there."""
-        return self._by_depth(1)
-
-    @property
-    def origins(self) -> list[str]:
-        """For every new token "drafted", "decoded" (the target's own token of a step that drafted) or "plain". Computed
-        once per step, since streams read it after every step."""
-        steps = self.steps  # the loop may add a step meanwhile, first its record and then its last node
-        new = slice(self._steps_in_origins, steps)
-        for record, last in zip(self.records[new], self.last_nodes[new], strict=True):
-            self._origins += ["drafted"] * record.plan.depths[last] + ["decoded" if len(record.plan) else "plain"]
-        self._steps_in_origins = steps
-        if self._has_drafted_end:
-            self._origins[-1] = "drafted"
-        return self._origins
-
-    @property
-    def changes(self) -> list[Change]:
-        """Changes of plan, the first plan included, and changes from measuring to another reason for plain steps."""
-        changes: list[Change] = []
-        before, tokens = None, 0
-        for step, (record, last) in enumerate(zip(self.records, self.last_nodes, strict=True)):
-            if record is not before:
-                measured = bool(changes) and changes[-1].reason == MEASURING != record.reason
-                if not changes or measured or changes[-1].plan != str(record.chosen):
-                    changes.append(Change(step, tokens, str(record.chosen), record.reason))
-            before, tokens = record, tokens + record.plan.depths[last] + 1
-        return changes
-
-    @property
-    def _has_drafted_end(self) -> bool:
-        """Whether a drafted token ended the sequence, in a step that was recorded: one that failed is not."""
-        return self.drafted_end is not None and self.drafted_end < self.steps
-
-    def _counted(self) -> Counter[tuple[StepRecord, int]]:
-        """Number of steps by record and last node."""
-        start = self._counts.total()
-        if start < self.steps:
-            self._counts.update(zip(self.records[start:], self.last_nodes[start:], strict=True))
-        return self._counts
-
-    def _by_depth(self, which: int) -> list[int]:
-        """Number of steps that accepted (`which` 0) or reached (1) each depth."""
-        outcomes = self.outcomes
-        deepest = max((reached for _, reached in outcomes), default=0)
-        return [sum(times for of, times in outcomes.items() if of[which] > depth) for depth in range(deepest)]
 
 
 @dataclass(eq=False)
@@ -297,7 +182,7 @@ class Request:
     uses_host: bool = field(init=False)  # the host takes part in its steps: it has callables or a grammar
 
     def __post_init__(self) -> None:
-        self.uses_host = bool(self.processors) or any(of.grammar is not None for of in self.sequences)
+        self.uses_host = bool(self.processors) or any(sequence.grammar is not None for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.request = self
 
@@ -323,7 +208,7 @@ class Request:
     @property
     def first_samples(self) -> list[Sequence]:
         """One sequence for each prompt."""
-        return [of for of in self.sequences if of.parent is None]
+        return [sequence for sequence in self.sequences if sequence.parent is None]
 
     def finish(self, reason: str) -> None:
         for sequence in self.sequences:

@@ -62,13 +62,13 @@ def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
     if graphs.captured.entries or not graphs.max_short_prompt:
         return  # after a warm-up; or kernels are interpreted
     profile, policy = drafters.profile, request.policy
-    if policy is None or policy.off_for_good:
+    if policy is None or policy.permanent_reason:
         profile = None
     exit = drafters.most_used_exit if profile is not None else None
     first, masks = request.sequences[0], request.uses_host and not request.processors
     step = ExpectedStep(len(request.sequences), NONE, exit, first.params, masks)
-    prompts = [of.prompt for of in request.sequences if of.parent is None]
-    preparing = WarmUp(graphs, max(of.max_length for of in request.sequences), len(prompts))
+    prompts = [sequence.prompt for sequence in request.sequences if sequence.parent is None]
+    preparing = WarmUp(graphs, max(sequence.max_length for sequence in request.sequences), len(prompts))
     with preparing.compiling():
         preparing.prepare_first(step, prompts, _router_layer(profile))
         if request.logprobs is not None or request.prompt_logprobs is not None:

@@ -20,8 +20,10 @@ from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
+from selfspec.batch_scoring import BatchScoring
 from selfspec.cache.kv_cache import Cache, flat_slot
 from selfspec.drafters import Drafter, Drafters
+from selfspec.governor.governor import Governor
 from selfspec.governor.rules import Mode, Policy, Rules
 from selfspec.kernels.triton_compat import triton
 from selfspec.metrics import Metrics
@@ -81,6 +83,17 @@ def torch_backend(family: str = "llama") -> TorchBackend:
     return TorchBackend(decoder(family), new_cache(decoder(family)))
 
 
+class RecordedScoring(BatchScoring):
+    """Keeps the exit scores of every sequence; updates no skill."""
+
+    def __init__(self, backend: Backend, drafters: Drafters) -> None:
+        super().__init__(backend, drafters)
+        self.scores: dict[Sequence, list[bool]] = {}
+
+    def apply_scores(self, governor: Governor | None) -> None:
+        self.scores |= self._backend.exit_scores()
+
+
 class ScriptedBatch(Batch):
     """Its plans come from `plan`, which a test sets between steps; sequences' own rules still decide for whom it
     drafts."""
@@ -88,10 +101,8 @@ class ScriptedBatch(Batch):
     def __init__(self, backend: Backend, exit: Exit | None) -> None:
         super().__init__(backend, exit, Drafters(backend.model, None, lambda *_: torch.empty(0)), Metrics())
         self.plan = NONE
-        self.scores: dict[Sequence, list[bool]] = {}
-
-    def _learn_scores(self) -> None:
-        self.scores |= self.backend.exit_scores()
+        self.scoring = scoring = RecordedScoring(backend, self.drafters)
+        self.scores = scoring.scores
 
     def _choose_plan(self) -> tuple[Plan, str | None]:
         rule = self._rule()
@@ -112,7 +123,7 @@ class ScriptedBatch(Batch):
         sequence.finish_reason = sequence.finish_reason or "cancelled"
 
     def dismiss_finished(self) -> None:
-        for sequence in [of for of in self.running if of.is_finished]:
+        for sequence in [sequence for sequence in self.running if sequence.is_finished]:
             self.dismiss(sequence)
 
     def run(self, plans: Iterable[Plan] = (), after_step: Callable[[], None] = lambda: None) -> None:

@@ -176,7 +176,7 @@ class Decoding:
         """Runs steps; returns the pages of sequences that have ended, as the scheduler does."""
         for _ in range(steps):
             self.batch.step()
-            for sequence in [of for of in self.batch.running if of.is_finished]:
+            for sequence in [sequence for sequence in self.batch.running if sequence.is_finished]:
                 self._leave(sequence)
 
     def run(self) -> Decoding:

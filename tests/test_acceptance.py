@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill, exposure_of, hotter, mean_beams
+from selfspec.governor.acceptance import (
+    LEVELS,
+    MEMORY,
+    UNFAMILIAR,
+    Acceptance,
+    Skill,
+    exposure_of,
+    extrapolated,
+    mean_beams,
+)
 from selfspec.speculation.plan import NONE, Plan
 from tests.scripted import PLANS
 
@@ -35,7 +44,7 @@ def outcome(acceptance: Acceptance, plan: Plan, skill: float, random: Random) ->
     while plan.children[node]:
         chances = [acceptance.chance(plan.depths[node], rank, level) for rank in range(8)]
         rank = drawn(chances, random)
-        child = next((of for of in plan.children[node] if plan.ranks[of - 1] == rank), None)
+        child = next((other for other in plan.children[node] if plan.ranks[other - 1] == rank), None)
         if child is None:
             break
         node = child
@@ -44,8 +53,11 @@ def outcome(acceptance: Acceptance, plan: Plan, skill: float, random: Random) ->
 
 def test_a_text_of_skill_one_has_the_shares_of_the_profile() -> None:
     acceptance = Acceptance(SHARES)
-    found = [[acceptance.chance(depth, rank, CALIBRATED) for rank in range(len(of))] for depth, of in enumerate(SHARES)]
-    assert [pytest.approx(of) for of in found] == SHARES
+    found = [
+        [acceptance.chance(depth, rank, CALIBRATED) for rank in range(len(shares))]
+        for depth, shares in enumerate(SHARES)
+    ]
+    assert [pytest.approx(shares) for shares in found] == SHARES
     assert acceptance.chance(9, 0, CALIBRATED) == pytest.approx(0.5), "deeper than measured: as at the deepest"
     assert acceptance.chance(0, 9, CALIBRATED) == 0.0
 
@@ -86,11 +98,11 @@ def test_evidence_of_a_text_of_skill_one_is_expected_on_average(plan: str) -> No
     reach = [1.0]
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
         reach.append(reach[parent] * acceptance.chance(0, rank, CALIBRATED))
-    ends = [of - sum(reach[child] for child in shape.children[node]) for node, of in enumerate(reach)]
+    ends = [chance - sum(reach[child] for child in shape.children[node]) for node, chance in enumerate(reach)]
     evidence = acceptance.evidence(shape)
     observed, expected = (
         sum(chance * value for chance, value in zip(ends, values, strict=True))
-        for values in ([of.observed[CALIBRATED] for of in evidence], [of.expected for of in evidence])
+        for values in ([step.observed[CALIBRATED] for step in evidence], [step.expected for step in evidence])
     )
     if all(sorted(shape.ranks[child - 1] for child in kids) == list(range(len(kids))) for kids in shape.children):
         assert observed == pytest.approx(expected)
@@ -125,17 +137,17 @@ def test_a_few_misses_stop_and_a_few_hits_restore() -> None:
 
 def test_a_text_is_out_of_distribution_once_its_skill_was_below_the_threshold() -> None:
     skill = Skill()
-    assert not skill.ood and not skill.is_ood
+    assert not skill.was_ood and not skill.is_ood
     skill.observe_share(0, 4 * MEMORY, exposure_of([0.64]))
-    assert skill.ood and skill.is_ood
+    assert skill.was_ood and skill.is_ood
     skill.observe_share(4 * MEMORY, 4 * MEMORY, exposure_of([0.64]))
-    assert skill.ood and not skill.is_ood
+    assert skill.was_ood and not skill.is_ood
 
 
 def test_an_unfamiliar_prompt_begins_at_the_threshold_and_is_not_flagged_yet() -> None:
-    unfamiliar, usual = Skill.of_prompt(True), Skill.of_prompt(False)
+    unfamiliar, usual = Skill(UNFAMILIAR), Skill()
     assert (unfamiliar.value, usual.value) == (UNFAMILIAR, 1.0)
-    assert not unfamiliar.ood and not usual.ood
+    assert not unfamiliar.was_ood and not usual.was_ood
 
 
 @given(agreement=st.floats(0, 1), positions=st.integers(1, 64), usual=st.floats(0.01, 1.0))
@@ -171,11 +183,11 @@ def test_levels_are_the_nearest_of_the_table() -> None:
 
 def test_hotter_text_is_harder_to_guess_by_as_much_for_each_step() -> None:
     cool, hot = [[0.6, 0.1]], [[0.5, 0.1]]
-    assert hotter(cool, hot, 0)[0] == pytest.approx(hot[0])
-    chances = [hotter(cool, hot, steps)[0][0] for steps in (0, 1, 2, 3)]
+    assert extrapolated(cool, hot, 0)[0] == pytest.approx(hot[0])
+    chances = [extrapolated(cool, hot, steps)[0][0] for steps in (0, 1, 2, 3)]
     logs = np.log(np.log(1 - np.array(chances)) / np.log(1 - chances[0]))
     assert np.diff(logs) == pytest.approx(np.full(3, logs[1])) and logs[1] < 0
-    assert hotter([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
+    assert extrapolated([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
 
 
 BEAM = Plan.parse("beam:3,3")
@@ -190,7 +202,7 @@ def test_a_beam_is_one_rank_at_each_depth() -> None:
     expected = (1 - 0.1**skilled) * (2 - 0.2**skilled)
     assert acceptance.lengths(BEAM)[CALIBRATED + 8] == pytest.approx(1 + expected)
     evidence = acceptance.evidence(BEAM)
-    assert [of.tokens for of in evidence] == [1, *[2] * 3, *[3] * 3]
+    assert [step.tokens for step in evidence] == [1, *[2] * 3, *[3] * 3]
     chances = {0: 0.1, 1: 0.9 * 0.2, 4: 0.9 * 0.8}  # by last node, one of each depth
     observed = sum(chance * evidence[last].observed[CALIBRATED] for last, chance in chances.items())
     assert observed == pytest.approx(sum(chance * evidence[last].expected for last, chance in chances.items()))

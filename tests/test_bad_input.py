@@ -1,8 +1,8 @@
 """Bad input is refused with a ValueError that names the fault and the remedy, before any work starts.
 
-`refuses` checks every case of these tables: the message contains the case's words, no layer has run, no page was taken,
-and afterwards the engine still generates transformers' tokens. Values of one setting are tested with its own module.
-"""
+`assert_refuses` checks every case of these tables: the message contains the case's words, no layer has run, no page was
+taken, and afterwards the engine still generates transformers' tokens. Values of one setting are tested with its own
+module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCH = torch.tensor([[1, 5, 9, 33], [4, 8, 15, 16]])
 
 pytestmark = pytest.mark.filterwarnings("ignore:drafting only")
 
-Refuses = Callable[..., None]
+AssertRefuses = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def refuses(monkeypatch, answer) -> Refuses:
-    """Checks one refusal: `refuses(engine, call, *words)`."""
+def assert_refuses(monkeypatch, answer) -> AssertRefuses:
+    """Checks one refusal: `assert_refuses(engine, call, *words)`."""
 
     def check(engine: Engine, call: Callable[[], Any], *words: str) -> None:
         pages = engine.cache.num_pages
@@ -98,7 +98,7 @@ def refuses(monkeypatch, answer) -> Refuses:
 
 
 def test_no_work_fails_for_a_request_that_runs(monkeypatch, engine):
-    """Otherwise `refuses` could not fail."""
+    """Otherwise `assert_refuses` could not fail."""
     with pytest.raises(AssertionError, match="work was done"), no_work(monkeypatch):
         engine.generate(PROMPT, max_new_tokens=1)
 
@@ -153,9 +153,9 @@ PROMPTS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", PROMPTS.values(), ids=PROMPTS.keys())
-def test_prompt_is_refused(case, engine, refuses):
+def test_prompt_is_refused(case, engine, assert_refuses):
     input_ids, words, kwargs = case
-    refuses(engine, lambda: engine.generate(input_ids, **kwargs), *words)
+    assert_refuses(engine, lambda: engine.generate(input_ids, **kwargs), *words)
 
 
 def test_one_token_fits_before_the_context(model, engine):
@@ -254,9 +254,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS.values(), ids=ARGUMENTS.keys())
-def test_argument_is_refused(case, engine, refuses):
+def test_argument_is_refused(case, engine, assert_refuses):
     kwargs, words = case
-    refuses(engine, lambda: engine.generate(PROMPT, **kwargs), *words)
+    assert_refuses(engine, lambda: engine.generate(PROMPT, **kwargs), *words)
 
 
 def test_a_plan_of_63_nodes_is_accepted(engine, answer):
@@ -277,53 +277,53 @@ def test_the_last_rank_of_the_vocabulary_is_accepted(engine, answer):
     [(BATCH, {}), (PROMPT, {"do_sample": True, "num_return_sequences": 2})],
     ids=["two-prompts", "two-sequences"],
 )
-def test_a_streamer_for_several_sequences_is_refused(speaking, refuses, prompt, kwargs):
+def test_a_streamer_for_several_sequences_is_refused(speaking, assert_refuses, prompt, kwargs):
     streamer = TextStreamer(speaking.tokenizer)
     words = ("streamer", "one prompt", "num_return_sequences=1")
-    refuses(speaking, lambda: speaking.generate(prompt, streamer=streamer, **kwargs), *words)
+    assert_refuses(speaking, lambda: speaking.generate(prompt, streamer=streamer, **kwargs), *words)
 
 
 class TestText:
     @pytest.mark.parametrize("method", ["complete", "stream"])
-    def test_text_needs_a_tokenizer(self, engine, refuses, method):
-        refuses(engine, lambda: getattr(engine, method)("Hello"), "tokenizer", "Engine.from_model", "generate()")
+    def test_text_needs_a_tokenizer(self, engine, assert_refuses, method):
+        assert_refuses(engine, lambda: getattr(engine, method)("Hello"), "tokenizer", "Engine.from_model", "generate()")
 
     @pytest.mark.parametrize("method", ["complete", "stream"])
-    def test_an_empty_text_is_refused(self, speaking, refuses, method):
-        refuses(speaking, lambda: getattr(speaking, method)(""), "prompt 0 is empty", "at least one token")
+    def test_an_empty_text_is_refused(self, speaking, assert_refuses, method):
+        assert_refuses(speaking, lambda: getattr(speaking, method)(""), "prompt 0 is empty", "at least one token")
 
-    def test_an_empty_text_among_others_is_named(self, speaking, refuses):
-        refuses(speaking, lambda: speaking.complete(["a", "", "b"]), "prompt 1 is empty")
+    def test_an_empty_text_among_others_is_named(self, speaking, assert_refuses):
+        assert_refuses(speaking, lambda: speaking.complete(["a", "", "b"]), "prompt 1 is empty")
 
     @pytest.mark.parametrize("method", ["complete", "stream"])
-    def test_messages_need_a_chat_template(self, speaking, refuses, method):
+    def test_messages_need_a_chat_template(self, speaking, assert_refuses, method):
         chat = [{"role": "user", "content": "a"}]
-        refuses(speaking, lambda: getattr(speaking, method)(chat), "chat template", "one string")
+        assert_refuses(speaking, lambda: getattr(speaking, method)(chat), "chat template", "one string")
 
     @pytest.mark.parametrize(
         "message", [{"role": "user"}, {"content": "a"}, "a"], ids=["no-content", "no-role", "no-message"]
     )
-    def test_a_message_needs_role_and_content(self, speaking, refuses, message):
+    def test_a_message_needs_role_and_content(self, speaking, assert_refuses, message):
         chat = [{"role": "user", "content": "a"}, message]
-        refuses(speaking, lambda: speaking.complete(chat), "'role'", "'content'", repr(message))
+        assert_refuses(speaking, lambda: speaking.complete(chat), "'role'", "'content'", repr(message))
 
     @pytest.mark.parametrize("prompt", [5, None, [5], [["a"]]], ids=str)
-    def test_a_prompt_of_another_type_is_refused(self, speaking, refuses, prompt):
-        refuses(speaking, lambda: speaking.complete(prompt), "prompt", "string", "messages")
+    def test_a_prompt_of_another_type_is_refused(self, speaking, assert_refuses, prompt):
+        assert_refuses(speaking, lambda: speaking.complete(prompt), "prompt", "string", "messages")
 
-    def test_a_stream_of_several_sequences_is_refused(self, speaking, refuses):
+    def test_a_stream_of_several_sequences_is_refused(self, speaking, assert_refuses):
         call = lambda: speaking.stream("a", do_sample=True, num_return_sequences=2)  # noqa: E731
-        refuses(speaking, call, "stream()", "one prompt", "num_return_sequences=1")
+        assert_refuses(speaking, call, "stream()", "one prompt", "num_return_sequences=1")
 
     @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "streamer"])
-    def test_an_argument_of_generate_alone_is_refused(self, speaking, refuses, name):
-        refuses(speaking, lambda: speaking.complete("a", **{name: None}), name, "generate()", "stream()")
+    def test_an_argument_of_generate_alone_is_refused(self, speaking, assert_refuses, name):
+        assert_refuses(speaking, lambda: speaking.complete("a", **{name: None}), name, "generate()", "stream()")
 
-    def test_an_unknown_option_is_named(self, speaking, refuses):
-        refuses(speaking, lambda: speaking.complete("a", invented=1), "'invented'", "max_new_tokens")
+    def test_an_unknown_option_is_named(self, speaking, assert_refuses):
+        assert_refuses(speaking, lambda: speaking.complete("a", invented=1), "'invented'", "max_new_tokens")
 
-    def test_a_text_longer_than_the_context_is_refused(self, speaking, refuses):
-        refuses(speaking, lambda: speaking.complete("a" * CONTEXT), "prompt 0", f"holds {CONTEXT}", "shorten")
+    def test_a_text_longer_than_the_context_is_refused(self, speaking, assert_refuses):
+        assert_refuses(speaking, lambda: speaking.complete("a" * CONTEXT), "prompt 0", f"holds {CONTEXT}", "shorten")
 
 
 class TestEngineArguments:
@@ -336,9 +336,9 @@ class TestEngineArguments:
         with pytest.raises(ValueError, match="rules=.*selfspec.Rules"):
             Engine.from_model(model, rules={"max_batch": 4})
 
-    def test_a_prompt_at_the_engines_max_length_is_refused(self, model, refuses):
+    def test_a_prompt_at_the_engines_max_length_is_refused(self, model, assert_refuses):
         engine = Engine.from_model(model, max_length=12)
-        refuses(
+        assert_refuses(
             engine, lambda: engine.generate(torch.ones(1, 12, dtype=torch.long)), "12 tokens", "holds 12", "shorten"
         )
 
@@ -366,7 +366,7 @@ class TestModelFolder:
         return Path(shutil.copytree(saved, tmp_path / "model"))
 
     @pytest.fixture
-    def refuses_to_load(self, monkeypatch) -> Refuses:
+    def assert_refuses_to_load(self, monkeypatch) -> AssertRefuses:
         def check(folder: Path, *words: str, but_not: str | None = None, **kwargs: Any) -> None:
             def never(*_: Any, **__: Any) -> None:
                 raise AssertionError("weights were loaded before the refusal")
@@ -390,18 +390,20 @@ class TestModelFolder:
         expected = tiny_model("llama", torch.float32).generate(PROMPT, max_new_tokens=4)
         assert engine.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == expected.tolist()
 
-    def test_unsupported_model_type(self, tmp_path, refuses_to_load):
+    def test_unsupported_model_type(self, tmp_path, assert_refuses_to_load):
         GPT2Config(n_layer=2).save_pretrained(tmp_path)
         families = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-        refuses_to_load(tmp_path, "'gpt2'", "not supported", *families)
+        assert_refuses_to_load(tmp_path, "'gpt2'", "not supported", *families)
 
-    def test_unknown_model_type(self, folder, refuses_to_load):
+    def test_unknown_model_type(self, folder, assert_refuses_to_load):
         self.edit_config(folder, model_type="invented")
-        refuses_to_load(folder, "'invented'", "not supported", "llama")
+        assert_refuses_to_load(folder, "'invented'", "not supported", "llama")
 
-    def test_quantized_checkpoint(self, folder, refuses_to_load):
+    def test_quantized_checkpoint(self, folder, assert_refuses_to_load):
         self.edit_config(folder, quantization_config=QUANTIZED)
-        refuses_to_load(folder, "model.layers.0.self_attn.q_proj", "gptq", "groups of 128", "config.json and weights")
+        assert_refuses_to_load(
+            folder, "model.layers.0.self_attn.q_proj", "gptq", "groups of 128", "config.json and weights"
+        )
 
     @pytest.mark.parametrize(
         ("file", "auto_map"),
@@ -413,7 +415,9 @@ class TestModelFolder:
         ],
         ids=["tokenizer", "tokenizer-as-a-list", "config", "config-of-a-version"],
     )
-    def test_code_of_a_checkpoint_never_runs(self, folder, refuses_to_load, monkeypatch, tmp_path, file, auto_map):
+    def test_code_of_a_checkpoint_never_runs(
+        self, folder, assert_refuses_to_load, monkeypatch, tmp_path, file, auto_map
+    ):
         """Not even if standard input answers yes to transformers' question."""
         chat_tokenizer().save_pretrained(folder)
         ran = tmp_path / "ran"
@@ -426,7 +430,7 @@ class TestModelFolder:
         monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
         monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
         monkeypatch.setattr("builtins.input", lambda *_: "y")
-        refuses_to_load(folder, str(path), "auto_map", "code", "delete", but_not="trust_remote_code")
+        assert_refuses_to_load(folder, str(path), "auto_map", "code", "delete", but_not="trust_remote_code")
         assert not ran.exists()
 
     @pytest.mark.parametrize(
@@ -443,42 +447,42 @@ class TestModelFolder:
         ],
         ids=lambda text: text[:22],
     )
-    def test_a_damaged_file(self, folder, refuses_to_load, file, content):
+    def test_a_damaged_file(self, folder, assert_refuses_to_load, file, content):
         chat_tokenizer().save_pretrained(folder)
         (folder / file).write_text(content)
-        refuses_to_load(folder, str(folder), file.split(".")[0].split("_")[0], "again")
+        assert_refuses_to_load(folder, str(folder), file.split(".")[0].split("_")[0], "again")
 
-    def test_pickled_weights_only(self, folder, refuses_to_load):
+    def test_pickled_weights_only(self, folder, assert_refuses_to_load):
         (folder / "model.safetensors").unlink()
         torch.save({}, folder / "pytorch_model.bin")
-        refuses_to_load(folder, "pickled", "pytorch_model.bin", "safetensors", "save_pretrained")
+        assert_refuses_to_load(folder, "pickled", "pytorch_model.bin", "safetensors", "save_pretrained")
 
-    def test_no_weights_at_all(self, folder, refuses_to_load):
+    def test_no_weights_at_all(self, folder, assert_refuses_to_load):
         (folder / "model.safetensors").unlink()
-        refuses_to_load(folder, "no weights", "model.safetensors", "again")
+        assert_refuses_to_load(folder, "no weights", "model.safetensors", "again")
 
-    def test_truncated_safetensors(self, folder, refuses_to_load):
+    def test_truncated_safetensors(self, folder, assert_refuses_to_load):
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
-        refuses_to_load(folder, "model.safetensors", "bytes", "again")
+        assert_refuses_to_load(folder, "model.safetensors", "bytes", "again")
 
-    def test_missing_shard(self, tmp_path, refuses_to_load):
+    def test_missing_shard(self, tmp_path, assert_refuses_to_load):
         tiny_model("llama", torch.float32).save_pretrained(tmp_path, max_shard_size="40KB")
         shards = sorted(tmp_path.glob("model-*.safetensors"))
         assert len(shards) > 2
         shards[1].unlink()
-        refuses_to_load(tmp_path, shards[1].name, f"{len(shards)} files", "download")
+        assert_refuses_to_load(tmp_path, shards[1].name, f"{len(shards)} files", "download")
 
-    def test_missing_config(self, folder, refuses_to_load):
+    def test_missing_config(self, folder, assert_refuses_to_load):
         (folder / "config.json").unlink()
-        refuses_to_load(folder, "no config.json", "save_pretrained")
+        assert_refuses_to_load(folder, "no config.json", "save_pretrained")
 
-    def test_missing_folder(self, tmp_path, refuses_to_load):
-        refuses_to_load(tmp_path / "nowhere", "nowhere", "does not exist", "folder")
+    def test_missing_folder(self, tmp_path, assert_refuses_to_load):
+        assert_refuses_to_load(tmp_path / "nowhere", "nowhere", "does not exist", "folder")
 
-    def test_weights_of_another_shape(self, folder, refuses_to_load):
+    def test_weights_of_another_shape(self, folder, assert_refuses_to_load):
         self.edit_config(folder, intermediate_size=64)
-        refuses_to_load(folder, "[48, 32] instead of [64, 32]", "same checkpoint")
+        assert_refuses_to_load(folder, "[48, 32] instead of [64, 32]", "same checkpoint")
 
     @pytest.mark.parametrize(
         ("kwargs", "words"),
@@ -491,8 +495,8 @@ class TestModelFolder:
         ],
         ids=["device", "dtype", "max_length", "max_batch", "profile"],
     )
-    def test_bad_argument(self, folder, refuses_to_load, kwargs, words):
-        refuses_to_load(folder, *words, **kwargs)
+    def test_bad_argument(self, folder, assert_refuses_to_load, kwargs, words):
+        assert_refuses_to_load(folder, *words, **kwargs)
 
     def test_a_live_quantized_model(self):
         model = tiny_model("llama", torch.float32)
@@ -521,30 +525,30 @@ class TestProfile:
         assert out.sequences.tolist() == answer and out.stats[0].exit_layer == 2
 
     @pytest.mark.parametrize("other", [{"seed": 1}, {"num_hidden_layers": 3}], ids=["values", "layers"])
-    def test_made_for_other_weights(self, folder, refuses, engine, other):
+    def test_made_for_other_weights(self, folder, assert_refuses, engine, other):
         other_model = tiny_model("llama", **other)
         call = lambda: Engine.from_model(other_model, profile=folder)  # noqa: E731
-        refuses(engine, call, str(folder), "other weights", "calibrate", "profile=None")
+        assert_refuses(engine, call, str(folder), "other weights", "calibrate", "profile=None")
 
-    def test_made_for_weights_that_differ_a_little(self, folder, refuses, engine, model):
+    def test_made_for_weights_that_differ_a_little(self, folder, assert_refuses, engine, model):
         """A fine-tuned copy: every weight moved by a few per cent."""
         tuned = tiny_model("llama")
         with torch.no_grad():
             for parameter in tuned.parameters():
                 parameter += 0.05 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
         call = lambda: Engine.from_model(tuned, profile=folder)  # noqa: E731
-        refuses(engine, call, "other weights", "calibrate")
+        assert_refuses(engine, call, "other weights", "calibrate")
 
     @pytest.mark.parametrize("version", [1, None], ids=["other", "missing"])
-    def test_of_another_schema(self, folder, refuses, engine, model, version):
+    def test_of_another_schema(self, folder, assert_refuses, engine, model, version):
         edit_profile(folder, schema_version=version)
         call = lambda: Engine.from_model(model, profile=folder)  # noqa: E731
-        refuses(engine, call, "profile.json", f"schema version {version}", "reads 2", "calibrate")
+        assert_refuses(engine, call, "profile.json", f"schema version {version}", "reads 2", "calibrate")
 
     @pytest.mark.parametrize("content", ["{", "[]", "\x00\xff"], ids=repr)
-    def test_corrupt_profile_json(self, folder, refuses, engine, model, content):
+    def test_corrupt_profile_json(self, folder, assert_refuses, engine, model, content):
         (folder / "profile.json").write_text(content, encoding="latin-1")
-        refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", "calibrate")
+        assert_refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", "calibrate")
 
     @pytest.mark.parametrize(
         ("entries", "word"),
@@ -557,24 +561,24 @@ class TestProfile:
         ],
         ids=["no-domain", "no-plan", "malformed-plan", "unknown-entry", "no-model"],
     )
-    def test_invalid_profile_json(self, folder, refuses, engine, model, entries, word):
+    def test_invalid_profile_json(self, folder, assert_refuses, engine, model, entries, word):
         edit_profile(folder, **entries)
-        refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", word, "calibrate")
+        assert_refuses(engine, lambda: Engine.from_model(model, profile=folder), "profile.json", word, "calibrate")
 
-    def test_missing_profile(self, tmp_path, refuses, engine, model):
+    def test_missing_profile(self, tmp_path, assert_refuses, engine, model):
         call = lambda: Engine.from_model(model, profile=tmp_path / "nowhere")  # noqa: E731
-        refuses(engine, call, "nowhere", "no profile", "calibrate")
+        assert_refuses(engine, call, "nowhere", "no profile", "calibrate")
 
-    def test_an_exit_the_model_does_not_have(self, folder, refuses, engine, model):
+    def test_an_exit_the_model_does_not_have(self, folder, assert_refuses, engine, model):
         edit_profile(folder, domains={"chat": choice_of(9, "chain:2").model_dump()})
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
-        refuses(engine, call, "profile", "9", "4 layers", "0 to 3")
+        assert_refuses(engine, call, "profile", "9", "4 layers", "0 to 3")
 
     @pytest.mark.parametrize(
         "damage",
         ["truncated", "tensor-missing", "tensor-misshapen", "recall-misshapen", "rows-descending"],
     )
-    def test_corrupt_exits(self, folder, refuses, engine, model, answer, damage):
+    def test_corrupt_exits(self, folder, assert_refuses, engine, model, answer, damage):
         """Refused when the engine is built or when an exit is first needed; plain decoding needs none."""
         file = folder / "exits.safetensors"
         tensors, content = load_file(file), file.read_bytes()
@@ -590,10 +594,10 @@ class TestProfile:
         else:
             file.write_bytes(content[:-10])
         call = lambda: Engine.from_model(model, profile=folder).generate(PROMPT)  # noqa: E731
-        refuses(engine, call, "exits.safetensors", "python -m selfspec.calibrate")
+        assert_refuses(engine, call, "exits.safetensors", "python -m selfspec.calibrate")
         plain = Engine.from_model(model, profile=folder)
         assert plain.generate(PROMPT, max_new_tokens=4, speculative_decoding=False).tolist() == answer
 
-    def test_unknown_domain(self, folder, refuses, model):
+    def test_unknown_domain(self, folder, assert_refuses, model):
         engine = Engine.from_model(model, profile=folder)
-        refuses(engine, lambda: engine.generate(PROMPT, domain="law"), "domain='law'", "chat, code", "'auto'")
+        assert_refuses(engine, lambda: engine.generate(PROMPT, domain="law"), "domain='law'", "chat, code", "'auto'")

@@ -167,7 +167,7 @@ def test_a_profile_without_ranks_keeps_its_plans(folder: Path) -> None:
     engine = engine_of("llama", folder / "fixed", ranks={})
     request = joined(engine)
     assert request.governor is None
-    assert str(request.sequences[0].plans.most_common()[0][0]) == "chain:2"
+    assert str(request.sequences[0].history.plans.most_common()[0][0]) == "chain:2"
 
 
 def test_a_profile_from_another_device_is_tried_here_all_the_same(folder: Path) -> None:
@@ -325,7 +325,7 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
         assert prompts == [request.sequences[0].prompt]
         return Embedded(lambda: torch.zeros(1, 8), lambda: events.count("step") > 3)
 
-    request.drafter = replace(first, routed=lambda embeddings: events.append(f"{len(embeddings)} found") or found)
+    request.drafter = replace(first, reroute=lambda embeddings: events.append(f"{len(embeddings)} found") or found)
     scheduler.drafters.embed = embed  # type: ignore[method-assign]
     while scheduler.step():
         governors = [batch.governor for batch in scheduler.batches.values() if batch.governor is not None]
@@ -333,7 +333,7 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
         assert all(governor.candidates is wanted.candidates for governor in governors)
     assert events[:6] == ["step", "step", "embed", "step", "step", "1 found"]
     assert events.count("embed") == events.count("1 found") == 1
-    assert request.drafter is found and request.sequences[0].ood
+    assert request.drafter is found and request.sequences[0].was_ood
     assert request.sequences[0].new_tokens >= 40
 
 
@@ -359,7 +359,7 @@ def test_a_request_is_routed_once(shortage: bool) -> None:
         embedded.append(steps[0])
         return Embedded(lambda: torch.zeros(3, 8), lambda: steps[0] > embedded[0] + 6)
 
-    request.drafter = replace(own, routed=lambda embeddings: found.append(len(embeddings)) or own)
+    request.drafter = replace(own, reroute=lambda embeddings: found.append(len(embeddings)) or own)
     scheduler.drafters.embed = embed  # type: ignore[method-assign]
     while scheduler.step():
         pass
@@ -372,21 +372,22 @@ def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     engine = engine_of("llama", folder / "told")
     sequences = joined(engine, 3, 60, rules=RESTLESS).sequences
     for row in sequences:
-        origins = Counter(row.origins)
-        assert len(row.origins) == row.new_tokens
-        assert origins["drafted"] == row.accepted
-        assert origins["decoded"] + origins["plain"] >= row.steps - 1, "every cycle ends with the model's own token"
-        assert sum(row.accepted_by_depth) == row.accepted
-        assert sum(row.reached_by_depth) == row.accepted + row.rejections
-        assert all(a <= r for a, r in zip(row.accepted_by_depth, row.reached_by_depth, strict=True))
-        assert sorted(row.reached_by_depth, reverse=True) == row.reached_by_depth
-        assert [change.step for change in row.changes] == sorted({change.step for change in row.changes})
-        assert row.changes[0].step == row.changes[0].token == 0
-        assert all((change.plan == "none") == (change.reason is not None) for change in row.changes)
+        history = row.history
+        origins = Counter(history.origins)
+        assert len(history.origins) == row.new_tokens
+        assert origins["drafted"] == history.accepted
+        assert origins["decoded"] + origins["plain"] >= history.steps - 1, "every cycle ends with the model's own token"
+        assert sum(history.accepted_by_depth) == history.accepted
+        assert sum(history.reached_by_depth) == history.accepted + history.rejections
+        assert all(a <= r for a, r in zip(history.accepted_by_depth, history.reached_by_depth, strict=True))
+        assert sorted(history.reached_by_depth, reverse=True) == history.reached_by_depth
+        assert [change.step for change in history.changes] == sorted({change.step for change in history.changes})
+        assert history.changes[0].step == history.changes[0].token == 0
+        assert all((change.plan == "none") == (change.reason is not None) for change in history.changes)
     summary = engine.metrics()
     assert summary.tokens == sum(row.new_tokens for row in sequences)
-    assert summary.emissions == sum(row.steps for row in sequences)
-    assert summary.accepted_by_depth[0] == sum(row.accepted_by_depth[0] for row in sequences)
+    assert summary.emissions == sum(row.history.steps for row in sequences)
+    assert summary.accepted_by_depth[0] == sum(row.history.accepted_by_depth[0] for row in sequences)
 
 
 def test_a_governor_that_fails_leaves_no_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,8 @@ def test_a_shape_is_measured_and_reported_as_synthetic(tiny_shape: str, capsys: 
     for cell in result["cells"]:
         assert list(cell["modes"]) == ["plain", "speculation", "tree:4,2"]
         ceiling = cell["batch"] * result["setup"]["ceiling_tokens_per_s"]
-        for of in cell["modes"].values():
-            assert of["of_ceiling"] == pytest.approx(of["tokens_per_s"]["median"] / ceiling, abs=1e-3)
+        for mode in cell["modes"].values():
+            assert mode["of_ceiling"] == pytest.approx(mode["tokens_per_s"]["median"] / ceiling, abs=1e-3)
 
 
 def test_a_memory_limit_without_a_gpu_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,8 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def test_every_section_is_measured_and_has_a_table(measured: dict[str, Any]) -> None:
     assert list(measured["sections"]) == SECTIONS and measured["setup"]["commit"] == "abc123"
     text = bench_all.render(measured)
-    for name, of in measured["sections"].items():
-        assert "failed" not in of and of["seconds"] >= 0, of
+    for name, section in measured["sections"].items():
+        assert "failed" not in section and section["seconds"] >= 0, section
         assert f"## {bench_all.SECTIONS[name].title}" in text
     assert text.count("\n") <= 150 and "commit abc123" in text and "Ceiling of plain decoding" in text
 
@@ -80,7 +80,7 @@ def test_a_full_run_stays_within_150_lines(measured: dict[str, Any]) -> None:
     results = json.loads(json.dumps(measured))
     figures = results["sections"]["decode"]["figures"]
     (cell, *_) = figures["cells"]
-    domains = dict.fromkeys(of["domain"] for of in figures["cells"])
+    domains = dict.fromkeys(cell["domain"] for cell in figures["cells"])
     figures["cells"] = [
         {**cell, "domain": domain, "batch": size, "temperature": value}
         for value in (0.0, 0.7) for size in (1, 4, 16) for domain in domains

@@ -170,7 +170,7 @@ def test_exit_scores_compare_drafts_with_the_forced_tokens(device: str, monkeypa
     """The exit drafts the model's own tokens, not forced ones."""
     right: list[bool] = []
     monkeypatch.setattr(Governor, "choose", lambda *_, **__: (NONE, "goodput"))
-    monkeypatch.setattr(Governor, "scored", lambda self, skill, found: right.extend(found))
+    monkeypatch.setattr(Governor, "observe_score", lambda self, skill, found: right.extend(found))
     prompts = PromptSet("forced", PROMPTS[2:], 10, forced=ForcedTexts(PROMPTS[2:], [FOREIGN]))
     found = call(bench_of(device).for_set(prompts), "governor", prompts, 1)
     assert found.tokens[0][:3] == FOREIGN and len(found.tokens[0]) == 10
@@ -189,7 +189,7 @@ def test_the_second_engine_decodes_forced_texts_with_kernels_only(device: str) -
     assert second.engine is not bench.engine and second.engine is bench.for_set(given).engine
     for name in ("model", "profile", "rules", "context", "max_batch", "generation_config"):
         assert getattr(second.engine, name) == getattr(bench.engine, name), name
-    made = [of.engine._graphs and of.engine._graphs.new_step for of in (bench, second)]
+    made = [target.engine._graphs and target.engine._graphs.new_step for target in (bench, second)]
     assert made[0] is DeviceStep and made[1] is not DeviceStep
 
 

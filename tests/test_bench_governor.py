@@ -32,7 +32,8 @@ from bench.governor_sets import FOREIGN_TOKENS, HIGH_TEMPERATURE, IN_DOMAIN, Mis
 from selfspec import Engine, Rules
 from selfspec.governor.costs import gpu_rows
 from selfspec.governor.governor import Change
-from selfspec.sequence import Request, StepRecord
+from selfspec.history import StepRecord
+from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import NONE
 from tests.calibrated import chat_tokenizer, quieten
@@ -204,10 +205,9 @@ class FakeScheduler:
         self.now[0] += seconds
         for index, (sequence, new) in enumerate(zip(self.waiting, news, strict=True)):
             sequence.tokens += [9] * new
-            sequence.skill.ood = sequence.skill.ood or ood == index
+            sequence.skill.was_ood = sequence.skill.was_ood or ood == index
             if new:
-                sequence.records.append(PLAIN_STEP)
-                sequence.last_nodes.append(0)
+                sequence.history.add(PLAIN_STEP, 0)
         if not self.steps:
             self.waiting[0].request.progress.end(self.waiting[0].new_tokens)
 

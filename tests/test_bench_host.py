@@ -18,9 +18,11 @@ def test_the_command_times_every_case(capsys: pytest.CaptureFixture[str]) -> Non
     assert host.main(["--sequences", "1", "3", "--steps", "40"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     cases = [host.CEILING, *host.CASES]
-    assert [(of["case"], of["sequences"]) for of in found] == [(case, count) for case in cases for count in (1, 3)]
-    assert all(of["us_p50"] > 0 for of in found)
-    drafted = {of["case"]: of["drafted"] for of in found}
+    assert [(result["case"], result["sequences"]) for result in found] == [
+        (case, count) for case in cases for count in (1, 3)
+    ]
+    assert all(result["us_p50"] > 0 for result in found)
+    drafted = {result["case"]: result["drafted"] for result in found}
     assert drafted["plain"] == 0 and drafted["drafting"] > 0.8 > 0.2 > drafted["nothing accepted"]
 
 
@@ -29,8 +31,8 @@ def test_sequences_get_the_accepted_tokens_and_end_at_their_length(monkeypatch: 
     scheduler, request = host.idle_scheduler(host.IdleBackend(accepted=1.0), Costs(), count=2, new_tokens=41)
     while scheduler.step():
         pass
-    assert request.progress.is_over and [of.steps for of in request.sequences] == [11, 11]
-    assert all(of.accepted == 33 for of in request.sequences)
+    assert request.progress.is_over and [sequence.history.steps for sequence in request.sequences] == [11, 11]
+    assert all(sequence.history.accepted == 33 for sequence in request.sequences)
 
 
 def test_every_request_of_an_idle_batch_has_its_exit_scored_as_soon_as_the_first(
@@ -43,7 +45,7 @@ def test_every_request_of_an_idle_batch_has_its_exit_scored_as_soon_as_the_first
 
     def recorded(self: Any, sequences: Any, exit: Any, score: bool, before: Any) -> None:
         if score:
-            scores.append(sequences[0].steps + (before is not None))
+            scores.append(sequences[0].history.steps + (before is not None))
         fill_exit(self, sequences, exit, score, before)
 
     monkeypatch.setattr(host.IdleBackend, "fill_exit", recorded)

@@ -35,7 +35,7 @@ def test_ways_to_hold_the_weights_are_compared(
     path = written(tmp_path, ENCODINGS["Q8_0"])
     command = ["--model", str(path), "--device", "cpu", "--tokens", "100", "--ways"]
     assert perplexity.main([*command, "expanded", "native", "int4", "int4-all"]) == 0
-    found = {of["way"]: of for of in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]}
+    found = {result["way"]: result for result in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]}
     assert found["native"]["against_first"] == pytest.approx(0, abs=0.1)  # expanding rounds to bfloat16
     sizes = [found[way]["weights_mb"] for way in ("expanded", "native", "int4", "int4-all")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4

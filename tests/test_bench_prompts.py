@@ -19,7 +19,7 @@ SHARED_WORDS = 10  # a run of so many equal words means that one text was made f
 
 def prompts_in(path: Path) -> list[str]:
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    return [of.get("prompt") or " ".join(message["content"] for message in of["messages"]) for of in entries]
+    return [entry.get("prompt") or " ".join(message["content"] for message in entry["messages"]) for entry in entries]
 
 
 def runs_of_words(text: str) -> set[tuple[str, ...]]:

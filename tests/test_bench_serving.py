@@ -55,15 +55,17 @@ def test_requests_together_get_the_tokens_of_each_alone_and_every_arrival_is_rec
         assert run_together([request]) > 0
     together = [TimedRequest(engine(), prompt, 0, 8, {"do_sample": False, **drafting}) for prompt in PROMPTS]
     run_together(together)
-    assert [of.tokens for of in together] == [of.tokens for of in alone]
-    for of in together:
-        (sequence,) = of.request.sequences
-        assert len(of.times.arrivals) == sequence.steps and of.times.arrivals[-1][1] == 8 == len(of.tokens)
+    assert [request.tokens for request in together] == [request.tokens for request in alone]
+    for request in together:
+        (sequence,) = request.request.sequences
+        assert len(request.times.arrivals) == sequence.history.steps and request.times.arrivals[-1][1] == 8 == len(
+            request.tokens
+        )
 
 
 def test_the_built_in_options_need_no_python_callable() -> None:
     made = built_in_options(PROMPTS, [7], VOCABULARY)
-    requests = {name: TimedRequest(engine(), PROMPTS[0], 0, 8, of).request for name, of in made.items()}
+    requests = {name: TimedRequest(engine(), PROMPTS[0], 0, 8, options).request for name, options in made.items()}
     assert not any(request.processors or request.criteria for request in requests.values())
     params = [request.sequences[0].params for request in requests.values()]
     assert len(set(params)) == len(params) and not params[0].changes_logits
@@ -85,19 +87,19 @@ def test_every_part_of_serving_is_measured_in_both_modes(
     sizes = "--max-new-tokens 4 --requests 5 --decoding 2 --long-prompt 600 --running 2 --running-tokens 300 --repeat 1"
     assert serving.main([*command, *sizes.split(), "--chat", "200"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    counts = {part: [of["mode"] for of in found[part]].count("speculation") for part in serving.PARTS}
+    counts = {part: [row["mode"] for row in found[part]].count("speculation") for part in serving.PARTS}
     assert counts == {"throughput": 1, "latency": 2, "joining": 1, "settings": 3, "second_turn": 1}
     assert all(2 * count == len(found[part]) for part, count in counts.items())
     plain, ninety = found["throughput"][0], found["latency"][-1]
     assert ninety["requests_per_s"] == pytest.approx(0.9 * plain["tokens_per_s"] / 4, rel=0.01)
-    assert all(of["first_token_ms_p50"] <= of["first_token_ms_p99"] for of in found["latency"])
-    for of in found["joining"]:
-        assert of["chunks"] == 2 and of["prompt_tokens"] == 600
-        assert of["longest_gap_ms"] > 0 and of["step_ms"] > 0 and of["chunk_ms"] > 0
-        assert of["bound_ms"] == pytest.approx(of["chunk_ms"] + 2 * of["step_ms"], abs=0.01)
-    for of in found["second_turn"]:
-        assert of["prompt_tokens"] == 340 and of["reused_tokens"] == 256
-        assert of["ratio"] == pytest.approx(of["first_token_ms"] / of["without_reuse_ms"], abs=0.01)
+    assert all(row["first_token_ms_p50"] <= row["first_token_ms_p99"] for row in found["latency"])
+    for row in found["joining"]:
+        assert row["chunks"] == 2 and row["prompt_tokens"] == 600
+        assert row["longest_gap_ms"] > 0 and row["step_ms"] > 0 and row["chunk_ms"] > 0
+        assert row["bound_ms"] == pytest.approx(row["chunk_ms"] + 2 * row["step_ms"], abs=0.01)
+    for row in found["second_turn"]:
+        assert row["prompt_tokens"] == 340 and row["reused_tokens"] == 256
+        assert row["ratio"] == pytest.approx(row["first_token_ms"] / row["without_reuse_ms"], abs=0.01)
 
 
 def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
@@ -105,10 +107,10 @@ def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
 ) -> None:
     assert options.main([*command, "--max-new-tokens", "5", "--options", "penalty", "nothing"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    names = [of["option"] for of in found["results"]]
+    names = [row["option"] for row in found["results"]]
     assert names[0] == "greedy" and names[-1] == "processor that does nothing" and len(names) == 5
     assert found["results"][0]["plain_against_greedy"] == 1.0 and found["all_tokens_same"]
-    assert all(of["same_tokens"] == of["sequences"] == 2 * 3 for of in found["results"])
+    assert all(row["same_tokens"] == row["sequences"] == 2 * 3 for row in found["results"])
 
 
 def test_options_whose_tokens_change_with_speculation_are_counted() -> None:
@@ -120,7 +122,7 @@ def test_options_whose_tokens_change_with_speculation_are_counted() -> None:
 
 def test_a_spent_budget_leaves_one_run_of_every_option() -> None:
     found = options.measure(target(), options.options_of(target()), new_tokens=3, repeat=2, limit=Limit(0.0))
-    assert len(found["results"]) == 15 and {of["sequences"] for of in found["results"]} == {1}
+    assert len(found["results"]) == 15 and {row["sequences"] for row in found["results"]} == {1}
 
 
 def test_parts_of_serving_beyond_the_budget_are_named() -> None:
@@ -145,6 +147,6 @@ def test_structured_output_is_measured_where_there_is_a_tokenizer() -> None:
     model = tiny_model("llama", vocab_size=len(JSON_TOKENS))
     engine = Engine.from_model(model, json_tokenizer(), profile=None)
     found = Target("tiny", engine, {"text": [[1, 40]]}, {"plan": "chain:1", "exit_layer": 2})
-    chosen = {name: of for name, of in options.options_of(found).items() if name in ("greedy", "JSON schema")}
+    chosen = {name: option for name, option in options.options_of(found).items() if name in ("greedy", "JSON schema")}
     results = options.measure(found, chosen, new_tokens=8, repeat=1, limit=Limit())["results"]
-    assert [(of["option"], of["same_tokens"]) for of in results] == [("greedy", 1), ("JSON schema", 1)]
+    assert [(row["option"], row["same_tokens"]) for row in results] == [("greedy", 1), ("JSON schema", 1)]

@@ -202,14 +202,16 @@ def test_a_domain_has_the_costs_of_its_exit(whole: Outcome) -> None:
             assert cost.depth == pytest.approx(expected.depth, rel=1e-4)
             assert (cost.plain, cost.head_row, cost.head_rows) == (1.0, 0.0, BATCHES[band])
             assert [nodes for nodes, _ in cost.drafting] == [nodes for nodes, _ in expected.drafting]
-            seconds = [[seconds for _, seconds in of.drafting] for of in (cost, expected)]
+            seconds = [[seconds for _, seconds in each.drafting] for each in (cost, expected)]
             assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
 
 
 def test_distances_are_of_measuring_prompts_to_the_centroid_of_their_domain(place: Place, whole: Outcome) -> None:
     """A distance is 1 minus the cosine."""
     engine, layer = place.engine(None), whole.profile.router_layer
-    directions = {name: normalize(torch.tensor(of.centroid), dim=0) for name, of in whole.profile.domains.items()}
+    directions = {
+        name: normalize(torch.tensor(choice.centroid), dim=0) for name, choice in whole.profile.domains.items()
+    }
     for name, choice in whole.profile.domains.items():
         prompts = [prompt[0].tolist() for prompt in place.measuring_prompts(engine, name)]
         embeddings = prompt_embeddings(engine.model, engine.cache, prompts, layer)

@@ -53,7 +53,7 @@ def test_modes_take_turns_and_on_kernels_run_once_uncounted(kernels):
     compared = take_turns(engine, ["a", "b"], modes(engine), {}, lambda *of: progress.append(of))
     turn = [(prompt, mode) for mode in (False, None, "force") for prompt in "ab"]
     assert engine.calls == turn * (TURNS + kernels)
-    assert [len(of.turns) for of in compared] == [TURNS] * 3
+    assert [len(runs.turns) for runs in compared] == [TURNS] * 3
     count = 3 * (TURNS + kernels)
     assert progress == [(index, count) for index in range(count)]
 

@@ -49,25 +49,25 @@ def test_models_count_in_plain_steps() -> None:
 # Measured costs
 
 
-def ratio(costs: Costs, plan: Plan, modelled: float = 1.5, batch: int = 1, context: int = 9) -> float:
-    return costs.ratio(costs.cell(batch, context), plan, modelled)
+def measured_cost(costs: Costs, plan: Plan, modelled: float = 1.5, batch: int = 1, context: int = 9) -> float:
+    return costs.cost(costs.bucket(batch, context), plan, modelled)
 
 
 def observe(costs: Costs, plan: Plan, *seconds: float, modelled: float = 1.5, batch: int = 1, context: int = 9) -> None:
-    for of in seconds:
-        costs.observe(costs.cell(batch, context), plan, of, modelled if len(plan) else 1.0)
+    for sample in seconds:
+        costs.observe(costs.bucket(batch, context), plan, sample, modelled if len(plan) else 1.0)
 
 
 def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> None:
     costs = Costs()
-    assert costs.cell(1, 9).plain is None and ratio(costs, CHAIN) == 1.5
+    assert costs.bucket(1, 9).plain is None and measured_cost(costs, CHAIN) == 1.5
     observe(costs, NONE, 5.0, 3.0)
-    assert costs.cell(1, 9).plain is None
+    assert costs.bucket(1, 9).plain is None
     observe(costs, NONE, 4.0)
-    assert costs.cell(1, 9).plain == 3.0, "the fastest of the first ones: a step may stall, none is too fast"
-    assert ratio(costs, CHAIN) == 1.5
+    assert costs.bucket(1, 9).plain == 3.0, "the fastest of the first ones: a step may stall, none is too fast"
+    assert measured_cost(costs, CHAIN) == 1.5
     observe(costs, CHAIN, 6.0)
-    assert ratio(costs, CHAIN) == 2.0
+    assert measured_cost(costs, CHAIN) == 2.0
 
 
 def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
@@ -75,15 +75,15 @@ def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
     observe(costs, NONE, *[1.0] * PLAIN_SAMPLES)
     observe(costs, CHAIN, 1.8, modelled=1.5)
     assert costs.correction == pytest.approx(1.2)
-    assert ratio(costs, TREE, modelled=2.0) == pytest.approx(2.4)
-    assert ratio(costs, TREE, modelled=2.0, context=5000) == pytest.approx(2.4), "in other buckets too"
-    assert ratio(costs, TREE, modelled=0.5) == 1.0, "no step costs less than a plain one"
+    assert measured_cost(costs, TREE, modelled=2.0) == pytest.approx(2.4)
+    assert measured_cost(costs, TREE, modelled=2.0, context=5000) == pytest.approx(2.4), "in other buckets too"
+    assert measured_cost(costs, TREE, modelled=0.5) == 1.0, "no step costs less than a plain one"
 
 
 def test_drafted_steps_correct_nothing_before_a_plain_step_was_measured() -> None:
     costs = Costs()
     observe(costs, CHAIN, 100.0)
-    assert costs.correction == 1.0 and ratio(costs, CHAIN) == 1.5
+    assert costs.correction == 1.0 and measured_cost(costs, CHAIN) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -100,29 +100,29 @@ def test_drafted_steps_correct_nothing_before_a_plain_step_was_measured() -> Non
 )
 def test_batches_and_lengths_share_buckets(one: tuple[int, int], other: tuple[int, int], is_shared: bool) -> None:
     costs = Costs()
-    assert (costs.cell(*one) is costs.cell(*other)) == is_shared
+    assert (costs.bucket(*one) is costs.bucket(*other)) == is_shared
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=PLAIN_SAMPLES, max_size=60))
 def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: list[float]) -> None:
     costs = Costs()
     observe(costs, NONE, *samples)
-    assert min(samples) - 1e-9 <= (costs.cell(1, 9).plain or 0) <= max(samples) + 1e-9
+    assert min(samples) - 1e-9 <= (costs.bucket(1, 9).plain or 0) <= max(samples) + 1e-9
     observe(costs, NONE, *[1.0] * (6 * MEMORY))
-    assert costs.cell(1, 9).plain == pytest.approx(1.0, rel=0.01)
+    assert costs.bucket(1, 9).plain == pytest.approx(1.0, rel=0.01)
 
 
 def test_one_stall_hardly_changes_an_average() -> None:
     costs = Costs()
     observe(costs, NONE, *[1.0] * MEMORY, 1000.0)
-    assert costs.cell(1, 9).plain == pytest.approx(1 + 1 / MEMORY)
+    assert costs.bucket(1, 9).plain == pytest.approx(1 + 1 / MEMORY)
 
 
 def test_a_clock_that_stands_still_divides_nothing_by_zero() -> None:
     costs = Costs()
     observe(costs, NONE, *[0.0] * PLAIN_SAMPLES)
     observe(costs, CHAIN, 0.0)
-    assert ratio(costs, CHAIN) == 1.0
+    assert measured_cost(costs, CHAIN) == 1.0
 
 
 # Candidates
@@ -134,15 +134,15 @@ def candidates(max_step: float = inf, row: float = 0.02, **options: int) -> Plan
     return PlanCandidates(*parts, SharedPlans(*parts, max_tree_batch=4, max_step=max_step, **options))
 
 
-def speed(of: PlanCandidates, batch: int, plan: Plan, skill: float) -> float:
-    length = of.acceptance.lengths(plan)[Skill(skill).level]
-    return float(length) / of.cost(plan, batch)
+def speed(candidates: PlanCandidates, batch: int, plan: Plan, skill: float) -> float:
+    length = candidates.acceptance.lengths(plan)[Skill(skill).level]
+    return float(length) / candidates.cost(plan, batch)
 
 
 def test_domains_share_plans_and_have_their_own_lengths() -> None:
     models = {16: estimated_cost(3, 30)}
     shared = SharedPlans(Acceptance(mean_shares([SHARES, [[0.2, 0.1]]])), models, max_tree_batch=4)
-    good, bad = (PlanCandidates(Acceptance(of), models, shared).table(1) for of in (SHARES, [[0.2, 0.1]]))
+    good, bad = (PlanCandidates(Acceptance(shares), models, shared).table(1) for shares in (SHARES, [[0.2, 0.1]]))
     assert good.plans == bad.plans
     drafting = [place for place, plan in enumerate(good.plans) if plan.uses_exit]
     assert (good.lengths > bad.lengths)[:, 0, drafting].all(), "where nothing is copied"

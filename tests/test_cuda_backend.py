@@ -155,9 +155,9 @@ def test_sequences_that_join_leave_and_swap_get_the_tokens_they_get_alone() -> N
         if sequence.finish_reason == "cancelled":
             expected = expected[: len(got)]
         assert got == expected, sequence.params
-        if sequence.request.drafter is None and sequence.steps:
-            assert (sequence.drafted, sequence.disabled_reason) == (0, "request")
-    assert sum(sequence.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
+        if sequence.request.drafter is None and sequence.history.steps:
+            assert (sequence.history.drafted, sequence.disabled_reason) == (0, "request")
+    assert sum(sequence.history.accepted for sequence in random_batch.sequences) > 0 and random_batch.swaps > 0
     assert "stop" in {sequence.finish_reason for sequence in random_batch.sequences}
     assert len(random_batch.sequences) >= len(PARAMS), "every entry of PARAMS is used"
     random_batch.batch.drain()
@@ -191,7 +191,7 @@ def test_text_that_repeats_is_copied_without_an_exit() -> None:
     batch.admit([second])
     batch.run([Plan.parse("copy:3")])
     assert first.tokens == whole[:23] and second.tokens == plain_tokens(second)
-    assert first.accepted >= 5
+    assert first.history.accepted >= 5
 
 
 @torch.inference_mode()
@@ -214,7 +214,7 @@ def test_sequences_with_and_without_callables_share_a_batch(plan: str) -> None:
     assert penalised.tokens == plain_tokens(penalised)
     for sequence in with_callables:
         assert sequence.tokens == plain_tokens(sequence, processors=[penalise_last])
-    assert sum(of.accepted for of in with_callables) > 0 or plan == "none"
+    assert sum(sequence.history.accepted for sequence in with_callables) > 0 or plan == "none"
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -225,7 +225,7 @@ def follow(sequence: Sequence, regex: str) -> Sequence:
     """Gives a sequence the grammar of a regex."""
     grammar = Grammars(101).compile({"type": "regex", "regex": regex}, tiny_tokenizer(), (2,))
     assert grammar is not None
-    sequence.grammar, sequence.request.uses_host = grammar.copy(len(sequence.prompt)), True
+    sequence.grammar, sequence.request.uses_host = grammar.at_start(len(sequence.prompt)), True
     return sequence
 
 
@@ -262,7 +262,7 @@ def test_sequences_with_and_without_a_grammar_share_a_batch() -> None:
         reference.admit([alone])
         reference.run()
         assert got.request.error is None and got.tokens == alone.tokens
-    assert sum(of.accepted for of in made) > 0 and made[0].finish_reason == "stop"
+    assert sum(sequence.history.accepted for sequence in made) > 0 and made[0].finish_reason == "stop"
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -280,7 +280,7 @@ def test_forced_tokens_are_accepted_in_one_step(plan: str) -> None:
     batch.admit([forced, copying])
     batch.run([Plan.parse(plan)])
     assert tiny_tokenizer().decode(forced.tokens[5:-1]) == "defghijk" and forced.finish_reason == "stop"
-    assert forced.steps == 3 and forced.accepted == 6
+    assert forced.history.steps == 3 and forced.history.accepted == 6
     alone, reference = sequence("[x-z]{2,20}"), ScriptedBatch(torch_backend(), None)
     reference.admit([alone])
     reference.run()
@@ -308,7 +308,7 @@ def test_a_rule_that_changes_after_a_launch_does_not_change_the_masks_of_the_ste
         reference.admit([alone])
         reference.run()
         assert got.request.error is None and got.tokens == alone.tokens
-    assert made[0].accepted and "batch" in {record.reason for record in made[0].records}
+    assert made[0].history.accepted and "batch" in {record.reason for record in made[0].history.records}
 
 
 @torch.inference_mode()
@@ -416,7 +416,7 @@ def test_drafts_at_all_depths_are_those_of_the_reference_backend(family: str, la
         batch.admit(sequences)
         batch.step()
         batch.drain()
-        batch._fill_exit(score=False, before=None)
+        batch._fill_exit(None)
         batch.plan = plan
         if isinstance(backend, CudaBackend):
             batch.step()
@@ -447,7 +447,7 @@ def test_a_step_of_a_beam_is_a_step_of_the_tree_that_it_chose(kernels: bool) -> 
         if isinstance(backend, CudaBackend):
             batch.step()
             made, _ = backend._captured_step(sequences, plan, exit)
-            trees = [plan.of_sequence(of) for _, *of in made.parents.tolist()[: len(wanted)]]
+            trees = [plan.of_sequence(parents) for _, *parents in made.parents.tolist()[: len(wanted)]]
             tokens = made.metadata.tokens.view(len(plan) + 1, -1)[:, : len(wanted)].T.tolist()
         else:
             draft = backend.draft(sequences, plan, exit)
@@ -466,8 +466,8 @@ def test_a_step_of_a_beam_is_a_step_of_the_tree_that_it_chose(kernels: bool) -> 
         for layer in range(cache.keys.shape[0]):
             for pages, own_pages in ((cache.keys, own_cache.keys), (cache.values, own_cache.values)):
                 of_all, alone = (
-                    of[layer].flatten(0, 1)[[flat_slot(sequence.kv, slot) for slot in range(own.kv.length)]]
-                    for of, sequence in ((pages, sequences[index]), (own_pages, own))
+                    tensor[layer].flatten(0, 1)[[flat_slot(sequence.kv, slot) for slot in range(own.kv.length)]]
+                    for tensor, sequence in ((pages, sequences[index]), (own_pages, own))
                 )
                 torch.testing.assert_close(of_all, alone, rtol=1e-4, atol=1e-5)
 
@@ -489,16 +489,16 @@ def test_plain_steps_are_scored_as_by_the_reference_backend() -> None:
         batch.admit(sequences[3:])
         for _ in range(2):
             batch.step()
-        batch._fill_exit(score=True, before=batch.in_flight)
+        batch._fill_exit(batch.in_flight, score=True)
         batch.step()
         batch.drain()
-        keys = [exit_keys(backend.cache, of, len(of.prompt) + 1) for of in sequences]
-        found.append(([batch.scores[of] for of in sequences], keys))
+        keys = [exit_keys(backend.cache, sequence, len(sequence.prompt) + 1) for sequence in sequences]
+        found.append(([batch.scores[sequence] for sequence in sequences], keys))
     (ours, our_keys), (theirs, their_keys) = found
     torch.testing.assert_close(our_keys, their_keys, atol=5e-4, rtol=5e-4)
     assert [len(right) for right in theirs] == [5, 5, 5, 2]
     assert [len(right) for right in ours] == [6, 6, 6, 2]
-    assert [right[: len(of)] for right, of in zip(ours, theirs, strict=True)] == theirs
+    assert [right[: len(expected)] for right, expected in zip(ours, theirs, strict=True)] == theirs
     assert {is_right for right in theirs for is_right in right} == {False, True}
 
 
@@ -523,9 +523,11 @@ def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.Monk
             batch.step()
         backend.score_prompts(joining, exit)
         scores = backend.prompt_scores()
-        found.append([scores.get(of) for of in joining])
+        found.append([scores.get(sequence) for sequence in joining])
         batch.run()
-        assert [of.tokens for of in (running, *joining)] == [plain_tokens(of) for of in (running, *joining)]
+        assert [sequence.tokens for sequence in (running, *joining)] == [
+            plain_tokens(sequence) for sequence in (running, *joining)
+        ]
     *both, (_, *theirs) = found
     assert both == [[None, *((pytest.approx(share), positions) for share, positions in theirs)]] * 2
     assert [positions for _, positions in theirs] == [END, 5] and 0 < theirs[0][0] < 1
@@ -540,7 +542,7 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
     model, texts = decoder(), [prompt_of(9, 1), prompt_of(7, 2)]
     ranks, agreement = {"0": [[0.6, 0.1], [0.5]]}, Spread(mean=0.5, deviation=0.1)
     embeddings = prompt_embeddings(model, new_graphs().cache, texts, 1)
-    directions = Router.fit([torch.stack((of, 1.01 * of)) for of in embeddings])
+    directions = Router.fit([torch.stack((embedding, 1.01 * embedding)) for embedding in embeddings])
     domains = {
         name: choice_of(
             LAYER, "chain:2", ranks=ranks, prompt_agreement=agreement, centroid=directions.centroids[index].tolist(),
@@ -557,13 +559,13 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
     engine.scheduler._new_backend = lambda rejection: cuda_backend(graphs, overlaps=True)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     requests = [engine.build_request(text, **options) for text in texts]
-    engine.scheduler.waiting.extend(of for request in requests for of in request.sequences)
+    engine.scheduler.waiting.extend(sequence for request in requests for sequence in request.sequences)
     while engine.scheduler.step():
         pass
     for request, name in zip(requests, domains, strict=True):
         (sequence,) = request.sequences
-        assert sequence.tokens == plain_tokens(sequence) and sequence.drafted
-        assert request.drafter is not None and request.policy is not None and request.drafter.routed is None
+        assert sequence.tokens == plain_tokens(sequence) and sequence.history.drafted
+        assert request.drafter is not None and request.policy is not None and request.drafter.reroute is None
         found = engine.drafters.candidates(name, domains[name], request.policy)
         assert request.drafter.candidates is found, "not its own domain"
         assert sequence.skill.expected != Skill().expected, "its prompt was not scored"
@@ -593,7 +595,7 @@ def test_a_steps_time_is_typical_only_if_it_was_launched_right_behind_another_on
     batch.step()  # fills the exit's KV first, which is part of the cost of drafting
     batch.plan = NONE
     batch.step()
-    batch._fill_exit(score=False, before=batch.in_flight)  # not part of the cost of a plain step
+    batch._fill_exit(batch.in_flight)  # not part of the cost of a plain step
     batch.step()
 
     def capture(_: Any, launches: Any) -> Any:

@@ -148,8 +148,8 @@ def test_batches_of_one_domain_and_of_several_share_a_captured_size_of_the_draft
     saved = profile.save(tmp_path, [random_exit(model, 1)], heads)
     drafters = Drafters(model, saved, embed=lambda prompts, layer: torch.zeros(len(prompts), 1))
     rows = [drafters.head_rows_of(domain) for domain in ("chat", "code", None)]
-    assert [len(of) for of in rows if of is not None] == [3000, 7000, 9000]
-    exits = [drafters.exit(1).offering(of, []) for of in rows]
+    assert [len(ids) for ids in rows if ids is not None] == [3000, 7000, 9000]
+    exits = [drafters.exit(1).offering(ids, []) for ids in rows]
     assert {draft_head_capacity(exit, model) for exit in exits} == {12_288}
 
 

@@ -207,7 +207,7 @@ def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monke
     sequences = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (4, 10, 1, 20)]
     batch.admit(sequences)
     batch.run()
-    assert [of.tokens for of in sequences] == [plain_tokens(of) for of in sequences]
+    assert [sequence.tokens for sequence in sequences] == [plain_tokens(sequence) for sequence in sequences]
     assert graphs.cache.free_pages == graphs.cache.num_pages - 1
 
 
@@ -244,7 +244,7 @@ def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: p
     for plan in (NONE, Plan.tree((2, 1))):
         batch.plan = plan
         batch.step()
-    assert decoded.accepted > 0
+    assert decoded.history.accepted > 0
     ours = left_in_cache(graphs.cache, decoded.kv, decoded.kv.length)
     monkeypatch.setattr(short_prefill, "MAX_TOKENS", 8)
     backend = cuda_backend(graphs)
@@ -266,7 +266,7 @@ def test_a_prompt_that_reuses_whole_chunks_gets_the_bits_of_a_fresh_prefill(monk
     backend, shared = cuda_backend(graphs, overlaps=True), prompt_of(2 * PAGE_SIZE, 1)
     prompt = [*shared, *prompt_of(PROMPT_END + 1, 2)]
     other, fresh, reusing = (sequence_of(text, 1) for text in ([*shared, 7, 8], prompt, prompt))
-    keys = PageKeys(backend.prefix_path(len(prompt)), exit.layer).first(2, shared)
+    keys = PageKeys(backend.prefill_kind(len(prompt)), exit.layer).first(2, shared)
     for sequence in (other, fresh, reusing):
         if sequence is reusing:
             graphs.cache.register(other.kv, keys)
@@ -275,6 +275,6 @@ def test_a_prompt_that_reuses_whole_chunks_gets_the_bits_of_a_fresh_prefill(monk
             assert sequence.kv.length == 2 * PAGE_SIZE and graphs.cache.reusable_pages == 0
         while not backend.prefill([sequence], exit):
             pass
-    ours, theirs = (left_in_cache(graphs.cache, of.kv, len(prompt) - 1) for of in (reusing, fresh))
+    ours, theirs = (left_in_cache(graphs.cache, sequence.kv, len(prompt) - 1) for sequence in (reusing, fresh))
     assert all(torch.equal(one[:-1], another[:-1]) for one, another in zip(ours, theirs, strict=True))
     assert torch.equal(backend._prompts.prompt_ends[reusing][1:], backend._prompts.prompt_ends[fresh][1:])

@@ -51,18 +51,20 @@ class Model:
             for slot in range(count):
                 self.check_slot(self.slots[slot], view, slot, all_slots, features)
 
-    def check_slot(self, of: dict[str, Any], view: Any, slot: int, all_slots: AllSlots, features: torch.Tensor) -> None:
-        if of["active"] == IDLE:  # other values of an idle slot are not read
+    def check_slot(
+        self, expected: dict[str, Any], view: Any, slot: int, all_slots: AllSlots, features: torch.Tensor
+    ) -> None:
+        if expected["active"] == IDLE:  # other values of an idle slot are not read
             assert [int(getattr(view, name)[slot]) for name in ("active", "lengths", "unfilled")] == [0, 0, 0]
             assert int(view.page_table[slot, 0]) == IDLE_PAGE
             return
         for name in (*STATE_FIELDS, "unfilled"):
-            assert getattr(view, name)[slot].item() == pytest.approx(of[name]), name
-        assert int(view.seeds[slot]) == of["seed"]
-        assert view.stops[slot].tolist() == [*of["stops"], *[-1] * (MAX_STOPS - len(of["stops"]))]
-        assert view.page_table[slot, : len(of["pages"])].tolist() == of["pages"]
-        assert float(features[slot, 0]) == of["feature"]
-        bias, counts = of["processed"] or ([0.0] * VOCABULARY, None)
+            assert getattr(view, name)[slot].item() == pytest.approx(expected[name]), name
+        assert int(view.seeds[slot]) == expected["seed"]
+        assert view.stops[slot].tolist() == [*expected["stops"], *[-1] * (MAX_STOPS - len(expected["stops"]))]
+        assert view.page_table[slot, : len(expected["pages"])].tolist() == expected["pages"]
+        assert float(features[slot, 0]) == expected["feature"]
+        bias, counts = expected["processed"] or ([0.0] * VOCABULARY, None)
         assert all_slots.bias[slot].tolist() == bias
         assert counts is None or all_slots.counts[slot].tolist() == counts
 
@@ -98,7 +100,7 @@ class Driven:
         self.features = torch.zeros(CAPACITY, 1)
 
     def free(self) -> list[int]:
-        return [slot for slot, of in enumerate(self.model.slots) if of["active"] == IDLE]
+        return [slot for slot, values in enumerate(self.model.slots) if values["active"] == IDLE]
 
     def taken(self) -> list[int]:
         return [slot for slot in range(CAPACITY) if slot not in self.free()]
@@ -187,7 +189,7 @@ def test_processing_is_off_in_the_slot_of_a_sequence_with_callables() -> None:
     params = SamplingParams(
         repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_new_tokens=3, stop_token_ids=(2,)
     )
-    on, off = (SlotState.of(params, 4, 5, 0, prompt=5, drafts=True, processed=of) for of in (True, False))
+    on, off = (SlotState.of(params, 4, 5, 0, prompt=5, drafts=True, processed=processed) for processed in (True, False))
     assert (on.repetition, on.presence, on.frequency, on.min_length) == (1.2, 0.3, 0.2, 8)
     assert (off.repetition, off.presence, off.frequency, off.min_length) == (1.0, 0.0, 0.0, 0)
     assert on.temperature == off.temperature == 0.0  # greedy

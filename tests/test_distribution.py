@@ -113,8 +113,8 @@ def draw(
         decode(Request(texts, policy=policy, drafter=Drafter(exit), rejection=rejection), exit)
         tokens = torch.tensor([text.tokens[1:] for text in texts])
         drawn.counts += (tokens * place).sum(1).bincount(minlength=VOCABULARY**NEW_TOKENS)
-        drawn.accepted += sum(text.accepted for text in texts)
-        drawn.rejections += sum(text.rejections for text in texts)
+        drawn.accepted += sum(text.history.accepted for text in texts)
+        drawn.rejections += sum(text.history.rejections for text in texts)
     return drawn
 
 

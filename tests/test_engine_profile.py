@@ -187,7 +187,7 @@ class TestPlans:
     )
     def test_the_nearest_temperature_has_its_own(self, model, sampling, plan):
         by_temperature = {"0": "chain:1", "0.7": "chain:2", "1": "chain:3"}
-        plans = {name: {"1": PlanChoice(plan=of)} for name, of in by_temperature.items()}
+        plans = {name: {"1": PlanChoice(plan=plan)} for name, plan in by_temperature.items()}
         decoder = Engine.from_model(model).model
         profile = profile_of(decoder, {"chat": DomainChoice(exit_layer=2, plans=plans)})
         assert stats_of(Engine.from_model(model, profile=profile), max_new_tokens=24, **sampling)[0].plan == plan

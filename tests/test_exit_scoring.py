@@ -44,13 +44,15 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     assert running.exit is not None
     sequences = running.sequences
     unfilled = [sequence.unfilled for sequence in sequences]
-    assert {len(of) for of in unfilled} == {steps}
+    assert {len(states) for states in unfilled} == {steps}
     batch = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], unfilled)
     read = batch.read(running.exit, running.cache, 0, steps)
-    assert {len(of) for of in unfilled} == {0}
+    assert {len(states) for states in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
-    positions = [(of, at) for of in sequences for at in range(len(of.tokens) - steps, len(of.tokens))]
-    columns = torch.tensor([(of.seed, of.sample_index, at) for of, at in positions])
+    positions = [
+        (sequence, at) for sequence in sequences for at in range(len(sequence.tokens) - steps, len(sequence.tokens))
+    ]
+    columns = torch.tensor([(sequence.seed, sequence.sample_index, at) for sequence, at in positions])
     key = NoiseKey(*columns.unbind(1))
     return exit_scoring.is_drafted(running.exit, read, tokens, [params] * len(sequences), key).tolist()
 
@@ -87,7 +89,10 @@ def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, st
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = []
     for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
-        kvs, unfilled = [of.kv for of in running.sequences], [of.unfilled for of in running.sequences]
+        kvs, unfilled = (
+            [sequence.kv for sequence in running.sequences],
+            [sequence.unfilled for sequence in running.sequences],
+        )
         batch = exit_scoring.UnfilledBatch.of(kvs, unfilled)
         if running is some:
             batch.fill(exit, running.cache)
@@ -125,7 +130,7 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def remember(self: Skill, agreement: float, positions: int, usual: float) -> None:
         assert usual == 0.5
-        assert positions in (5, exit_scoring.FEW)
+        assert positions in (5, exit_scoring.CPU_SCORED_POSITIONS)
         seen.append(agreement)
 
     monkeypatch.setattr(Skill, "observe_prompt", remember)
@@ -146,7 +151,7 @@ def test_a_prompt_is_scored_by_its_last_positions(
         drafts = trained.hf_exit_logits(text).argmax(-1)
         with torch.no_grad():
             own = trained.hf(torch.tensor([text])).logits[0].argmax(-1)
-        expected.append((drafts == own)[-exit_scoring.FEW :].double().mean().item())
+        expected.append((drafts == own)[-exit_scoring.CPU_SCORED_POSITIONS :].double().mean().item())
     assert agreements == pytest.approx(expected)
     assert 0 < min(agreements) < 1
 
@@ -169,12 +174,12 @@ def test_plain_decoding_is_scored_once_per_interval(count: int, monkeypatch: pyt
     prompts = [random_tokens(20 + 10 * index) for index in range(count)]
     running = governed(trained_once("llama").exit, prompts, cost=3.0).prefill()
     chosen, scored = follow(running, monkeypatch), []
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: scored.append((step, len(right))))
+    monkeypatch.setattr(running.batch.governor, "observe_score", lambda skill, right: scored.append((step, len(right))))
     for step in range(170):
         chosen[:] = [Plan.parse("chain:1"), None] if step == 130 else [NONE, "goodput"]
         running.step()
     steps = [20, 40, 60, 80, 100, 120, 151]
-    assert scored == [(step, exit_scoring.FEW) for step in steps for _ in range(count)]
+    assert scored == [(step, exit_scoring.CPU_SCORED_POSITIONS) for step in steps for _ in range(count)]
     assert all(len(sequence.unfilled) == 19 for sequence in running.sequences)
 
 
@@ -186,10 +191,10 @@ def test_a_score_compares_the_newest_tokens(params: SamplingParams, monkeypatch:
     for each in (running, other):
         follow(each, monkeypatch)
         each.step(20)
-    monkeypatch.setattr(running.batch.governor, "scored", lambda skill, right: newest.append(right))
+    monkeypatch.setattr(running.batch.governor, "observe_score", lambda skill, right: newest.append(right))
     running.step()
     expected = is_drafted(other, params, steps=20)
-    assert newest == [of_sequence[-exit_scoring.FEW :] for of_sequence in expected]
+    assert newest == [of_sequence[-exit_scoring.CPU_SCORED_POSITIONS :] for of_sequence in expected]
     assert len({is_right for of_sequence in newest for is_right in of_sequence}) > 1
 
 
@@ -197,10 +202,10 @@ def test_plain_decoding_is_not_scored_if_a_rule_forbids_drafting(monkeypatch: py
     running = governed(trained_once("llama").exit, [random_tokens(20)])
     running.request.policy = Policy(Rules(max_batch=0), GREEDY)
     running.prefill()
-    monkeypatch.setattr(Governor, "scored", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(Governor, "observe_score", lambda *_: pytest.fail("scored"))
     running.step(65)
     assert len(running.sequences[0].unfilled) == 65
-    assert {record.reason for record in running.sequences[0].records} == {"batch"}
+    assert {record.reason for record in running.sequences[0].history.records} == {"batch"}
 
 
 def test_a_finished_sequence_has_no_unfilled_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,8 @@ def test_flash_attn_on_the_gpu_gives_what_pytorch_gives(window: int | None) -> N
     rows = Rows.causal([kv], 200, device)
     heads, dim = config.num_heads, config.head_dim
     q, k, v = (
-        torch.randn(1, 200, of, dim, device=device, dtype=torch.bfloat16)
-        for of in (heads, config.num_kv_heads, config.num_kv_heads)
+        torch.randn(1, 200, count, dim, device=device, dtype=torch.bfloat16)
+        for count in (heads, config.num_kv_heads, config.num_kv_heads)
     )
     assert attention.is_usable(q)
     flashed = attention.attend(q, k, v, cache, 0, rows, window, 0.3)

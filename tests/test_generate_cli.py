@@ -261,7 +261,7 @@ def test_show_counts_drafted_tokens(run, engine):
 
 def test_a_run_switched_off_half_way_is_shown(run, engine, monkeypatch):
     def choose_plan(batch: Batch) -> tuple[Plan, str | None]:
-        drafts = batch.exit is not None and batch.running[0].steps < 3
+        drafts = batch.exit is not None and batch.running[0].history.steps < 3
         return (Plan.parse("tree:3,2"), None) if drafts else (NONE, "goodput")
 
     monkeypatch.setattr(Batch, "_choose_plan", choose_plan)

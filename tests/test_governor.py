@@ -35,7 +35,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
     candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
     for _ in range(PLAIN_SAMPLES if measured else 0):
-        governor.costs.observe(governor.costs.cell(batch, CONTEXT), NONE, 1.0, 1.0)
+        governor.costs.observe(governor.costs.bucket(batch, CONTEXT), NONE, 1.0, 1.0)
     return governor
 
 
@@ -51,13 +51,13 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
     """As the formula says."""
     length = float(governor.candidates.acceptance.lengths(plan)[Skill(skill).level])
     modelled = governor.candidates.cost(plan, batch)
-    ratio = governor.costs.ratio(governor.costs.cell(batch, CONTEXT), plan, modelled)
+    ratio = governor.costs.cost(governor.costs.bucket(batch, CONTEXT), plan, modelled)
     return (drafting * length + batch - drafting) / batch / ratio
 
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    governor.costs.observe(governor.costs.cell(batch, CONTEXT), plan, ratio, 1.0)
+    governor.costs.observe(governor.costs.bucket(batch, CONTEXT), plan, ratio, 1.0)
 
 
 # Start, stop, switch
@@ -76,7 +76,7 @@ def test_plain_steps_are_measured_again_while_drafting() -> None:
     plan, _ = choose(governor, skill)
     for _ in range(PLAIN_INTERVAL):
         assert choose(governor, skill, in_use=plan)[1] is None
-        governor.costs.observe(governor.costs.cell(1, CONTEXT), plan, 1.2, 1.2)
+        governor.costs.observe(governor.costs.bucket(1, CONTEXT), plan, 1.2, 1.2)
     assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
     governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
     assert choose(governor, skill, in_use=plan)[1] is None
@@ -87,7 +87,7 @@ def test_the_fastest_plan_is_chosen() -> None:
     for skill in (0.3, 0.5, 1.0, 2.0):
         plan, reason = choose(governor, skilled(skill))
         assert reason is None
-        best = max(speed(governor, of, skill) for of in governor.candidates.table(1).plans)
+        best = max(speed(governor, plan, skill) for plan in governor.candidates.table(1).plans)
         assert speed(governor, plan, skill) == pytest.approx(best)
 
 
@@ -119,7 +119,7 @@ def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switc
     first, other, *rest = sorted(governor.candidates.table(1).plans, key=lambda plan: plan.copied)
     for plan in rest:
         set_cost(governor, plan, 9.0)
-    lengths = {of: float(governor.candidates.acceptance.lengths(of)[skilled(1.0).level]) for of in (first, other)}
+    lengths = {plan: float(governor.candidates.acceptance.lengths(plan)[skilled(1.0).level]) for plan in (first, other)}
     set_cost(governor, first, lengths[first] / 1.2)
     set_cost(governor, other, lengths[other] / (1.2 * (1 + gain)))
     assert choose(governor, skilled(1.0), in_use=first)[0] == (other if switches else first)
@@ -142,9 +142,9 @@ def test_without_an_exit_copying_stops_where_the_text_no_longer_repeats() -> Non
     position, taken, plans = 6, 0.0, []
     while position < len(text):
         plan, reason = choose(governor, skill, in_use=plans[-1] if plans else NONE)
-        governor.launched(plan, 1, CONTEXT)
+        governor.charge_step(plan, 1, CONTEXT)
         draft = copy_reference(torch.tensor(text[:position]), plan.copied).tolist() if len(plan) else []
-        same = [of == token for of, token in zip(draft, text[position : position + len(draft)], strict=False)]
+        same = [copied == token for copied, token in zip(draft, text[position : position + len(draft)], strict=False)]
         last = (*same, False).index(False)
         seconds = 1.2 if len(plan) else 1.0
         governor.observe(plan, [(skill, last)], seconds, CONTEXT, [0])
@@ -238,14 +238,14 @@ class Run:
         """Tokens of which every draft of rank 0 is right, or none is."""
         end, newest = self.tokens + tokens, self.steps[-1][0] if self.steps else NONE
         plan = choose(self.governor, self.skill, in_use=newest)[0]
-        self.governor.launched(plan, 1, CONTEXT)
+        self.governor.charge_step(plan, 1, CONTEXT)
         while self.tokens < end:
             self.steps.append((plan, self.tokens))
             self.unfilled = 0 if len(plan) else self.unfilled + 1
             following = choose(self.governor, self.skill, in_use=plan)[0]
-            self.governor.launched(following, 1, CONTEXT)
+            self.governor.charge_step(following, 1, CONTEXT)
             last = len(plan.first_chain()) if is_right and len(plan) else 0
-            node = plan.path(max(range(len(plan) + 1), key=lambda of: (plan.depths[of] == last, -of)))[-1]
+            node = plan.path(max(range(len(plan) + 1), key=lambda node: (plan.depths[node] == last, -node)))[-1]
             cost = self.governor.candidates.cost(plan, 1)
             self.lost += cost - plan.depths[node] - 1
             self.tokens += plan.depths[node] + 1
@@ -257,7 +257,7 @@ class Run:
         if self.unfilled >= self.governor.score_interval and self.governor.may_score:
             self.governor.charge_score()
             self.lost += SCORE_COST
-            self.governor.scored(self.skill, [is_right] * self.unfilled)
+            self.governor.observe_score(self.skill, [is_right] * self.unfilled)
             self.unfilled = 0
 
     def drafts_after(self, token: int) -> int | None:
@@ -281,7 +281,7 @@ def test_drafting_stops_within_the_budget_where_no_draft_is_right() -> None:
     run.go(200, is_right=False)
     drafted = [at for plan, at in run.steps if len(plan)]
     assert 0 < len(drafted) < 30
-    assert run.skill.ood
+    assert run.skill.was_ood
     assert 0 < run.lost <= RULES.budget + 200 * RULES.budget_refill
 
 
@@ -315,7 +315,7 @@ def test_a_probe_ends_after_one_step() -> None:
     for plan in governor.candidates.table(1).plans:
         set_cost(governor, plan, 3.9)
     plan = choose(governor, skilled(1.0))[0]
-    governor.launched(plan, 1, CONTEXT)
+    governor.charge_step(plan, 1, CONTEXT)
     assert choose(governor, skilled(1.0), in_use=plan) == (NONE, "goodput")
 
 
@@ -333,8 +333,8 @@ def test_scores_use_at_most_half_of_the_refills() -> None:
 
 def test_a_score_counts_best_drafts_that_were_right() -> None:
     governor, right, wrong = governor_of(), Skill(), Skill()
-    governor.scored(right, [True] * MEMORY)
-    governor.scored(wrong, [False] * MEMORY)
+    governor.observe_score(right, [True] * MEMORY)
+    governor.observe_score(wrong, [False] * MEMORY)
     assert wrong.value < 0.5 and right.value > 1.2
 
 
@@ -365,11 +365,11 @@ def test_losses_never_exceed_the_capacity_and_the_refills(
     for kind, right, seconds in events:
         if kind == "score" and governor.may_score:
             governor.charge_score()
-            governor.scored(skills[0], [random.random() <= right for _ in range(8)])
+            governor.observe_score(skills[0], [random.random() <= right for _ in range(8)])
             lost += SCORE_COST
         plan = governor.choose(skills, batch, CONTEXT, in_use)[0]
         before = governor.budget.left
-        governor.launched(plan, batch, CONTEXT)
+        governor.charge_step(plan, batch, CONTEXT)
         lost += before - governor.budget.left if len(plan) else -refill
         assert governor.budget.left >= -1e-9
         if in_flight is not None:

@@ -196,7 +196,7 @@ def test_prompt_log_probabilities_are_nearly_those_of_pytorch(small: Decoder) ->
     engines = [Engine(small, kernels=kernels, max_length=2048, max_batch=4) for kernels in (True, False)]
     for batch, longest in ((3, 150), (1, 1500)):
         found = [generate(engine, batch, "none", 1, longest, **wanted).prompt_logprobs for engine in engines]
-        ours, theirs = (torch.tensor([of.logprob for prompt in every for of in prompt]) for every in found)
+        ours, theirs = (torch.tensor([token.logprob for prompt in every for token in prompt]) for every in found)
         assert len(ours) >= longest - 1
         assert ((ours - theirs) / theirs).abs().mean() < 0.004  # bfloat16; values are in the hundreds
 

@@ -94,8 +94,8 @@ def test_texts_of_random_schemas_are_valid_and_do_not_depend_on_drafts() -> None
         schemas = [random_schema(dice) if index % 8 else None for index in range(24)]
         formats = [None if schema is None else json_format(schema) for schema in schemas]
         plain, drafted = run_all(formats, speculative_decoding=False), run_all(formats, plan=plan, **FORCED)
-        assert [of.tokens for of in plain] == [of.tokens for of in drafted]
-        drafts += sum(of.accepted for of in drafted)
+        assert [sequence.tokens for sequence in plain] == [sequence.tokens for sequence in drafted]
+        drafts += sum(sequence.history.accepted for sequence in drafted)
         for schema, sequence in zip(schemas, plain, strict=True):
             assert sequence.request.error is None
             if schema is not None and sequence.finish_reason == "stop":
@@ -123,7 +123,7 @@ def test_drafts_of_forced_tokens_change_no_token(regex: str, plan: str, seed: in
     assert ours.tokens == theirs.tokens and re.fullmatch(regex, text_of(ours))
     if regex in WORDS:  # the whole text is forced: a step accepts all copied nodes and emits one more token
         copied = Plan.parse(plan).copied
-        assert ours.steps == -(-ours.new_tokens // (copied + 1))
+        assert ours.history.steps == -(-ours.new_tokens // (copied + 1))
 
 
 @pytest.mark.parametrize("plan", ["none", "tree:3,2"])
@@ -154,7 +154,9 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
     digits = {"type": "regex", "regex": "[0-9]{6}x"}
     options = {"response_format": digits, "do_sample": True, "seed": 5, "plan": "tree:2,2", **FORCED}
     samples = engine().complete("hi", num_return_sequences=3, **options)
-    assert len({of.text for of in samples}) == 3 and all(re.fullmatch("[0-9]{6}x", of.text) for of in samples)
+    assert len({completion.text for completion in samples}) == 3 and all(
+        re.fullmatch("[0-9]{6}x", completion.text) for completion in samples
+    )
     first = samples[0].text[2]
     stopped = engine().complete("hi", stop_strings=first, **options)
     assert stopped.finish_reason == "stop" and stopped.text == samples[0].text[: samples[0].text.index(first) + 1]

@@ -92,7 +92,9 @@ def test_tokens_are_the_same_for_every_plan_and_exit(plan: str, exit_layer: int 
 def test_tokens_are_the_same_with_any_copied_nodes(plan: Plan, prompt: list[int], seed: int) -> None:
     """The bias favours the prompt's few tokens, so that copied and ranked nodes often carry the same token."""
     bias = {"logit_bias": dict.fromkeys(range(3, 6), 6.0)}
-    plain, drafted = (generate(engine_of("llama"), [prompt], seed, plan=of, **bias)[0] for of in ("none", str(plan)))
+    plain, drafted = (
+        generate(engine_of("llama"), [prompt], seed, plan=each, **bias)[0] for each in ("none", str(plan))
+    )
     assert drafted == plain
 
 
@@ -154,7 +156,7 @@ def test_a_sequence_is_the_same_while_others_end_and_the_rules_change_the_plan()
         eos_token_id=ends,
     )
     assert drawn == expected
-    kinds = {change.plan.partition(":")[0] for of in stats for change in of.changes}
+    kinds = {change.plan.partition(":")[0] for each in stats for change in each.changes}
     assert kinds == {"none", "chain", "tree"}
 
 

@@ -42,19 +42,19 @@ def test_trees_grow_by_the_best_candidates(widths: list[int], copied: int, seque
         log_probs = values[torch.randint(0, 5, size, generator=generator)]
         tokens = torch.randint(0, 1000, size, generator=generator, dtype=torch.int32)
         found = grow(tree, level, BeamLevel(tokens.flatten(0, 1), log_probs.flatten(0, 1), above.start, tree.beam))
-        chosen = [beam_reference(log_probs[:, of], scores[of], len(level)) for of in range(sequences)]
-        for of, (parent, rank, _) in enumerate(chosen):
-            parents[of] += (above.start + parent).tolist()
-            assert found[:, of].tolist() == tokens[parent, of, rank].tolist()
+        chosen = [beam_reference(log_probs[:, index], scores[index], len(level)) for index in range(sequences)]
+        for index, (parent, rank, _) in enumerate(chosen):
+            parents[index] += (above.start + parent).tolist()
+            assert found[:, index].tolist() == tokens[parent, index, rank].tolist()
         scores, above = torch.stack([best for _, _, best in chosen]), level
         assert torch.equal(tree.beam.scores[:, level.start : level.stop], scores)
-    for of in range(sequences):
-        expected = Tree(plan.of_sequence(parents[of]), sequences, torch.device("cpu"), first_feature_row=100)
+    for index in range(sequences):
+        expected = Tree(plan.of_sequence(parents[index]), sequences, torch.device("cpu"), first_feature_row=100)
         for name in ("parents", "ancestors", "paths"):
-            assert torch.equal(getattr(tree.tensors, name)[of], getattr(expected.tensors, name)[of]), name
-        assert torch.equal(tree.previous_rows[of::sequences], expected.previous_rows[of::sequences])
-        rows = expected.parent_rows(range(len(plan) + 1), 0)[of::sequences]
-        assert torch.equal(tree.beam.parent_rows[of::sequences][copied + 1 :], rows[copied + 1 :])
+            assert torch.equal(getattr(tree.tensors, name)[index], getattr(expected.tensors, name)[index]), name
+        assert torch.equal(tree.previous_rows[index::sequences], expected.previous_rows[index::sequences])
+        rows = expected.parent_rows(range(len(plan) + 1), 0)[index::sequences]
+        assert torch.equal(tree.beam.parent_rows[index::sequences][copied + 1 :], rows[copied + 1 :])
 
 
 @pytest.mark.parametrize("width", [1, 3, MAX_SCAN_WIDTH + 1])

@@ -34,19 +34,19 @@ def test_the_reference_drafts_what_a_naive_search_finds(text: list[int], count: 
 
 @SETTINGS
 @given(
-    of=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20),
+    given_texts=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20),
     given=st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=3, max_size=3) | st.none(),
 )  # fmt: skip
 def test_the_kernel_drafts_given_tokens_or_what_a_naive_search_finds(
-    of: list[list[int]], count: int, spare: int, given: list[list[int]] | None
+    given_texts: list[list[int]], count: int, spare: int, given: list[list[int]] | None
 ) -> None:
     """In tiles of 16 positions, so that matches lie in several tiles and cross their borders."""
-    sequences, longest = len(of), max(map(len, of)) + spare
+    sequences, longest = len(given_texts), max(map(len, given_texts)) + spare
     stored = torch.randint(0, 4, (sequences, longest), dtype=torch.int32)  # past a text: anything
-    for row, text in zip(stored, of, strict=True):
+    for row, text in zip(stored, given_texts, strict=True):
         row[: len(text)] = torch.tensor(text)
-    lengths = torch.tensor([len(text) - 1 for text in of], dtype=torch.int32)
-    pending = torch.tensor([text[-1] for text in of], dtype=torch.int32)
+    lengths = torch.tensor([len(text) - 1 for text in given_texts], dtype=torch.int32)
+    pending = torch.tensor([text[-1] for text in given_texts], dtype=torch.int32)
     tokens = torch.full(((count + 1) * sequences,), -9, dtype=torch.int32)
     padded = [[*own, *[-1] * count][:count] for own in given or [[]] * 3][:sequences]
     forced = None if given is None else torch.tensor(padded, dtype=torch.int32).T.flatten()
@@ -55,8 +55,8 @@ def test_the_kernel_drafts_given_tokens_or_what_a_naive_search_finds(
         keys = torch.zeros(sequences, tiles_of(longest), dtype=torch.int64)
         copy_draft(stored, lengths, pending, tokens, keys, forced)
     drafts = tokens.view(count + 1, sequences).T.tolist()
-    expected = [own if own[0] >= 0 else naive(text, count) for own, text in zip(padded, of, strict=True)]
-    assert drafts == [[text[-1], *own] for text, own in zip(of, expected, strict=True)]
+    expected = [own if own[0] >= 0 else naive(text, count) for own, text in zip(padded, given_texts, strict=True)]
+    assert drafts == [[text[-1], *own] for text, own in zip(given_texts, expected, strict=True)]
 
 
 def test_tokens_of_no_copied_node_are_refused() -> None:

@@ -125,8 +125,10 @@ def test_columns_behind_the_count_are_never_chosen(gather: bool, count: int) -> 
     rows[count:] = 10**9  # not to be followed
     part = torch.full((130, 48), math.nan)
     part[:count] = whole[rows[:count]]
-    of = torch.tensor(count, dtype=torch.int32)
-    got = best_of(x, whole if gather else part, 7, 130, token_ids=rows, gather=gather, count=of, noise=noise_for(2))
+    head_count = torch.tensor(count, dtype=torch.int32)
+    got = best_of(
+        x, whole if gather else part, 7, 130, token_ids=rows, gather=gather, count=head_count, noise=noise_for(2)
+    )
     values = perturbed_reference(lm_head_reference(x, part[:count]), rows[:count], noise_for(2))
     assert torch.equal(got[:, :count], rows[:count][ranked(values, min(7, count))])
     assert (got[:, count:] == -1).all()

@@ -70,10 +70,10 @@ def test_philox_gives_the_published_words_in_a_kernel(
     counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
 ) -> None:
     block, position, copy, stream = counter
-    of = [torch.full((4,), signed(number, 32)) for number in (copy, position, block)]
+    keys = [torch.full((4,), signed(number, 32)) for number in (copy, position, block)]
     seeds = torch.full((4,), signed(key[1] << 32 | key[0], 64))
     out = torch.zeros(4, 4, dtype=torch.int64)
-    _philox_kernel[(1,)](seeds, of[0], of[1], of[2], out, STREAM=signed(stream, 32))
+    _philox_kernel[(1,)](seeds, keys[0], keys[1], keys[2], out, STREAM=signed(stream, 32))
     assert out[:, 2].tolist() == list(words)
 
 

@@ -44,7 +44,9 @@ def test_a_quantized_weight_computes_as_its_expanded_one(source: QuantizedTensor
 @given(quantized(), st.integers(1, 19))
 def test_a_weight_that_is_packed_by_rows_equals_the_whole(source: QuantizedTensor, rows: int) -> None:
     def part(some: slice) -> QuantizedTensor:
-        return replace(source, **{name: of[some] for name, of in vars(source).items() if isinstance(of, torch.Tensor)})
+        return replace(
+            source, **{name: tensor[some] for name, tensor in vars(source).items() if isinstance(tensor, torch.Tensor)}
+        )
 
     parts = [pack([part(slice(start, start + rows))]) for start in range(0, source.shape[0], rows)]
     whole = join(parts, source.shape[0])

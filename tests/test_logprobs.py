@@ -41,10 +41,10 @@ def model() -> PreTrainedModel:
 
 
 def assert_close(found: Seq[TokenLogprob], expected: Seq[TokenLogprob]) -> None:
-    assert [of.token for of in found] == [of.token for of in expected]
+    assert [token.token for token in found] == [token.token for token in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
-        values = [torch.tensor([of.logprob, *(value for _, value in of.top)]) for of in (ours, theirs)]
+        values = [torch.tensor([token.logprob, *(value for _, value in token.top)]) for token in (ours, theirs)]
         torch.testing.assert_close(*values, atol=1e-5, rtol=0)
 
 
@@ -82,8 +82,10 @@ def test_requests_with_and_without_log_probabilities_share_batches_and_samples_s
     assert plain.logprobs is None and plain.prompt_logprobs is None
     out = engine.generate(prompt, **sampled, logprobs=0, prompt_logprobs=0, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain.sequences)
-    assert [len(of) for of in out.logprobs] == [5, 5, 5] and [len(of) for of in out.prompt_logprobs] == [39, 39, 39]
-    assert all(not of.top for new in out.logprobs for of in new)
+    assert [len(tokens) for tokens in out.logprobs] == [5, 5, 5] and [
+        len(tokens) for tokens in out.prompt_logprobs
+    ] == [39, 39, 39]
+    assert all(not token.top for new in out.logprobs for token in new)
     for value in (-1, 21, True, "x"):
         with pytest.raises(ValueError, match="logprobs="):
             engine.generate(prompt, logprobs=value)
@@ -119,8 +121,10 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
     batch.admit(sequences)
     batch.run([Plan.parse(plan) for plan in ("tree:2,1", "none", "chain:2")])
     found, expected = sequences[0], expected_of(sequences[0])
-    assert len(found.logprobs) == 4 and not sequences[1].logprobs and found.accepted
-    assert_close(found.logprobs, [TokenLogprob(of.token, of.logprob, of.top[:2]) for of in expected.logprobs])
+    assert len(found.logprobs) == 4 and not sequences[1].logprobs and found.history.accepted
+    assert_close(
+        found.logprobs, [TokenLogprob(token.token, token.logprob, token.top[:2]) for token in expected.logprobs]
+    )
 
 
 @ONLY_INTERPRETED
@@ -148,7 +152,7 @@ def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backe
         backend.prefill(waiting, exit)
     while waiting:
         ready = backend.prefill(waiting, exit)
-        waiting = [of for of in waiting if of not in ready]
+        waiting = [sequence for sequence in waiting if sequence not in ready]
     assert next(calls) == 1 + len(["failed", "together", "chunk", "chunk"])
     for sequence in sequences:
         assert_close(sequence.prompt_logprobs, expected_of(sequence).prompt_logprobs)

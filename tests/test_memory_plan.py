@@ -65,7 +65,7 @@ def test_the_plan_is_what_the_engine_allocates(name: str, tmp_path: Path, monkey
     loaded = engine.memory_plan(max_length=256, max_batch=2)
     assert (loaded.weights, loaded.cache, loaded.buffers) == (plan.weights, plan.cache, plan.buffers)
     if name in ("bfloat16", "GGUF like Q4_K_M"):  # the other ways to hold the same weights
-        assert [of.weights_as for of in others][-2:] == ["int8", "int4"]
+        assert [plan.weights_as for plan in others][-2:] == ["int8", "int4"]
         dtype = "bfloat16" if name == "bfloat16" else "auto"
         rounded = Engine.from_pretrained(source, profile=None, quantize="int4", dtype=dtype, **OPTIONS)
         assert others[-1].weights == rounded.memory()["weights"]
@@ -180,7 +180,7 @@ def test_the_command_prints_the_plan_and_loads_nothing(
     command = ["--plan-memory", "--model", str(dense(tmp_path)), "--device", "cpu", "--profile", "none"]
     assert generate.main([*command, "--json", "--quantize", "int4", "--max-batch", "2"]) == 0
     first, *others = json.loads(capsys.readouterr().out)
-    assert first["weights_as"] == "int4" and [of["weights_as"] for of in others] == ["float32", "int8"]
+    assert first["weights_as"] == "int4" and [plan["weights_as"] for plan in others] == ["float32", "int8"]
     assert first["total"] == MemoryPlan(**{k: v for k, v in first.items() if k != "total"}).total
     assert generate.main([*command, "--memory-gb", "0.0001"]) == 1
     shown = capsys.readouterr().out

@@ -20,7 +20,7 @@ from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.cache.prefixes import PageKeys, Prefixes, PrefixPath
+from selfspec.cache.prefixes import PageKeys, PrefillKind, Prefixes
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE
@@ -82,7 +82,7 @@ def test_every_sequence_gets_the_tokens_that_it_gets_without_reuse(random: Rando
     for call in calls:
         call.request = request_of(engine, call.prompts, **call.options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "_MARGIN", random.choice([1, scheduler_module._MARGIN]))
+        patch.setattr(scheduler_module, "_STEP_POSITIONS", random.choice([1, scheduler_module._STEP_POSITIONS]))
         patch.setattr(torch_backend, "PREFILL_CHUNK", random.choice([16, 512]))
         run(engine, calls)
     for call, setting in zip(calls, settings_of, strict=True):
@@ -91,8 +91,8 @@ def test_every_sequence_gets_the_tokens_that_it_gets_without_reuse(random: Rando
             assert got == (alone if call.is_cancelled_at is None else alone[: len(got)])
     prompts = [sequence for call in calls for sequence in call.request.sequences if sequence.is_prefilled]
     summary = engine.metrics()
-    assert summary.prefix_cache_hits == sum(of.cached_tokens for of in prompts if of.parent is None)
-    assert summary.prefix_cache_queries == sum(len(of.prompt) for of in prompts if of.parent is None)
+    assert summary.prefix_cache_hits == sum(sequence.cached_tokens for sequence in prompts if sequence.parent is None)
+    assert summary.prefix_cache_queries == sum(len(sequence.prompt) for sequence in prompts if sequence.parent is None)
     assert_all_pages_free(engine)
     assert_all_pages_can_be_taken(engine.cache)
 
@@ -154,11 +154,11 @@ def test_reusable_pages_hold_the_keys_and_values_of_a_fresh_prefill(monkeypatch:
     sequence = answered(engine, random_prompt(50), **GREEDY, max_new_tokens=120, **TREE)
     monkeypatch.setattr(Batch, "_choose_plan", lambda _: (NONE, "goodput"))
     plain = answered(engine, random_prompt(130), **GREEDY, max_new_tokens=70, **TREE)
-    assert plain.drafted == 0
+    assert plain.history.drafted == 0
     exit = engine.drafters.exits[2]
     for found, pages in ((sequence, 2), (plain, 2)):
         tokens = found.tokens
-        keys = PageKeys(PrefixPath("torch", PAGE_SIZE, True), (2, id(exit.block))).first(pages + 1, tokens)
+        keys = PageKeys(PrefillKind("torch", PAGE_SIZE, True), (2, id(exit.block))).first(pages + 1, tokens)
         reusable = engine.cache._prefixes.find(keys)
         assert len(reusable) == pages
         other = request_of(fresh, [tokens[: pages * PAGE_SIZE + 1]], **GREEDY, max_new_tokens=2, **TREE).sequences[0]
@@ -195,15 +195,15 @@ def test_the_least_recently_used_pages_are_taken_back_first() -> None:
     assert prefixes.find(keys) == list(range(23)) and prefixes.find(keys[39:]) == [39] and prefixes.reusable == 24
 
 
-def test_a_pages_key_depends_on_all_tokens_up_to_its_end_on_the_path_and_on_the_exit() -> None:
-    tokens, path = random_prompt(3 * PAGE_SIZE), PrefixPath("torch", PAGE_SIZE, True)
-    keys = PageKeys(path, None)
-    assert keys.first(1, tokens) + keys.first(3, tokens)[1:] == PageKeys(path, None).first(3, tokens)
+def test_a_pages_key_depends_on_all_tokens_up_to_its_end_on_the_kind_of_prefill_and_on_the_exit() -> None:
+    tokens, kind = random_prompt(3 * PAGE_SIZE), PrefillKind("torch", PAGE_SIZE, True)
+    keys = PageKeys(kind, None)
+    assert keys.first(1, tokens) + keys.first(3, tokens)[1:] == PageKeys(kind, None).first(3, tokens)
     other = [tokens[0] + 1, *tokens[1:]]
-    others = [(path, None, other), (PrefixPath("chunks", 512, False), None, tokens), (path, (2, 7), tokens)]
-    found = {key for *kind, text in others for key in PageKeys(*kind).first(3, text)} | set(keys.first(3, tokens))
+    others = [(kind, None, other), (PrefillKind("chunks", 512, False), None, tokens), (kind, (2, 7), tokens)]
+    found = {key for *given, text in others for key in PageKeys(*given).first(3, text)} | set(keys.first(3, tokens))
     assert len(found) == 12
-    assert PageKeys(PrefixPath("chunks", 512, False), None).units(1100) == 16
+    assert PageKeys(PrefillKind("chunks", 512, False), None).units(1100) == 16
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_a_fresh_prefill() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from selfspec.drafters import Drafter
 from selfspec.governor.governor import Change
+from selfspec.history import StepRecord
 from selfspec.results import Completion, Stream, completion_of, stats_of
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import NONE, Plan
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
@@ -59,8 +60,8 @@ class Script:
         drafted = sum(origin == "drafted" for origin, _ in cycle)
         last = drafted - 1 if cycle[-1][0] == "drafted" else drafted  # an end that was drafted too is no node's
         plan = NONE if cycle[0][0] == "plain" else TREE
-        self.sequence.records.append(StepRecord.of(plan, plan, "goodput" if plan is NONE else None))
-        self.sequence.last_nodes.append(FIRST_OF_DEPTH[last])
+        record = StepRecord.of(plan, plan, "goodput" if plan is NONE else None)
+        self.sequence.history.add(record, FIRST_OF_DEPTH[last])
 
     def run(self) -> Sequence:
         for _ in self.follow(self.request):
@@ -162,10 +163,10 @@ def completion(*cycles: Cycle, **options: Any) -> Completion:
 
 class TestCompletions:
     def test_every_token_has_an_origin(self):
-        of = completion(*CYCLES)
-        assert of.text == TEXT
-        assert len(of.tokens) == len(of.origins) == of.stats.new_tokens == 7
-        assert of.origins == [origin for _, origin in MARKED]
+        made = completion(*CYCLES)
+        assert made.text == TEXT
+        assert len(made.tokens) == len(made.origins) == made.stats.new_tokens == 7
+        assert made.origins == [origin for _, origin in MARKED]
 
     def test_statistics_list_every_change_and_acceptance_by_depth(self):
         """Steps accept 2, none (plain), 0 and 1 nodes of a tree of depth 2."""
@@ -179,11 +180,11 @@ class TestCompletions:
 
     def test_results_do_not_change_with_the_sequence(self):
         script = Script(*CYCLES)
-        of = completion_of(script.run(), tiny_tokenizer())
+        made = completion_of(script.run(), tiny_tokenizer())
         script.step(cycle("dde", "the", "x", "and"))
-        script.sequence.origins.append("plain")
-        assert (len(of.origins), len(of.stats.changes)) == (7, 3)
-        assert (of.stats.accepted_by_depth, of.stats.reached_by_depth) == ([2, 1], [3, 2])
+        script.sequence.history.origins.append("plain")
+        assert (len(made.origins), len(made.stats.changes)) == (7, 3)
+        assert (made.stats.accepted_by_depth, made.stats.reached_by_depth) == ([2, 1], [3, 2])
 
     def test_without_an_exit_there_is_no_layer(self):
         stats = stats_of(Script(cycle("p", "x"), exit_layer=None).run())

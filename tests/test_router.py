@@ -67,8 +67,8 @@ def entries(router: Router, index: int) -> dict[str, Any]:
 @cache
 def engine_of(family: str = "llama", routes: bool = True) -> Engine:
     """An engine whose profile has a different exit for each domain."""
-    of = [entries(router_of(family), index) if routes else {} for index in range(len(KINDS))]
-    domains = {kind: choice_of(EXITS[kind], "chain:2", **own) for kind, own in zip(KINDS, of, strict=True)}
+    routing = [entries(router_of(family), index) if routes else {} for index in range(len(KINDS))]
+    domains = {kind: choice_of(EXITS[kind], "chain:2", **own) for kind, own in zip(KINDS, routing, strict=True)}
     profile = profile_of(model_of(family), domains, router_layer=LAYER)
     return Engine.from_model(endless(tiny_model(family)), profile=profile)
 

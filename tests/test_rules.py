@@ -110,12 +110,12 @@ def test_forcing_skips_every_rule_but_what_the_request_itself_says(name: str) ->
 def test_only_reasons_of_the_batch_may_pass(name: str) -> None:
     request = {key: value for key, value in HOLDS[name].items() if key != "batch"}
     policy = Policy(**{"rules": Rules(), "sampling": GREEDY, **request})
-    assert policy.off_for_good == (None if name in ("batch", "no_profile") else name)
+    assert policy.permanent_reason == (None if name in ("batch", "no_profile") else name)
 
 
 def test_goodput_holds_for_good_only_where_no_batch_pays() -> None:
     policy = Policy(Rules(), GREEDY, plans=profiled({1: "none", 4: "tree:2", 16: "none"}))
-    assert policy.off_for_good is None
+    assert policy.permanent_reason is None
     assert [policy.choose(batch)[1] for batch in (1, 2, 5)] == ["goodput", None, "goodput"]
 
 
@@ -189,5 +189,5 @@ def test_an_unknown_rule_is_refused_by_name_and_a_rule_cannot_be_changed() -> No
 
 
 def test_how_long_a_step_may_be_is_left_to_the_device_unless_it_is_given() -> None:
-    assert (Rules().on("cuda").step_limit, Rules().on("cpu").step_limit) == (1.67, math.inf)
-    assert Rules(max_step=2.0).on("cuda") == Rules(max_step=2.0).on("cpu") == Rules(max_step=2.0)
+    assert (Rules().for_device("cuda").step_limit, Rules().for_device("cpu").step_limit) == (1.67, math.inf)
+    assert Rules(max_step=2.0).for_device("cuda") == Rules(max_step=2.0).for_device("cpu") == Rules(max_step=2.0)

@@ -183,7 +183,7 @@ class Room:
     @classmethod
     def at(cls, random: Random) -> Room:
         pages = random.choice([LEAST_PAGES + 2, LEAST_PAGES + 3, LEAST_PAGES + 5, None])
-        margin = random.choice([1, 1, scheduler_module._MARGIN])
+        margin = random.choice([1, 1, scheduler_module._STEP_POSITIONS])
         return cls(pages, random.choice([1, 3, 16, 16]), margin, random.choice([16, PREFILL_CHUNK]))
 
 
@@ -195,7 +195,7 @@ def test_every_sequence_gets_the_tokens_it_gets_alone(random: Random) -> None:
     for call in calls:
         call.request = request_of(engine, call.prompts, **call.options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "_MARGIN", room.margin)
+        patch.setattr(scheduler_module, "_STEP_POSITIONS", room.margin)
         patch.setattr(torch_backend, "PREFILL_CHUNK", room.chunk)
         run(engine, calls)
     assert_all_pages_free(engine)
@@ -243,7 +243,7 @@ def test_two_sequences_that_do_not_fit_together_take_turns_by_swapping() -> None
 
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five texts of a page each are about to need another; a prompt of two pages is prefilled meanwhile."""
-    monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
     engine, prefill, refused = new_engine(pages=LEAST_PAGES + 2), TorchBackend.prefill, []
 
@@ -270,17 +270,19 @@ def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch:
 
 def test_a_sequence_that_needs_the_pages_of_prefilling_prompts_is_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the only one that decodes, and needs its third page when two prompts hold the other six."""
-    monkeypatch.setattr(scheduler_module, "_MARGIN", 1)
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
     monkeypatch.setattr(torch_backend, "PREFILL_CHUNK", 16)
     engine, options = new_engine(pages=8), {"do_sample": False, "max_new_tokens": 20}
     prompts = [random_prompt(length) for length in (118, 170, 171)]
     speculations = [PLAIN, PLAIN, {"exit_layer": 1, "plan": "chain:2"}]
-    requests = [request_of(engine, [of], **options, **how) for of, how in zip(prompts, speculations, strict=True)]
+    requests = [
+        request_of(engine, [prompt], **options, **how) for prompt, how in zip(prompts, speculations, strict=True)
+    ]
     text = requests[0].sequences[0]
     engine.scheduler.waiting.append(text)
     while not text.new_tokens:
         engine.scheduler.step()
-    engine.scheduler.waiting.extend(of.sequences[0] for of in requests[1:])
+    engine.scheduler.waiting.extend(request.sequences[0] for request in requests[1:])
     while text.swapped is None and not text.is_finished:
         engine.scheduler.step()
     assert text.swapped is not None and len(engine.scheduler.prefilling) == 2
@@ -348,7 +350,7 @@ def test_a_plain_request_gets_its_tokens_beside_others_whose_drafts_may_be_rejec
         engine.scheduler.waiting.extend(request.sequences)
     while engine.scheduler.step():
         pass
-    assert drafting.sequences[0].drafted > 0
+    assert drafting.sequences[0].history.drafted > 0
     expected = [generate(plain_engine(), PROMPTS[2], seed=seed, **options, **PLAIN) for seed in range(3)]
     assert [tokens_of(request) for request in plain] == expected
 
@@ -802,7 +804,7 @@ def test_a_dropped_engine_frees_its_thread_and_memory() -> None:
     engine = new_engine()
     assert_serves(engine)
     (thread,) = [thread for thread in threading.enumerate() if thread not in threads]
-    references = [weakref.ref(of) for of in (engine, engine.scheduler, engine.cache.keys, engine.model)]
+    references = [weakref.ref(held) for held in (engine, engine.scheduler, engine.cache.keys, engine.model)]
     stream = engine.stream("abc", max_new_tokens=400, do_sample=False, **TREE)
     next(stream)
     del engine

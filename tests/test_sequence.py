@@ -20,10 +20,11 @@ from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.drafters import Drafters
 from selfspec.governor.governor import MEASURING, Change
+from selfspec.history import StepHistory, StepRecord
 from selfspec.metrics import Metrics
 from selfspec.results import stats_of
 from selfspec.sampling import SamplingParams
-from selfspec.sequence import Request, Sequence, StepRecord
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.plan import NONE
 from tests.scripted import IRREGULAR, ScriptedPolicy
@@ -115,7 +116,7 @@ class OverlappingBackend(HostBackend):
 
     def read(self, step: Step) -> None:
         scripted, launched = self.script[step.last_nodes[0]], step.sequences
-        step.sequences, step.last_nodes = [of for of in launched if not of.is_finished], []
+        step.sequences, step.last_nodes = [sequence for sequence in launched if not sequence.is_finished], []
         for sequence in step.sequences:
             index = self.all.index(sequence)
             tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
@@ -142,13 +143,13 @@ class ScriptedBatch(Batch):
 
     def _choose_governor(self) -> None: ...
 
-    def _goes_on(self, step: Step) -> bool:
+    def _continues(self, step: Step) -> bool:
         return self.backend.done < len(self.script)  # type: ignore[attr-defined]
 
     def step(self) -> None:
         """Removes sequences that have ended, as the scheduler does."""
         super().step()
-        for sequence in [of for of in self.running if of.is_finished]:
+        for sequence in [sequence for sequence in self.running if sequence.is_finished]:
             self.leave([sequence])
 
 
@@ -160,7 +161,7 @@ class Observer:
         self.rules, self.may_score = Rules(), False
         self.timed: list[bool] = []
 
-    def launched(self, *_: Any) -> None: ...
+    def charge_step(self, *_: Any) -> None: ...
 
     def copies(self, batch: int) -> bool:
         return False
@@ -219,21 +220,22 @@ class Counted:
     def check(self, sequence: Sequence) -> None:
         assert sequence.tokens[LENGTHS["prompt"] :] == self.tokens
         assert sequence.finish_reason == self.finish_reason
-        assert sequence.origins == self.origins
-        assert sequence.steps == len(self.steps)
-        assert sequence.drafted == sum(len(plan) for plan, _, _ in self.steps)
-        assert sequence.accepted == self.accepted.total() == self.origins.count("drafted")
-        assert sequence.rejections == self.rejections
-        assert sequence.plans == Counter(plan for plan, _, _ in self.steps)
-        assert list(sequence.plans) == list(dict.fromkeys(plan for plan, _, _ in self.steps)), (
+        assert sequence.history.origins == self.origins
+        assert sequence.history.steps == len(self.steps)
+        assert sequence.history.drafted == sum(len(plan) for plan, _, _ in self.steps)
+        assert sequence.history.accepted == self.accepted.total() == self.origins.count("drafted")
+        assert sequence.history.rejections == self.rejections
+        assert sequence.history.plans == Counter(plan for plan, _, _ in self.steps)
+        assert list(sequence.history.plans) == list(dict.fromkeys(plan for plan, _, _ in self.steps)), (
             "the first of equals leads"
         )
-        assert sequence.accepted_by_depth == self.by_depth(self.accepted)
-        assert sequence.reached_by_depth == self.by_depth(self.reached)
-        assert sum(sequence.outcomes.values()) == sequence.steps and min(sequence.outcomes.values()) > 0
+        assert sequence.history.accepted_by_depth == self.by_depth(self.accepted)
+        assert sequence.history.reached_by_depth == self.by_depth(self.reached)
+        outcomes = sequence.history.outcomes
+        assert sum(outcomes.values()) == sequence.history.steps and min(outcomes.values()) > 0
         reasons = [reason for _, _, reason in self.steps if reason not in (None, MEASURING)]
         assert sequence.disabled_reason == (reasons[0] if reasons else None)
-        assert sequence.changes == self.changes()
+        assert sequence.history.changes == self.changes()
 
 
 def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list[list[Counted]]:
@@ -241,7 +243,7 @@ def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list
     `truncates` plans to the tokens that are left of the longest sequence."""
     sequences, after_steps = [Counted() for _ in lengths], []
     for step in script:
-        active = [index for index, of in enumerate(sequences) if of.finish_reason is None]
+        active = [index for index, sequence in enumerate(sequences) if sequence.finish_reason is None]
         if not active:
             break
         left = max(lengths[index] - len(sequences[index].tokens) for index in active)
@@ -250,7 +252,7 @@ def counted(script: list[Scripted], lengths: list[int], truncates: bool) -> list
             path = [node for node in step.plan.path(step.outcomes[index][0]) if node <= len(plan)]
             tokens = step.tokens(index)[: len(path)]
             sequences[index].add(plan, step.plan, step.reason, path[-1], tokens, lengths[index])
-        after_steps.append([Counted(**{name: _copy(of) for name, of in vars(one).items()}) for one in sequences])
+        after_steps.append([Counted(**{name: _copy(value) for name, value in vars(one).items()}) for one in sequences])
     return after_steps
 
 
@@ -279,22 +281,26 @@ def test_statistics_equal_a_count_token_by_token(
             of_sequence.check(sequence)
     assert steps == len(counts)
     for before, after, seen in zip([[Counted()] * 3, *counts], counts, observer.seen, strict=False):
-        active = [index for index, of in enumerate(before) if of.finish_reason is None]
+        active = [index for index, sequence in enumerate(before) if sequence.finish_reason is None]
         plan, ends = after[active[0]].steps[-1][0], [after[i].end() for i in active]
         context = LENGTHS["prompt"] + max(len(before[i].tokens) for i in active)  # when the step began
         assert seen == (plan, ends, context)
-    ended = [sum(of.finish_reason is not None for of in all_of) for all_of in ([Counted()] * 3, *counts[:-1])]
+    ended = [
+        sum(sequence.finish_reason is not None for sequence in all_of) for all_of in ([Counted()] * 3, *counts[:-1])
+    ]
     with_ended = [overlaps and now > before for before, now in zip([0, *ended], ended, strict=False)]
-    assert observer.timed == [not of for of in with_ended], "times of steps with ended sequences are not typical"
+    assert observer.timed == [not has_ended for has_ended in with_ended], (
+        "times of steps with ended sequences are not typical"
+    )
     for sequence, of_sequence in zip(batch.sequences, counts[-1], strict=True):
         of_sequence.check(sequence)
         stats = stats_of(sequence)
-        reached = sum(sequence.reached_by_depth)
-        assert stats.accept_rate == (sequence.accepted / reached if reached else 0)
-        assert stats.plan == str(sequence.plans.most_common(1)[0][0])
+        reached = sum(sequence.history.reached_by_depth)
+        assert stats.accept_rate == (sequence.history.accepted / reached if reached else 0)
+        assert stats.plan == str(sequence.history.plans.most_common(1)[0][0])
     summary = batch.metrics.summary()
-    assert (summary.cycles, summary.emissions) == (steps, sum(of.steps for of in batch.sequences))
-    assert summary.tokens == sum(of.new_tokens for of in batch.sequences)
+    assert (summary.cycles, summary.emissions) == (steps, sum(sequence.history.steps for sequence in batch.sequences))
+    assert summary.tokens == sum(sequence.new_tokens for sequence in batch.sequences)
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
@@ -304,10 +310,10 @@ def test_a_drafted_token_that_ends_the_sequence_is_followed_by_no_token(backend:
     (sequence,) = batch.sequences
     while batch.running:
         batch.step()
-    assert sequence.origins == ["drafted", "drafted", "decoded", "drafted", "drafted"]
-    assert (sequence.accepted, sequence.rejections, sequence.drafted) == (4, 1, 6)
-    assert sequence.outcomes == {(2, 3): 1, (2, 2): 1}
-    assert (sequence.accepted_by_depth, sequence.reached_by_depth) == ([2, 2, 0], [2, 2, 1])
+    assert sequence.history.origins == ["drafted", "drafted", "decoded", "drafted", "drafted"]
+    assert (sequence.history.accepted, sequence.history.rejections, sequence.history.drafted) == (4, 1, 6)
+    assert sequence.history.outcomes == {(2, 3): 1, (2, 2): 1}
+    assert (sequence.history.accepted_by_depth, sequence.history.reached_by_depth) == ([2, 2, 0], [2, 2, 1])
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
@@ -332,25 +338,27 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
     sequences[0].append(-1, drafted=False)
     sequences[1].append(7, drafted=False)
     assert isinstance(request.error, ValueError) and "not finite" in str(request.error)
-    assert [of.finish_reason for of in sequences] == ["error"] * 2
-    assert [of.new_tokens for of in sequences] == [0, 0], "no tokens are appended after the failure"
+    assert [sequence.finish_reason for sequence in sequences] == ["error"] * 2
+    assert [sequence.new_tokens for sequence in sequences] == [0, 0], "no tokens are appended after the failure"
 
 
 def test_statistics_of_a_sequence_without_steps_are_zero() -> None:
     new = Sequence([1], 0, 0, 9)
-    assert (new.steps, new.drafted, new.accepted, new.rejections, new.disabled_reason) == (0, 0, 0, 0, None)
-    assert (new.origins, new.changes, new.accepted_by_depth, new.reached_by_depth) == ([], [], [], [])
-    assert not new.plans and not new.outcomes and NONE not in new.plans
+    history = new.history
+    assert (history.steps, history.drafted, history.accepted, history.rejections) == (0, 0, 0, 0)
+    assert new.disabled_reason is None
+    assert (history.origins, history.changes, history.accepted_by_depth, history.reached_by_depth) == ([], [], [], [])
+    assert not history.plans and not history.outcomes and NONE not in history.plans
 
 
 def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     """The step has a record already and no last node yet."""
     sequence, record = Sequence([1], 0, 0, 9), StepRecord.of(NONE, NONE, "request")
-    sequence.records += [record, record]
-    sequence.last_nodes.append(0)
-    assert sequence.origins == ["plain"]
-    sequence.last_nodes.append(0)
-    assert sequence.origins == ["plain", "plain"]
+    sequence.history.records += [record, record]
+    sequence.history.last_nodes.append(0)
+    assert sequence.history.origins == ["plain"]
+    sequence.history.last_nodes.append(0)
+    assert sequence.history.origins == ["plain", "plain"]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +369,6 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
 def test_expected_tokens_of_a_step_are_the_mean_so_far_up_to_the_plans_depth(
     new: int, steps: int, usual: float
 ) -> None:
-    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, last_nodes=[0] * steps)
+    sequence = Sequence([1], seed=0, sample_index=0, max_length=100, history=StepHistory(last_nodes=[0] * steps))
     sequence.tokens += [2] * new
-    assert sequence.usual_tokens(Plan.parse("chain:2")) == usual
+    assert sequence.expected_tokens(Plan.parse("chain:2")) == usual

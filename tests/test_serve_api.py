@@ -61,13 +61,13 @@ def test_samples_of_a_chat_are_the_engines(served, stream):
     expected = served.engine.complete(CHAT, num_return_sequences=3, **AS_OPTIONS)
     answer = chat(served, n=3, stream=stream)
     if not stream:
-        assert [choice.message.content for choice in answer.choices] == [of.text for of in expected]
+        assert [choice.message.content for choice in answer.choices] == [completion.text for completion in expected]
         assert answer.usage.completion_tokens == 36
         return
     texts = ["", "", ""]
     for chunk in answer:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == [of.text for of in expected]
+    assert texts == [completion.text for completion in expected]
 
 
 def test_greedy_samples_are_equal(served):
@@ -103,7 +103,7 @@ def test_a_stream_of_events_ends_with_done(served):
 def test_texts_and_token_ids_are_completed_and_echoed(served):
     texts = ["abc", "the end"]
     ids = [served.http.post("/tokenize", json={"prompt": text}).json()["tokens"] for text in texts]
-    expected = [of.text for of in served.engine.complete(texts, **AS_OPTIONS)]
+    expected = [completion.text for completion in served.engine.complete(texts, **AS_OPTIONS)]
     for prompt in (texts, ids):
         answer = complete(served, prompt)
         assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
@@ -193,9 +193,13 @@ def test_metrics_parse_and_count(served):
     assert values["selfspec:kv_cache_usage_perc"] == 0
     assert values["selfspec:prefix_cache_queries"] == summary.prefix_cache_queries > 0
     assert values["selfspec:prefix_cache_hits"] == summary.prefix_cache_hits
-    reasons = {of.labels["finished_reason"]: of.value for of in families["selfspec:request_success"].samples}
+    reasons = {
+        sample.labels["finished_reason"]: sample.value for sample in families["selfspec:request_success"].samples
+    }
     assert reasons["length"] > 0
     buckets = [
-        of.value for of in families["selfspec:time_to_first_token_seconds"].samples if of.name.endswith("bucket")
+        sample.value
+        for sample in families["selfspec:time_to_first_token_seconds"].samples
+        if sample.name.endswith("bucket")
     ]
     assert buckets == sorted(buckets) and buckets[-1] > 0

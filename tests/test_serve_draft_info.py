@@ -40,7 +40,7 @@ def test_draft_info_names_the_origin_of_every_token(served):
 
 
 def test_draft_info_of_plain_decoding_names_the_reason_and_comes_on_request_only(served):
-    infos = [of["draft_info"] for of in chunks(served, speculative_decoding=False, return_draft_info=True)[1:-1]]
+    infos = [chunk["draft_info"] for chunk in chunks(served, speculative_decoding=False, return_draft_info=True)[1:-1]]
     assert {(info["plan"], info["off_reason"]) for info in infos} == {("none", "request")}
     assert {origin for info in infos for _, origin in info["tokens"]} == {"plain"}
     assert not any("draft_info" in choice for choice in chunks(served))
@@ -51,7 +51,7 @@ def test_draft_info_of_plain_decoding_names_the_reason_and_comes_on_request_only
 def test_the_tokens_of_held_back_text_join_to_the_text(served):
     text = served.engine.complete(CHAT, **AS_OPTIONS).text
     stops = {"stop": [text[9:13], "never said at all"], "speculative_decoding": "force", "logprobs": True}
-    infos = [of["draft_info"] for of in chunks(served, return_draft_info=True, **stops) if "draft_info" in of]
+    infos = [chunk["draft_info"] for chunk in chunks(served, return_draft_info=True, **stops) if "draft_info" in chunk]
     assert "".join(part for info in infos for part, _ in info["tokens"]) == text[: text.index(text[9:13])]
     whole = served.http.post("/v1/chat/completions", json={**SETTINGS, **stops, "stream": False}).json()
     assert sum(length for info in infos for length in info["accepted_lengths"]) == whole["usage"]["completion_tokens"]

@@ -37,15 +37,17 @@ def test_a_chats_log_probabilities_are_the_engines(served, mode):
     expected = served.engine.complete(CHAT, **AS_OPTIONS, logprobs=3)
     answer = chat(served, logprobs=True, top_logprobs=3, extra_body=mode)
     found = answer.choices[0].logprobs.content
-    assert [of.logprob for of in found] == pytest.approx([of.logprob for of in expected.logprobs], abs=1e-5)
-    assert b"".join(bytes(of.bytes) for of in found).decode(errors="replace") == expected.text
+    assert [token.logprob for token in found] == pytest.approx([token.logprob for token in expected.logprobs], abs=1e-5)
+    assert b"".join(bytes(token.bytes) for token in found).decode(errors="replace") == expected.text
     for ours, theirs in zip(found, expected.logprobs, strict=True):
-        assert [of.logprob for of in ours.top_logprobs] == pytest.approx([value for _, value in theirs.top], abs=1e-5)
+        assert [token.logprob for token in ours.top_logprobs] == pytest.approx(
+            [value for _, value in theirs.top], abs=1e-5
+        )
     assert answer.usage.completion_tokens == len(found) == 12
     streamed = [chunk.choices[0].logprobs for chunk in chat(served, logprobs=True, stream=True, extra_body=mode)]
     entries = [entry for logprobs in streamed if logprobs is not None for entry in logprobs.content]
-    assert [of.logprob for of in entries] == pytest.approx([of.logprob for of in found], abs=1e-5)
-    assert all(not of.top_logprobs for of in entries)
+    assert [token.logprob for token in entries] == pytest.approx([token.logprob for token in found], abs=1e-5)
+    assert all(not token.top_logprobs for token in entries)
     assert chat(served).choices[0].logprobs is None
 
 
@@ -53,9 +55,9 @@ def test_a_texts_log_probabilities_are_the_engines_with_the_prompts(served):
     expected = served.engine.complete("abc", **AS_OPTIONS, logprobs=2, prompt_logprobs=2)
     whole = complete(served, "abc", logprobs=2, echo=True).choices[0]
     found = whole.logprobs
-    values = [of.logprob for of in [*expected.prompt_logprobs, *expected.logprobs]]
+    values = [token.logprob for token in [*expected.prompt_logprobs, *expected.logprobs]]
     assert found.token_logprobs == [None, *(pytest.approx(value, abs=1e-5) for value in values)]
-    assert found.top_logprobs[0] is None and all(len(of) in (2, 3) for of in found.top_logprobs[1:])
+    assert found.top_logprobs[0] is None and all(len(likely) in (2, 3) for likely in found.top_logprobs[1:])
     for token, value, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[1:]:
         assert top[token] == value
     for token, offset in zip(found.tokens, found.text_offset, strict=True):
@@ -80,7 +82,7 @@ def test_no_new_tokens_with_echo_score_the_prompts(served, stream):
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (0, "length")
     assert [choice.text for choice in choices] == [served.engine.tokenizer.decode(prompt) for prompt in prompts]
     expected = served.engine.complete("the end", max_new_tokens=1, prompt_logprobs=1).prompt_logprobs
-    assert choices[0].logprobs.token_logprobs[1:] == pytest.approx([of.logprob for of in expected], abs=1e-5)
+    assert choices[0].logprobs.token_logprobs[1:] == pytest.approx([token.logprob for token in expected], abs=1e-5)
     assert choices[1].logprobs.token_logprobs == [None]
 
 

@@ -136,7 +136,7 @@ def test_tools_calls_and_their_answers_reach_the_template(served):
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
-    messages, tools = [Message(**of) for of in history], [Tool(**WEATHER)]
+    messages, tools = [Message(**message) for message in history], [Tool(**WEATHER)]
     text = served.engine.tokenizer.decode(tokenize_chat(served.engine, messages, tools))
     assert json.dumps([WEATHER]) in text and 'assistant:get_weather={"city": "Rome"}tool:raina:' in text
     assert ask(served, messages=history, max_tokens=2).usage.prompt_tokens > len(text) // 2

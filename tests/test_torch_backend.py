@@ -147,7 +147,9 @@ def test_a_step_that_fails_leaves_the_cache_at_its_committed_length(
         running.step()
     kvs = [sequence.kv for sequence in running.sequences]
     assert [(kv.length, kv.drafted, kv.verified) for kv in kvs] == [(length, 0, 0) for length in before]
-    assert all(of.previous_feature is before for of, before in zip(running.sequences, features, strict=True))
+    assert all(
+        sequence.previous_feature is before for sequence, before in zip(running.sequences, features, strict=True)
+    )
     running.close()
     assert engine.cache.free_pages == engine.cache.num_pages
 
@@ -159,7 +161,7 @@ def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> No
     for step in ("read", "logits", "fill"):
         monkeypatch.setattr(Exit, step, forbidden)
     stats = stats_of(engine_of("llama"), PROMPTS, max_new_tokens=3, exit_layer=2, speculative_decoding=False)
-    assert [of.new_tokens for of in stats] == [3, 3, 3]
+    assert [each.new_tokens for each in stats] == [3, 3, 3]
 
 
 # Drafts

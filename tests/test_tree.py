@@ -294,7 +294,7 @@ def test_copied_nodes_are_a_chain_that_leaves_the_others_as_they_are(plan: Plan,
     assert copying.without_copy == plan and Plan.parse(str(copying)) == copying
     assert copying.path(count) == list(range(count + 1))
     for node in range(1, len(plan) + 1):
-        assert copying.path(node + count) == [0, *(of + count for of in plan.path(node)[1:])]
+        assert copying.path(node + count) == [0, *(ancestor + count for ancestor in plan.path(node)[1:])]
     assert copying.levels[0] == range(count + 1)
     assert [len(level) for level in copying.levels[1:]] == [len(level) for level in plan.levels[1:]]
     assert [copying.width(level) for level in copying.levels] == [plan.width(level) for level in plan.levels]

@@ -10,8 +10,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from selfspec.cache.prefixes import PrefixPath
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.cache.prefixes import PrefillKind
+from selfspec.history import StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
 
@@ -47,7 +48,7 @@ class Backend(Protocol):
         """Slots that a step of `sequences` sequences computes, idle ones included."""
         ...
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
+    def prefill_kind(self, tokens: int) -> PrefillKind:
         """Returns how a prompt of so many tokens is prefilled: it decides which other prompts' pages it can reuse."""
         ...
 

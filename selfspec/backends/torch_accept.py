@@ -29,7 +29,7 @@ def accept(sequences: list[Sequence], draft: Draft, logits: torch.Tensor) -> tup
         still_walking = []
         for index, token in zip(walking, chosen, strict=True):
             sequence = sequences[index]
-            carriers = trees[index].carriers(reached[index], token, drafted[index]) if sequence.drafts else []
+            carriers = trees[index].matching_children(reached[index], token, drafted[index]) if sequence.drafts else []
             sequence.append(token, drafted=bool(carriers))
             if carriers and not sequence.is_finished:
                 reached[index] = carriers

@@ -18,7 +18,8 @@ from selfspec.backends.base import Step
 from selfspec.backends.torch_accept import accept, noise_key
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.cache.layout import Rows
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
+from selfspec.history import StepRecord
 from selfspec.kernels.copy_draft import copy_reference
 from selfspec.logprobs import pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
@@ -31,7 +32,7 @@ from selfspec.sampling import (
     ranked,
     warp_logits,
 )
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation import exit_scoring
 from selfspec.speculation.draft_tree import BeamTree, Draft, Shape
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
@@ -54,19 +55,21 @@ class TorchBackend:
         self._prompt_scores: dict[Sequence, tuple[float, int]] = {}
         self._scores: list[tuple[Sequence, list[bool]]] = []
         # On a CPU every row of a pass costs; on a GPU a pass over 32 rows takes about as long as one over 8.
-        self._scored_positions = exit_scoring.FEW if model.device.type == "cpu" else exit_scoring.PROMPT_END
+        self._scored_positions = (
+            exit_scoring.CPU_SCORED_POSITIONS if model.device.type == "cpu" else exit_scoring.PROMPT_END
+        )
 
     def slots_for(self, sequences: int) -> int:
         return sequences
 
     # Prefill
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
+    def prefill_kind(self, tokens: int) -> PrefillKind:
         """In 32 bits and more results are equal up to rounding, whichever rows a pass has; in 16 bits only for equal
         passes: whole chunks."""
         if self.model.dtype.itemsize < 4:
-            return PrefixPath("torch chunks", PREFILL_CHUNK, decodes_alike=False)
-        return PrefixPath("torch", PAGE_SIZE, decodes_alike=True)
+            return PrefillKind("torch chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
+        return PrefillKind("torch", PAGE_SIZE, decode_writes_same_bits=True)
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         """Runs one chunk of the first sequence's prompt. A prompt is alone in its pass, so that no other changes its

@@ -142,7 +142,7 @@ class Cache:
             self._prefixes.register(key, page)
 
     def forget(self, sequence: KVPages) -> None:
-        """Makes the sequence's pages ordinary ones, which no other sequence reuses."""
+        """Unregisters the sequence's pages, so that no other sequence reuses them."""
         for page in sequence.pages:
             self._prefixes.forget(page)
 
@@ -222,7 +222,7 @@ class Cache:
     def _release(self, pages: Seq[int]) -> None:
         """Drops one reference to each page. Frees the last page first: pages are taken from the end of the free list,
         so the next sequence gets them in ascending order, and attention reads a contiguous range without a gather. A
-        reusable page is taken back before those that come before it in the text, without which it is of no use."""
+        reusable page is taken back before the pages of earlier positions, without which it cannot be reused."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0 and not self._prefixes.keep(page):

@@ -41,8 +41,8 @@ def cache_pages(
 
 
 def longest_sequence(pages: int, sequences: int = 1) -> int:
-    """Most tokens of each of so many sequences of one length that a cache of this size holds together; the CUDA backend
-    keeps one page for itself."""
+    """Largest length at which `sequences` sequences fit a cache of this many pages; the CUDA backend keeps one page for
+    itself."""
     return max(0, (pages - 1) // sequences * PAGE_SIZE - SPARE_POSITIONS)
 
 

@@ -83,7 +83,9 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    given: dict[str, Any] = {name: tuple(of) if isinstance(of, list) else of for name, of in vars(args).items()}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()
+    }
     try:
         given["exits"] = tuple(int(layer) for layer in args.exits.split(",") if layer.strip())
     except ValueError:

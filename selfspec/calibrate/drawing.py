@@ -176,7 +176,9 @@ class SpeedChart:
 def speed_chart(profile: Profile, size: float = 480) -> SpeedChart | None:
     """Measured over expected speed-up; None where no plan has both."""
     both = [(row, row.choice.expected, row.measured) for row in plan_rows(profile)]
-    found = [(row, of.speedup, measured) for row, of, measured in both if of is not None and measured is not None]
+    found = [
+        (row, choice.speedup, measured) for row, choice, measured in both if choice is not None and measured is not None
+    ]
     if not found:
         return None
     values = [1.0] + [value for _, expected, measured in found for value in (expected, measured)]

@@ -108,7 +108,11 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
                 stage.advance(1, domain.name)
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
-            beams = {of: trials.beam_shares(of) for of in TEMPERATURES} if settings.beams and prompts else {}
+            beams = (
+                {temperature: trials.beam_shares(temperature) for temperature in TEMPERATURES}
+                if settings.beams and prompts
+                else {}
+            )
             domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain, "beams": beams})
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
     amounts = profile.trained | {"seconds": round(display.elapsed, 1)}

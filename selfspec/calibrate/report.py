@@ -146,5 +146,5 @@ def _short(plan: str) -> str:
 def _runs(profile: Profile, name: str) -> list[Run]:
     """All measurements of a domain's plans."""
     choice = profile.domains[name]
-    runs = [choice.chain, *(of.measured for of_batch in choice.plans.values() for of in of_batch.values())]
+    runs = [choice.chain, *(by_batch.measured for by_band in choice.plans.values() for by_batch in by_band.values())]
     return [run for run in runs if run is not None]

@@ -74,10 +74,10 @@ class Trials:
             outputs = generate_batches(self.engine, self._batches(setting), self._arguments(str(plan), setting))
             stats = [stats for output in outputs for stats in output.stats]
             accepted, reached = (
-                [sum(of) for of in zip_longest(*by_depth, fillvalue=0)]
-                for by_depth in ([of.accepted_by_depth for of in stats], [of.reached_by_depth for of in stats])
+                [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
+                for by_depth in ([each.accepted_by_depth for each in stats], [each.reached_by_depth for each in stats])
             )
-            shares[width] = [_rounded(of / count) for of, count in zip(accepted, reached, strict=False) if count]
+            shares[width] = [_rounded(hits / count) for hits, count in zip(accepted, reached, strict=False) if count]
         return {width: of_width for width, of_width in shares.items() if of_width}
 
     def _batches(self, setting: Setting) -> list[list[list[int]]]:

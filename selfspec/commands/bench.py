@@ -68,7 +68,7 @@ def shipped_prompts(count: int) -> list[str]:
 
 def figures(runs: list[Runs]) -> dict[str, object]:
     return {
-        "tokens_per_second": {of.mode.name: round(of.speed, 2) for of in runs},
-        "tokens_per_step": {of.mode.name: round(of.tokens_per_step, 3) for of in runs},
-        "drafted": {of.mode.name: round(of.drafted, 3) for of in runs},
+        "tokens_per_second": {run.mode.name: round(run.speed, 2) for run in runs},
+        "tokens_per_step": {run.mode.name: round(run.tokens_per_step, 3) for run in runs},
+        "drafted": {run.mode.name: round(run.drafted, 3) for run in runs},
     }

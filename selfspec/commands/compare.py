@@ -162,7 +162,7 @@ def verdict(engine: Engine, plain: Runs, runs: Runs) -> str:
     """Returns a sentence on a mode's speed against plain decoding, and a tip where one helps on this machine."""
     stats = [completion.stats for turn in runs.turns for completion in turn]
     name = name_of(runs)
-    if not any(of.drafted for of in stats):
+    if not any(each.drafted for each in stats):
         why = reasons(*stats)
         meaning = ": no plan was predicted to be faster here" if why.endswith("goodput") else ""
         return f"{name}: decoded plainly ({why}){meaning}"

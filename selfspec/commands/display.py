@@ -83,7 +83,7 @@ def plain_part(completion: Completion) -> str:
 
 def reasons(*stats: Stats) -> str:
     """Returns why tokens were decoded plainly, each reason once, in the order in which the reasons held."""
-    every = [reason for of in stats for reason in (*(change.reason for change in of.changes), of.disabled_reason)]
+    every = [reason for each in stats for reason in (*(change.reason for change in each.changes), each.disabled_reason)]
     return ", ".join(dict.fromkeys(reason for reason in every if reason))
 
 

@@ -63,7 +63,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     below = frame
     while below is not None:
         if below.f_code.co_filename == "<frozen importlib._bootstrap>":
-            print(STOPPED, file=sys.stderr, flush=True)
+            os.write(2, f"{STOPPED}\n".encode())  # print would raise if the signal interrupted another one
             os._exit(INTERRUPTED)
         below = below.f_back
     signal.default_int_handler(number, frame)

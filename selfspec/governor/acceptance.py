@@ -1,8 +1,8 @@
-"""The acceptance model: how many tokens a step of a plan is expected to bring to a sequence.
+"""The acceptance model: how many tokens a step of a plan is expected to emit for a sequence.
 
 The profile has the chance that the model's token has each rank among the drafts, by depth. One number per sequence, its
-skill s, bends these chances: where the profile's chance to miss is m, that of the sequence is m**s. A skill of 1 is
-the text that calibration saw, and near 0 no draft is right. Skills follow from drafted steps and from exit scores.
+skill s, changes a chance m that the best k drafts miss the token to m**s: 1 is text as calibration saw it, and near 0
+no draft is accepted. A skill is updated with drafted steps and with exit scores.
 """
 
 from __future__ import annotations
@@ -20,74 +20,70 @@ from selfspec.speculation.plan import MAX_NODES, Plan
 
 MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
-UNFAMILIAR = 0.25  # skill: below it a text is out of distribution; texts of prompts unlike every domain begin with it
+UNFAMILIAR = 0.25  # skill below which a text is out of distribution, and with which one unlike every domain begins
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
-_KEPT = [
-    (1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)
-]  # factor on both sums after so many observed tokens
+# Factors by which both sums of a skill shrink, by the number of tokens that a step emits.
+_KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]
 LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
 _LEAST = 0.005  # chances stay within 0.005 and 0.995: smaller ones rest on too few calibrated tokens
 
 
 class Evidence(NamedTuple):
-    """The outcome of one step for one sequence, as a skill learns from it."""
+    """The outcome of one step for one sequence, as input of `Skill.observe`."""
 
     observed: list[float]  # by level of skill
     expected: float
-    tokens: int  # that the step brought
+    tokens: int  # that the step emitted
 
 
 @dataclass
 class Skill:
-    """How well the drafts for one sequence are accepted, next to those that calibration saw: observed / expected.
+    """How well the drafts for one sequence are accepted, compared with those that calibration saw: observed / expected.
 
     Each rank that was compared with the model's token adds its exposure x, by which it raises -ln(chance to miss), to
     `expected`. A rank that was the token adds y / (1 - exp(-y)) with y = s * x to `observed`: the mean of a Poisson
-    variable of rate y that is at least 1. The ratio approaches the s whose chances m**s explain the outcomes best. Both
-    sums lose 1/MEMORY per observed token."""
+    variable of rate y that is at least 1. The ratio approaches the s whose chances m**s explain the outcomes best. Each
+    observed token first multiplies both sums by 1 - 1/MEMORY."""
 
     prior: InitVar[float] = 1.0
     observed: float = field(init=False)
     expected: float = field(init=False)
     value: float = field(init=False)
     level: int = field(init=False)  # index of the nearest of LEVELS
-    ood: bool = False  # the skill was below UNFAMILIAR at some time
-    copied: int = 0  # level of `copying.REACH`: how often a copied branch would be right
+    was_ood: bool = False  # the skill was below UNFAMILIAR at some time
+    copied: int = 0  # level of `copying.REACH`: how often copied nodes would be accepted
     _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior that still counts
 
     def __post_init__(self, prior: float) -> None:
         self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)
-
-    @classmethod
-    def of_prompt(cls, is_unfamiliar: bool) -> Skill:
-        """For a sequence whose prompt is unlike every domain, or not."""
-        return cls(UNFAMILIAR if is_unfamiliar else 1.0)
 
     @property
     def is_ood(self) -> bool:
         return self.value < UNFAMILIAR
 
     def observe(self, step: Evidence) -> None:
-        """Learns from a step."""
+        """Updates the skill with a step."""
         kept = _KEPT[step.tokens]
         self._prior_left *= kept
         self._update(kept * self.observed + step.observed[self.level], kept * self.expected + step.expected)
 
     def observe_share(self, accepted: float, positions: int, exposure: float) -> None:
-        """Learns from the exit's best draft token at some positions of the text, of which so many were right."""
+        """Updates the skill with exit scores: the exit's best token was the model's at `accepted` of the positions, and
+        has this exposure."""
         kept = (1 - 1 / MEMORY) ** positions
         self._prior_left *= kept
         observed = accepted * float(_observed(exposure, self.value))
         self._update(kept * self.observed + observed, kept * self.expected + positions * exposure)
 
     def observe_prompt(self, agreement: float, positions: int, usual: float) -> None:
-        """Learns from the share of a prompt's last positions at which exit and model agree; `usual` is that of prompts
-        that calibration saw. A prompt is another text than its answer: it counts as MEMORY positions at most."""
+        """Updates the skill with the share of a prompt's last positions at which exit and model agree; `usual` is that
+        of prompts that calibration saw. A prompt is another text than its answer: it counts as MEMORY positions at
+        most."""
         counted = min(positions, MEMORY)
         self.observe_share(counted * agreement, counted, exposure_of([usual]))
 
     def begin_unfamiliar(self) -> None:
-        """The prompt was found to be unlike every domain: lowers the prior from 1 to UNFAMILIAR, even after steps."""
+        """Lowers the prior from 1 to UNFAMILIAR, for a prompt unlike every domain; may be called after steps."""
         self._update(self.observed - (1 - UNFAMILIAR) * self._prior_left, self.expected)
 
     def _update(self, observed: float, expected: float) -> None:
@@ -95,7 +91,7 @@ class Skill:
         self.value = value = min(max(LEVELS[0], observed / expected), LEVELS[-1])
         self.level = round(_PER_OCTAVE * (log2(value) - _LOWEST))
         if value < UNFAMILIAR:
-            self.ood = True
+            self.was_ood = True
 
 
 class Acceptance:
@@ -110,18 +106,18 @@ class Acceptance:
             raise ValueError("a profile without shares by depth and rank cannot be governed; calibrate the model again")
         self._shares, self.beams = shares, beams or {}
         skills = np.array(LEVELS)
-        self._chances = [_bent(of_depth, skills) for of_depth in shares]  # by depth: [rank, level]
+        self._chances = [_at_skill(by_rank, skills) for by_rank in shares]  # by depth: [rank, level]
         self.evidence = lru_cache(maxsize=256)(self._evidence)
         self.first_exposure = exposure_of(shares[0][:1])  # of the best draft token after the root
 
     def chance(self, depth: int, rank: int, level: int) -> float:
-        """That the token after a node of this depth has this rank among the drafts, at a level of skill."""
-        of_depth = self._chances[min(depth, len(self._chances) - 1)]
-        return float(of_depth[rank, level]) if rank < len(of_depth) else 0.0
+        """Probability that the token after a node of this depth has this rank among the drafts, at a level of skill."""
+        by_rank = self._chances[min(depth, len(self._chances) - 1)]
+        return float(by_rank[rank, level]) if rank < len(by_rank) else 0.0
 
     def reach(self, plan: Plan) -> np.ndarray:
-        """[depth + 1, levels]: the chance that a step of a plan of the exit's reaches each depth, at each level of
-        skill."""
+        """[depth + 1, levels]: the chance that the accepted path of a plan without copied nodes reaches each depth, at
+        each level of skill."""
         if plan.beam:
             missed = np.exp(-np.array(self._exposures(plan))[:, None] * np.array(LEVELS))
             return np.vstack((np.ones(len(LEVELS)), np.cumprod(1 - missed, axis=0)))
@@ -135,12 +131,12 @@ class Acceptance:
         return by_depth
 
     def lengths(self, plan: Plan) -> np.ndarray:
-        """The expected accepted length of the exit's nodes of a plan at each level of skill."""
+        """Expected accepted length of a plan without its copied nodes, at each level of skill."""
         return self.reach(plan.without_copy).sum(0)
 
     def _evidence(self, plan: Plan) -> list[Evidence]:
-        """Of a step that ended at each node. At accepted depths the token's rank was observed, and the better ones were
-        not the token; at the last depth none of the drafted ones was."""
+        """Evidence of a step, by its last node. At accepted depths the rank of the token was observed, and the better
+        ranks missed; below the last node all drafted ranks missed."""
         found, skills = [], np.array(LEVELS)
         if plan.beam:
             exposures = self._exposures(plan)
@@ -163,12 +159,12 @@ class Acceptance:
         return found
 
     def _exposures(self, plan: Plan) -> list[float]:
-        """By depth, of all nodes of a beam together: they are compared with the token as one rank. A beam of a width
-        that was not measured counts as the widest measured one below it, or as its best rank."""
-        widest = [max((of for of in self.beams if of <= width), default=0) for width in plan.beam]
+        """Exposures of a beam by depth. All its nodes of a depth count as one rank; a width that was not measured as
+        the widest measured one below it, or as the best rank."""
+        widest = [max((measured for measured in self.beams if measured <= width), default=0) for width in plan.beam]
         return [
-            exposure_of([self.beams[of][min(depth, len(self.beams[of]) - 1)]] if of else self._at(depth)[:1])
-            for depth, of in enumerate(widest)
+            exposure_of([self.beams[width][min(depth, len(self.beams[width]) - 1)]] if width else self._at(depth)[:1])
+            for depth, width in enumerate(widest)
         ]
 
     def _at(self, depth: int) -> Sequence[float]:
@@ -178,7 +174,7 @@ class Acceptance:
 def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     """The mean over domains of shares [depth][rank]; past its last depth a domain's last one counts."""
     depths = range(max(map(len, domains)))
-    by_depth = ([of[min(depth, len(of) - 1)] for of in domains] for depth in depths)
+    by_depth = ([shares[min(depth, len(shares) - 1)] for shares in domains] for depth in depths)
     return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
 
 
@@ -186,7 +182,7 @@ def mean_beams(domains: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, li
     """The mean over domains of the shares by depth of the beams that all of them have."""
     widths = set(domains[0]).intersection(*domains[1:])
     shares = {width: zip(*(beams[width] for beams in domains), strict=False) for width in sorted(widths)}
-    return {width: [fsum(of_depth) / len(domains) for of_depth in by_depth] for width, by_depth in shares.items()}
+    return {width: [fsum(values) / len(domains) for values in by_depth] for width, by_depth in shares.items()}
 
 
 def exposure_of(shares: Sequence[float]) -> float:
@@ -200,15 +196,15 @@ def _observed(exposure: float, skill: float | np.ndarray) -> float | np.ndarray:
     return rate / -np.expm1(-rate)
 
 
-def _bent(shares: Sequence[float], skills: np.ndarray) -> np.ndarray:
-    """Shares [rank, skill] where the chance to miss the best k drafts is the profile's to the power of the skill."""
+def _at_skill(shares: Sequence[float], skills: np.ndarray) -> np.ndarray:
+    """Shares [rank, skill]: the chance that the best k drafts miss is the profile's to the power of the skill."""
     missed = np.maximum(_LEAST, 1 - np.cumsum([0.0, *shares]))
     return -np.diff(missed[:, None] ** skills, axis=0)
 
 
-def hotter(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
-    """Shares [depth][rank] at a temperature `steps` times as far above that of `hot` as that is above `cool`'s: each
-    step scales the logarithm of the chance to miss by as much."""
+def extrapolated(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
+    """Shares [depth][rank] at a temperature above that of `hot` by `steps` times the difference of `hot` and `cool`.
+    The logarithm of the chance to miss shrinks in each step by the factor between `cool` and `hot`."""
     missed = [1 - min(1 - _LEAST, max(_LEAST, shares[0][0])) for shares in (cool, hot)]
     skill = min(1.0, log(missed[1]) / log(missed[0])) ** steps
-    return [_bent(of_depth, np.array([skill]))[:, 0].tolist() for of_depth in hot]
+    return [_at_skill(by_rank, np.array([skill]))[:, 0].tolist() for by_rank in hot]

@@ -1,7 +1,7 @@
-"""The plans that the governor chooses from: for texts of several skills the one that the cost model makes fastest.
+"""The plans that the governor chooses from: for each of several skills, the fastest one by the cost model.
 
-All domains and temperatures of an exit share the plans, so that few steps are captured; each domain has its own
-expected lengths and costs of them. Made once, from the acceptance model and the cost model alone.
+All domains and temperatures of an exit share the plans, so that few steps are captured; expected lengths and costs of
+the plans differ by domain. They follow from the acceptance model and the cost model alone, and are computed once.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from selfspec.governor.copying import MOST_COPIED, REACH
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
-_SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # of texts that a tree is made for: 1/8 to 2
-_COPYING = ((0.7, 0.5), (0.7, 0.75))  # skills and shares of hits of texts that trees with copied nodes are made for
+_SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # skills for which a tree is chosen: 1/8 to 2
+_COPYING = ((0.7, 0.5), (0.7, 0.75))  # (skill, share of hits) for which trees with copied nodes are chosen
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
 _ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
 
-Node = tuple[float, tuple[int, ...]]  # the chance that it is right, and the ranks from the root down to it
+Node = tuple[float, tuple[int, ...]]  # the chance that it is accepted, and the ranks from the root down to it
 
 
 @dataclass(frozen=True, eq=False)
 class PlanTable:
-    """The plans for some batches, the smallest first."""
+    """The plans for one range of batch sizes, the smallest plan first."""
 
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
     lengths: np.ndarray  # [levels of skill, levels of copying, plans] expected accepted lengths
-    copies: bool  # some plan has copied nodes
+    copies: bool  # whether some plan has copied nodes
 
 
 class SharedPlans:
-    """The plans for every batch, made for the mean chances of all domains."""
+    """The plans for every batch size, chosen for the mean chances of all domains."""
 
     def __init__(
         self,
-        acceptance: Acceptance | None,  # None: there is no exit, plans only copy
+        acceptance: Acceptance | None,  # None: there is no exit, plans have copied nodes only
         costs: dict[int, CostModel],  # by the largest batch each is for
-        max_tree_batch: int,  # larger batches draft chains only, and copy nothing
+        max_tree_batch: int,  # larger batches draft chains without copied nodes
         widest: int = MAX_NODES,  # ranks that the exit can offer
         max_step: float = inf,  # plain steps that a step may take
     ) -> None:
@@ -55,9 +55,9 @@ class SharedPlans:
         self.plans = cache(self._plans)
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
-        """The fastest plan for each skill and smaller ones, which pay where larger ones take longer than modelled: all
-        shorter chains, or two small trees; unless only chains are asked for, also plans that copy. The smallest first.
-        `size` is one of the cost models' batches."""
+        """The fastest plan for each skill, and smaller plans, for devices on which large ones are slower than modelled:
+        all shorter chains, or two small trees; without `chains` also plans with copied nodes. Smallest first. `size` is
+        one of the batch sizes that have a cost model."""
         if self._max_step < 1:
             return ()
         width = 1 if chains else self._widest
@@ -73,13 +73,13 @@ class SharedPlans:
         return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
-        """The plans of the smallest size with a cost model that the batch fits in."""
+        """The plans for the smallest batch size with a cost model that holds this batch."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
     def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan | None:
-        """The plan with most expected tokens per time, of those that take at most `max_step`; None: plain decoding.
-        Nodes are taken in the order of their chances, for each depth that a plan may have. With a `share` of hits above
-        0 it has copied nodes. One sequence may draft a beam: the narrow trees of several accept as much."""
+        """The plan with most expected tokens per time, among those that take at most `max_step` plain steps; None:
+        plain decoding. For each depth, adds nodes in the order of their chances. With a `share` of hits above 0 it has
+        copied nodes. Beams are for one sequence: the narrow trees of several sequences accept as much."""
         assert self._acceptance is not None
         level, best, speed, copies, cost = Skill(skill).level, None, 1.0, 0, self._costs[size]
         for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
@@ -95,7 +95,7 @@ class SharedPlans:
         return self._fastest_beam(level, share, cost, plan, speed) if size == 1 < width else plan
 
     def _fastest_beam(self, level: int, share: float, cost: CostModel, best: Plan | None, speed: float) -> Plan | None:
-        """The same of the beams that were measured; `best` if none has more expected tokens per time than `speed`."""
+        """The measured beam with most expected tokens per time; `best` if none has more than `speed`."""
         assert self._acceptance is not None
         counts, depths = _COPIES if share else (0,), range(1, DEEPEST_PLAN + 1)
         for width, depth, count in product(self._acceptance.beams, depths, counts):
@@ -111,7 +111,7 @@ class SharedPlans:
 
 
 class PlanCandidates:
-    """The plans, and what is expected of them in one domain at one temperature."""
+    """The plans, with their expected lengths and costs in one domain at one temperature."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class PlanCandidates:
 
     @property
     def all_plans(self) -> list[Plan]:
-        """For any batch."""
+        """The plans for every batch size."""
         return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
 
     @cached_property
@@ -166,14 +166,14 @@ def _lengths(plan: Plan, reach: np.ndarray) -> np.ndarray:
 
 
 def size_of(batch: int, costs: Iterable[int]) -> int:
-    """The smallest size with a cost model that a batch fits in, or the largest."""
+    """The smallest batch size with a cost model that holds this batch, or the largest."""
     return min((size for size in costs if batch <= size), default=max(costs))
 
 
 def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
-    """Of all nodes whose token has these chances [depth][rank], the MAX_NODES that are most likely to be right, in that
-    order, without those whose chance is 0. A node comes after its parent and after likelier siblings: the next one is
-    always the best child of a taken node or the next best sibling of one."""
+    """The MAX_NODES nodes with the highest chances to be accepted, highest first, without those whose chance is 0; a
+    token has the chance [depth][rank] after an accepted parent. A node comes after its parent and its likelier
+    siblings, so the next one is the best child of a taken node or the next sibling of one."""
     ranks = [sorted(range(len(level)), key=level.__getitem__, reverse=True) for level in chances]
     found: list[Node] = []
     # Heap entries: chance negated, depth, path, place among the siblings, parent.

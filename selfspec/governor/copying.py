@@ -1,8 +1,8 @@
-"""Estimates on the host how often the tokens of a copied branch would be right in a sequence.
+"""Estimates on the host how often copied nodes would be accepted in a sequence.
 
-Follows one earlier occurrence through the text: a token that continues as there is a hit; after a miss the latest
-occurrence of the missed token is followed. The device compares up to 4 tokens (`kernels/copy_draft.py`), so it finds
-slightly more. Every token counts, whatever was drafted, so nothing has to be tried to learn that copying would pay.
+Compares each token with the continuation of one earlier occurrence: equal is a hit; after a miss it follows the latest
+occurrence of the missed token. The device compares up to 4 tokens (`kernels/copy_draft.py`), so it finds slightly more
+hits. Every token counts, whatever was drafted, so no probe is needed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from selfspec.governor.acceptance import MEMORY
 
-MOST_COPIED = 15  # nodes of a copied branch at most: with the root 16 rows, one tile of the matrix products
+MOST_COPIED = 15  # copied nodes of a plan: with the root 16 rows, one tile of the matrix products
 _LEVELS = 16  # levels between a share of 0 and 1
 _shares = np.arange(_LEVELS + 1)[:, None] / _LEVELS
-# [level, MOST_COPIED]: the chance that a copied branch is right down to each depth, where each of its tokens is right
-# with the share of the level.
+# [level, MOST_COPIED]: the chance that copied nodes are accepted down to each depth, if each is with the share of the
+# level.
 REACH = _shares ** np.arange(1, MOST_COPIED + 1)
 
 
 class Copying:
-    """The share of a sequence's tokens that followed an earlier occurrence of the tokens before them."""
+    """The share of hits among a sequence's tokens, as an exponential average."""
 
     def __init__(self, share: float = 0.0) -> None:
         self.share = share
@@ -37,12 +37,12 @@ class Copying:
         return round(_LEVELS * self.share)
 
     def add_forced(self, first: int, count: int) -> None:
-        """A grammar forces `count` tokens from position `first` on: they are hits."""
+        """Counts `count` tokens from position `first` on as hits: the grammar forces them."""
         self._forced.update(range(first, first + count))
 
     def read(self, tokens: Sequence[int], prompt: int) -> int:
-        """Reads the tokens since the last call, at first also the `prompt` ones, none of which is a hit or miss.
-        Returns the level."""
+        """Reads the tokens since the last call and returns the level. The first call also reads the `prompt` tokens,
+        which are neither hits nor misses."""
         latest, following, share = self._latest, self._next, self.share
         if not self._count:
             newest = prompt - 1

@@ -1,7 +1,6 @@
-"""The cost model: what a step of a plan costs in plain steps, as calibrated or estimated and, once it ran, as measured.
+"""The cost model: the cost of a plan's step in plain steps, calibrated or estimated, and measured once it ran.
 
-An engine keeps one `Costs` per kind of batch for all its requests. `acceptance` models how many tokens a step
-brings.
+An engine keeps one `Costs` per kind of batch for all its requests. `acceptance` models how many tokens a step emits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from selfspec.governor.acceptance import MEMORY
 from selfspec.speculation.plan import MAX_NODES, Plan
 
 CostModel = Callable[[int, int], float]  # (depth, nodes) -> plain steps that a step of such a plan takes
-RowCost = Callable[[int], float]  # rows -> what a pass over them takes, in passes over one
+RowCost = Callable[[int], float]  # (rows) -> time of a pass over them relative to a pass over 1 row
 
 _ROW = 0.008  # plain passes over one row that each further row takes on a GPU, which waits for the weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
@@ -35,11 +34,11 @@ NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
 
 @checked.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class StepCost:
-    """Seconds of a step of some batch on the profile's device, by its parts. A profile stores it."""
+    """Seconds of a step for one batch size on the profile's device, by its parts. A profile stores it."""
 
     plain: Annotated[Seconds, Field(gt=0)]  # a plain step
     depth: Seconds  # each depth of a draft: the layers below the exit and the exit itself
-    # The rest of a step that drafts so many nodes, for some numbers of nodes.
+    # (nodes, seconds): the rest of a step, for some numbers of nodes, ascending.
     drafting: Annotated[tuple[tuple[NodeCount, Seconds], ...], Field(min_length=1)]
     # Each row of the draft head, at each depth; part of `depth` for the head measured with.
     head_row: Annotated[float, Field(gt=-1e6, lt=1e6)] = 0.0
@@ -54,7 +53,7 @@ class StepCost:
         return drafting
 
     def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """A step that drafts so many nodes, on straight lines between and past the measured numbers of nodes. A depth
+        """Seconds of a step that drafts `nodes` nodes, linear between and past the measured numbers of nodes. A depth
         takes at least 0 s."""
         if not nodes:
             return self.plain
@@ -67,7 +66,7 @@ class StepCost:
 
 
 def calibrated_cost(cost: StepCost, head_rows: int | None = None) -> CostModel:
-    """From what calibration measured on this kind of device."""
+    """The cost model of a calibrated device."""
     return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain))
 
 
@@ -76,15 +75,15 @@ def mean_cost(models: Sequence[CostModel]) -> CostModel:
 
 
 def gpu_rows(rows: int) -> float:
-    """What a pass over so many rows takes on a GPU, in passes over one."""
+    """Time of a pass over these rows on a GPU, relative to a pass over 1 row."""
     return 1 + (rows - 1) * _ROW
 
 
 def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: RowCost = gpu_rows) -> CostModel:
-    """For devices that were not calibrated: a depth takes the layers below the exit, its block and head (two layers);
-    a node is one more row per sequence in the verify pass."""
-    of_depth, of_rows = (exit_layer + 2) / num_layers, cache(row_cost)
-    return lambda depth, nodes: of_rows(batch * (nodes + 1)) / of_rows(batch) + depth * of_depth
+    """The cost model of a device that was not calibrated: a depth takes the layers below the exit, its block and head
+    (two layers); a node is one more row per sequence in the verify pass."""
+    depth_cost, pass_cost = (exit_layer + 2) / num_layers, cache(row_cost)
+    return lambda depth, nodes: pass_cost(batch * (nodes + 1)) / pass_cost(batch) + depth * depth_cost
 
 
 @dataclass
@@ -103,7 +102,7 @@ class _Average:
 
 
 @dataclass
-class Cell:
+class CostBucket:
     """Average device times of the steps in one bucket of batch sizes and lengths."""
 
     averages: dict[Plan, _Average] = field(default_factory=dict)
@@ -112,7 +111,7 @@ class Cell:
 
     @property
     def wants_plain(self) -> bool:
-        """Whether the next step is to be plain, to measure it."""
+        """Whether the next step must be plain, to measure it."""
         return self.plain is None or self.drafted >= PLAIN_INTERVAL
 
     def observe(self, plan: Plan, seconds: float) -> float:
@@ -134,29 +133,29 @@ class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = 1.0  # measured over modelled cost, of all drafted steps
+        self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
         self._corrections = 0
-        self._cells: dict[tuple[int, int], Cell] = {}
+        self._buckets: dict[tuple[int, int], CostBucket] = {}
 
-    def cell(self, batch: int, context: int) -> Cell:
-        """The bucket of batches up to the same power of two whose longest text has `context` tokens."""
+    def bucket(self, batch: int, context: int) -> CostBucket:
+        """The bucket of a batch size, up to the next power of two, and of the longest sequence's tokens, `context`."""
         key = (batch - 1).bit_length(), (((context - 1) >> _SHORT_BITS).bit_length() + 1) // 2
-        if key not in self._cells:
-            self._cells[key] = Cell()
-        return self._cells[key]
+        if key not in self._buckets:
+            self._buckets[key] = CostBucket()
+        return self._buckets[key]
 
-    def observe(self, cell: Cell, plan: Plan, seconds: float, modelled: float) -> None:
-        """Adds the device time of a step, whose cost by the cost model is `modelled`."""
-        average = cell.observe(plan, max(seconds, 1e-9))  # timers can return 0
-        if len(plan) and cell.plain is not None:
+    def observe(self, bucket: CostBucket, plan: Plan, seconds: float, modelled: float) -> None:
+        """Adds the device time of a step; `modelled` is its cost by the cost model."""
+        average = bucket.observe(plan, max(seconds, 1e-9))  # timers can return 0
+        if len(plan) and bucket.plain is not None:
             self._corrections += 1
-            error = min(average / cell.plain / modelled, _OUTLIER * self.correction)
+            error = min(average / bucket.plain / modelled, _OUTLIER * self.correction)
             self.correction += (error - self.correction) / min(self._corrections, MEMORY)
 
-    def ratio(self, cell: Cell, plan: Plan, modelled: float) -> float:
-        """Plain steps that a step of a plan costs: measured where it ran beside plain steps, else the modelled cost
-        times the correction. No plan costs less than a plain step."""
-        average = cell.averages.get(plan)
-        if average is None or cell.plain is None:
+    def cost(self, bucket: CostBucket, plan: Plan, modelled: float) -> float:
+        """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost
+        times the correction; at least 1."""
+        average = bucket.averages.get(plan)
+        if average is None or bucket.plain is None:
             return max(1.0, self.correction * modelled)
-        return max(1.0, average.seconds / cell.plain)
+        return max(1.0, average.seconds / bucket.plain)

@@ -1,8 +1,8 @@
 """The governor: chooses the plan of the next step.
 
 The speed of a plan is the mean expected accepted length over its cost in plain steps. The fastest plan is used where it
-is faster than plain decoding. A budget bounds what drafting and scoring the exit may lose. Tokens do not depend on
-plans, so choices change only the speed. The hard rules come first and are the policy's.
+is faster than plain decoding. A budget limits what drafting and scoring the exit may lose. Tokens do not depend on
+plans, so choices change only the speed. The hard rules come first: `rules.Policy` applies them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
-from selfspec.governor.costs import Cell, Costs
+from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
@@ -21,7 +21,7 @@ MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and le
 
 @dataclass(frozen=True)
 class Change:
-    """A sequence continues with another plan."""
+    """A change of plan in one sequence."""
 
     step: int  # the sequence's first one with it
     token: int  # new tokens so far
@@ -30,9 +30,9 @@ class Change:
 
 
 class Budget:
-    """Plain steps that may still be lost. What a step may lose at most is charged when it is launched and returned with
-    the tokens it brings; each plain step refills a share. It is never overdrawn, so over any number of steps the losses
-    exceed the gains by at most the capacity plus all refills."""
+    """Plain steps that drafting may still lose. Launching a step charges its loss if no draft is accepted; reading it
+    adds the accepted nodes back; each plain step adds a refill. It is never overdrawn, so over any number of steps the
+    losses exceed the gains by at most the capacity plus all refills."""
 
     def __init__(self, capacity: float, refill: float) -> None:
         self.capacity, self.refill = capacity, refill
@@ -58,12 +58,13 @@ class Governor:
 
     def choose(self, skills: Sequence[Skill], batch: int, context: int, in_use: Plan) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
-        draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step."""
-        cell = self.costs.cell(batch, context)
-        if cell.wants_plain:
+        draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step that was not
+        measuring."""
+        bucket = self.costs.bucket(batch, context)
+        if bucket.wants_plain:
             return NONE, MEASURING
         table = self.candidates.table(batch)
-        speeds = self._speeds(skills, batch, table, cell)
+        speeds = self._speeds(skills, batch, table, bucket)
         best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
         if best is not None and speeds[best] > 0:
             needed = 1.0 if len(in_use) else 1 + self.rules.start_gain
@@ -74,16 +75,17 @@ class Governor:
             return NONE, NO_PROFILE
         return NONE, "ood" if all(skill.is_ood for skill in skills) else "goodput"
 
-    def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, cell: Cell) -> list[float]:
-        """Of each plan against plain decoding; 0 for plans that take too long, or whose loss the budget cannot bear."""
-        most, ratio = min(self.rules.step_limit, 1 + self.budget.left), self.costs.ratio
-        ratios = [ratio(cell, plan, cost) for plan, cost in zip(table.plans, table.costs, strict=True)]
+    def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
+        """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than
+        the budget has left."""
+        most, cost = min(self.rules.step_limit, 1 + self.budget.left), self.costs.cost
+        costs = [cost(bucket, plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
         lengths = self._mean_lengths(skills, batch, table)
-        return [length / ratio if ratio <= most else 0.0 for length, ratio in zip(lengths, ratios, strict=True)]
+        return [length / steps if steps <= most else 0.0 for length, steps in zip(lengths, costs, strict=True)]
 
     def _mean_lengths(self, skills: Sequence[Skill], batch: int, table: PlanTable) -> list[float]:
-        """Expected accepted length of each plan, as the mean over the batch; 1 for sequences that may not draft. Found
-        again only when a skill has reached another level."""
+        """Expected accepted length of each plan, as the mean over the batch; sequences that may not draft count 1.
+        Computed again only when the level of a skill has changed."""
         levels, copied = [skill.level for skill in skills], [skill.copied for skill in skills]
         key = table, batch, levels, copied
         if key != self._lengths[0]:
@@ -95,11 +97,11 @@ class Governor:
         """Whether some candidate for a batch of this size copies."""
         return self.candidates.table(batch).copies
 
-    def launched(self, plan: Plan, batch: int, context: int) -> None:
-        """Charges what a step would lose if no draft were accepted."""
+    def charge_step(self, plan: Plan, batch: int, context: int) -> None:
+        """Charges a launched step's loss if no draft is accepted."""
         if len(plan):
             modelled = self.candidates.cost(plan, batch)
-            self.budget.charge(self.costs.ratio(self.costs.cell(batch, context), plan, modelled) - 1)
+            self.budget.charge(self.costs.cost(self.costs.bucket(batch, context), plan, modelled) - 1)
 
     def observe(
         self,
@@ -109,13 +111,13 @@ class Governor:
         context: int,
         exit_nodes: Sequence[int] | None = None,
     ) -> None:
-        """Learns from a step that was read: of each sequence the last accepted node and its skill (None: it was not
-        drafted for, or its text has ended). `seconds` of device time, None where they are not the plan's alone.
+        """Updates skills, costs and budget with a step that was read. `outcomes`: of each sequence its skill (None: not
+        drafted for, or ended) and last accepted node. `seconds`: device time, None if other work took part of it.
         `exit_nodes` are the deepest nodes that the exit alone would have reached; None: the last accepted ones."""
         batch = len(outcomes)
         if seconds is not None:
-            cell, modelled = self.costs.cell(batch, context), self.candidates.cost(plan, batch)
-            self.costs.observe(cell, plan, seconds, modelled)
+            bucket, modelled = self.costs.bucket(batch, context), self.candidates.cost(plan, batch)
+            self.costs.observe(bucket, plan, seconds, modelled)
         if not len(plan):
             self.budget.add(self.budget.refill)
             return
@@ -131,7 +133,7 @@ class Governor:
 
     @property
     def score_interval(self) -> float:
-        """Plain steps between scores, which use at most half of the refills: the rest pays for drafting again."""
+        """Plain steps between exit scores. Scores use at most half of the refills; the rest is for probes."""
         return max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9))
 
     @property
@@ -141,7 +143,8 @@ class Governor:
     def charge_score(self) -> None:
         self.budget.charge(self.candidates.score_cost)
 
-    def scored(self, skill: Skill, right: Sequence[bool]) -> None:
-        """Learns from some plainly decoded positions: whether the exit's best draft token was right there."""
+    def observe_score(self, skill: Skill, right: Sequence[bool]) -> None:
+        """Updates a skill with exit scores: at each scored position, whether the exit's best token is the decoded
+        one."""
         assert self.candidates.acceptance is not None
         skill.observe_share(sum(right), len(right), self.candidates.acceptance.first_exposure)

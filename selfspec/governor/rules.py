@@ -32,8 +32,8 @@ class Rules:
     max_temperature: float = 1.5
     max_top_k: int = 200
     unset_top_k_temperature: float = 1.0  # above this temperature an unset top-k counts as a large one
-    max_distance: float = 3.0  # deviations: a prompt farther from every domain than this is an unfamiliar one
-    max_step: float | None = None  # plain steps that a step of the governor's may take; None: by the device, see `on`
+    max_distance: float = 3.0  # standard deviations: a prompt farther from every domain than this is an unfamiliar one
+    max_step: float | None = None  # plain steps that a governed step may take; None: by device, see `for_device`
     start_gain: float = 0.05  # expected gain over plain decoding at which drafting begins
     score_every: int = 16  # plain steps after which the exit is scored; 0: never
     budget: float = 4.0  # plain steps that drafting and scoring may lose
@@ -46,9 +46,10 @@ class Rules:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"rule {name}={value!r} must be a number of at least 0")
 
-    def on(self, device: str) -> Rules:
-        """The same with `max_step` for a type of device. Long steps make tokens come in bursts: on a GPU they gain a
-        few per cent, on a CPU, where every row costs, nothing pays without."""
+    def for_device(self, device: str) -> Rules:
+        """Returns these rules with `max_step` set by the type of device. Long steps emit tokens in bursts. On a GPU
+        they gain a few per cent; on a CPU, where a pass takes longer with every row, no plan is faster under a
+        limit."""
         if self.max_step is not None:
             return self
         return replace(self, max_step=1.67 if device == "cuda" else inf)
@@ -77,14 +78,14 @@ class Policy:
         return self.sampling.temperature if self.sampling.do_sample else 0.0
 
     @property
-    def off_for_good(self) -> str | None:
+    def permanent_reason(self) -> str | None:
         """The reason why no step drafts for this request, however small the batch becomes; None if some may."""
         reason = self.reason(batch=1)
         return None if reason == "goodput" and any(map(len, self.plans.values())) else reason
 
     @property
     def possible_plans(self) -> list[Plan]:
-        """Every plan that some step of this request might draft."""
+        """Every plan that a step of this request may draft without a governor."""
         return [self.plan] if self.plan else [*self.plans.values(), DEFAULT_TREE]
 
     @property
@@ -97,12 +98,12 @@ class Policy:
         rules, sampling = self.rules, self.sampling
         if self.mode is False or (self.plan is not None and not len(self.plan)):
             return "request"
-        if self.stateful_processors:  # their state cannot follow a tree: forcing cannot make that right
+        if self.stateful_processors:  # forcing too: their state cannot follow a tree
             return "processor"
         if self.mode == "force":
             return None
         if self.plan is None and self.new_tokens == 1:
-            return "goodput"  # a plain step brings it
+            return "goodput"  # a plain step emits it
         if self.only_copies and batch > rules.max_tree_batch:
             return NO_PROFILE
         if batch > rules.max_batch:
@@ -127,15 +128,16 @@ class Policy:
 
     def _planned(self, batch: int, default: Plan) -> Plan:
         """The request's plan, else the profile's, else the default; forcing skips a profile's plan `none`."""
-        return self.plan or self._profiled(batch) or self._cooled(default)
+        return self.plan or self._profiled(batch) or self._shallower(default)
 
     def _profiled(self, batch: int) -> Plan | None:
-        """The profile's plan for this batch: that of the smallest band it fits in."""
+        """The profile's plan for the smallest band of batch sizes that holds this batch."""
         sizes = sorted(self.plans)
         return self.plans[next((size for size in sizes if batch <= size), sizes[-1])] if sizes else None
 
-    def _cooled(self, plan: Plan) -> Plan:
-        """Fewer drafts are accepted at high temperatures: one depth less above 0.3, two above 0.7, three above 1.0."""
+    def _shallower(self, plan: Plan) -> Plan:
+        """Truncates a default plan by temperature, as fewer drafts are accepted: one depth less above 0.3, two above
+        0.7, three above 1.0."""
         if not self.sampling.do_sample:
             return plan
         fewer = sum(self.sampling.temperature > bound for bound in (0.3, 0.7, 1.0))

@@ -70,7 +70,7 @@ class ExitsFile:
         if self.path is None or not self.path.exists():
             return {}
         if device.type == "meta":
-            return {name: of.unread() for name, of in read_header(self.path).items() if name.startswith(prefix)}
+            return {name: tensor.unread() for name, tensor in read_header(self.path).items() if name.startswith(prefix)}
         try:
             with safe_open(self.path, framework="pt", device=str(device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118

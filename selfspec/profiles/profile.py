@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-from selfspec.governor.acceptance import hotter
+from selfspec.governor.acceptance import extrapolated
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder
@@ -200,11 +200,13 @@ class DomainChoice(Entry):
     def ranks_at(self, temperature: float) -> list[list[float]]:
         """Rank shares by depth: those of the nearest measured temperature, or, above the highest, extrapolated from the
         two highest."""
-        measured = sorted((name for name, of in self.ranks.items() if any(of[:1])), key=lambda name: TEMPERATURES[name])
+        measured = sorted(
+            (name for name, shares in self.ranks.items() if any(shares[:1])), key=lambda name: TEMPERATURES[name]
+        )
         if len(measured) > 1 and temperature > TEMPERATURES[measured[-1]]:
             cool, hot = (TEMPERATURES[name] for name in measured[-2:])
             steps = (temperature - hot) / (hot - cool)
-            return hotter(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
+            return extrapolated(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
         return self.ranks[self.nearest(self.ranks, temperature)]
 
     def beams_at(self, temperature: float) -> dict[int, list[float]]:
@@ -352,7 +354,7 @@ class Profile(Entry):
         if not self.routes or not len(means):
             return [False] * len(embeddings)
         exceeds = distances(embeddings, centroids) > means + deviations * spreads
-        return [bool(of.all()) for of in exceeds]
+        return [bool(row.all()) for row in exceeds]
 
     @property
     def drafts(self) -> bool:
@@ -375,8 +377,10 @@ class Profile(Entry):
     def _distances(self) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """Of domains with a measured distance: centroids [D, hidden], and mean and deviation [D] of prompts' distances
         to them. Made once: indexing a tensor can take milliseconds in a request, where it wakes PyTorch's threads."""
-        measured = [(number, of.distance) for number, of in enumerate(self.domains.values()) if of.distance]
-        means, spreads = (np.array([getattr(of, name) for _, of in measured]) for name in ("mean", "deviation"))
+        measured = [(number, choice.distance) for number, choice in enumerate(self.domains.values()) if choice.distance]
+        means, spreads = (
+            np.array([getattr(distance, name) for _, distance in measured]) for name in ("mean", "deviation")
+        )
         return self._router.centroids[[number for number, _ in measured]], means, spreads
 
     def exit(self, model: Decoder, layer: int) -> Exit:

@@ -86,8 +86,8 @@ class Router:
     @classmethod
     def fit(cls, embeddings: list[torch.Tensor]) -> Router:
         """Fits the router to the embeddings [P, hidden] of each domain's prompts."""
-        centroids = torch.stack([of_domain.mean(0) for of_domain in embeddings]).double()
-        off = torch.cat([of_domain - of_domain.mean(0) for of_domain in embeddings]).double()
+        centroids = torch.stack([rows.mean(0) for rows in embeddings]).double()
+        off = torch.cat([rows - rows.mean(0) for rows in embeddings]).double()
         scatter = off.T @ off / len(off)
         scatter = torch.lerp(scatter, scatter.diag().diag(), _SHRINKAGE)
         scatter += 1e-6 * torch.eye(len(scatter), dtype=scatter.dtype)  # invertible where a coordinate is constant

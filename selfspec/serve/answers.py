@@ -65,10 +65,10 @@ class Answer:
 
     def whole(self, collected: list[Collected], usage: Usage, metrics: Json) -> Json:
         choices = []
-        for index, of in enumerate(collected):
-            content: Json = {"message": of.message} if self.kind == "chat" else {"text": of.text}
+        for index, answer in enumerate(collected):
+            content: Json = {"message": answer.message} if self.kind == "chat" else {"text": answer.text}
             choices.append(
-                {"index": index, **content, "logprobs": joined(of.logprobs), "finish_reason": of.finish_reason}
+                {"index": index, **content, "logprobs": joined(answer.logprobs), "finish_reason": answer.finish_reason}
             )
         name = "chat.completion" if self.kind == "chat" else "text_completion"
         return {**self._head(name), "choices": choices, "usage": usage.as_json(), **metrics}

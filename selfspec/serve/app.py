@@ -153,7 +153,7 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 async def _http_error(_: Request, error: HTTPException) -> Response:
     message = error.detail
     if error.status_code == 404:
-        message = f"there is no such endpoint; those of this server are {', '.join(of.path for of in _routes())}"
+        message = f"there is no such endpoint; those of this server are {', '.join(route.path for route in _routes())}"
     return ApiError(error.status_code, message).response()
 
 

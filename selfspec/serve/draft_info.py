@@ -17,11 +17,12 @@ def speculation_metrics(sequences: Iterable[Sequence]) -> dict[str, Any]:
     reasons: Counter[str] = Counter()
     drafted = largest = 0
     for sequence in sequences:
-        drafted += sequence.drafted
-        for (count, reached), steps in sequence.outcomes.items():
+        history = sequence.history
+        drafted += history.drafted
+        for (count, reached), steps in history.outcomes.items():
             if reached:
                 accepted[count] += steps
-        for plan, steps in sequence.plans.items():
+        for plan, steps in history.plans.items():
             plans[str(plan)] += steps
             largest = max(largest, len(plan))
         if sequence.disabled_reason is not None:
@@ -54,7 +55,8 @@ class DraftInfo:
     def chunk(self, text: str, start: int, end: int, new_tokens: int) -> dict[str, Any]:
         """Describes the chunk `text[start:end]`, sent after a step that left the sequence with so many new tokens. A
         token whose text is partly held back, because a stop text may have begun, is listed once for each part."""
-        origins, tokens = self._sequence.origins, []
+        history = self._sequence.history
+        origins, tokens = history.origins, []
         for token_end in self._ends[self._tokens :]:
             if token_end > end:
                 break
@@ -62,7 +64,7 @@ class DraftInfo:
             start, self._tokens = max(start, token_end), self._tokens + 1
         if start < end:  # a part of the next token, or the incomplete character of the last one
             tokens.append([text[start:end], origins[min(self._tokens, new_tokens - 1)]])
-        record = self._sequence.records[self._sequence.steps - 1]
+        record = history.records[history.steps - 1]
         return {
             "tokens": tokens,
             "accepted_lengths": self._accepted_lengths(origins, new_tokens),

@@ -71,14 +71,17 @@ class ChoiceLogprobs:
 
     def _skip_first_space(self) -> None:
         """Some tokenizers spell a text's first word with a space before it, which the text lacks."""
-        first = next((of for of in self._sequence.prompt if not self._bytes.is_special(of)), None)
+        first = next((token for token in self._sequence.prompt if not self._bytes.is_special(token)), None)
         if first is not None and self._bytes.of(first).startswith(b" ") and not self._echo.startswith(" "):
             self._offset = -1
 
     def _of_chat(self, found: list[Any]) -> Json:
         content = [
-            {**self._object(of.token, of.logprob), "top_logprobs": [self._object(*likely) for likely in of.top]}
-            for of in found
+            {
+                **self._object(entry.token, entry.logprob),
+                "top_logprobs": [self._object(*likely) for likely in entry.top],
+            }
+            for entry in found
         ]
         return {"content": content, "refusal": None}
 
@@ -88,13 +91,17 @@ class ChoiceLogprobs:
 
     def _of_text(self, found: list[int | TokenLogprob]) -> Json:
         shaped: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for of in found:
-            token, logprob, top = (of, None, None) if isinstance(of, int) else (of.token, of.logprob, of.top)
+        for entry in found:
+            token, logprob, top = (
+                (entry, None, None) if isinstance(entry, int) else (entry.token, entry.logprob, entry.top)
+            )
             shaped["tokens"].append(self._name(token))
             shaped["token_logprobs"].append(None if logprob is None else max(logprob, _LEAST))
             shaped["text_offset"].append(max(self._start_of(token), 0))
             likely = None if top is None or logprob is None else dict([(token, logprob), *top])
-            named = None if likely is None else {self._name(of): max(value, _LEAST) for of, value in likely.items()}
+            named = (
+                None if likely is None else {self._name(other): max(value, _LEAST) for other, value in likely.items()}
+            )
             shaped["top_logprobs"].append(named)
         return shaped
 

@@ -122,7 +122,9 @@ def _requests(
     options = engine_options(body, engine.generation_config, min(asked, left))
     if isinstance(body, ChatBody) and body.must_call and form is not None:
         functions = [tool.function for tool in body.callable_tools]
-        lark = call_grammar(form, {of.name: of.parameters for of in functions}, body.tool_choice == "required")
+        lark = call_grammar(
+            form, {function.name: function.parameters for function in functions}, body.tool_choice == "required"
+        )
         options["response_format"] = {"type": "grammar", "grammar": lark}
     if body.stops:
         options["stopping_criteria"] = [StopTexts(engine.tokenizer, body.stops, len(tokens), body.min_tokens or 0)]

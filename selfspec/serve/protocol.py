@@ -99,7 +99,7 @@ class Message(Body):
     def as_dict(self) -> dict[str, Any]:
         """The message for a chat template: its text in one piece, and the arguments of tool calls as objects."""
         names = ("name", "tool_call_id")
-        message: dict[str, Any] = {of: value for of in names if (value := getattr(self, of)) is not None}
+        message: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tool_calls:
             message["tool_calls"] = [_for_template(call) for call in self.tool_calls]
         parts = self.content if isinstance(self.content, list) else []

@@ -48,16 +48,18 @@ class BeamTree:
         first = NONE.with_copy(plan.copied)  # the root and copied nodes
         self.parents = torch.tensor(first.parents, dtype=torch.int64, device=device).expand(sequences, -1)  # [B, n]
         self.ancestors = first.ancestors.to(device).expand(sequences, -1, -1)  # [B, n + 1, n + 1] bool
-        self.scores = torch.zeros(sequences, 1, device=device)  # [B, M]: of the newest level, without copied nodes
+        self.log_prob_sums = torch.zeros(
+            sequences, 1, device=device
+        )  # [B, M]: along the paths to the newest level, without copied nodes
         self.above = torch.zeros(sequences, 0, dtype=torch.int64, device=device)  # [B, M]: parents within their level
 
     def grow(self, log_probs: torch.Tensor, width: int, first_above: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds the level of the `width` best candidates. `log_probs` [B, M, W] of the ranked draft tokens after the M
         nodes of the level above, whose first is `first_above`. Returns indices [B, width] of parents and ranks."""
         sequences, _, ranks = log_probs.shape
-        totals = (self.scores[..., None] + log_probs).nan_to_num(nan=-torch.inf).flatten(1)
+        totals = (self.log_prob_sums[..., None] + log_probs).nan_to_num(nan=-torch.inf).flatten(1)
         chosen = ranked(totals, width)
-        self.scores, self.above = totals.gather(1, chosen), chosen // ranks
+        self.log_prob_sums, self.above = totals.gather(1, chosen), chosen // ranks
         parents = self.above + first_above
         inherited = self.ancestors[torch.arange(sequences, device=parents.device)[:, None], parents]
         own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(sequences, -1, -1)

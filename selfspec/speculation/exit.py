@@ -49,9 +49,9 @@ class ExitBlock:
 class HeadRows:
     """A domain's trimmed head: its token ids on the device and on the host, and, for PyTorch, a copy of its rows."""
 
-    def __init__(self, ids: torch.Tensor, most: int = 0) -> None:
+    def __init__(self, ids: torch.Tensor, largest: int = 0) -> None:
         self.ids = ids  # [K]
-        self.most = max(most, len(ids))  # rows of the largest head of the profile: that of all domains together
+        self.largest = max(largest, len(ids))  # rows of the profile's largest head, that of all domains together
         self.copy: Linear | None = None  # [K, hidden]; made by the first call of `of`
         self._host_ids = frozenset(ids.tolist())
 

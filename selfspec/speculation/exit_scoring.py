@@ -1,4 +1,4 @@
-"""Fills the exit block's keys and values of plainly decoded tokens, many positions at a time, and scores its drafts.
+"""Fills the exit block's KV of plainly decoded tokens, many positions at a time, and scores the exit at them.
 
 A plain step computes the states that the exit needs but does not run the exit. This module keeps these states, runs the
 exit over them later, and compares each decoded token with the one that the exit would have drafted. The governor
@@ -19,11 +19,11 @@ from selfspec.sampling import TARGET, NoiseKey, SamplingParams
 from selfspec.speculation.exit import Exit
 
 PROMPT_END = 32  # positions at the end of a prompt at which the exit is compared with the model
-FEW = 8  # positions scored at a time on a CPU, where a pass takes longer with every row; also those of a first score
-_NOISY = 256  # best draft tokens that get noise when sampling: one beyond them is hardly ever the best
+CPU_SCORED_POSITIONS = 8  # positions of a score on a CPU, where a pass takes longer with every row
+_NOISY = 256  # best draft tokens that get noise when sampling: later ones are hardly ever the best
 
 
-class UnfilledStates:
+class SequenceUnfilled:
     """States of one sequence's unfilled positions: its newest ones, for which the exit block has no keys and values.
 
     Copies states into one growing buffer: keeping the tensors of every step would fragment the memory.
@@ -66,7 +66,7 @@ class UnfilledBatch:
     previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
 
     @classmethod
-    def of(cls, sequences: Seq[KVPages], unfilled: Seq[UnfilledStates]) -> UnfilledBatch:
+    def of(cls, sequences: Seq[KVPages], unfilled: Seq[SequenceUnfilled]) -> UnfilledBatch:
         """Takes all unfilled states of the sequences, which must have the same number of them, and clears them."""
         states = zip(*(of_sequence.states for of_sequence in unfilled), strict=True)
         hidden, previous = (torch.stack(of_sequences) for of_sequences in states)
@@ -104,13 +104,15 @@ def is_drafted(
     """Returns whether each decoded token [B, M] is the exit's best draft token at its position. `read` are the exit's
     normed states, `params` the B sequences', `key` has B * M entries."""
     logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
-    samples = any(of.do_sample for of in params)
+    samples = any(each.do_sample for each in params)
     values, columns = logits.topk(min(_NOISY if samples else 1, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
     if samples:
-        temperature = torch.tensor([of.temperature if of.do_sample else 1.0 for of in params], device=logits.device)
-        sampled = torch.tensor([of.do_sample for of in params], device=logits.device)
-        temperature, sampled = (of.repeat_interleave(tokens.shape[1])[:, None] for of in (temperature, sampled))
+        temperature = torch.tensor(
+            [each.temperature if each.do_sample else 1.0 for each in params], device=logits.device
+        )
+        sampled = torch.tensor([each.do_sample for each in params], device=logits.device)
+        temperature, sampled = (values.repeat_interleave(tokens.shape[1])[:, None] for values in (temperature, sampled))
         noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
         values = values / temperature + torch.where(sampled, noise, 0.0)
         drafted = drafted.gather(1, values.argmax(-1, keepdim=True))

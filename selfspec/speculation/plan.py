@@ -3,10 +3,9 @@
 Node 0 is the root (the newest committed token), nodes 1..n are drafted. The first `copied` of them are a chain below
 the root, whose tokens are copied from the sequence's own text. The others are the exit's, ordered by depth; each has a
 parent and a rank: the node with rank r is the parent's draft token of rank r, rank 0 being the best. In a beam only the
-number of the exit's nodes at each depth is fixed: of all children of the depth above, those with the highest cumulative
-draft probability are taken, so that each sequence has its own tree. A plan holds no tokens, no tensors of a model and
-no cache slots.
-"""
+number of the exit's nodes at each depth is fixed: of all children of the depth above, those with the highest sums of
+log probabilities along their path are taken, so that each sequence has its own tree. A plan holds no tokens, no tensors
+of a model and no cache slots."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ class Plan:
     @cached_property
     def levels(self) -> tuple[range, ...]:
         """The nodes that pass the draft layers together, as ranges: the root and the copied nodes, whose tokens are
-        there at once, then the exit's nodes of each depth."""
+        known before the exit runs, then the exit's nodes of each depth."""
         drafted = self.depths[self.copied + 1 :]
         counts = [self.copied + 1, *(drafted.count(depth) for depth in range(1, max(drafted, default=0) + 1))]
         starts = [sum(counts[:level]) for level in range(len(counts))]
@@ -197,9 +196,10 @@ class Plan:
             tuple(sorted(nodes, key=lambda node: (node <= self.copied, self.ranks[node - 1]))) for nodes in children
         )
 
-    def carriers(self, nodes: Sequence[int], token: int, tokens: Sequence[int]) -> list[int]:
+    def matching_children(self, nodes: Sequence[int], token: int, tokens: Sequence[int]) -> list[int]:
         """The children of `nodes` that carry a token; `tokens` are those of all nodes. There are up to two, the exit's
-        first: a copied token may be one of the exit's too. Both stand for one text then, so a walk follows both."""
+        first: a copied token may be one of the exit's too. Both then have one token path, so acceptance follows
+        both."""
         return [child for node in nodes for child in self.children[node] if tokens[child] == token]
 
     @cached_property
@@ -221,7 +221,7 @@ class Plan:
 
     def _check_fixed(self) -> None:
         if self.beam:
-            raise ValueError(f"the parents of the nodes of {self} differ by sequence: ask its tree")
+            raise ValueError(f"the parents of the nodes of {self} differ by sequence: use of_sequence(parents)")
 
     def of_sequence(self, parents: Sequence[int]) -> Plan:
         """Returns the tree of one sequence in which the nodes of this beam have these parents; this plan if it has no
@@ -242,7 +242,7 @@ class Plan:
         return depth if last <= self.copied else self.levels[depth].start
 
     def is_leaf(self, node: int) -> bool:
-        """True if no node was drafted after this one; in a beam, at its depth."""
+        """True if the node has no children; in a beam, if it is on the last depth."""
         if not self.beam:
             return not self.children[node]
         return self.depths[node] >= len(self.beam) if node == 0 or node > self.copied else node == self.copied

@@ -25,10 +25,11 @@ from selfspec.backends.cuda.readback import StepInFlight, StepTimes
 from selfspec.backends.cuda.slots import bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import CacheFull
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
+from selfspec.history import StepRecord
 from selfspec.kernels.accept import COUNT, EXIT_LAST, LAST, TOKENS
 from selfspec.kernels.final_norm import unfilled_capacity
-from selfspec.sequence import Sequence, StepRecord
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
 
@@ -214,8 +215,8 @@ class CudaBackend:
 
     # Prompts
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
-        return self._prompts.prefix_path(tokens)
+    def prefill_kind(self, tokens: int) -> PrefillKind:
+        return self._prompts.prefill_kind(tokens)
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         self._times.note_slot_writes()

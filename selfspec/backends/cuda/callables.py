@@ -67,7 +67,7 @@ def _append(
     """Appends the token chosen at nodes that stand for one text. Returns the children that carry it; none if the walk
     ends. `chosen` and `drafted` are the sequence's tokens by node."""
     token = chosen[nodes[0]]
-    carriers = tree.carriers(nodes, token, drafted) if sequence.drafts and len(tree) else []
+    carriers = tree.matching_children(nodes, token, drafted) if sequence.drafts and len(tree) else []
     step.appended[sequence] = nodes[0]
     sequence.append(token, drafted=bool(carriers))
     return [] if sequence.is_finished else carriers

@@ -53,7 +53,7 @@ def draft_head_capacity(exit: Exit, model: Decoder) -> int:
     """Head rows that steps with this exit are captured for: those of all domains together and PROMPT_TOKENS more,
     rounded up. Batches of one domain and of several share graphs; rows past a head's end are not multiplied."""
     assert exit.head_rows is not None
-    of_domain = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.most
+    of_domain = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.largest
     return min(-(-(of_domain + PROMPT_TOKENS) // DRAFT_HEAD_STEP) * DRAFT_HEAD_STEP, model.config.vocab_size)
 
 

@@ -13,7 +13,7 @@ from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, Prompt, next_part, segments
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE
-from selfspec.cache.prefixes import PrefixPath
+from selfspec.cache.prefixes import PrefillKind
 from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
@@ -23,8 +23,8 @@ LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, a chunk keeps the device bu
 
 # A row of the kernels gets the same bits in any pass. PyTorch's operations give equal bits in passes of equal shape,
 # which whole chunks that begin at the same position are.
-KERNELS = PrefixPath("kernels", PAGE_SIZE, decodes_alike=True)
-CHUNKS = PrefixPath("chunks", PREFILL_CHUNK, decodes_alike=False)
+KERNELS = PrefillKind("kernels", PAGE_SIZE, decode_writes_same_bits=True)
+CHUNKS = PrefillKind("chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
 
 
 class PromptPrefill:
@@ -38,7 +38,7 @@ class PromptPrefill:
         self.prompt_ends: dict[Sequence, torch.Tensor] = {}  # states of last positions, until the prompt is scored
         self._torch = TorchBackend(graphs.model, graphs.cache)
 
-    def prefix_path(self, tokens: int) -> PrefixPath:
+    def prefill_kind(self, tokens: int) -> PrefillKind:
         return KERNELS if tokens - 1 <= self.graphs.max_short_prompt else CHUNKS
 
     def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def prefill_nbytes(model: Decoder) -> int:
-    """Bytes of the temporary tensors of a prefill chunk where they are most, in the MLP: its input and output, gate and
-    up projection, the activated gate and its product with up; and of weights that are expanded in each call."""
+    """Bytes of the temporary tensors of a prefill chunk at their peak, in the MLP: its input and output, gate and
+    up projection, the activated gate and its product with up; and of quantized weights that are expanded."""
     config = model.config
     width = 3 * config.hidden_size + 4 * config.intermediate_size
     expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
@@ -46,7 +46,7 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     drafters = Drafters(model, profile, lambda *_: Embedded(lambda: torch.empty(0)), kernels=True)
     graphs = Graphs(model, Cache(model.config, model.device, model.dtype, 1), context, max_batch)
     expected = Expected(batch, None, (0.0,), context)
-    rules = Rules().on("cuda")
+    rules = Rules().for_device("cuda")
     preparing = WarmUp(graphs, context, rules.max_tree_batch)
     exits: dict[Exit | None, None] = {None: None}
     for step in dict.fromkeys(expected_steps(drafters, rules, GenerationConfig(), expected)):
@@ -59,8 +59,8 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
 
 
 def _scratch_nbytes(graphs: Graphs) -> int:
-    """Bytes that the launches of all captured steps and passes take from scratch. Each buffer is as large as the pass
-    with most rows needs it; exact to the few buffers that the largest pass does not use."""
+    """Bytes of scratch that all captured steps and passes take. Sizes each buffer for the pass with most rows, so
+    buffers that this pass does not use are not counted exactly."""
     from selfspec.backends.cuda.step import DeviceStep
     from selfspec.kernels.topk import Scores
     from selfspec.kernels.tree_attention import workspace_size
@@ -77,7 +77,7 @@ def _scratch_nbytes(graphs: Graphs) -> int:
             columns = config.vocab_size if made.exit.head is None else len(made.exit.head.tokens)
             drafting = sequences * max(len(level) for level in made.plan.levels)
             ranked = Scores.empty(drafting, columns, 2, "meta")  # two or more tokens of a row are ranked
-            scores = max(scores, sum(of.nbytes for of in vars(ranked).values() if of is not None))
+            scores = max(scores, sum(tensor.nbytes for tensor in vars(ranked).values() if tensor is not None))
     # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams and features of two
     # states. Of an exit: residual streams of its block and of the last layer, its output, the head's input.
     layer = 2 * config.num_heads * config.head_dim + config.intermediate_size
