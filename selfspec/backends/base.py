@@ -26,7 +26,7 @@ class Step:
     enters_costs: bool = True  # `seconds` holds this plan's work only: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
-    # Deepest nodes that the exit alone would have reached, after reading; empty: the last accepted ones.
+    # Deepest reached nodes that the exit drafted (or roots), after reading; empty: the last accepted ones.
     exit_nodes: list[int] = field(default_factory=list)
 
 
@@ -58,7 +58,7 @@ class Backend(Protocol):
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
         """Compares exit and model at the last positions of prompts, before or after their first step. Returns whether a
-        pass ran; it skips prompts that are too short, too long, or while another score is in flight."""
+        pass ran: none does for prompts that are too short or too long, or while another score is in flight."""
         ...
 
     def note_other_work(self) -> None:

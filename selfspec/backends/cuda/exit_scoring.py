@@ -114,13 +114,13 @@ class ExitScoresInFlight:
         sequences: list[Sequence],
         slots: list[int],
         counts: list[int],
-        in_flight: list[Sequence],
+        unread: list[Sequence],
     ) -> None:
         """Copies the report of a pass to the host, without waiting. `counts` are the sequences' unfilled positions;
-        `in_flight` the sequences of a plain step that was launched before the pass and has not been read."""
+        `unread` the sequences of a plain step that was launched before the pass and has not been read."""
         readback = self._readbacks.take(fill.report)
         readback.send(fill.report)
-        ends = [len(sequence.tokens) + (sequence in in_flight) for sequence in sequences]
+        ends = [len(sequence.tokens) + (sequence in unread) for sequence in sequences]
         self._in_flight.append(_InFlight(sequences, slots, counts, ends, fill.count, readback))
 
     def read(self) -> list[tuple[Sequence, list[bool]]]:

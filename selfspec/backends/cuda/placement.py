@@ -27,7 +27,7 @@ class PagesAhead:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._owned: set[Sequence] = set()  # sequences that share no page they write to with other samples
+        self._owned: set[Sequence] = set()  # sequences whose partly filled page no other sample shares
         self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
 
     def reserve(self, sequences: Seq[Sequence], plan: Plan, in_flight: Step | None) -> None:
@@ -74,7 +74,7 @@ class SlotPlacement:
         return [self.slot_of[sequence] for sequence in sequences]
 
     def is_current(self, sequences: Seq[Sequence], exit: Exit | None) -> bool:
-        """Whether the device needs no write before a step of these sequences."""
+        """Whether a step of these sequences can be launched without writing slots."""
         return sequences == self._placed and exit is self.head_exit and not self.pages.changed
 
     def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
