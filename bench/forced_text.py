@@ -112,7 +112,7 @@ class ForcedTextEngine:
         )  # fmt: skip
         assert self.engine._graphs is not None
         self.forced = torch.full((texts, engine.context), FREE, dtype=torch.int32, device=engine.model.device)
-        self.engine._graphs.new_step = partial(ForcedTextStep, self.forced)
+        self.engine._graphs.step_class = partial(ForcedTextStep, self.forced)
 
     def set_texts(self, prompts: Sequence[Sequence[int]], texts: ForcedTexts) -> None:
         """Replaces the forced texts: a request with one of these prompts, and its index as seed, writes its text."""

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     target = open_target(args, load.max_batch, load.longest)
     if args.kernel_prompts and target.engine._graphs is not None:
-        target.engine._graphs.max_short_prompt = args.kernel_prompts
+        target.engine._graphs.max_kernel_prompt = args.kernel_prompts
     setup = machine.describe(target.engine, target.name, target.synthetic)
     print(*tables.setup(setup), "", sep="\n")
     found = measure(target, load, args.parts, Limit(args.seconds))
@@ -249,9 +249,9 @@ def _long_prompt(bench: Bench, length: int) -> list[int]:
 
 def _chunk_tokens(engine: Engine, prompt: int) -> int:
     """Tokens that one pass prefills of a prompt of so many tokens, alone."""
-    if engine._graphs is None or prompt - 1 > engine._graphs.max_short_prompt:
+    if engine._graphs is None or prompt - 1 > engine._graphs.max_kernel_prompt:
         return PREFILL_CHUNK
-    from selfspec.backends.cuda.short_prefill import MAX_TOKENS  # imports Triton
+    from selfspec.backends.cuda.kernel_prefill import MAX_TOKENS  # imports Triton
 
     return MAX_TOKENS
 

@@ -1,10 +1,10 @@
 """Acceptance: finds for each sequence the longest path of its draft tree along the target's choices.
 
-Reads the target's choice at every node (drawn before, so that it depends on the node's position and never on the walk),
-the nodes' tokens and the tree. Writes for each sequence the accepted path and a report for the host, and updates
-committed length, pending token, text and token counts. `kv_compaction` moves keys and values. A node is reached if its
-parent is and carries its token as choice; no node is reached after a stop token, or after the choice -1 (no finite
-logit), which is reported as it is. Of two nodes of one depth, a copied one and the exit's, the exit's is reported.
+Reads the target's choice at every node (drawn before the walk), the nodes' tokens and the tree. Writes for each
+sequence the accepted path and a report for the host, and updates committed length, newest token, text and token counts.
+`kv_compaction` moves keys and values. A node is reached if its parent is reached and the choice after the parent is the
+node's token; no node is reached after a stop token, or after the choice -1 (no finite logit), which is reported as it
+is. If a copied node and one drafted by the exit are reached at the last depth, the latter is reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-# Columns of a report: tokens emitted; last node of the path; deepest reached node that is the exit's or the root; first
-# of the tokens.
+# Report columns: tokens emitted; last node; deepest reached node drafted by the exit (or root); first token.
 COUNT, LAST, EXIT_LAST, TOKENS = 0, 1, 2, 3
 
 
@@ -31,7 +30,7 @@ class TreeTensors:
     ancestors: torch.Tensor  # [B, n + 1] int64: bit j - 1 of entry i is set if node j is i or an ancestor of i
     depths: torch.Tensor  # [n + 1] int32
     paths: torch.Tensor  # [B, n + 1, depth + 1] int32: nodes from the root to each node; past its depth 0
-    copied: int  # nodes 1 to `copied` are copied, the others are the exit's
+    copied: int  # nodes 1 to `copied` are copied, the others drafted by the exit
 
 
 def accept_reference(
@@ -69,8 +68,8 @@ def accept_reference(
     ]
 )
 def _accept_kernel(
-    chosen, tokens, parents, ancestors, depths, tree_paths, active, lengths, lengths_before, pending, paths, report,
-    texts, counts, stops,
+    chosen, tokens, parents, ancestors, depths, tree_paths, active, lengths, lengths_before, newest_tokens, paths,
+    report, texts, counts, stops,
     sequences, nodes, copied, parents_stride, ancestors_stride, trees_stride, tree_stride, path_stride, report_stride, 
     text_stride, counts_stride, stops_stride, stop_count,
     NODES_P2: tl.constexpr, DEPTHS_P2: tl.constexpr, STOPS_P2: tl.constexpr, FIRST_TOKEN: tl.constexpr,
@@ -96,7 +95,7 @@ def _accept_kernel(
     follows = follows & (node > 0) & (node < nodes) & (state > 1)
     followed = tl.sum(follows.to(tl.int64) << tl.maximum(node - 1, 0).to(tl.int64), 0)
     reached = (node < nodes) & ((above & followed) == above)
-    order = depth * 64 + node
+    order = depth * 64 + node  # 64 > MAX_NODES
     last = tl.max(tl.where(reached, order, 0), 0) % 64
     exit_last = tl.max(tl.where(reached & ((node == 0) | (node > copied)), order, 0), 0) % 64
     count = tl.where(state != 0, tl.load(depths + last) + 1, 0)
@@ -115,7 +114,7 @@ def _accept_kernel(
         entry = counts + sequence.to(tl.int64) * counts_stride + tl.maximum(emitted, 0)
         tl.atomic_add(entry, 2, mask=inside & (emitted >= 0), sem="relaxed")
     newest = tl.sum(tl.where(place == count - 1, emitted, 0), 0)
-    tl.store(pending + sequence, newest, mask=count > 0)
+    tl.store(newest_tokens + sequence, newest, mask=count > 0)
     tl.store(lengths_before + sequence, length)
     tl.store(lengths + sequence, length + count)
     tl.store(at, count)
@@ -130,14 +129,14 @@ def accept(
     active: torch.Tensor,  # [B] int32: 0 idle, nothing changes; 1 emits only the root's choice; 2 accepts nodes
     lengths: torch.Tensor,  # [B] int32, advanced by the number of accepted tokens
     lengths_before: torch.Tensor,  # [B] int32, to fill
-    pending: torch.Tensor,  # [B] int32, replaced by the newest token
+    newest_tokens: torch.Tensor,  # [B] int32, replaced by the newest token
     paths: torch.Tensor,  # [B, depth + 1] int32, to fill: accepted nodes, root first
     report: torch.Tensor,  # [B, TOKENS + depth + 1] int32, to fill
     texts: torch.Tensor | None = None,  # [B, T] int32: tokens by position, to which the emitted ones are added
     counts: torch.Tensor | None = None,  # [B, V] int32: 2 is added for each token emitted (see `Processing.counts`)
     stops: torch.Tensor | None = None,  # [B, S] int32 stop tokens, padded with -1
 ) -> None:
-    """Finds the accepted paths; updates lengths, pending tokens, texts and counts."""
+    """Finds the accepted paths; updates lengths, newest tokens, texts and counts."""
     (sequences, depths), nodes = paths.shape, len(tree.depths)
     if report.shape[1] < TOKENS + depths or tree.paths.shape[2] > depths:
         raise ValueError(f"paths of {depths} nodes or a report of {report.shape[1]} columns are too narrow")
@@ -149,8 +148,8 @@ def accept(
     pdl, stop_count = use_pdl(chosen), 1 if stops is None else stops.shape[1]
     strides = (0 if tensor is None else tensor.stride(0) for tensor in (texts, counts, stops))
     _accept_kernel[(sequences,)](
-        chosen, tokens, tree.parents, tree.ancestors, tree.depths, tree.paths, active, lengths, lengths_before, pending,
-        paths, report, texts, counts, stops,
+        chosen, tokens, tree.parents, tree.ancestors, tree.depths, tree.paths, active, lengths, lengths_before,
+        newest_tokens, paths, report, texts, counts, stops,
         sequences, nodes, tree.copied, tree.parents.stride(0), tree.ancestors.stride(0), *tree.paths.stride()[:2],
         paths.stride(0), report.stride(0), *strides, stop_count,
         NODES_P2=triton.next_power_of_2(nodes), DEPTHS_P2=triton.next_power_of_2(tree.paths.shape[2]),

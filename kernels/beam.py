@@ -2,8 +2,8 @@
 
 One program for the i-th node of the depth of one sequence finds the candidate with the i-th highest score and adds it
 to the sequence's tree. The score of a candidate is the sum of the log probabilities along its path; ties go to the
-parent that comes first, then to the better rank. `topk_tokens` finds the candidates. Trees are memory of a step, which
-other kernels read as they read those of plans without a beam.
+parent that comes first, then to the better rank. `topk_tokens` finds the candidates. Other kernels read these trees
+like fixed ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 class BeamTrees:
     """The trees of B sequences, n nodes and the root each, which grow depth by depth."""
 
-    tree: TreeTensors  # in memory of each sequence's own
-    scores: torch.Tensor  # [B, n + 1] float32: sums of log probabilities; the root's is 0
+    tree: TreeTensors  # not shared by sequences
+    log_prob_sums: torch.Tensor  # [B, n + 1] float32: sums along the nodes' paths; the root's is 0
     parent_rows: torch.Tensor  # [(n + 1) * B] int64: row of each row's parent, node-major
     feature_rows: torch.Tensor  # the same in the buffer of features, in which rows begin at `first_feature_row`
     first_feature_row: int
@@ -100,18 +100,19 @@ def choose_nodes(
 ) -> None:
     """Chooses the nodes of a depth and adds them to the trees."""
     trees, tree, (rows, width) = level.trees, level.trees.tree, level.tokens.shape
-    sequences, nodes = trees.scores.shape
+    sequences, nodes = trees.log_prob_sums.shape
     count, above = len(tokens_out) // sequences, rows // sequences
     if not 0 < count <= above * width or len(tokens_out) % sequences or first_node + count > nodes:
         raise ValueError(
             f"{len(tokens_out)} rows are not nodes of {sequences} sequences with {above * width} candidates"
         )
-    contiguous = (level.tokens, level.log_probs, tokens_out, trees.scores, tree.parents, tree.ancestors, tree.paths)
+    sums = trees.log_prob_sums
+    contiguous = (level.tokens, level.log_probs, tokens_out, sums, tree.parents, tree.ancestors, tree.paths)
     if not all(tensor.is_contiguous() for tensor in contiguous) or level.log_probs.shape != level.tokens.shape:
         raise ValueError("candidates and trees of a beam must be contiguous, and each candidate have one score")
     pdl = use_pdl(tokens_out)
     _choose_nodes_kernel[(len(tokens_out),)](
-        level.tokens, level.log_probs, tokens_out, trees.scores, tree.parents, tree.ancestors, tree.paths,
+        level.tokens, level.log_probs, tokens_out, sums, tree.parents, tree.ancestors, tree.paths,
         trees.parent_rows, trees.feature_rows,
         trees.first_feature_row, level.first_above, above, first_node, sequences, width, nodes, tree.paths.shape[2],
         CANDIDATES=triton.next_power_of_2(above * width), PATH=triton.next_power_of_2(tree.paths.shape[2]),

@@ -1,8 +1,8 @@
 """Copied drafts: the tokens that followed the longest earlier occurrence of a sequence's newest tokens.
 
 A match of length m ends at a position whose last m tokens are the newest m tokens of the text, m up to LONGEST_MATCH.
-The longest match wins; of several the latest. The tokens after it are the draft; where the text ends first, they repeat
-from the match on, as in a text of one period. Without a match the draft is -1, which no token is equal to.
+The longest match wins; of several the latest. The tokens after it are the draft; past the text's end they continue from
+the match's successor again. Without a match the draft is -1, which no token is equal to.
 
 The first launch finds the best match that ends in each tile of positions, for all tiles at once; the second one picks
 the best of them and writes the drafts. Both read lengths and texts on the device, so a captured graph serves any step.
@@ -16,7 +16,7 @@ from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
-LONGEST_MATCH = 4  # tokens: longer ones found no better drafts in summaries, code, answers and chat
+LONGEST_MATCH = 4  # tokens compared
 _TILE = 1024  # positions of a program: 8 for each thread of 4 warps
 
 
@@ -62,7 +62,7 @@ def _match_kernel(
 
 @jit(do_not_specialize=["sequences", "text_stride", "tiles", "count"])
 def _copy_kernel(
-    texts, lengths, pending, keys, forced, tokens, sequences, text_stride, tiles, count,
+    texts, lengths, newest_tokens, keys, forced, tokens, sequences, text_stride, tiles, count,
     TILES_P2: tl.constexpr, NODES_P2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence writes the tokens of its root and copied nodes."""
@@ -80,18 +80,18 @@ def _copy_kernel(
     if forced is not None:
         replaced = tl.load(forced + (node - 1) * sequences + sequence, mask=(node > 0) & (node <= count), other=-1)
         token = tl.where(tl.load(forced + sequence) >= 0, replaced, token)
-    token = tl.where(node == 0, tl.load(pending + sequence), token)
+    token = tl.where(node == 0, tl.load(newest_tokens + sequence), token)
     tl.store(tokens + node * sequences + sequence, token, mask=node <= count)
 
 
 def copy_draft(
     texts: torch.Tensor,  # [B, T] int32: each sequence's tokens by position
     lengths: torch.Tensor,  # [B] int32: the position of the newest token
-    pending: torch.Tensor,  # [B] int32: the newest token
+    newest_tokens: torch.Tensor,  # [B] int32: the newest token
     tokens: torch.Tensor,  # [(count + 1) * B] int32, to fill: of roots and copied nodes, node-major
     keys: torch.Tensor,  # [B, `tiles_of` the longest text] int64: partial results
-    forced: torch.Tensor
-    | None = None,  # [count * B] int32, node-major: drafts instead, where a sequence's first is >= 0
+    # [count * B] int32, node-major: tokens that grammars force; they replace a sequence's draft if its first is >= 0
+    forced: torch.Tensor | None = None,
 ) -> None:
     """Writes the newest token of every sequence and the draft after it."""
     sequences, tiles = keys.shape
@@ -108,7 +108,7 @@ def copy_draft(
         texts, lengths, keys, texts.stride(0), tiles, LONGEST=LONGEST_MATCH, TILE=_TILE, num_warps=4, **options
     )
     _copy_kernel[(sequences,)](
-        texts, lengths, pending, keys, forced, tokens, sequences, texts.stride(0), tiles, count,
+        texts, lengths, newest_tokens, keys, forced, tokens, sequences, texts.stride(0), tiles, count,
         TILES_P2=triton.next_power_of_2(tiles), NODES_P2=triton.next_power_of_2(count + 1), num_warps=1, **options,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Token embedding, and the metadata that the rows of a pass need: positions, cache slots and rotary angles.
 
 A pass runs M nodes of B sequences as R = M * B rows, node-major: row = node * B + sequence, so every depth of a tree,
-and the whole tree, is one contiguous range of rows. For each row one program finds its token (the sequence's pending
+and the whole tree, is one contiguous range of rows. For each row one program finds its token (the sequence's newest
 token for the root, a copied or ranked token for other nodes), writes `RowMetadata`, the embedding [R, hidden], and what
 the first layer's norm reads (see `norm`). Lengths, pages and tokens are read on the device, so a captured graph serves
 any step. A row depends on no other row; sums of squares run over fixed blocks of columns.
@@ -75,14 +75,14 @@ def embed_rope_reference(
 
 
 _INTS = ["tile_count", "sequences", "first_node", "page_table_stride", "ranked_stride", "keys_stride"]
-_ROWS = ["pending", "ranked", "parents", "ranks", "depths", "tokens", "positions", "next_positions", "slots"]
+_ROWS = ["given_tokens", "ranked", "parents", "ranks", "depths", "tokens", "positions", "next_positions", "slots"]
 
 
 # Of _ROWS a program reads or writes one value. They begin at any row or node of a plan: specializing on their alignment
 # would only compile more.
 @jit(do_not_specialize=_INTS, do_not_specialize_on_alignment=_ROWS)
 def _embed_rope_kernel(
-    pending, ranked, tile_keys, int_scores, token_ids, parents, ranks, embedding, scale, lengths, page_table,
+    given_tokens, ranked, tile_keys, int_scores, token_ids, parents, ranks, embedding, scale, lengths, page_table,
     depths, inv_freq, rope_scaling,
     tokens, positions, next_positions, slots, cos, sin, hidden_out,
     next_weight, squares, scaled, counts, sequences, first_node, page_table_stride, ranked_stride, tile_count,
@@ -107,8 +107,8 @@ def _embed_rope_kernel(
     row = tl.program_id(0)
     sequence = row % sequences
     place = row // sequences  # of the node among those of this launch
-    if pending is not None:
-        token = tl.load(pending + (row if BY_ROW else sequence)).to(tl.int32)
+    if given_tokens is not None:
+        token = tl.load(given_tokens + (row if BY_ROW else sequence)).to(tl.int32)
     else:
         parent = (tl.load(parents + place) * sequences + sequence).to(tl.int64)
         rank = tl.load(ranks + place)
@@ -166,7 +166,7 @@ def embed_rope(
     inv_freq: torch.Tensor,  # [ropes, D / 2] float32
     rope_scaling: torch.Tensor,  # [ropes] float32
     first_node: int,  # node i of this launch has slot length + first_node + i; 0 begins a pass
-    pending: torch.Tensor | None = None,  # [B]: tokens of the root; or [R]: of every row, -1 where there is none
+    given_tokens: torch.Tensor | None = None,  # [B]: tokens of the root; or [R]: of every row, -1 where there is none
     ranked: torch.Tensor | Ranking | None = None,  # [R of the parents' depth, W] tokens by rank, or where to find them
     parents: torch.Tensor | None = None,  # [M] int32: index of each node's parent at its depth
     ranks: torch.Tensor | None = None,  # [M] int32: rank of each node's token among its parent's
@@ -176,8 +176,8 @@ def embed_rope(
     """Fills metadata, embeddings and what the first norm reads for M nodes of B sequences."""
     rows, hidden = hidden_out.shape
     sequences = lengths.shape[0]
-    if (pending is None) == (ranked is None):
-        raise ValueError("tokens come either from `pending` (the root, copied nodes) or from `ranked` (other nodes)")
+    if (given_tokens is None) == (ranked is None):
+        raise ValueError("pass either `given_tokens` (of roots, copied nodes, beams) or `ranked` (for other nodes)")
     if rows != sequences * depths.shape[0]:
         raise ValueError(f"{rows} rows are not {depths.shape[0]} nodes of {sequences} sequences")
     quantized = embedding if isinstance(embedding, QuantizedWeight) else None
@@ -195,7 +195,7 @@ def embed_rope(
     ranking_constants = {"WIDTH": 0, "NT": 0, "TILE": 0} if ranking is None else ranking.constants
     stored, stride = weight_arguments(embedding)
     _embed_rope_kernel[(rows,)](
-        pending, tokens, *tensors, parents, ranks, stored, scale, lengths,
+        given_tokens, tokens, *tensors, parents, ranks, stored, scale, lengths,
         page_table, depths, inv_freq, rope_scaling,
         metadata.tokens, metadata.positions, metadata.next_positions, metadata.slots, metadata.cos, metadata.sin,
         hidden_out, *next_tensors(next_norm), counts, sequences, first_node, page_table.stride(0),
@@ -203,7 +203,7 @@ def embed_rope(
         HIDDEN=hidden, SQUARES=squares, SQUARES_P2=triton.next_power_of_2(squares), BLOCK=columns_per_square(hidden),
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
-        **ranking_constants, BY_ROW=pending is not None and len(pending) == rows,
+        **ranking_constants, BY_ROW=given_tokens is not None and len(given_tokens) == rows,
         BEGINS=begins or first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
         STRIDE=stride, FORMAT=None if quantized is None else format_of(quantized, hidden_out.dtype, 1),
         num_warps=4, **({"launch_pdl": True} if pdl else {}),

@@ -3,7 +3,7 @@
 Reads the last layer's states [R, hidden] and writes their norm to out[:, :hidden], which the LM head reads. With the
 states of a middle layer, writes their norm without weights to out[:, hidden:]: both halves together are the position's
 *feature*, which an exit block reads at the next position. In a plain step the same launch also saves the exit's
-input and the feature of the previous position to `UnfilledStates`, so that not drafting costs no further launch;
+input and the feature of the previous position to `SlotUnfilled`, so that not drafting costs no further launch;
 `backends/cuda/exit_scoring.py` later fills the exit block's KV from them.
 
 One program per row; sums of squares are balanced trees over fixed blocks (`norm.rms_factor`), with the bits of
@@ -38,7 +38,7 @@ def unfilled_capacity(sequences: int) -> int:
 
 
 @dataclass(frozen=True)
-class UnfilledStates:
+class SlotUnfilled:
     """Exit inputs at the newest positions of B sequences whose exit KV is not filled: row = place * B + sequence, the
     oldest position at place 0."""
 
@@ -47,7 +47,7 @@ class UnfilledStates:
     previous: torch.Tensor  # [capacity * B, 2 * hidden]: the feature of the position before each
 
     @classmethod
-    def empty(cls, counts: torch.Tensor, hidden: int, dtype: torch.dtype) -> UnfilledStates:
+    def empty(cls, counts: torch.Tensor, hidden: int, dtype: torch.dtype) -> SlotUnfilled:
         rows = unfilled_capacity(len(counts)) * len(counts)
         states, previous = (torch.zeros(rows, n * hidden, dtype=dtype, device=counts.device) for n in (1, 2))
         return cls(counts, states, previous)
@@ -120,7 +120,7 @@ def final_norm(
     middle: torch.Tensor | None = None,  # [R, hidden]
     *,
     hidden: torch.Tensor | None = None,  # [B, hidden]: the exit's input at the rows, one row per sequence
-    unfilled: UnfilledStates | None = None,  # where `hidden` and the content of `out` are saved
+    unfilled: SlotUnfilled | None = None,  # where `hidden` and the content of `out` are saved
 ) -> None:
     """Writes the norm of `last`, and of `middle` if given, to `out`; saves the exit's input if `unfilled` is given."""
     rows, width = last.shape

@@ -5,9 +5,9 @@ in its stored layout; the same kernel adds the residual, applies the gate, or ap
 `scaled` copy of a residual stream, each row's sums are multiplied by its norm's factor at the end (see `norm`).
 
 A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
-columns, and BK depends on weight shape and dtype alone. Each instruction of the tensor cores waits for the sums of the
-one before; over a long K this takes longer than reading the weights. Long sums are therefore divided into four slices:
-each sums a quarter of every block, and the four are added at the end. The rest of the tile (rows, weight rows, warps,
+columns, and BK depends on weight shape and dtype alone. Each tensor-core instruction waits for the previous sum, which
+for long K takes longer than reading weights: K is then summed in four slices, each a quarter of every block, which are
+added at the end. The rest of the tile (rows, weight rows, warps,
 stages, whether slices run together or in turn) does depend on the number of rows and changes no sum. Kernels are
 compiled without fusing multiplications and additions (`enable_fp_fusion=False`): the compiler's choice could differ
 between tiles.
@@ -35,8 +35,8 @@ from selfspec.kernels.triton_compat import jit, shared_bytes, tl, use_pdl
 
 MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
 LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program that every supported GPU has
-# Elements of a weight, tuned on an H200 (132 SMs): a matmul with fewer than the first leaves most SMs idle, with fewer
-# than the second some of them.
+# Elements of a weight: a matmul with fewer than the first leaves most of an H200's 132 SMs idle, with fewer than the
+# second some of them. Not measured on other GPUs.
 _TINY_WEIGHT, _SMALL_WEIGHT = 1 << 21, 1 << 23
 _SLICED_COLUMNS = 256  # columns of a block that four slices divide, 16-bit weights
 _ELEMENTS_PER_WARP = 2048  # float32 sums of a tile that the registers of a warp can hold
@@ -159,7 +159,7 @@ def matmul_tile(
     SLICING: how the sums over the four slices of K are computed: at once by one warp each ("warps"), at once by all
     warps ("loop"), or one after the other where the registers cannot hold four ("passes"); None: there are no slices.
 
-    Rows that are not `real` [BM] are not read: every program would read the same cache lines again. `squares` are
+    Masks rows that are not `real` [BM], to save loads. `squares` are
     loaded before the loop and used after it, so that nothing waits for them.
     """
     SLICES: tl.constexpr = 1 if SLICING is None else 4
@@ -181,7 +181,7 @@ def matmul_tile(
     return sums
 
 
-# The choice of tiles, tuned on an H200 at the shapes of SmolLM2-135M and Llama-8B.
+# The choice of tiles: the fastest on an H200 at the shapes of SmolLM2-135M and Llama-8B; not measured on other GPUs.
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Computes softmax attention of q [R, Hq * D] (rows of M nodes of B sequences, nod
 [pages, 64, Hkv, D]. A node sees the committed keys of its sequence and those of its ancestors and itself, which
 `qkv_rope_gemm` has written before.
 
-A node's key lies at slot length + node and moves when it is committed. The result must not depend on that: it is a
-function of the query's position and of the keys in position order, the same for every tree, batch and page layout.
+A node's key lies at cache slot length + node and moves when it is committed. The result must not depend on that: it is
+a function of the query's position and of the keys in position order, the same for every tree, batch and page layout.
 Each query's keys are therefore divided by its position alone:
 
 - prefix: the keys below split_point(position), which are committed for every node of any tree. They are summed in fixed
@@ -30,8 +30,9 @@ from selfspec.kernels.tree_attention_kernel import tree_attention_kernel
 from selfspec.kernels.triton_compat import shared_bytes, use_pdl
 
 LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
-# Tuned on an H200: two programs within the 99 KB of shared memory that every GPU has share an SM with this much.
-_ROOMY_BYTES = 200 * 1024
+# With this much shared memory two programs of up to 99 KB, which every GPU has, share an SM. The three bounds are the
+# fastest on an H200; not measured on other GPUs.
+_LARGE_SHARED_BYTES = 200 * 1024
 _MANY_ROWS = 128  # rows of all sequences per key-value head; more keep SMs so busy that two programs should share one
 _MANY_NODES = 1024  # nodes of all sequences times key-value heads; more keep SMs busy even if nodes share a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,7 +56,7 @@ def tree_attention_reference(
         m, b = divmod(row, batch)
         length, depth = int(lengths[b]), int(depths[m])
         path = paths[b, m, : depth + 1].long().cpu()
-        slots = torch.cat([torch.arange(length), length + path])
+        slots = torch.cat([torch.arange(length), length + path])  # cache slots in position order
         if window is not None:
             slots = slots[-window:]
         pages = page_table[b].cpu()[slots // PAGE_SIZE].long()
@@ -86,7 +87,7 @@ def tree_attention(
     q: torch.Tensor,  # [R, Hq * D], R = M * B, node-major: row = node * B + sequence
     keys: torch.Tensor,  # [pages, 64, Hkv, D], one layer of the cache; the rows' own keys are in it
     values: torch.Tensor,  # [pages, 64, Hkv, D]
-    page_table: torch.Tensor,  # [B, P] int32; entries past the last slot in use are not read
+    page_table: torch.Tensor,  # [B, P] int32; entries past the last cache slot in use are not read
     lengths: torch.Tensor,  # [B] int32: committed positions
     paths: torch.Tensor,  # [B, M, W] int32; entries past a node's depth are not read
     depths: torch.Tensor,  # [M] int32
@@ -94,7 +95,7 @@ def tree_attention(
     workspace: torch.Tensor,  # float32, `workspace_size` numbers
     counters: torch.Tensor,  # int32, `counters_size` zeros
     *,
-    ranges: int,  # `ranges_for` the longest context of this launch; rows beyond it get NaN
+    ranges: int,  # `ranges_for` the longest context of this launch; rows at later positions get NaN
     window: int | None,  # positions that a query sees, itself included; None: all
     scale: float,
     # Change the speed, never the result; None: chosen by shape and device.
@@ -107,30 +108,30 @@ def tree_attention(
 
     Few rows take one launch, in which nodes sum their tails while other programs sum the prefix. Many rows of long keys
     are faster in two where shared memory is large: prefix programs can pipeline deeper, node programs do not spin, and
-    nodes that share a program read common keys once. For short keys the second launch costs more than it gains; in the
-    remaining cases a program that holds a bundle beside the range in progress would spill registers.
+    nodes that share a program read common keys once. For short keys the second launch costs more than it gains; other
+    shapes would spill registers in two launches.
     """
     batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
-    group, pdl, roomy = q.shape[1] // (kv_heads * dim), use_pdl(q), shared_bytes(q) > _ROOMY_BYTES
+    group, pdl, large_shared = q.shape[1] // (kv_heads * dim), use_pdl(q), shared_bytes(q) > _LARGE_SHARED_BYTES
     row_tile = row_tile or (16 if rows * group <= 16 else 64)
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if separate is None:
-        separate = row_tile == 64 and pdl and roomy and dim == 128 and 64 % group == 0 and window is None
+        separate = row_tile == 64 and pdl and large_shared and dim == 128 and 64 % group == 0 and window is None
     separate = separate and ranges > 0
-    many_rows, most_packed = batch * rows * group > _MANY_ROWS, 16 // group  # as many nodes as fill a tile of queries
-    pack = pack or _pack(most_packed, separate, many_rows, batch * rows * kv_heads)
-    if most_packed % pack:
-        raise ValueError(f"pack must divide {most_packed}, not be {pack}")
-    tiles = -(-rows // (row_tile // 16 * most_packed))
-    prefix_programs = _partials_per_unit(ranges, window, separate) * batch * kv_heads * tiles
+    many_rows, full_pack = batch * rows * group > _MANY_ROWS, 16 // group  # nodes whose queries fill 16 rows
+    pack = pack or _pack(full_pack, separate, many_rows, batch * rows * kv_heads)
+    if full_pack % pack:
+        raise ValueError(f"pack must divide {full_pack}, not be {pack}")
+    tiles = -(-rows // (row_tile // 16 * full_pack))
+    prefix_programs = _most_partials(ranges, window, separate) * batch * kv_heads * tiles
     node_programs = batch * -(-rows // pack) * kv_heads
     if tickets is None:
         tickets = _need_tickets(q, node_programs)
     partials = batch * ranges * rows * kv_heads * group
     sums, stats = workspace[: partials * dim], workspace[partials * dim :]
-    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, roomy=roomy)
+    stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, large_shared=large_shared)
     for prefix, nodes in [(True, False), (False, True)] if separate else [(True, True)]:
         tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
@@ -144,8 +145,8 @@ def tree_attention(
     return out
 
 
-def _partials_per_unit(ranges: int, window: int | None, separate: bool) -> int:
-    """Partial results that a tile of nodes has at most: one per range, or with separate launches one per bundle. Ranges
+def _most_partials(ranges: int, window: int | None, separate: bool) -> int:
+    """Most partial results of a unit (see the kernel): one per range, or with separate launches one per bundle. Ranges
     have at least 128 positions and bundles 512, so a window meets only some of them."""
     if separate:
         bundles = bundle_of(ranges - 1) + 1
@@ -161,11 +162,11 @@ def _need_tickets(q: torch.Tensor, node_programs: int) -> bool:
     return node_programs >= torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
-def _pack(most: int, separate: bool, many_rows: bool, nodes: int) -> int:
-    """Nodes of a node program: a divisor of `most`, the nodes that fill a tile of queries."""
+def _pack(full_pack: int, separate: bool, many_rows: bool, nodes: int) -> int:
+    """Nodes of a node program: a divisor of `full_pack`, the nodes whose queries fill 16 rows."""
     if separate:
-        return gcd(4 if many_rows else 2, most)
-    return next(count for count in (5, 4, 3, 2, 1) if most % count == 0) if nodes > _MANY_NODES else 1
+        return gcd(4 if many_rows else 2, full_pack)
+    return next(count for count in (5, 4, 3, 2, 1) if full_pack % count == 0) if nodes > _MANY_NODES else 1
 
 
 def _tiles(dim: int, element_size: int) -> dict[str, int]:
@@ -176,11 +177,11 @@ def _tiles(dim: int, element_size: int) -> dict[str, int]:
 
 
 def _stages(
-    dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, many: bool, roomy: bool
+    dim: int, element_size: int, row_tile: int, prefix: bool, nodes: bool, many: bool, large_shared: bool
 ) -> dict[str, int]:
     """Pipeline stages, and columns in which weights are summed; neither changes the result.
 
-    Stages fit 99 KB of shared memory, or more if the GPU is `roomy`: there, prefix programs of 64 rows in a launch of
+    Stages fit 99 KB of shared memory, or more with `large_shared`: there, prefix programs of 64 rows in a launch of
     their own load one key tile further ahead. With `many` rows two of them share an SM, which needs 8 columns, so that
     sums of weights stay in registers; otherwise each has an SM for itself.
     """
@@ -188,7 +189,7 @@ def _stages(
     if nodes and not prefix:  # small, to fit beside prefix programs
         return {"TAIL_STAGES": 3 if narrow else 2, "SUM_COLUMNS": 8, "num_stages": 2}
     separate = prefix and not nodes
-    further = (row_tile == 16) + (roomy and separate)
+    further = (row_tile == 16) + (large_shared and separate)
     return {
         "TAIL_STAGES": 2 if wide else 3,
         "SUM_COLUMNS": 16 if separate and not many else 8,

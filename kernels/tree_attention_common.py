@@ -24,7 +24,7 @@ def split_point(position: int) -> int:
 
 def range_of(position: int) -> int:
     """The range in which a position lies: 128 positions each, 512 from position 2048 on, 1024 from 8192 on. Short
-    contexts are divided among many programs, long ones into few partial results."""
+    ranges use more programs; long ones give fewer partials."""
     return min(position, 2048) // 128 + max(min(position, 8192) - 2048, 0) // 512 + max(position - 8192, 0) // 1024
 
 

@@ -144,8 +144,8 @@ def _prefix_program(
         wait(PDL)  # a launch that waits for this one also waits for all earlier ones
 
 
-# Node programs. A program takes a pack of `count` nodes, up to PACK, one block of 64 keys after the other: block i is
-# the first 64 tail keys of node i, block count + i the rest of its tail, for i below count.
+# Node programs. A program sums a pack of `count` nodes, up to PACK, in blocks of 64 keys: block i is the first 64 tail
+# keys of node i, block count + i the rest of its tail, for i below count.
 
 
 @jit
@@ -210,7 +210,7 @@ def _sum_tails(
             seen = seen & takes
             next_at, next_visible = _tail_block(block + 2, count, cache, rows_at, b, head, length, first, WINDOW)
         m_i, l_i, acc = softmax_step(m_i, l_i, acc, q_tile, k, v, seen, scale)
-        if PACK > 1:  # 0 times another node's values, which may be infinite, would be NaN
+        if PACK > 1:  # another node's infinite values times 0 would give NaN
             acc = tl.where(takes, acc, before)
     return m_i, tl.max(l_i, 1), acc
 
@@ -225,7 +225,7 @@ def _load_partial(workspace, of_text, row_at, row_count, real, first, index, DIM
     at = (of_text + number).to(tl.int64) * row_count + row_at
     column = tl.arange(0, DIM_PAD)
     inside = exists[:, None] & (column < DIM)[None, :]
-    # Bypasses the L1 cache, which may still hold what an earlier launch stored here.
+    # .cg skips L1, which may hold a stale value of an earlier launch.
     m_i = tl.load(stats + at * 2, mask=exists, other=float("-inf"), cache_modifier=".cg")
     l_i = tl.load(stats + at * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
     acc = tl.load(partials + at[:, None] * DIM + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")

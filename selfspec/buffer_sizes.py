@@ -39,7 +39,7 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     """Bytes of slot buffers, captured steps and their scratch, and the number of graphs, once `Engine.warmup(batch)`
     has captured the greedy steps of a model on the meta device."""
     from selfspec.backends.cuda.graphs import Graphs  # these import Triton
-    from selfspec.backends.cuda.short_prefill import longest_short_prompt
+    from selfspec.backends.cuda.kernel_prefill import longest_kernel_prompt
     from selfspec.backends.cuda.warmup import WarmUp
     from selfspec.warmup import Expected, expected_steps
 
@@ -52,7 +52,7 @@ def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_bat
     for step in dict.fromkeys(expected_steps(drafters, rules, GenerationConfig(), expected)):
         preparing.prepare(step)
         exits[step.exit] = None
-    graphs.max_short_prompt = longest_short_prompt(model)
+    graphs.max_kernel_prompt = longest_kernel_prompt(model)
     for exit in exits:
         preparing.prepare_prompts(exit, batch, profile.router_layer if profile is not None and profile.routes else None)
     return graphs.nbytes + _scratch_nbytes(graphs), len(graphs.captured.entries)

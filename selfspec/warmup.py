@@ -59,7 +59,7 @@ def warm_up(
 def compile_first(graphs: Graphs, drafters: Drafters, request: Request) -> None:
     """Compiles side by side what an engine's first request needs up to its first token: the passes that find its
     domain, prefill its prompts and score them, and a plain step. Each would compile its own kernels when it runs."""
-    if graphs.captured.entries or not graphs.max_short_prompt:
+    if graphs.captured.entries or not graphs.max_kernel_prompt:
         return  # after a warm-up; or kernels are interpreted
     profile, policy = drafters.profile, request.policy
     if policy is None or policy.permanent_reason:

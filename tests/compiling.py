@@ -31,8 +31,8 @@ Launches = Iterable[tuple[str, Callable[[], object]]]  # a name with operation a
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: shared memory in bytes, registers per thread, stack in bytes per thread (spills), and whether
-    inline PTX on two elements gets neighbours on the last axis."""
+    """One compiled kernel: bytes of shared memory, registers and bytes of stack (spills) per thread, and whether inline
+    PTX on two elements gets neighbours on the last axis."""
 
     launch: str
     kernel: str

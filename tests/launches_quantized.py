@@ -82,7 +82,7 @@ def embed(name: str) -> None:
     embed_rope(
         metadata, empty(4, HIDDEN), next_norm(4, HIDDEN), weight_of(VOCABULARY, HIDDEN, name), None, ints(4),
         ints(4, 8), ints(1), empty(1, 64, dtype=torch.float32), empty(1, dtype=torch.float32), 0,
-        pending=empty(4, dtype=torch.int64),
+        given_tokens=empty(4, dtype=torch.int64),
     )  # fmt: skip
 
 

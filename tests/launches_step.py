@@ -11,10 +11,10 @@ from bench.synthetic import config_of
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
 from selfspec.backends.cuda.exit import DraftHead, SlotExit, feature_buffer
 from selfspec.backends.cuda.exit_scoring import ExitFill
-from selfspec.backends.cuda.slots import AllSlots, StepOptions
+from selfspec.backends.cuda.slots import SlotStore, StepOptions
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import Cache
-from selfspec.kernels.final_norm import UnfilledStates
+from selfspec.kernels.final_norm import SlotUnfilled
 from selfspec.models.decoder import Decoder, model_parts
 from selfspec.speculation.exit import Exit, ExitBlock
 from selfspec.speculation.plan import NONE, Plan
@@ -43,9 +43,9 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     """With a trained exit; those after the first share most of their kernels with it."""
     model = _model()
     cache = Cache(model.config, META, model.dtype, num_pages=64)
-    all_slots = AllSlots(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
-    slots = all_slots.first(SLOTS)
-    unfilled = UnfilledStates.empty(slots.unfilled, model.config.hidden_size, model.dtype)
+    store = SlotStore(SLOTS, 64, model.config.vocab_size, META, idle_page=0)
+    slots = store.first(SLOTS)
+    unfilled = SlotUnfilled.empty(slots.unfilled, model.config.hidden_size, model.dtype)
     features = feature_buffer(model, SLOTS + 64 * SLOTS)
     exit = SlotExit(_exit(model), DraftHead.empty(16384, META), features, SLOTS, unfilled)
     decoder = FusedDecoder(model, cache, Scratch(META), slots, MAX_CONTEXT)
@@ -57,7 +57,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
     copying = Plan.parse("tree:4,2+copy:8")
     yield "a tree with copied nodes", DeviceStep(decoder, slots, copying, exit, few).launch
-    masked = DeviceStep(decoder, slots, copying, exit, replace(few, masks=True))
+    masked = DeviceStep(decoder, slots, copying, exit, replace(few, grammar_masks=True))
     yield "a tree with forced nodes and masks", masked.launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
     copies = Plan.parse("copy:15")

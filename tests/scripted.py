@@ -190,7 +190,7 @@ class Decoding:
     def fill_exit(self) -> None:
         """Fills the exit's KV of plainly decoded tokens."""
         assert self.exit is not None
-        self.backend.fill_exit(self.batch.running, self.exit, score=False, before=None)
+        self.backend.fill_exit(self.batch.running, self.exit, score=False, in_flight=None)
 
     @torch.inference_mode()
     def draft(self, plan: str) -> list[list[int]]:

@@ -189,7 +189,7 @@ def test_the_second_engine_decodes_forced_texts_with_kernels_only(device: str) -
     assert second.engine is not bench.engine and second.engine is bench.for_set(given).engine
     for name in ("model", "profile", "rules", "context", "max_batch", "generation_config"):
         assert getattr(second.engine, name) == getattr(bench.engine, name), name
-    made = [target.engine._graphs and target.engine._graphs.new_step for target in (bench, second)]
+    made = [target.engine._graphs and target.engine._graphs.step_class for target in (bench, second)]
     assert made[0] is DeviceStep and made[1] is not DeviceStep
 
 

@@ -13,7 +13,7 @@ import torch
 
 from selfspec import Engine
 from selfspec.backends.cuda import exit as exit_module
-from selfspec.backends.cuda import prefill, prompt_scoring
+from selfspec.backends.cuda import prompt_scoring, torch_prefill
 from selfspec.backends.cuda.backend import CudaBackend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import Cache, CacheFull, flat_slot
@@ -319,9 +319,9 @@ def test_the_time_of_a_step_with_a_grammar_is_not_typical_if_a_prompt_is_prefill
     batch.admit([follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}")])
     batch.step()
     batch.step()
-    assert batch.in_flight is not None and batch.in_flight.is_typical
+    assert batch.in_flight is not None and batch.in_flight.enters_costs
     backend.prefill([sequence_of(prompt_of(5, 2), 1)], None)
-    assert not batch.in_flight.is_typical
+    assert not batch.in_flight.enters_costs
 
 
 # Failures
@@ -506,7 +506,7 @@ def test_plain_steps_are_scored_as_by_the_reference_backend() -> None:
 def test_prompts_are_scored_as_by_the_reference_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch with a prompt of one token, which has no position to score, and with a sequence that decodes
     already."""
-    for module in (exit_module, prefill, prompt_scoring):
+    for module in (exit_module, torch_prefill, prompt_scoring):
         monkeypatch.setattr(module, "PROMPT_END", END)
     exit, found = replace(accurate_exit(), head_rows=None), []
     ours = [cuda_backend(new_graphs(), overlaps=True) for _ in range(2)]
@@ -537,7 +537,7 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests together get the tokens of plain decoding and their own domains."""
-    for module in (exit_module, prefill, prompt_scoring):
+    for module in (exit_module, torch_prefill, prompt_scoring):
         monkeypatch.setattr(module, "PROMPT_END", END)
     model, texts = decoder(), [prompt_of(9, 1), prompt_of(7, 2)]
     ranks, agreement = {"0": [[0.6, 0.1], [0.5]]}, Spread(mean=0.5, deviation=0.1)
@@ -575,14 +575,14 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
 
 
 @torch.inference_mode()
-def test_a_steps_time_is_typical_only_if_it_was_launched_right_behind_another_one() -> None:
+def test_a_steps_time_enters_costs_only_if_it_was_launched_right_after_another_one() -> None:
     exit, steps = accurate_exit(), []
     backend = cuda_backend(new_graphs(), overlaps=True)
     batch, launch = ScriptedBatch(backend, exit), backend.launch
 
     def recorded(*args: Any) -> Any:
         step = launch(*args)
-        steps.append(("drafting" if len(step.record.plan) else "plain", step.is_typical))
+        steps.append(("drafting" if len(step.record.plan) else "plain", step.enters_costs))
         return step
 
     backend.launch = recorded  # type: ignore[method-assign]

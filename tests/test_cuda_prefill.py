@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from selfspec import Engine
 from selfspec.backends import torch_backend as torch_backend_module
 from selfspec.backends.cuda import exit as exit_module
+from selfspec.backends.cuda import kernel_prefill
 from selfspec.backends.cuda import prompts as prompts_module
-from selfspec.backends.cuda import short_prefill
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import (
+from selfspec.backends.cuda.kernel_prefill import (
     LONGEST,
     MAX_SEGMENTS,
     MAX_TOKENS,
     SHORT,
+    KernelPrefill,
     Prompt,
     PromptEmbedding,
-    ShortPrefill,
     groups_per_pass,
     next_part,
     pass_size,
@@ -78,7 +78,7 @@ def test_every_pass_over_a_prompt_has_a_size_that_warm_up_captures(tokens: int, 
     captured = {pass_size(*size) for size in sizes_to_capture(1, LONGEST)}
     while start < tokens:
         part = next_part(tokens - start)
-        assert pass_size([part], start + part) in captured or start + part <= short_prefill.SHORTEST_SEGMENT
+        assert pass_size([part], start + part) in captured or start + part <= kernel_prefill.SHORTEST_SEGMENT
         assert part >= PROMPT_END or part == tokens  # the exit is scored there
         start += part
     assert start == tokens
@@ -126,11 +126,11 @@ def assert_alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 def test_short_prompts_in_one_pass_equal_those_of_the_reference_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (short_prefill, exit_module):
+    for module in (kernel_prefill, exit_module):
         monkeypatch.setattr(module, "PROMPT_END", END)
     family = "gemma3_text"  # windows, and norms of queries and updates
     graphs, exit = new_graphs(family), trained_exit(family)
-    made = ShortPrefill(*small(graphs), exit=exit)
+    made = KernelPrefill(*small(graphs), exit=exit)
     held = run(graphs, made, TEXTS)
     for number, (text, kv) in enumerate(zip(TEXTS, held, strict=True)):
         ends = made.prompt_end[number, : min(len(text), END)]
@@ -142,7 +142,7 @@ def test_a_prompts_kv_does_not_depend_on_other_prompts_or_on_an_exit() -> None:
     graphs, exit = new_graphs(), trained_exit()
     layers, found = graphs.model.config.num_layers, []
     for of_exit, texts in ((exit, TEXTS), (exit, TEXTS[::-1]), (None, TEXTS[:1])):
-        held = run(graphs, ShortPrefill(*small(graphs), exit=of_exit), texts)
+        held = run(graphs, KernelPrefill(*small(graphs), exit=of_exit), texts)
         found.append(left_in_cache(graphs.cache, held[texts.index(TEXTS[0])], len(TEXTS[0])))
     for other in found[1:]:
         assert all(torch.equal(a[:layers], b[:layers]) for a, b in zip(found[0], other, strict=True))
@@ -160,8 +160,8 @@ def test_prompt_embeddings_equal_the_routers() -> None:
 
 def test_prompt_embeddings_return_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = new_graphs()
-    monkeypatch.setattr(graphs, "max_short_prompt", LONGEST)
-    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
+    monkeypatch.setattr(graphs, "max_kernel_prompt", LONGEST)
+    monkeypatch.setattr(kernel_prefill, "SEGMENT", 8)
     free, texts = graphs.cache.free_pages, [prompt_of(3, 1), prompt_of(5, 2)]
     found = graphs.embed_prompts(texts, LAYER).read()
     torch.testing.assert_close(found, prompt_embeddings(graphs.model, graphs.cache, texts, LAYER), atol=1e-5, rtol=1e-5)
@@ -199,10 +199,10 @@ def test_long_prompts_in_chunks_equal_those_of_the_reference_backend(
 @torch.inference_mode()
 def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token, two prompts that share a pass, and one too long for that."""
-    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
-    monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
+    monkeypatch.setattr(kernel_prefill, "SEGMENT", 8)
+    monkeypatch.setattr(kernel_prefill, "SHORTEST_SEGMENT", 8)
     graphs, exit = new_graphs(), trained_exit()
-    graphs.max_short_prompt = 12
+    graphs.max_kernel_prompt = 12
     batch = ScriptedBatch(cuda_backend(graphs), exit)
     sequences = [sequence_of(prompt_of(length, length), 3, exit=exit) for length in (4, 10, 1, 20)]
     batch.admit(sequences)
@@ -214,7 +214,7 @@ def test_prompts_of_all_lengths_in_one_batch_get_the_tokens_they_get_alone(monke
 @torch.inference_mode()
 def test_a_pass_without_free_pages_raises_and_keeps_none() -> None:
     graphs = new_graphs(pages=3)  # one of them is the idle page
-    graphs.max_short_prompt = LONGEST
+    graphs.max_kernel_prompt = LONGEST
     backend = cuda_backend(graphs)
     sequences = [sequence_of(prompt_of(length, 1), 1) for length in (60, 100)]
     with pytest.raises(CacheFull):
@@ -233,11 +233,11 @@ def test_a_model_that_the_kernels_cannot_run_is_refused() -> None:
 def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of all layers and of the exit: of tokens that were decoded with and without drafts, and of a
     prompt of the same tokens, prefilled in parts of one segment, after another one in the same pass."""
-    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
-    for module in (short_prefill, exit_module):
+    monkeypatch.setattr(kernel_prefill, "SEGMENT", 8)
+    for module in (kernel_prefill, exit_module):
         monkeypatch.setattr(module, "PROMPT_END", 2)
     graphs, exit = new_graphs(), accurate_exit()
-    graphs.max_short_prompt = LONGEST
+    graphs.max_kernel_prompt = LONGEST
     decoded = sequence_of(prompt_of(8, 1), 8, exit=exit)
     batch = ScriptedBatch(cuda_backend(graphs), exit)
     batch.admit([decoded])
@@ -246,7 +246,7 @@ def test_prefill_in_parts_and_decoding_leave_the_bits_of_one_pass(monkeypatch: p
         batch.step()
     assert decoded.history.accepted > 0
     ours = left_in_cache(graphs.cache, decoded.kv, decoded.kv.length)
-    monkeypatch.setattr(short_prefill, "MAX_TOKENS", 8)
+    monkeypatch.setattr(kernel_prefill, "MAX_TOKENS", 8)
     backend = cuda_backend(graphs)
     other, parts = sequence_of(prompt_of(4, 1), 1), sequence_of([*decoded.tokens[: decoded.kv.length], 5], 1)
     finished = [backend.prefill([other, parts], exit)]

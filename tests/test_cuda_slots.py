@@ -14,9 +14,9 @@ from selfspec.backends.cuda.slots import (
     IDLE,
     MAX_STOPS,
     PLAIN,
-    AllSlots,
     ProcessingState,
     SlotState,
+    SlotStore,
     StepOptions,
 )
 from selfspec.sampling import SamplingParams
@@ -45,14 +45,14 @@ class Model:
             "feature": None,
         }
 
-    def check(self, all_slots: AllSlots, features: torch.Tensor) -> None:
+    def check(self, store: SlotStore, features: torch.Tensor) -> None:
         for count in (1, 2, 4, 8):
-            view = all_slots.first(count)
+            view = store.first(count)
             for slot in range(count):
-                self.check_slot(self.slots[slot], view, slot, all_slots, features)
+                self.check_slot(self.slots[slot], view, slot, store, features)
 
     def check_slot(
-        self, expected: dict[str, Any], view: Any, slot: int, all_slots: AllSlots, features: torch.Tensor
+        self, expected: dict[str, Any], view: Any, slot: int, store: SlotStore, features: torch.Tensor
     ) -> None:
         if expected["active"] == IDLE:  # other values of an idle slot are not read
             assert [int(getattr(view, name)[slot]) for name in ("active", "lengths", "unfilled")] == [0, 0, 0]
@@ -65,8 +65,8 @@ class Model:
         assert view.page_table[slot, : len(expected["pages"])].tolist() == expected["pages"]
         assert float(features[slot, 0]) == expected["feature"]
         bias, counts = expected["processed"] or ([0.0] * VOCABULARY, None)
-        assert all_slots.bias[slot].tolist() == bias
-        assert counts is None or all_slots.counts[slot].tolist() == counts
+        assert store.bias[slot].tolist() == bias
+        assert counts is None or store.counts[slot].tolist() == counts
 
 
 def random_state(dice: random.Random) -> SlotState:
@@ -96,7 +96,7 @@ class Driven:
 
     def __init__(self, seed: int) -> None:
         self.dice, self.model = random.Random(seed), Model()
-        self.all_slots = AllSlots(CAPACITY, PAGES, VOCABULARY, torch.device("cpu"), IDLE_PAGE)
+        self.store = SlotStore(CAPACITY, PAGES, VOCABULARY, torch.device("cpu"), IDLE_PAGE)
         self.features = torch.zeros(CAPACITY, 1)
 
     def free(self) -> list[int]:
@@ -116,7 +116,7 @@ class Driven:
         states = [random_state(self.dice) for _ in joined]
         seeds = [self.dice.randint(0, 2**40) for _ in joined]
         pages = [[self.dice.randint(0, 90) for _ in range(self.dice.randint(1, PAGES))] for _ in joined]
-        self.all_slots.write(
+        self.store.write(
             [*joined, *left], [*states, *(None for _ in left)], [*seeds, *(0 for _ in left)],
             [*pages, *([IDLE_PAGE] for _ in left)],
         )  # fmt: skip
@@ -128,10 +128,10 @@ class Driven:
             self.model.slots[slot] = {**self.model.idle(), **own}
             if self.dice.random() < 0.5:
                 written, expected = random_processing(self.dice)
-                self.all_slots.write_processing(slot, written)
+                self.store.write_processing(slot, written)
                 self.model.slots[slot]["processed"] = expected
             else:
-                self.all_slots.clear_processing(slot)
+                self.store.clear_processing(slot)
 
     def grow(self) -> None:
         """Gives some slots' sequences a page; the slots need not be neighbours."""
@@ -139,14 +139,14 @@ class Driven:
         for slot in slots:
             self.model.slots[slot]["pages"].append(self.dice.randint(0, 90))
         if slots:
-            self.all_slots.write_pages(slots, [self.model.slots[slot]["pages"] for slot in slots])
+            self.store.write_pages(slots, [self.model.slots[slot]["pages"] for slot in slots])
 
     def change_drafting(self) -> None:
         slots = self.some(self.taken())
         if not slots:
             return
         drafts = [self.dice.random() < 0.5 for _ in slots]
-        self.all_slots.write_drafting(slots, drafts)
+        self.store.write_drafting(slots, drafts)
         for slot, drafting in zip(slots, drafts, strict=True):
             self.model.slots[slot]["active"] = DRAFTING if drafting else PLAIN
 
@@ -156,10 +156,10 @@ class Driven:
         if not sources:
             return
         targets = self.dice.sample(free, len(sources))
-        self.all_slots.first(CAPACITY).unfilled[sources] = 3  # as plain steps count them
+        self.store.first(CAPACITY).unfilled[sources] = 3  # as plain steps count them
         for source in sources:
             self.model.slots[source]["unfilled"] = 3
-        self.all_slots.move(sources, targets, self.features)
+        self.store.move(sources, targets, self.features)
         for source, target in zip(sources, targets, strict=True):
             self.model.slots[target], self.model.slots[source] = self.model.slots[source], self.model.idle()
 
@@ -169,18 +169,18 @@ def test_slots_keep_their_values_through_writes_and_moves(seed: int) -> None:
     driven = Driven(seed)
     for _ in range(40):
         driven.dice.choice([driven.write, driven.grow, driven.change_drafting, driven.move])()
-        driven.model.check(driven.all_slots, driven.features)
-    driven.all_slots.idle()
+        driven.model.check(driven.store, driven.features)
+    driven.store.idle()
     driven.model.slots = [Model.idle() for _ in range(CAPACITY)]
-    driven.model.check(driven.all_slots, driven.features)
-    assert (driven.all_slots.page_table == IDLE_PAGE).all()
+    driven.model.check(driven.store, driven.features)
+    assert (driven.store.page_table == IDLE_PAGE).all()
 
 
 def test_fields_begin_at_multiples_of_16_bytes() -> None:
     """Triton then compiles a kernel once for all capacities."""
     for capacity in (1, 2, 3, 16):
-        all_slots = AllSlots(capacity, 4, 5, torch.device("cpu"), 0)
-        view = all_slots.first(capacity)
+        store = SlotStore(capacity, 4, 5, torch.device("cpu"), 0)
+        view = store.first(capacity)
         fields = [field for name, field in vars(view).items() if torch.is_tensor(field) and name != "page_table"]
         assert len(fields) == 17 and not any(field.data_ptr() % 16 for field in fields)
 

@@ -16,7 +16,7 @@ import torch
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import Prompt
+from selfspec.backends.cuda.kernel_prefill import Prompt
 from selfspec.cache.kv_cache import CacheFull, KVPages, flat_slot
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Spread
@@ -141,7 +141,7 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[to
     for sequence, text in zip(sequences, texts, strict=True):
         cache.reserve(sequence, len(text))
     with torch.inference_mode():
-        prefill, replay = graphs_of(engine).short_prefill(exit, list(map(len, texts)))
+        prefill, replay = graphs_of(engine).kernel_prefill(exit, list(map(len, texts)))
         prefill.load([Prompt(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
         found = [
@@ -159,7 +159,7 @@ def _left_by_pytorch(engine: Engine, exit: Exit, text: list[int]) -> list[torch.
     sequence = engine.cache.open()
     engine.cache.reserve(sequence, len(text))
     with torch.inference_mode():
-        prefill, replay = graphs_of(engine).prefill(exit, len(text), len(text))
+        prefill, replay = graphs_of(engine).torch_prefill(exit, len(text), len(text))
         prefill.load(text, 0, sequence.pages)
         prefill.load_previous(None)
         replay()

@@ -34,7 +34,7 @@ def engine_of(model: Decoder, prefix_reuse: bool, longest_short: int | None) -> 
     """`longest_short`: tokens of the longest prompt that the kernels prefill; None: as usual."""
     engine = Engine(model, kernels=True, max_length=4096, max_batch=4, prefix_reuse=prefix_reuse)
     assert engine._graphs is not None
-    engine._graphs.max_short_prompt = longest_short or engine._graphs.max_short_prompt
+    engine._graphs.max_kernel_prompt = longest_short or engine._graphs.max_kernel_prompt
     return engine
 
 

@@ -37,7 +37,7 @@ def test_every_sequence_walks_as_the_reference_does(
     expected_counts = counts.clone()
     active = torch.randint(0, 3, (sequences,), generator=generator, dtype=torch.int32)
     lengths = torch.randint(0, 200, (sequences,), generator=generator, dtype=torch.int32)
-    before, pending = lengths.clone(), torch.full((sequences,), 77, dtype=torch.int32)
+    before, newest_tokens = lengths.clone(), torch.full((sequences,), 77, dtype=torch.int32)
     lengths_before, paths = (
         torch.full((sequences,), -1, dtype=torch.int32),
         torch.full((sequences, depths), -1, dtype=torch.int32),
@@ -46,7 +46,7 @@ def test_every_sequence_walks_as_the_reference_does(
     texts = torch.full((sequences, 200 + depths + 1), -9, dtype=torch.int32)
     expected_texts = texts.clone()
     accept(
-        chosen, tokens, tree_of(plan), active, lengths, lengths_before, pending, paths, report, texts,
+        chosen, tokens, tree_of(plan), active, lengths, lengths_before, newest_tokens, paths, report, texts,
         counts=counts if counted else None, stops=stops,
     )  # fmt: skip
     assert torch.equal(lengths_before, before)
@@ -54,7 +54,7 @@ def test_every_sequence_walks_as_the_reference_does(
     for sequence, walk in enumerate(walks):
         if not active[sequence]:
             assert report[sequence, COUNT] == 0
-            assert (lengths[sequence], pending[sequence]) == (before[sequence], 77)
+            assert (lengths[sequence], newest_tokens[sequence]) == (before[sequence], 77)
             continue
         walk = walk[:1] if active[sequence] == 1 else walk  # 1: accepts no draft, only the root's choice
         path = max(walk, key=lambda path: (len(path), path[-1]))
@@ -66,7 +66,7 @@ def test_every_sequence_walks_as_the_reference_does(
         assert report[sequence, TOKENS : TOKENS + count].tolist() == emitted
         assert paths[sequence, :count].tolist() == path
         assert lengths[sequence] == before[sequence] + count
-        assert pending[sequence] == emitted[-1]
+        assert newest_tokens[sequence] == emitted[-1]
         start = before[sequence] + 1
         expected_texts[sequence, start : start + count] = torch.tensor(emitted)
         for token in emitted if counted else []:

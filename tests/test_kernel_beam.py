@@ -47,7 +47,7 @@ def test_trees_grow_by_the_best_candidates(widths: list[int], copied: int, seque
             parents[index] += (above.start + parent).tolist()
             assert found[:, index].tolist() == tokens[parent, index, rank].tolist()
         scores, above = torch.stack([best for _, _, best in chosen]), level
-        assert torch.equal(tree.beam.scores[:, level.start : level.stop], scores)
+        assert torch.equal(tree.beam.log_prob_sums[:, level.start : level.stop], scores)
     for index in range(sequences):
         expected = Tree(plan.of_sequence(parents[index]), sequences, torch.device("cpu"), first_feature_row=100)
         for name in ("parents", "ancestors", "paths"):

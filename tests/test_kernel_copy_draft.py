@@ -46,14 +46,14 @@ def test_the_kernel_drafts_given_tokens_or_what_a_naive_search_finds(
     for row, text in zip(stored, given_texts, strict=True):
         row[: len(text)] = torch.tensor(text)
     lengths = torch.tensor([len(text) - 1 for text in given_texts], dtype=torch.int32)
-    pending = torch.tensor([text[-1] for text in given_texts], dtype=torch.int32)
+    newest_tokens = torch.tensor([text[-1] for text in given_texts], dtype=torch.int32)
     tokens = torch.full(((count + 1) * sequences,), -9, dtype=torch.int32)
     padded = [[*own, *[-1] * count][:count] for own in given or [[]] * 3][:sequences]
     forced = None if given is None else torch.tensor(padded, dtype=torch.int32).T.flatten()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TILE", 16)
         keys = torch.zeros(sequences, tiles_of(longest), dtype=torch.int64)
-        copy_draft(stored, lengths, pending, tokens, keys, forced)
+        copy_draft(stored, lengths, newest_tokens, tokens, keys, forced)
     drafts = tokens.view(count + 1, sequences).T.tolist()
     expected = [own if own[0] >= 0 else naive(text, count) for own, text in zip(padded, given_texts, strict=True)]
     assert drafts == [[text[-1], *own] for text, own in zip(given_texts, expected, strict=True)]
@@ -75,10 +75,10 @@ def test_on_a_gpu_texts_of_many_tiles_give_the_references_drafts(longest: int) -
     stored[2] = torch.arange(longest) % 7
     stored[3] = torch.arange(longest)  # no match
     lengths = torch.tensor([longest - 1, longest - 1, longest // 2, longest - 1], dtype=torch.int32)
-    pending = stored[torch.arange(4), lengths.long()]
+    newest_tokens = stored[torch.arange(4), lengths.long()]
     keys = torch.zeros(4, tiles_of(longest), dtype=torch.int64, device="cuda")
     tokens = torch.zeros(16 * 4, dtype=torch.int32, device="cuda")
-    copy_draft(stored.cuda(), lengths.cuda(), pending.cuda(), tokens, keys)
+    copy_draft(stored.cuda(), lengths.cuda(), newest_tokens.cuda(), tokens, keys)
     drafts = tokens.view(16, 4).T.cpu()
     for draft, text, newest in zip(drafts, stored, lengths.tolist(), strict=True):
         assert draft.tolist() == [int(text[newest]), *copy_reference(text[: newest + 1], 15).tolist()]

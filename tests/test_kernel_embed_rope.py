@@ -106,7 +106,7 @@ def test_the_root_has_the_pending_token() -> None:
     table = torch.tensor([[3, 9], [5, 1]], dtype=torch.int32)
     embed_rope(
         metadata, states, first_norm(2, 16), embedding, None, lengths, table, torch.zeros(1, dtype=torch.int32),
-        torch.ones(1, 4), torch.ones(1), 0, pending=torch.tensor([4, 2], dtype=torch.int32),
+        torch.ones(1, 4), torch.ones(1), 0, given_tokens=torch.tensor([4, 2], dtype=torch.int32),
     )  # fmt: skip
     assert metadata.tokens.tolist() == [4, 2]
     assert torch.equal(states, embedding[[4, 2]])
@@ -121,7 +121,7 @@ def test_nodes_past_the_count_of_their_sequence_get_no_slot() -> None:
     embed_rope(
         metadata, poisoned(rows, 16), first_norm(rows, 16), torch.zeros(5, 16), None, lengths, table,
         torch.arange(3, dtype=torch.int32), torch.ones(1, 4), torch.ones(1), 0,
-        pending=torch.zeros(2, dtype=torch.int32), counts=counts,
+        given_tokens=torch.zeros(2, dtype=torch.int32), counts=counts,
     )  # fmt: skip
     page = PAGE_SIZE * table
     there = [page[0, 0] + PAGE_SIZE - 2, page[1, 0] + 7, page[0, 0] + PAGE_SIZE - 1]
@@ -137,10 +137,10 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         fixed = (first_norm(rows, 16), torch.zeros(5, 16), None, zeros, zeros[None], zeros)
         embed_rope(empty_metadata(rows, 1, 4), out, *fixed, *rope, 0, **sources)
 
-    for sources in ({}, {"pending": zeros, "ranked": zeros[None]}):
-        with pytest.raises(ValueError, match="pending"):
+    for sources in ({}, {"given_tokens": zeros, "ranked": zeros[None]}):
+        with pytest.raises(ValueError, match="given_tokens"):
             run(**sources)
     with pytest.raises(ValueError, match="2 rows are not 1 nodes"):
-        run(rows=2, pending=zeros)
+        run(rows=2, given_tokens=zeros)
     with pytest.raises(ValueError, match="contiguous"):
-        run(hidden_out=poisoned(1, 32)[:, ::2], pending=zeros)
+        run(hidden_out=poisoned(1, 32)[:, ::2], given_tokens=zeros)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.final_norm import UnfilledStates, final_norm, final_norm_reference, unfilled_capacity
+from selfspec.kernels.final_norm import SlotUnfilled, final_norm, final_norm_reference, unfilled_capacity
 from selfspec.kernels.norm import rms_norm
 
 EPS, OFFSET = 1e-5, 1.0
@@ -43,7 +43,7 @@ def test_the_norm_matches_the_reference_and_has_the_bits_of_rms_norm(hidden: int
 def test_exit_inputs_are_saved_in_order_with_the_previous_state(recalls: bool) -> None:
     sequences, hidden, width = 2, 48, 96 if recalls else 48
     rows = unfilled_capacity(sequences) * sequences
-    unfilled = UnfilledStates(torch.zeros(sequences, dtype=torch.int32), poisoned(rows, 48), poisoned(rows, 96))
+    unfilled = SlotUnfilled(torch.zeros(sequences, dtype=torch.int32), poisoned(rows, 48), poisoned(rows, 96))
     out, weight = drawn(sequences, width, seed=9), drawn(hidden, seed=1)
     unfilled.counts[1] = 2  # one sequence has more unfilled positions than the other
     for step in range(3):
@@ -63,9 +63,9 @@ def test_exit_inputs_are_saved_in_order_with_the_previous_state(recalls: bool) -
 
 def test_a_full_buffer_is_not_exceeded() -> None:
     room = unfilled_capacity(1)
-    unfilled = UnfilledStates.empty(torch.full((1,), room, dtype=torch.int32), 16, torch.float32)
+    unfilled = SlotUnfilled.empty(torch.full((1,), room, dtype=torch.int32), 16, torch.float32)
     around = torch.zeros(room + 1, 16)
-    unfilled = UnfilledStates(unfilled.counts, around[:room], unfilled.previous)
+    unfilled = SlotUnfilled(unfilled.counts, around[:room], unfilled.previous)
     final_norm(drawn(1, 16), drawn(16), EPS, 0.0, poisoned(1, 16), hidden=drawn(1, 16) + 9, unfilled=unfilled)
     assert unfilled.counts.tolist() == [room]
     assert not around[room].any()
@@ -73,12 +73,12 @@ def test_a_full_buffer_is_not_exceeded() -> None:
 
 def test_more_positions_of_few_sequences_can_be_saved() -> None:
     for sequences, capacity in ((1, 32), (2, 32), (4, 16), (32, 16)):
-        unfilled = UnfilledStates.empty(torch.zeros(sequences, dtype=torch.int32), 16, torch.float32)
+        unfilled = SlotUnfilled.empty(torch.zeros(sequences, dtype=torch.int32), 16, torch.float32)
         assert unfilled.capacity == unfilled_capacity(sequences) == capacity
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    unfilled = UnfilledStates.empty(torch.zeros(2, dtype=torch.int32), 16, torch.float32)
+    unfilled = SlotUnfilled.empty(torch.zeros(2, dtype=torch.int32), 16, torch.float32)
     with pytest.raises(ValueError, match="out must have"):
         final_norm(drawn(2, 16), drawn(16), EPS, 0.0, poisoned(2, 32))
     for wrong in ({"unfilled": unfilled}, {"hidden": drawn(3, 16), "unfilled": unfilled}):

@@ -277,7 +277,7 @@ def test_the_embedding_of_a_quantized_weight_is_its_dequantized_row(
     states, metadata = nan(3, hidden, dtype=dtype), RowMetadata.empty(3, 1, 12, dtype, "cpu")
     squares, scaled = nan(3, norms.squares_per_row(hidden)), nan(3, hidden, dtype=dtype)
     next_norm = norms.NextNorm(torch.ones(hidden, dtype=dtype), 0.0, squares, scaled)
-    embed_rope(metadata, states, next_norm, embedding, scale, **place, first_node=0, pending=tokens)
+    embed_rope(metadata, states, next_norm, embedding, scale, **place, first_node=0, given_tokens=tokens)
     expected, _ = embed_rope_reference(
         tokens, embedding, scale, **place, nodes=torch.zeros(1, dtype=torch.int32), dtype=dtype
     )

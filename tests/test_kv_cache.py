@@ -98,7 +98,7 @@ class Forced(TorchBackend):
         """Commits these paths of the tree that `write` has written."""
         assert written is not None
         self.commit(sequences, *written, accepted, self.exit)
-        self.fill_exit(sequences, self.exit, score=False, before=None)
+        self.fill_exit(sequences, self.exit, score=False, in_flight=None)
 
 
 def new_sequence(tokens: list[int]) -> Sequence:

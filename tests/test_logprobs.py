@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from selfspec import Engine
 from selfspec.backends import torch_backend as torch_backend_module
+from selfspec.backends.cuda import kernel_prefill
 from selfspec.backends.cuda import prompts as prompts_module
-from selfspec.backends.cuda import short_prefill
 from selfspec.logprobs import TokenLogprob, prompt_logprobs
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
@@ -133,12 +133,12 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
 def test_prompts_of_all_lengths_get_the_log_probabilities_of_the_reference_backend(drafting, monkeypatch):
     """One token, two prompts that share a pass, and one that runs in two padded chunks. The first pass fails at the log
     probabilities and runs again; every pass computes those of all of its prompts at once."""
-    monkeypatch.setattr(short_prefill, "SEGMENT", 8)
-    monkeypatch.setattr(short_prefill, "SHORTEST_SEGMENT", 8)
+    monkeypatch.setattr(kernel_prefill, "SEGMENT", 8)
+    monkeypatch.setattr(kernel_prefill, "SHORTEST_SEGMENT", 8)
     for module in (torch_backend_module, prompts_module):
         monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     graphs, exit = new_graphs(), trained_exit() if drafting else None
-    graphs.max_short_prompt = 12
+    graphs.max_kernel_prompt = 12
     sequences = [with_logprobs(sequence_of(prompt_of(length, length), 1), None, 3) for length in (4, 10, 1, 18)]
     backend, waiting, calls = cuda_backend(graphs, overlaps=True), list(sequences), count(1)
 

@@ -109,7 +109,7 @@ def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
 
     if not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
-    monkeypatch.setattr("selfspec.backends.cuda.short_prefill.longest_short_prompt", lambda _: 0)  # not interpreted
+    monkeypatch.setattr("selfspec.backends.cuda.kernel_prefill.longest_kernel_prompt", lambda _: 0)  # not interpreted
     model = loading.adopt(tiny_model("llama", torch.float32, num_hidden_layers=2, head_dim=16))
     profile = save_profile(tmp_path, model)
     engine = Engine(model, profile=profile, kernels=True, max_length=256, max_batch=2)

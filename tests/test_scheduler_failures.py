@@ -11,7 +11,7 @@ import torch
 
 from selfspec import Engine
 from selfspec.backends.cuda.decoder import Scratch
-from selfspec.backends.cuda.slots import AllSlots, ProcessingState, SlotState, bucket
+from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotStore, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
@@ -181,17 +181,17 @@ def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
 def test_slots_hold_any_parameters_that_a_request_may_have() -> None:
     params = SamplingParams(do_sample=True, top_k=2**40, min_new_tokens=2**40, stop_token_ids=(2**40, 7))
     state = SlotState.of(params, 3, 5, 0, 4, drafts=True, processed=True)
-    all_slots = AllSlots(4, 2, 50, torch.device("cpu"), idle_page=0)
-    all_slots.write([1], [state], [2**60], [[3]])
-    slots = all_slots.first(2)
+    store = SlotStore(4, 2, 50, torch.device("cpu"), idle_page=0)
+    store.write([1], [state], [2**60], [[3]])
+    slots = store.first(2)
     assert slots.top_k.tolist()[1] == slots.min_length.tolist()[1] == 2**31 - 1
     assert slots.stops[1, :2].tolist() == [7, -1]
 
 
 def test_banning_tokens_that_the_model_does_not_have_changes_nothing() -> None:
-    all_slots = AllSlots(2, 2, 50, torch.device("cpu"), idle_page=0)
-    all_slots.write_processing(1, ProcessingState((), (3, 10**5), None, ([1], [2])))
-    assert all_slots.bias[1].isinf().nonzero().flatten().tolist() == [3]
+    store = SlotStore(2, 2, 50, torch.device("cpu"), idle_page=0)
+    store.write_processing(1, ProcessingState((), (3, 10**5), None, ([1], [2])))
+    assert store.bias[1].isinf().nonzero().flatten().tolist() == [3]
 
 
 @pytest.mark.parametrize("sequences", [1, 16, 17, 33, 64])

@@ -24,10 +24,10 @@ class Step:
     record: StepRecord
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
     seconds: float = 0.0  # on the device, without time in callables, after reading
-    is_typical: bool = True  # the time contains only this plan's own work, so it is the plan's cost
+    enters_costs: bool = True  # `seconds` holds this plan's work only: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
-    governor: Any = None  # that chose the plan and charged its budget; None: no governor did
-    # Deepest nodes that the exit alone would have reached, after reading; empty: the last accepted ones.
+    governor: Any = None  # which chose the plan and charged its budget; None: no governor did
+    # Deepest reached nodes that the exit drafted (or roots), after reading; empty: the last accepted ones.
     exit_nodes: list[int] = field(default_factory=list)
 
 
@@ -45,25 +45,25 @@ class Backend(Protocol):
         ...
 
     def slots_for(self, sequences: int) -> int:
-        """Slots that a step of `sequences` sequences computes, idle ones included."""
+        """Number of slots that a step of `sequences` sequences computes, idle ones included."""
         ...
 
     def prefill_kind(self, tokens: int) -> PrefillKind:
-        """Returns how a prompt of so many tokens is prefilled: it decides which other prompts' pages it can reuse."""
+        """Returns the kind of prefill of a prompt of `tokens` tokens, which decides whose pages it can reuse."""
         ...
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
-        """Runs one pass over prompt tokens: several short prompts, or one chunk of the first one. Returns the sequences
-        whose prompts are in the cache then, but for their last token."""
+        """Runs one pass over tokens of several prompts, or over one chunk of the first. Returns the sequences whose
+        prompts are then in the cache, all but the last token."""
         ...
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
-        """Compares exit and model at the last positions of prompts, before or after their first step. Returns
-        whether a pass was run: some prompts are too short or too long."""
+        """Compares exit and model at the last positions of prompts, before or after their first step. Returns whether a
+        pass ran: none does for prompts that are too short or too long, or while another score is in flight."""
         ...
 
     def note_other_work(self) -> None:
-        """Call when work that belongs to no step was launched: the next step's time begins after it."""
+        """Excludes work launched outside of steps from the next step's time."""
         ...
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
@@ -71,15 +71,15 @@ class Backend(Protocol):
         is the model's, and the number of positions."""
         ...
 
-    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
-        """Drafts, verifies, accepts and commits for all sequences; `before` was launched and not read yet."""
+    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:
+        """Drafts, verifies, accepts and commits for all sequences; `in_flight` was launched and not read yet."""
         ...
 
     def read(self, step: Step) -> None:
         """Waits for the step, appends its tokens to sequences that have not ended, and fills in its outcome."""
         ...
 
-    def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
+    def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, in_flight: Step | None) -> None:
         """Fills the exit block's KV for plainly decoded tokens; with `score` also scores drafts at some of them."""
         ...
 

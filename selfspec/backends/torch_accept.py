@@ -13,11 +13,11 @@ from selfspec.speculation.draft_tree import Draft
 
 def accept(sequences: list[Sequence], draft: Draft, logits: torch.Tensor) -> tuple[list[list[int]], list[int]]:
     """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
-    Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and the deepest
-    nodes that the exit alone would have reached."""
+    Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and of each
+    sequence the deepest reached node that the exit drafted (or the root)."""
     trees, drafted = [draft.tree(index) for index in range(len(sequences))], draft.tokens.tolist()
     best = _greedy_tokens(sequences, logits)
-    reached: list[list[int]] = [[0] for _ in sequences]  # nodes that stand for the text so far
+    reached: list[list[int]] = [[0] for _ in sequences]  # two where a copied and a drafted node carry the same token
     exit_nodes = [0] * len(sequences)
     walking = list(range(len(sequences)))
     while walking:
@@ -56,22 +56,22 @@ def _choose(
         children = [child for child in draft.plan.children[node] if child > draft.plan.copied]
         if children:
             at = torch.tensor([i for i, other in enumerate(nodes) if other == node], device=values.device)
-            of = torch.tensor(indices, device=values.device)[at]
+            rows = torch.tensor(indices, device=values.device)[at]
             depth, index = draft.at(node)
             ranks = {draft.plan.ranks[child - 1] for child in children}
             offered = [rank in ranks for rank in range(draft.ranked[depth].shape[2])]
             p = values[at].softmax(-1)
-            draft_logits, drafted = draft.logits[depth][of, index], draft.ranked[depth][of, index]
+            draft_logits, drafted = draft.logits[depth][rows, index], draft.ranked[depth][rows, index]
             chosen[at] = reject_or_accept(p, draft_logits, drafted, offered, key.at(at))
     return torch.where(finite, chosen, -1).tolist()
 
 
 def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list[int]] | None:
     """The best token after every node, -1 where its logit is not finite. None if a sequence samples, processes logits
-    or has callables or a grammar: its choice is another one."""
-    params = [sequence.params for sequence in sequences]
-    if any(of.do_sample or of.changes_logits for of in params) or any(of.request.uses_host for of in sequences):
-        return None
+    or has callables or a grammar, which may choose another token."""
+    for sequence in sequences:
+        if sequence.params.do_sample or sequence.params.changes_logits or sequence.request.uses_host:
+            return None
     best = logits.argmax(-1)
     finite = logits.gather(-1, best[..., None])[..., 0].isfinite()
     return torch.where(finite, best, -1).tolist()
@@ -79,6 +79,6 @@ def _greedy_tokens(sequences: list[Sequence], logits: torch.Tensor) -> list[list
 
 def noise_key(sequences: Seq[Sequence], device: torch.device, ahead: int = 0, repeat: int = 1) -> NoiseKey:
     """The noise of the tokens `ahead` positions after each sequence's next one, `repeat` rows per sequence."""
-    columns = [(of.seed, of.sample_index, len(of.tokens) + ahead) for of in sequences]
+    columns = [(sequence.seed, sequence.sample_index, len(sequence.tokens) + ahead) for sequence in sequences]
     seeds, sample_indices, positions = torch.tensor(columns, device=device).repeat_interleave(repeat, dim=0).unbind(1)
     return NoiseKey(seeds, sample_indices, positions)

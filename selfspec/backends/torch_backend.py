@@ -1,7 +1,7 @@
 """The reference backend: prefill and steps as PyTorch operations, on any device.
 
 Executes one step at a time: when `launch` returns, the step has run. A plain step is a step whose plan has no nodes and
-runs the same code. Which sequences decode, and with which plan, is decided by the caller.
+runs the same code. The caller decides which sequences decode, and with which plan.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TorchBackend:
     # Prefill
 
     def prefill_kind(self, tokens: int) -> PrefillKind:
-        """In 32 bits and more results are equal up to rounding, whichever rows a pass has; in 16 bits only for equal
-        passes: whole chunks."""
+        """In float32 and above, KV is reusable in whole pages; in 16 bits only in whole chunks, since rounding depends
+        on the pass."""
         if self.model.dtype.itemsize < 4:
             return PrefillKind("torch chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
         return PrefillKind("torch", PAGE_SIZE, decode_writes_same_bits=True)
@@ -123,7 +123,7 @@ class TorchBackend:
 
     # The step
 
-    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, before: Step | None) -> Step:
+    def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:
         """Runs the step. Every sequence advances by at least one token."""
         started, callbacks = time.perf_counter(), callback_seconds(sequences)
         sequences, plan, kvs = list(sequences), record.plan, [sequence.kv for sequence in sequences]
@@ -146,8 +146,8 @@ class TorchBackend:
         """Does nothing: `launch` has run the step."""
 
     def draft(self, sequences: list[Sequence], plan: Plan, exit: Exit | None) -> Draft:
-        """Level by level: runs its nodes through the layers below the exit, then ranks each node's children. Copied
-        nodes, in the first level, are not ranked: only the root has children of the exit's there."""
+        """Level by level: runs its nodes through the layers below the exit, then ranks each node's children. The first
+        level holds the copied nodes; of that level, only the root has children drafted by the exit."""
         tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences], device=self.model.device)  # [B, 1]
         forced = [sequence.forced(plan.copied) for sequence in sequences]
         if plan.copied:
@@ -169,11 +169,11 @@ class TorchBackend:
         return draft
 
     def _copied(self, sequences: list[Sequence], forced: list[list[int]], count: int) -> torch.Tensor:
-        """The tokens of `count` copied nodes [B, count]: those that grammars force, else copied ones; -1, which no
-        token is equal to, where nothing repeats or is forced."""
+        """The tokens of `count` copied nodes [B, count]: those that grammars force, else copied ones; -1 where there
+        is neither."""
         copied = [copy_reference(torch.tensor(sequence.tokens), count).tolist() for sequence in sequences]
-        padded = [[*of, *[-1] * (count - len(of))] for of in forced]
-        tokens = [of if of[0] >= 0 else own for of, own in zip(padded, copied, strict=True)]
+        padded = [[*tokens, *[-1] * (count - len(tokens))] for tokens in forced]
+        tokens = [first if first[0] >= 0 else second for first, second in zip(padded, copied, strict=True)]
         return torch.tensor(tokens, device=self.model.device)
 
     def _rank_children(
@@ -188,7 +188,7 @@ class TorchBackend:
         draft.reads.append(read)
         logits, ids = exit.logits(read).flatten(0, 1), exit.head_rows  # [B * M, V]
         params = [sequence.params for sequence in sequences for _ in level]
-        if any(of.changes_logits for of in params):
+        if any(param.changes_logits for param in params):
             prompts = [len(sequence.prompt) for sequence in sequences for _ in level]
             logits = process_logits(logits, params, self._texts(sequences, draft, level), prompts, ids)
         if any(sequence.grammar is not None for sequence in sequences):
@@ -196,7 +196,7 @@ class TorchBackend:
         values = warp_logits(logits, params, cut=draft.plan.without_copy.is_chain)
         rejection = sequences[0].request.rejection
         key = noise_key(sequences, self.model.device, depth, repeat=len(level))
-        sampled = [row for row, of in enumerate(params) if of.do_sample]
+        sampled = [row for row, param in enumerate(params) if param.do_sample]
         if sampled:
             at_rows = torch.tensor(sampled, device=values.device)
             noisy = values.clone()
@@ -222,7 +222,7 @@ class TorchBackend:
             if sequence.grammar is None:
                 continue
             with sequence.request.callback():
-                path = [drafted[index][of] for of in trees[index].path(node)[1:]]
+                path = [drafted[index][passed] for passed in trees[index].path(node)[1:]]
                 allowed = sequence.grammar.apply(logits[row][None], sequence.tokens, path, ids)[0]
                 if bool(allowed.isfinite().any()):
                     logits[row] = allowed
@@ -231,13 +231,13 @@ class TorchBackend:
         """For every node of a level, the tokens of its sequence and of the nodes on its path."""
         drafted, trees = draft.tokens.tolist(), [draft.tree(index) for index in range(len(sequences))]
         return [
-            sequence.tokens + [drafted[index][node] for node in trees[index].path(of)[1:]]
+            sequence.tokens + [drafted[index][passed] for passed in trees[index].path(node)[1:]]
             for index, sequence in enumerate(sequences)
-            for of in level
+            for node in level
         ]
 
     def verify(self, sequences: list[Sequence], draft: Draft, exit: Exit | None) -> torch.Tensor:
-        """Runs the saved states of root and nodes through layers N..L in one pass. Returns their features
+        """Runs the saved states of root and nodes through layers N..L-1 in one pass. Returns their features
         [B, n + 1, 2 * hidden], without an exit only the normed final states [B, n + 1, hidden]."""
         all_nodes = range(len(draft.plan) + 1)
         reuses = draft.rows is not None and draft.rows.nodes == all_nodes
@@ -262,14 +262,14 @@ class TorchBackend:
                 previous = sequence.previous_feature
                 sequence.unfilled.add(hidden, self._no_feature if previous is None else previous)
         nodes = [path[-1] for path in paths]
-        # Cloned: the features' buffer may be shared.
+        # Cloned: the next pass may overwrite the buffer.
         newest = features[range(len(sequences)), nodes] if any(nodes) else features[:, 0].clone()
         for sequence, feature in zip(sequences, newest.unbind(), strict=True):
             sequence.previous_feature = feature
 
     # The exit's KV while nothing is drafted
 
-    def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, before: Step | None) -> None:
+    def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, in_flight: Step | None) -> None:
         """Runs one pass for all sequences with the same number of unfilled tokens."""
         by_count: dict[int, list[Sequence]] = {}
         for sequence in sequences:
@@ -320,7 +320,7 @@ class TorchBackend:
     def _previous_features(self, sequences: list[Sequence]) -> torch.Tensor:
         """Features before each sequence's newest token, [B, 1, 2 * hidden]; zeros before the first position."""
         features = [sequence.previous_feature for sequence in sequences]
-        return torch.stack([self._no_feature if of is None else of for of in features])[:, None]
+        return torch.stack([self._no_feature if feature is None else feature for feature in features])[:, None]
 
     @cached_property
     def _no_feature(self) -> torch.Tensor:
@@ -387,4 +387,5 @@ def _add_logprobs(sequences: list[Sequence], paths: list[list[int]], logits: tor
 
 def callback_seconds(sequences: Seq[Sequence]) -> float:
     """Seconds that the requests of these sequences have spent in callables so far."""
-    return sum(request.callback_s for request in {id(of.request): of.request for of in sequences}.values())
+    requests = {id(sequence.request): sequence.request for sequence in sequences}
+    return sum(request.callback_s for request in requests.values())

@@ -161,11 +161,11 @@ class Decoder:
         return self.embedding.nbytes + self.norm.nbytes + head + of_layers
 
     @cached_property
-    def _inv_freqs(self) -> list[torch.Tensor]:
+    def inv_freqs(self) -> list[torch.Tensor]:
         return [torch.tensor(rope.inv_freq, device=self.device, dtype=torch.float32) for rope in self.config.ropes]
 
     @cached_property
-    def _embedding_scale(self) -> torch.Tensor | None:
+    def embedding_scale(self) -> torch.Tensor | None:
         scale = self.config.embedding_scale
         # Rounded to the model's dtype, as in transformers.
         return None if scale is None else torch.tensor(scale, device=self.device).to(self.dtype)
@@ -173,7 +173,7 @@ class Decoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens [B, M] to hidden states [B, M, hidden]."""
         hidden = self.embedding.rows(tokens, self.dtype)
-        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
 
     def run(self, hidden: torch.Tensor, start_layer: int, stop_layer: int, rows: Rows, cache: Cache) -> torch.Tensor:
         """Runs layers start_layer to stop_layer - 1 over hidden states [B, M, hidden] of `rows`; stores their keys and
@@ -260,7 +260,7 @@ class Decoder:
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns cosines and signed sines, each [B, M, 1, D], of positions [B, M] for each rope of the model."""
         pairs = []
-        for rope, inv_freq in zip(self.config.ropes, self._inv_freqs, strict=True):
+        for rope, inv_freq in zip(self.config.ropes, self.inv_freqs, strict=True):
             angles = positions[:, :, None, None].float() * inv_freq
             cos = (angles.cos() * rope.scaling).to(self.dtype)
             sin = (angles.sin() * rope.scaling).to(self.dtype)

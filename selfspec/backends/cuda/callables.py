@@ -19,7 +19,7 @@ def run_with_callables(
     """Runs a step in its three captured parts: passes; choice; acceptance and commit.
 
     Depth by depth, the callables process the logits of the node that each sequence has reached, and the choice runs
-    again; where two nodes stand for one text, both get the processed logits. Appends the tokens of sequences with
+    again; where two nodes have one token path, both get the processed logits. Appends the tokens of sequences with
     callables; `read` appends those of the others from the report.
     """
     device_step, passes, choose, commit = parts
@@ -30,7 +30,8 @@ def run_with_callables(
     drafted = device_step.metadata.tokens.tolist() if len(plan) else []
     parents = device_step.parents.tolist() if plan.beam else [[0]] * size
     trees = [plan.of_sequence(of_nodes) for _, *of_nodes in parents]  # by slot
-    walking = {of: (slot, [0]) for of, slot in zip(step.sequences, step.slots, strict=True) if of.request.uses_host}
+    slots = zip(step.sequences, step.slots, strict=True)
+    walking = {sequence: (slot, [0]) for sequence, slot in slots if sequence.request.uses_host}
     while walking:
         for sequence, (slot, nodes) in walking.items():
             first, *others = (device_step.logits[node * size + slot][None] for node in nodes)
@@ -53,8 +54,8 @@ def run_with_callables(
 
 
 def _process(sequence: Sequence, logits: torch.Tensor) -> None:
-    """Built-in processing, the request's callables, then its grammar, in place on logits [1, V]. Without callables the
-    device does the built-in processing, which keeps banned tokens banned."""
+    """Applies built-in processing (with callables), the callables, then the grammar, in place on logits [1, V]. Without
+    callables the device does the built-in processing, which keeps banned tokens banned."""
     values = logits
     if sequence.request.processors:
         values = process_logits(logits, [sequence.params], [sequence.tokens], [len(sequence.prompt)])
@@ -64,8 +65,8 @@ def _process(sequence: Sequence, logits: torch.Tensor) -> None:
 def _append(
     step: StepInFlight, tree: Plan, sequence: Sequence, nodes: list[int], chosen: list[int], drafted: list[int]
 ) -> list[int]:
-    """Appends the token chosen at nodes that stand for one text. Returns the children that carry it; none if the walk
-    ends. `chosen` and `drafted` are the sequence's tokens by node."""
+    """Appends the token chosen at nodes with one token path. Returns the children that carry it; none if the walk ends.
+    `chosen` and `drafted` are the sequence's tokens by node."""
     token = chosen[nodes[0]]
     carriers = tree.matching_children(nodes, token, drafted) if sequence.drafts and len(tree) else []
     step.appended[sequence] = nodes[0]

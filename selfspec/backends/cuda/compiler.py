@@ -13,18 +13,18 @@ from rich.progress import Progress
 
 from selfspec.kernels.triton_compat import compiles_only
 
-MAX_THREADS = 16  # compiler passes release Python's lock, the code between them does not: more threads do not help
-PATIENCE_S = 1.0  # seconds of compiling before a progress bar appears
+MAX_THREADS = 16  # more do not help: only the compiler's passes release Python's lock
+PROGRESS_AFTER_S = 1.0  # seconds of compiling before a progress bar appears
 
 
 class Compiler:
     """Compiles the kernels of launches without running them."""
 
     def __init__(self) -> None:
-        self.collects = False  # within `together`: launches compile, and run nothing
+        self.only_compiles = False  # within `together`: launches compile, and run nothing
 
     def compile(self, *launches: Callable[[], object]) -> None:
-        """Compiles the kernels of launches in parallel; within `together` only starts to."""
+        """Compiles the kernels of launches in parallel; within `together` only starts it."""
         with self.together():
             for launch in launches:
                 launch()
@@ -32,19 +32,19 @@ class Compiler:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Launches within this block only compile, in parallel; waits for all of them at the end of the outermost."""
-        if self.collects:
+        if self.only_compiles:
             yield
             return
         from triton import AsyncCompileMode
 
-        self.collects = True
+        self.only_compiles = True
         pool = _RecordingPool(min(MAX_THREADS, os.cpu_count() or 1))
         try:
             with compiles_only(), pool, AsyncCompileMode(pool):
                 yield
                 _wait_with_progress(pool.futures)
         finally:
-            self.collects = False
+            self.only_compiles = False
 
 
 class _RecordingPool(ThreadPoolExecutor):
@@ -60,11 +60,11 @@ class _RecordingPool(ThreadPoolExecutor):
 
 
 def _wait_with_progress(futures: list[Future]) -> None:
-    """Waits for compilations; shows a progress bar on standard error once they take more than PATIENCE_S."""
-    if not wait(futures, timeout=PATIENCE_S).not_done:
+    """Waits for compilations; shows a progress bar on standard error once they take more than PROGRESS_AFTER_S."""
+    if not wait(futures, timeout=PROGRESS_AFTER_S).not_done:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("selfspec: compiling kernels, once per machine", total=len(futures))
         for future in futures:
             wait([future])
-            progress.update(task, completed=sum(of.done() for of in futures))
+            progress.update(task, completed=sum(other.done() for other in futures))

@@ -32,13 +32,14 @@ from selfspec.models.linear import Linear
 from selfspec.speculation.plan import NONE, Plan
 
 REQUIREMENTS = (
-    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16; "
-    "without kernels=True this model runs on PyTorch's own operations"
+    "the kernels need Triton, a GPU from sm_80 on, and a model in bfloat16 or float16, of sizes in multiples of 16, a "
+    "head size up to 256 and up to 16 query heads per KV head; without kernels=True this model runs on PyTorch's own "
+    "operations"
 )
 
 
 def is_supported(model: Decoder) -> bool:
-    """Whether the kernels can run this model on its device; `REQUIREMENTS` in code."""
+    """Whether the kernels can run this model on its device: whether it meets `REQUIREMENTS`."""
     config = model.config
     sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
     if triton is None or any(size % 16 for size in sizes) or config.head_dim > 256:
@@ -82,8 +83,8 @@ class Contexts(Protocol):
 
 
 class Tree:
-    """A plan as tensors on the device, for B sequences; its n nodes and the root are numbered 0 to n. The nodes of a
-    beam are added in every step, to memory of each sequence's own."""
+    """A plan as tensors on the device, for B sequences; its root is node 0, its n nodes are 1 to n. The nodes of a beam
+    are chosen in every step, for each sequence."""
 
     def __init__(self, plan: Plan, sequences: int, device: torch.device, first_feature_row: int = 0) -> None:
         self.plan, self.sequences, self.device = plan, sequences, device
@@ -94,15 +95,15 @@ class Tree:
         all_paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])
         ancestors = torch.tensor([sum(1 << node - 1 for node in path[1:]) for path in paths], device=device)
         parents = self._ints([0, *self._parents])
-        of_all = [tensor.expand(sequences, *tensor.shape) for tensor in (parents, ancestors, all_paths)]
-        parents, ancestors, self.paths = (tensor.clone() for tensor in of_all) if plan.beam else of_all
+        expanded = [tensor.expand(sequences, *tensor.shape) for tensor in (parents, ancestors, all_paths)]
+        parents, ancestors, self.paths = (tensor.clone() for tensor in expanded) if plan.beam else expanded
         self.tensors = TreeTensors(parents, ancestors, self.depths, self.paths, plan.copied)
         self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)  # [(n + 1) * B]
         self.beam: BeamTrees | None = None
         if plan.beam:
-            scores = torch.zeros(parents.shape, dtype=torch.float32, device=device)
+            log_prob_sums = torch.zeros(parents.shape, dtype=torch.float32, device=device)
             rows = torch.zeros_like(self.previous_rows)
-            self.beam = BeamTrees(self.tensors, scores, rows, self.previous_rows, first_feature_row)
+            self.beam = BeamTrees(self.tensors, log_prob_sums, rows, self.previous_rows, first_feature_row)
 
     def parents(self, level: range) -> torch.Tensor:
         """For each node of a level, the index of its parent among the nodes of the level above."""
@@ -173,10 +174,10 @@ class Scratch:
         return held[:count].view(shape)
 
     def take_like(self, sizes: Any, name: str = "") -> Any:
-        """Buffers shaped like a tensor, or like each tensor of a dataclass; their values are not read."""
+        """Buffers shaped like a tensor, or like each tensor of a dataclass, which may be on the meta device."""
         if sizes is None or isinstance(sizes, torch.Tensor):
             return None if sizes is None else self.take(f"scores {name}", *sizes.shape, dtype=sizes.dtype)
-        return type(sizes)(**{part: self.take_like(of, part) for part, of in vars(sizes).items()})
+        return type(sizes)(**{part: self.take_like(size, part) for part, size in vars(sizes).items()})
 
     @property
     def nbytes(self) -> int:
@@ -191,15 +192,15 @@ class FusedDecoder:
         self.model, self.cache, self.scratch, self.contexts = model, cache, scratch, contexts
         self.max_context, self.ranges = max_context, ranges_for(max_context)
 
-    def over(self, contexts: Contexts) -> FusedDecoder:
-        """The same over rows that attend to other contexts."""
+    def with_contexts(self, contexts: Contexts) -> FusedDecoder:
+        """Returns this decoder over rows that attend to other contexts."""
         other = copy(self)
         other.contexts = contexts
         return other
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
-        return torch.stack(self.model._inv_freqs).contiguous()
+        return torch.stack(self.model.inv_freqs).contiguous()
 
     @cached_property
     def rope_scaling(self) -> torch.Tensor:
@@ -266,7 +267,8 @@ class FusedDecoder:
         return Norm(self.model.config.norm_eps, residual.squares)
 
     def rms_norm(self, states: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Writes the RMSNorm of the states to `out`: with the model's epsilon and offset, or without a weight plain."""
+        """Writes the RMSNorm of the states to `out`: with the model's epsilon and offset; without a weight, also
+        without offset."""
         config = self.model.config
         if weight is None:
             rms_norm(states, None, torch.finfo(states.dtype).eps, 0.0, out)

@@ -2,7 +2,7 @@
 
 The feature of a position is FEATURE_STATES states of the full model there, normed: the one the LM head reads, and the
 one after the exit's `feature_layer`. The exit reads it at the next position. `step.py`, `exit_scoring.py`,
-`prompt_scoring.py` and `short_prefill.py` decide which rows these passes run over.
+`prompt_scoring.py` and `kernel_prefill.py` decide which rows these passes run over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual
 from selfspec.kernels.embed_rope import embed_rope
-from selfspec.kernels.final_norm import UnfilledStates
+from selfspec.kernels.final_norm import SlotUnfilled
 from selfspec.kernels.gemm import linear
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.logits_processing import Masks, Processing
@@ -24,8 +24,8 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-DRAFT_HEAD_STEP = 4096  # head rows: steps are captured for multiples of it, so that domains share graphs
-PROMPT_TOKENS = 1024  # head rows that a draft head has at least for the prompts' own tokens
+DRAFT_HEAD_STEP = 4096  # tokens: steps are captured for multiples of so many head rows, so that domains share graphs
+PROMPT_TOKENS = 1024  # head rows for the prompts' own tokens, at least; tokens beyond the capacity are not drafted
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DraftHead:
         return cls(ints[1:], ints[:1])
 
     def fill(self, tokens: torch.Tensor) -> None:
-        """Takes these tokens, or the first `capacity` of them."""
+        """Copies these tokens, or the first `capacity` of them, to the buffer."""
         count = min(len(tokens), len(self.tokens))
         self.tokens[:count].copy_(tokens[:count])
         self.count.fill_(count)
@@ -51,7 +51,7 @@ class DraftHead:
 
 def draft_head_capacity(exit: Exit, model: Decoder) -> int:
     """Head rows that steps with this exit are captured for: those of all domains together and PROMPT_TOKENS more,
-    rounded up. Batches of one domain and of several share graphs; rows past a head's end are not multiplied."""
+    rounded up. Batches of one domain and of several share graphs; rows past `count` are skipped."""
     assert exit.head_rows is not None
     of_domain = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.largest
     return min(-(-(of_domain + PROMPT_TOKENS) // DRAFT_HEAD_STEP) * DRAFT_HEAD_STEP, model.config.vocab_size)
@@ -65,7 +65,7 @@ class SlotExit:
     head: DraftHead | None  # None: the whole LM head
     features: torch.Tensor | None  # [rows, 2 * hidden]: row b of slot b's newest position; then of each node
     first_node_row: int  # row of the first slot's root in `features`; nodes follow, node-major
-    unfilled: UnfilledStates  # states of plainly decoded tokens that the exit block has no keys and values for
+    unfilled: SlotUnfilled  # states of unfilled positions
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class FusedExit:
         nodes: Nodes,
         features: torch.Tensor,
         last: Residual | None = None,
-        unfilled: UnfilledStates | None = None,
+        unfilled: SlotUnfilled | None = None,
     ) -> None:
         """Runs the states after layer N through the rest of the model and writes the features [R, 2 * hidden].
 
@@ -125,15 +125,15 @@ class FusedExit:
             kept = None if unfilled is None else states.states
             decoder.final_norm(at_last, features, at_middle, hidden=kept, unfilled=unfilled)
 
-    def fill_metadata(self, nodes: Nodes, pending: torch.Tensor, counts: torch.Tensor) -> None:
-        """Fills the metadata of rows whose states are there already. Of each sequence only the first `counts` [B] rows
-        get a cache slot; the others write no keys and values. The embeddings of `pending` go to scratch."""
+    def fill_metadata(self, nodes: Nodes, newest_tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Fills the metadata of rows with given states. Of each sequence only the first `counts` [B] rows
+        get a cache slot; the others write no keys and values. The embeddings of `newest_tokens` go to scratch."""
         decoder, model = self.decoder, self.decoder.model
         unused = self.block_residual(len(nodes.metadata.tokens))
         embed_rope(
             nodes.metadata, unused.states, decoder.next_norm(model.layers[0].attention_norm, unused),
-            model.embedding.weight, model._embedding_scale, decoder.contexts.lengths, decoder.contexts.page_table,
-            nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0, pending=pending, counts=counts,
+            model.embedding.weight, model.embedding_scale, decoder.contexts.lengths, decoder.contexts.page_table,
+            nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0, given_tokens=newest_tokens, counts=counts,
         )  # fmt: skip
 
     def fill(self, states: torch.Tensor, previous: PreviousFeatures, nodes: Nodes) -> None:
@@ -215,7 +215,8 @@ class FusedExit:
         return HeadInput(self._scratch("head input", rows), self._squares("head input", rows))
 
     def block_residual(self, rows: int) -> Residual:
-        """The residual stream of the exit block, in scratch: between the block's passes others may use it."""
+        """The residual stream of the exit block, in scratch: between the block's passes other passes may overwrite
+        it."""
         return self.scratch_residual("exit block", rows)
 
     def scratch_residual(self, name: str, rows: int) -> Residual:

@@ -1,7 +1,8 @@
 """Fills the exit block's KV for plainly decoded tokens, many at a time, and scores the exit's drafts at some of them.
 
 Plain steps keep the states that the exit needs and count them as unfilled. One pass over all slots fills the exit's KV
-from them and, if asked to, drafts one token after the oldest of these positions. The governor decides by the scores.
+from them and, to score the exit, drafts one token after the oldest of these positions. The host compares these tokens
+with the decoded ones; the governor reads the scores.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE
 
 _MIN_POSITIONS = 4  # of each sequence that are scored at once
-_ENOUGH_ROWS = 64  # of all sequences together: with more sequences, fewer positions of each are scored
+_SCORED_ROWS = 64  # rows of a scoring pass; a pass over 64 takes about as long as over 16
 
 
 def scored_positions(slots: int) -> int:
     """Positions of each sequence that are scored at once, the oldest unfilled ones."""
-    return min(unfilled_capacity(slots), max(_MIN_POSITIONS, _ENOUGH_ROWS // slots))
+    return min(unfilled_capacity(slots), max(_MIN_POSITIONS, _SCORED_ROWS // slots))
 
 
 class ExitFill:
-    """The pass over the unfilled positions of B slots: of each a chain that begins where the exit's KV ends."""
+    """The pass over the unfilled positions of B slots: a chain per slot, from its first unfilled position."""
 
     def __init__(
         self, decoder: FusedDecoder, slots: Slots, slot_exit: SlotExit, options: StepOptions, scores: bool
@@ -38,7 +39,7 @@ class ExitFill:
         model, self.slots, self.slot_exit = decoder.model, slots, slot_exit
         self.count, self.page_table = slots.count, slots.page_table
         self.lengths = torch.zeros_like(slots.lengths)  # positions whose exit KV is filled
-        self.decoder = decoder.over(self)
+        self.decoder = decoder.with_contexts(self)
         self.nodes = Nodes.chain(model, slot_exit.unfilled.capacity, slots.count)
         # Drafts are scored without processing: it would need the token counts of each position.
         self.sampling = SlotSampling(slots, replace(options, processes=False), Tree(NONE, slots.count, model.device))
@@ -55,8 +56,8 @@ class ExitFill:
         slot_exit, unfilled = self.slot_exit, self.slot_exit.unfilled
         exit = FusedExit(self.decoder, slot_exit.exit)
         torch.sub(self.slots.lengths, unfilled.counts, out=self.lengths)
-        self.lengths.clamp_(min=0)  # plain steps count idle slots as unfilled too, which have length 0
-        exit.fill_metadata(self.nodes, self.slots.pending, unfilled.counts)
+        self.lengths.clamp_(min=0)  # idle slots have length 0 but count plain steps
+        exit.fill_metadata(self.nodes, self.slots.newest_tokens, unfilled.counts)
         rows = len(self.report)
         if rows < len(unfilled.hidden) and slot_exit.exit.block is not None:
             exit.fill(unfilled.hidden, PreviousFeatures(unfilled.previous, None), self.nodes)
@@ -84,10 +85,11 @@ class _InFlight:
     def is_comparable(self) -> bool:
         """Whether the drafts have arrived, and the decoded tokens that they are compared with."""
         sequences = zip(self.sequences, self.ends, strict=True)
-        return self.readback.is_done and all(of.is_finished or len(of.tokens) >= end for of, end in sequences)
+        arrived = (sequence.is_finished or len(sequence.tokens) >= end for sequence, end in sequences)
+        return self.readback.is_done and all(arrived)
 
     def scores(self, drafts: list[list[int]]) -> list[tuple[Sequence, list[bool]]]:
-        """Of sequences that go on: at each scored position, whether the draft is the decoded token."""
+        """Of sequences that have not ended: at each scored position, whether the draft is the decoded token."""
         scores = []
         for sequence, slot, count, end in zip(self.sequences, self.slots, self.counts, self.ends, strict=True):
             positions = min(count, scored_positions(self.size))
@@ -100,7 +102,7 @@ class _InFlight:
 
 
 class ExitScoresInFlight:
-    """Scores that passes were launched for and that have not been read."""
+    """Passes that score and whose scores have not been read."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
@@ -112,13 +114,13 @@ class ExitScoresInFlight:
         sequences: list[Sequence],
         slots: list[int],
         counts: list[int],
-        in_flight: list[Sequence],
+        unread: list[Sequence],
     ) -> None:
         """Copies the report of a pass to the host, without waiting. `counts` are the sequences' unfilled positions;
-        `in_flight` the sequences of a plain step that was launched before the pass and has not been read."""
+        `unread` the sequences of a plain step that was launched before the pass and has not been read."""
         readback = self._readbacks.take(fill.report)
         readback.send(fill.report)
-        ends = [len(sequence.tokens) + (sequence in in_flight) for sequence in sequences]
+        ends = [len(sequence.tokens) + (sequence in unread) for sequence in sequences]
         self._in_flight.append(_InFlight(sequences, slots, counts, ends, fill.count, readback))
 
     def read(self) -> list[tuple[Sequence, list[bool]]]:

@@ -19,20 +19,20 @@ from selfspec.backends.cuda.compiler import Compiler
 from selfspec.backends.cuda.decoder import FusedDecoder, Scratch
 from selfspec.backends.cuda.exit import draft_head_capacity
 from selfspec.backends.cuda.exit_scoring import ExitFill
-from selfspec.backends.cuda.prefill import SMALLEST, Prefill
-from selfspec.backends.cuda.prompt_scoring import PromptScore
-from selfspec.backends.cuda.readback import Readback, Readbacks
-from selfspec.backends.cuda.short_prefill import (
+from selfspec.backends.cuda.kernel_prefill import (
+    KernelPrefill,
     Prompt,
     PromptEmbedding,
-    ShortPrefill,
     groups_per_pass,
-    longest_short_prompt,
+    longest_kernel_prompt,
     pass_size,
     segments,
 )
+from selfspec.backends.cuda.prompt_scoring import PromptScore
+from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import SlotBuffers, Slots, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
+from selfspec.backends.cuda.torch_prefill import SMALLEST, TorchPrefill
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.router import EMBEDDED_TOKENS, Embedded, embed_prompts
@@ -40,14 +40,14 @@ from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
 MAX_GRAPHS = 512  # kept at a time; the least recently used one is dropped first
-MIN_CONTEXT = 8192  # positions that attention is planned for at least, so that most sequences share graphs
+MIN_CONTEXT = 8192  # least context in positions that a graph covers, so that most sequences share graphs
 
 Launch = Callable[[], None]
 
 
 class GraphCache:
-    """The MAX_GRAPHS steps and passes that were used most recently, by key, each followed by its captured launches.
-    Keeps their tensors alive as long as the graphs that use them."""
+    """The MAX_GRAPHS steps and passes that were used most recently, by key, each with its captured launches. Keeps
+    their tensors alive as long as the graphs that use them."""
 
     def __init__(self, device: torch.device) -> None:
         self.compiler = Compiler()
@@ -59,9 +59,9 @@ class GraphCache:
 
     def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> tuple:
         """Returns the step or pass of `key` and its captured launches. On first use builds it and captures its methods
-        named `launches`; they run on the slots of `buffers`, if any. While the compiler collects, only compiles."""
+        named `launches`; they run on the slots of `buffers`, if any. Within `Compiler.together` only compiles."""
         found = self.entries.get(key)
-        if found is None and self.compiler.collects:
+        if found is None and self.compiler.only_compiles:
             made = build()
             self.compiler.compile(*(getattr(made, launch) for launch in launches))
             return (made, *(lambda: None for _ in launches))
@@ -111,9 +111,9 @@ class Graphs:
         self.model, self.cache, self.context = model, cache, context
         self.capacity = bucket(max_batch)  # slots of a batch
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
-        # The kernels that decode prefill prompts up to this many tokens; interpreted, they would be too slow.
-        self.max_short_prompt = longest_short_prompt(model) if model.device.type == "cuda" else 0
-        self.new_step: Callable[..., DeviceStep] = DeviceStep  # a benchmark may replace it before the first step
+        # Tokens of the longest prompt that the decode kernels prefill; 0: interpreted, they would be too slow.
+        self.max_kernel_prompt = longest_kernel_prompt(model) if model.device.type == "cuda" else 0
+        self.step_class: Callable[..., DeviceStep] = DeviceStep
         self.captured = GraphCache(model.device)
         self._buffers: list[SlotBuffers] = []
         self._free_buffers: list[SlotBuffers] = []
@@ -128,7 +128,8 @@ class Graphs:
     def take_buffers(self) -> SlotBuffers:
         """Slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
         if self._free_buffers:
-            buffers = min(self._free_buffers, key=lambda of: of.number)  # most steps are captured for the first ones
+            # Most steps are captured for the first buffers.
+            buffers = min(self._free_buffers, key=lambda buffers: buffers.number)
             self._free_buffers.remove(buffers)
             return buffers
         pages = -(-(self.context + SPARE_POSITIONS) // PAGE_SIZE)
@@ -146,13 +147,14 @@ class Graphs:
         tensors += [tensor for buffers in self._buffers for tensor in buffers.tensors]
         return self.scratch.nbytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    # Steps. Each takes the batch's slot buffers, the number of slots, and the longest length that a sequence may reach.
+    # Steps
 
     def step(
         self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int,
         *parts: str,
     ) -> tuple:  # fmt: skip
-        """A step with this plan, and the launch of the whole step, or of each of these `parts` of it."""
+        """A step of the first `count` slots with this plan, for sequences of up to `longest` tokens, and the launch of
+        the whole step, or of each of these `parts` of it."""
         max_context = self._max_context(longest)
 
         def build() -> DeviceStep:
@@ -160,7 +162,7 @@ class Graphs:
             if options.processes:
                 _ = buffers.slots.bias, buffers.slots.counts  # allocated before the graph is captured
             decoder = self._decoder(slots, max_context)
-            return self.new_step(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
+            return self.step_class(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
 
         launches = parts or ("launch",)
         key = "step", launches, buffers.number, count, plan, _drafting_key(exit, self.model), options, max_context
@@ -169,7 +171,8 @@ class Graphs:
     def exit_fill(
         self, buffers: SlotBuffers, count: int, exit: Exit, options: StepOptions, longest: int, scores: bool
     ) -> tuple[ExitFill, Launch]:
-        """The pass that fills the exit's KV for unfilled positions and, with `scores`, drafts at some of them."""
+        """The pass that fills the exit's KV for unfilled positions of the first `count` slots and, with `scores`,
+        drafts at some of them; for sequences of up to `longest` tokens."""
         drafting = (_drafting_key(exit, self.model), options) if scores else None
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
         key = ("fill", buffers.number, count, max_context, exit_key(exit), drafting)
@@ -180,7 +183,8 @@ class Graphs:
         return self.captured.find(key, buffers, build, "launch")
 
     def prompt_score(self, buffers: SlotBuffers, count: int, exit: Exit, longest: int) -> tuple[PromptScore, Launch]:
-        """The pass that compares exit and model at the prompt ends in the buffers."""
+        """The pass that compares exit and model at the ends of the prompts, of up to `longest` tokens, in the first
+        `count` slots."""
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
         key = ("prompt score", buffers.number, count, max_context, exit_key(exit))
 
@@ -193,27 +197,29 @@ class Graphs:
         return FusedDecoder(self.model, self.cache, self.scratch, slots, max_context)
 
     def _max_context(self, longest: int) -> int:
-        """Positions that attention is planned for if sequences reach `longest` tokens: a power of two, so that few
-        sizes are captured, and spare positions for nodes."""
+        """Positions that a graph covers if sequences reach `longest` tokens: a power of two, so that few sizes are
+        captured, and spare positions for nodes."""
         return min(bucket(longest, MIN_CONTEXT), bucket(self.context)) + SPARE_POSITIONS
 
     # Prefill
 
-    def prefill(self, exit: Exit | None, count: int, end: int, keeps_states: bool = False) -> tuple[Prefill, Launch]:
-        """The pass over a chunk of `count` prompt tokens that ends before position `end`."""
+    def torch_prefill(
+        self, exit: Exit | None, count: int, end: int, keeps_states: bool = False
+    ) -> tuple[TorchPrefill, Launch]:
+        """The pass of PyTorch operations over a chunk of `count` prompt tokens that ends before position `end`."""
         rows = bucket(count, SMALLEST)
         slots = bucket(end - count + rows, PAGE_SIZE)
-        key = ("prefill", rows, slots, keeps_states, exit_key(exit))
+        key = ("torch prefill", rows, slots, keeps_states, exit_key(exit))
         parts = self.model, self.cache, exit, rows, slots, self.idle_page, keeps_states
-        return self.captured.find(key, None, lambda: Prefill(*parts), "launch")
+        return self.captured.find(key, None, lambda: TorchPrefill(*parts), "launch")
 
-    def short_prefill(
+    def kernel_prefill(
         self, exit: Exit | None, lengths: Sequence[int], end: int = 0, keeps_states: bool = False
-    ) -> tuple[ShortPrefill, Launch]:
-        """The pass over so many tokens of each of some prompts; `end` as for `pass_size`."""
+    ) -> tuple[KernelPrefill, Launch]:
+        """The pass of decode kernels over the next `lengths` tokens of some prompts; `end` as for `pass_size`."""
         size, parts = pass_size(lengths, end), (self.model, self.cache, self.scratch)
-        key = ("short prefill", *size, keeps_states, exit_key(exit))
-        build = partial(ShortPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
+        key = ("kernel prefill", *size, keeps_states, exit_key(exit))
+        build = partial(KernelPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
         return self.captured.find(key, None, build, "launch")
 
     def prompt_embedding(self, lengths: Sequence[int], layer: int) -> tuple[PromptEmbedding, Launch]:
@@ -226,7 +232,7 @@ class Graphs:
     @torch.inference_mode()
     def embed_prompts(self, prompts: Sequence[Sequence[int]], layer: int) -> Embedded:
         """Launches the passes that embed prompts, see `profiles.router`. Takes pages for them and returns them."""
-        if self.max_short_prompt < EMBEDDED_TOKENS:
+        if self.max_kernel_prompt < EMBEDDED_TOKENS:
             return embed_prompts(self.model, self.cache, prompts, layer)
         ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
         lengths = list(map(len, ends))

@@ -1,10 +1,9 @@
 """Steps of sequences with grammars: the host computes masks of the root, then of the drafted nodes, while the device
 runs.
 
-The step is captured in parts. A plain step's passes are launched while the previous step is unread, as without
-grammars; once that is read, the roots' masks are computed and the choice is launched. A step that drafts with the exit
-begins with the root's pass; the roots' masks, and the tokens that grammars force, are there for the passes that follow.
-While the device verifies, the host computes the masks of the nodes.
+The step is captured in parts. The first part is launched before the previous step is read: the passes of a plain step,
+or the root's pass of a step that drafts with the exit. Once the previous step is read, the host computes the roots'
+masks and the forced tokens, which the following parts read. During verify it computes the masks of the nodes.
 """
 
 from __future__ import annotations
@@ -16,84 +15,92 @@ import torch
 from selfspec.backends.cuda.graphs import Launch
 from selfspec.backends.cuda.readback import StepInFlight
 from selfspec.backends.cuda.step import DeviceStep
+from selfspec.backends.cuda.step_masks import StepMasks
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 
 
 @dataclass
-class OpenStep:
-    """A step whose choice is not launched."""
+class MaskedStep:
+    """A step with grammars whose choice is not launched yet."""
 
     step: StepInFlight
     device_step: DeviceStep
     parts: list[Launch]  # that are left to launch
-    is_drafted: bool = False
+    has_drafted: bool = False  # `Masking.draft` has launched the parts before the choice
     roots: list[tuple[Sequence, int]] = field(default_factory=list)  # sequences whose root has a mask, and their slots
 
     @property
     def plan(self) -> Plan:
         return self.step.record.plan
 
+    @property
+    def masks(self) -> StepMasks:
+        assert self.device_step.masks is not None
+        return self.device_step.masks
+
 
 class Masking:
-    """Launches the parts of steps."""
+    """Launches the parts of masked steps and computes their masks."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._drafted = torch.cuda.Event() if on_gpu else None  # after the newest copy of drafted tokens to the host
 
-    def launch(self, opened: OpenStep) -> None:
+    def launch(self, masked: MaskedStep) -> None:
         """Launches the passes that need neither masks nor forced tokens."""
-        if opened.plan.uses_exit or not len(opened.plan):
-            opened.parts.pop(0)()
+        if masked.plan.uses_exit or not len(masked.plan):
+            masked.parts.pop(0)()
 
-    def draft(self, opened: OpenStep) -> None:
+    def draft(self, masked: MaskedStep) -> None:
         """Computes the roots' masks and forced tokens, and launches the other passes, unless that is done. A grammar
         that fails ends its request."""
-        if opened.is_drafted:
+        if masked.has_drafted:
             return
-        opened.is_drafted = True
-        of_row, forced, bits = opened.device_step.host_views
-        of_row.fill(-1)
-        for sequence, slot in zip(opened.step.sequences, opened.step.slots, strict=True):
+        masked.has_drafted = True
+        mask_numbers, forced, bits = masked.masks.host_views
+        mask_numbers.fill(-1)
+        for sequence, slot in zip(masked.step.sequences, masked.step.slots, strict=True):
             if sequence.grammar is not None and not sequence.is_finished:
                 with sequence.request.callback():
-                    sequence.grammar.mask(sequence.tokens, bits[len(opened.roots)])
-                    of_row[slot] = len(opened.roots)
-                    opened.roots.append((sequence, slot))
-        if opened.plan.copied:
+                    sequence.grammar.mask(sequence.tokens, bits[len(masked.roots)])
+                    mask_numbers[slot] = len(masked.roots)
+                    masked.roots.append((sequence, slot))
+        if masked.plan.copied:
             forced.fill(-1)
-            for sequence, slot in opened.roots:
+            for sequence, slot in masked.roots:
                 tokens = sequence.forced(len(forced))
                 forced[: len(tokens), slot] = tokens
-        if len(opened.plan):
-            opened.parts.pop(0)()
+        if len(masked.plan):
+            masked.parts.pop(0)()
             if self._drafted is not None:
                 self._drafted.record()
-            opened.parts.pop(0)()
+            masked.parts.pop(0)()
 
-    def complete(self, opened: OpenStep) -> None:
+    def complete(self, masked: MaskedStep) -> None:
         """Computes the nodes' masks and launches the choice. Rows without a mask may be followed by any token."""
-        self.draft(opened)
-        if len(opened.plan):
-            self._mask_nodes(opened)
-        opened.parts.pop(0)()
-        if not opened.plan.copied:
-            for sequence, _ in opened.roots:
-                sequence.forced(0)  # the governor learns what copied nodes would bring
+        self.draft(masked)
+        if len(masked.plan):
+            self._mask_nodes(masked)
+        masked.parts.pop(0)()
+        if not masked.plan.copied:
+            for sequence, _ in masked.roots:
+                sequence.forced(0)  # updates the share of tokens that copied nodes would have carried
 
-    def _mask_nodes(self, opened: OpenStep) -> None:
+    def _mask_nodes(self, masked: MaskedStep) -> None:
+        """Computes the masks of the nodes on allowed paths."""
         if self._drafted is not None:
             self._drafted.synchronize()
-        step, used = opened.device_step, len(opened.roots)
-        (of_row, _, bits), size, drafted = step.host_views, step.slots.count, step.host_tokens.tolist()
-        trees = [opened.plan] * size
-        if opened.plan.beam:
-            trees = [opened.plan.of_sequence(parents) for _, *parents in step.host_parents.tolist()]
-        for index, (sequence, slot) in enumerate(opened.roots):
+        masks, size = masked.masks, masked.device_step.slots.count
+        (mask_numbers, _, bits), drafted = masks.host_views, masks.host_tokens.tolist()
+        trees = [masked.plan] * size
+        if masked.plan.beam:
+            trees = [masked.plan.of_sequence(parents) for _, *parents in masks.host_parents.tolist()]
+        used = len(masked.roots)  # masks that are written
+        for index, (sequence, slot) in enumerate(masked.roots):
             # As at the launch: `sequence.drafts` may have changed since, when other sequences joined.
-            if sequence not in opened.step.reasons and sequence.grammar is not None:
+            if sequence not in masked.step.reasons and sequence.grammar is not None:
                 with sequence.request.callback():
                     rows = sequence.grammar.node_masks(trees[slot], drafted[slot::size], bits[index], bits[used:])
                     for node, row in rows.items():
-                        of_row[node * size + slot] = used + row
+                        mask_numbers[node * size + slot] = used + row
                     used += max(rows.values(), default=-1) + 1

@@ -1,4 +1,4 @@
-"""Decides which sequence of a batch takes which slot, takes pages ahead, and writes both to the device.
+"""Decides which sequence of a batch takes which slot, reserves pages ahead, and writes both to the device.
 
 `slots.py` is the device side of it. Steps are launched by `backend.py`.
 """
@@ -19,7 +19,7 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, Plan
 
-AHEAD = 256  # positions whose pages are taken at once, so that page tables seldom change
+RESERVED_POSITIONS = 256  # positions after a step whose pages are reserved with it, so that page tables seldom change
 
 
 class PagesAhead:
@@ -27,23 +27,25 @@ class PagesAhead:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._owned: set[Sequence] = set()  # sequences that share no page they write to with other samples
+        self._owned: set[Sequence] = set()  # sequences whose partly filled page no other sample shares
         self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
 
-    def reserve(self, sequences: Seq[Sequence], plan: Plan, before: Step | None) -> None:
-        """Takes pages for the next step and, if there are more, for AHEAD positions after it. Raises CacheFull if there
-        are too few for the step."""
-        # Slots of root and nodes, and the longest paths that this step and the step in flight may commit.
-        needed = plan.depth + len(plan) + 2 + (0 if before is None else before.record.plan.depth + 1)
+    def reserve(self, sequences: Seq[Sequence], plan: Plan, in_flight: Step | None) -> None:
+        """Takes pages for the next step and, if there are more, for RESERVED_POSITIONS positions after it. Raises
+        CacheFull if there are too few for the step."""
+        # Cache slots of root and nodes, and the longest paths that this step and the step in flight may commit.
+        needed = plan.depth + len(plan) + 2 + (0 if in_flight is None else in_flight.record.plan.depth + 1)
         short = [
-            of for of in sequences if of.kv.length + needed > len(of.kv.pages) * PAGE_SIZE or of not in self._owned
+            sequence
+            for sequence in sequences
+            if sequence.kv.length + needed > len(sequence.kv.pages) * PAGE_SIZE or sequence not in self._owned
         ]
         for sequence in short:
             self._cache.reserve(sequence.kv, sequence.kv.length + needed)
             self._owned.add(sequence)
             self.changed.add(sequence)
         for sequence in short:
-            ahead = min(sequence.kv.length + needed + AHEAD, sequence.max_length + MAX_NODES)
+            ahead = min(sequence.kv.length + needed + RESERVED_POSITIONS, sequence.max_length + MAX_NODES)
             with suppress(CacheFull):
                 self._cache.reserve(sequence.kv, max(ahead, sequence.kv.length + needed))
 
@@ -72,7 +74,7 @@ class SlotPlacement:
         return [self.slot_of[sequence] for sequence in sequences]
 
     def is_current(self, sequences: Seq[Sequence], exit: Exit | None) -> bool:
-        """Whether the device needs no write before a step of these sequences."""
+        """Whether a step of these sequences can be launched without writing slots."""
         return sequences == self._placed and exit is self.head_exit and not self.pages.changed
 
     def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
@@ -87,15 +89,15 @@ class SlotPlacement:
         self._write(joined, list(idle), exit)
         self.size = bucket(len(sequences))
         self._compact()
-        if joined:  # kept when sequences leave, so that no other step has to be captured
-            self.options = StepOptions.of([of.params for of in sequences])
+        if joined:  # unchanged when sequences leave: avoids new captures
+            self.options = StepOptions.of([sequence.params for sequence in sequences])
         if exit is not self.head_exit or joined:
             self._fill_head(exit)
         self._write_drafting(sequences, joined)
         self._write_changed_pages()
 
     def idle_vacated_slots(self) -> None:
-        """Makes the slots of sequences that have left idle: their pages may belong to other sequences by now."""
+        """Makes the slots of sequences that have left idle. Their pages may be in use by other sequences."""
         self._write([], self._vacated, None)
 
     def release(self, sequence: Sequence) -> None:
@@ -121,16 +123,16 @@ class SlotPlacement:
         if not joined and not idle:
             return
         self._times.note_slot_writes()
-        all_slots, slots = self._buffers.slots, [*self.slots(joined), *idle]
+        store, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
-        pages = [*(of.kv.pages for of in joined), *([self._idle_page] for _ in idle)]
-        at = all_slots.write(slots, states, [*(of.seed for of in joined), *(0 for _ in idle)], pages)
+        pages = [*(sequence.kv.pages for sequence in joined), *([self._idle_page] for _ in idle)]
+        at = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:
-                all_slots.write_processing(self.slot_of[sequence], _processing_state(sequence))
+                store.write_processing(self.slot_of[sequence], _processing_state(sequence))
             else:
-                all_slots.clear_processing(self.slot_of[sequence])
+                store.clear_processing(self.slot_of[sequence])
         if joined and exit is not None:
             self._write_features(joined, at[: len(joined)])
 
@@ -150,11 +152,10 @@ class SlotPlacement:
     def _write_features(self, joined: list[Sequence], at: torch.Tensor) -> None:
         """Writes the features that the exit reads in the first step of sequences that join, whose slots are `at`; zeros
         if there is none."""
-        features = self._buffers.features
-        rows = [
-            features.new_zeros(features.shape[1]) if of.previous_feature is None else of.previous_feature
-            for of in joined
-        ]
+        features, rows = self._buffers.features, []
+        for sequence in joined:
+            feature = sequence.previous_feature
+            rows.append(features.new_zeros(features.shape[1]) if feature is None else feature)
         features.index_copy_(0, at, torch.stack(rows))
 
     def _fill_head(self, exit: Exit | None) -> None:
@@ -167,14 +168,15 @@ class SlotPlacement:
 
     def _write_drafting(self, sequences: Seq[Sequence], joined: list[Sequence]) -> None:
         """Writes which sequences accept drafts, where that has changed; `_write` did it for those that joined."""
-        changed = [of for of in sequences if self._drafting.get(of) != of.drafts]
-        self._drafting.update({of: of.drafts for of in changed})
-        changed = [of for of in changed if of not in joined]
+        changed = [sequence for sequence in sequences if self._drafting.get(sequence) != sequence.drafts]
+        self._drafting.update({sequence: sequence.drafts for sequence in changed})
+        changed = [sequence for sequence in changed if sequence not in joined]
         if changed:
-            self._buffers.slots.write_drafting(self.slots(changed), [of.drafts for of in changed])
+            self._buffers.slots.write_drafting(self.slots(changed), [sequence.drafts for sequence in changed])
 
     def _write_changed_pages(self) -> None:
-        changed = {self.slot_of[of]: of.kv.pages for of in self.pages.changed if of in self.slot_of}
+        placed = (sequence for sequence in self.pages.changed if sequence in self.slot_of)
+        changed = {self.slot_of[sequence]: sequence.kv.pages for sequence in placed}
         slots = sorted(changed)
         if slots:
             self._buffers.slots.write_pages(slots, [changed[slot] for slot in slots])

@@ -1,7 +1,7 @@
 """Scores the exit on prompts: the share of a prompt's last 32 positions at which its best token is the model's.
 
 Prefill passes keep the states of these positions; one pass over all slots compares exit and model there. The governor
-decides by the shares.
+reads the shares.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptScore:
         self._written = torch.zeros_like(slots.lengths)  # rows of each slot whose KV is written: none
         self.lengths = torch.zeros_like(slots.lengths)  # positions before those that are scored
         self.agreement = torch.zeros(slots.count, device=model.device)  # share of positions, by slot
-        self.decoder = decoder.over(self)
+        self.decoder = decoder.with_contexts(self)
         self.nodes = Nodes.chain(model, len(prompt_end), slots.count)
 
     @property
@@ -43,14 +43,14 @@ class PromptScore:
         return [*own, *vars(self.nodes.metadata).values()]
 
     def load(self, slots: Seq[int], states: Seq[torch.Tensor], lengths: Seq[int]) -> None:
-        """Copies the states of the last positions of these slots' prompts, which have so many positions."""
+        """Copies the states of the last positions of these slots' prompts, which have `lengths` positions."""
         host = host_tensor(self.ends, self.ends.device)
         ends = host.numpy()
         ends[:] = 0
         ends[slots] = lengths
         self.ends.copy_(host, non_blocking=True)
-        for slot, of_prompt in zip(slots, states, strict=True):
-            self.prompt_end[:, slot].copy_(of_prompt)
+        for slot, prompt_end in zip(slots, states, strict=True):
+            self.prompt_end[:, slot].copy_(prompt_end)
 
     def launch(self) -> None:
         decoder, hidden = self.decoder, self.decoder.model.config.hidden_size
@@ -59,7 +59,7 @@ class PromptScore:
         sizes = (hidden, FEATURE_STATES * hidden, hidden)
         states, previous, final_states = self.prompt_end.flatten(0, 1).split(sizes, dim=1)
         exit, rows = FusedExit(decoder, self.exit), len(states)
-        exit.fill_metadata(self.nodes, self.slots.pending, self._written)
+        exit.fill_metadata(self.nodes, self.slots.newest_tokens, self._written)
         head_inputs = decoder.scratch.take("prompt end inputs", 2 * rows, hidden, dtype=decoder.model.dtype)
         exit_states = exit.read(states, PreviousFeatures(previous, None), self.nodes, exit.head_input(rows))
         decoder.rms_norm(exit_states, self.exit.norm, head_inputs[:rows])
@@ -69,8 +69,8 @@ class PromptScore:
         torch.div(agreed.sum(0), self.counts.clamp(min=1), out=self.agreement)
 
     def _best_tokens(self, head_inputs: torch.Tensor) -> torch.Tensor:
-        """The best token of the whole head at each row [rows, 1]: the draft head's rows change while the pass stays
-        captured."""
+        """The best token of the whole head at each row [rows, 1]; not of the draft head, whose rows change between
+        replays."""
         model, scratch = self.decoder.model, self.decoder.scratch
         scores = scratch.take_like(Scores.empty(len(head_inputs), model.config.vocab_size, 1, "meta"))
         best = scratch.take("prompt end tokens", len(head_inputs), 1, dtype=torch.int32)
@@ -93,11 +93,12 @@ class PromptScoresInFlight:
         self.in_flight = sequences, slots, readback
 
     def read(self) -> dict[Sequence, tuple[float, int]]:
-        """Share of positions at which exit and model agree, and number of positions, by sequence, once they arrived."""
+        """By sequence the share of positions at which exit and model agree, and their number; empty until they
+        arrive."""
         if self.in_flight is None or not self.in_flight[2].is_done:
             return {}
         (sequences, slots, readback), self.in_flight = self.in_flight, None
         shares = readback.read()
         self._readbacks.give_back(readback)
         scored = zip(sequences, slots, strict=True)
-        return {of: (shares[slot], min(len(of.prompt) - 1, PROMPT_END)) for of, slot in scored}
+        return {sequence: (shares[slot], min(len(sequence.prompt) - 1, PROMPT_END)) for sequence, slot in scored}

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import MAX_SEGMENTS, Prompt, next_part, segments
+from selfspec.backends.cuda.kernel_prefill import MAX_SEGMENTS, Prompt, next_part, segments
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE
 from selfspec.cache.prefixes import PrefillKind
@@ -18,7 +18,7 @@ from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
-LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, a chunk keeps the device busy for longer than its launch takes
+LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, launching a chunk takes less time than running it: no gain
 
 
 # A row of the kernels gets the same bits in any pass. PyTorch's operations give equal bits in passes of equal shape,
@@ -28,7 +28,7 @@ CHUNKS = PrefillKind("chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
 
 
 class PromptPrefill:
-    """Prefills prompts together or in parts by the kernels that decode, and longer ones alone, chunk by chunk.
+    """Prefills prompts together or in parts by the decode kernels, and longer ones alone, chunk by chunk.
 
     The length of a prompt alone decides which of the two runs it, so its KV depends on nothing else.
     """
@@ -39,12 +39,12 @@ class PromptPrefill:
         self._torch = TorchBackend(graphs.model, graphs.cache)
 
     def prefill_kind(self, tokens: int) -> PrefillKind:
-        return KERNELS if tokens - 1 <= self.graphs.max_short_prompt else CHUNKS
+        return KERNELS if tokens - 1 <= self.graphs.max_kernel_prompt else CHUNKS
 
     def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:
-        """Runs one pass over as many of the sequences, in order, as share it. Returns those whose prompts are in the
-        cache then, but for their last token. `captures`: chunks of longer prompts run as CUDA graphs."""
-        first, longest = sequences[0], self.graphs.max_short_prompt + 1
+        """Runs one pass over the first sequences, as many as fit into it. Returns those whose prompts are then in the
+        cache, all but the last token. `captures`: chunks of longer prompts run as CUDA graphs."""
+        first, longest = sequences[0], self.graphs.max_kernel_prompt + 1
         if len(first.prompt) == 1:
             return [first]
         if len(first.prompt) > longest:
@@ -62,18 +62,16 @@ class PromptPrefill:
         return [sequence for sequence in group if sequence.kv.length == len(sequence.prompt) - 1]
 
     def _prefill_together(self, sequences: list[Sequence], lengths: list[int], exit: Exit | None) -> None:
-        """Runs one pass over the next tokens of each prompt, as many as `lengths` says."""
+        """Runs one pass over the next `lengths` tokens of each prompt."""
         kvs = [sequence.kv for sequence in sequences]
         ends = [kv.length + length for kv, length in zip(kvs, lengths, strict=True)]
         for kv, end in zip(kvs, ends, strict=True):
             self.cache.reserve(kv, end)
-        prefill, replay = self.graphs.short_prefill(exit, lengths, max(ends), _wants_logprobs(sequences))
-        prefill.load(
-            [
-                Prompt(of.prompt[of.kv.length : end], of.kv.pages, of.kv.length, of.previous_feature)
-                for of, end in zip(sequences, ends, strict=True)
-            ]
-        )
+        prefill, replay = self.graphs.kernel_prefill(exit, lengths, max(ends), _wants_logprobs(sequences))
+        parts = []
+        for sequence, kv, end in zip(sequences, kvs, ends, strict=True):
+            parts.append(Prompt(sequence.prompt[kv.length : end], kv.pages, kv.length, sequence.previous_feature))
+        prefill.load(parts)
         replay()
         if exit is not None:
             features = prefill.features[: len(sequences)].clone()
@@ -98,7 +96,7 @@ class PromptPrefill:
             self.release(sequence)  # prompts this long are not scored
             return ready
         self.cache.reserve(kv, end)
-        prefill, replay = self.graphs.prefill(exit, len(chunk), end, _wants_logprobs([sequence]))
+        prefill, replay = self.graphs.torch_prefill(exit, len(chunk), end, _wants_logprobs([sequence]))
         prefill.load(chunk, kv.length, kv.pages)
         if exit is not None:
             prefill.load_previous(sequence.previous_feature, self.prompt_ends.get(sequence) if kv.length else None)
@@ -114,13 +112,14 @@ class PromptPrefill:
     def _add_logprobs(self, sequences: list[Sequence], states: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Adds the log probabilities of the prompts' tokens after those in the cache, where requests ask for them, from
         the final states that they follow: of each prompt the given rows of `states`. Waits for the device once."""
-        asked = [(of, own) for of, own in zip(sequences, rows, strict=True) if of.request.prompt_logprobs is not None]
+        given = zip(sequences, rows, strict=True)
+        asked = [(sequence, own) for sequence, own in given if sequence.request.prompt_logprobs is not None]
         some = states.index_select(0, torch.cat([own for _, own in asked]).to(states.device))
-        after = [of.prompt[of.kv.length + 1 :][: len(own)] for of, own in asked]
-        tops = [of.request.prompt_logprobs or 0 for of, _ in asked]
+        after = [sequence.prompt[sequence.kv.length + 1 :][: len(own)] for sequence, own in asked]
+        tops = [sequence.request.prompt_logprobs or 0 for sequence, _ in asked]
         found = prompt_logprobs(some, after, tops, partial(head_logits, self.graphs.model))
-        for (sequence, _), of_prompt in zip(asked, found, strict=True):
-            sequence.prompt_logprobs += of_prompt
+        for (sequence, _), logprobs in zip(asked, found, strict=True):
+            sequence.prompt_logprobs += logprobs
 
     def release(self, sequence: Sequence) -> None:
         self.prompt_ends.pop(sequence, None)

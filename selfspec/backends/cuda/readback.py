@@ -1,4 +1,4 @@
-"""Results on their way from the device to the host, and the times of the steps that made them."""
+"""Copies of results from the device to the host, and the times of the steps that made them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class StepInFlight(Step):
 
 
 class StepTimes:
-    """Measures the time of each step, and decides whether it is typical of the step's plan."""
+    """Measures the time of each step, and decides whether it enters the costs of the step's plan."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
@@ -100,34 +100,33 @@ class StepTimes:
         self._last_read: Readback | None = None
 
     def note_other_work(self) -> None:
-        """Call when work that belongs to no step is launched: the next step does not begin at the newest step's end."""
+        """Marks the next step as not following the newest: other work was launched between them."""
         self._newest = None
 
     def note_slot_writes(self) -> None:
-        """Call when slots are written, prompts prefilled or the next step's graphs captured: its time is not typical of
-        its plan."""
+        """Excludes the next step's time from costs: slots were written, prompts prefilled or its graphs captured."""
         self._newest, self._has_slot_writes = None, True
 
-    def start(self, step: StepInFlight, readback: Readback, before: Step | None, overlaps: bool) -> None:
-        """Call right before a step is launched; `before` was launched and not read yet."""
-        previous = before.readback if isinstance(before, StepInFlight) else None
+    def start(self, step: StepInFlight, readback: Readback, in_flight: Step | None, overlaps: bool) -> None:
+        """Starts a step's clock right before its launch; `in_flight` is not read yet."""
+        previous = in_flight.readback if isinstance(in_flight, StepInFlight) else None
         is_late = previous is not None and previous.is_done and overlaps  # the device is idle
         follows = previous is not None and previous is self._newest and not is_late
-        step.is_typical = self._is_typical(step, previous, overlaps)
+        step.enters_costs = self._enters_costs(step, previous, overlaps)
         readback.start(previous if follows else None)
         step.readback, self._newest = readback, readback
 
-    def _is_typical(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
-        """Whether a step's time is the cost of its plan: it is launched behind another step, and no slot was written in
-        between. A pass that fills the exit's KV in between is part of the cost of drafting, but not of a plain step.
-        Plain steps that only measure always count: the governor has no other times yet."""
+    def _enters_costs(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
+        """True if a step's time is its plan's cost: launched after another step, no slot written between, and, if
+        plain, no other pass between (a pass that fills the exit's KV is part of the cost of drafting). Measuring steps
+        always count: the governor has no other times yet."""
         written, self._has_slot_writes = self._has_slot_writes, False
         if not overlaps or step.record.reason == MEASURING:
             return True
         return previous is not None and not written and (len(step.record.plan) > 0 or previous is self._newest)
 
     def stop(self, step: StepInFlight) -> None:
-        """Call after a step's report was read; fills in its times."""
+        """Sets the seconds of a step that was read."""
         readback = step.readback
         assert readback is not None
         step.seconds = max(0.0, readback.seconds - step.callback_s)

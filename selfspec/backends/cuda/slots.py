@@ -15,7 +15,7 @@ import torch
 
 from selfspec.backends.cuda.exit import DraftHead, SlotExit, draft_head_capacity, feature_buffer, prompt_end_buffer
 from selfspec.kernels.constants import PAGE_SIZE
-from selfspec.kernels.final_norm import UnfilledStates
+from selfspec.kernels.final_norm import SlotUnfilled
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import MAX_STOPS, SamplingParams
 from selfspec.speculation.exit import Exit
@@ -25,10 +25,10 @@ IDLE, PLAIN, DRAFTING = 0, 1, 2  # values of `active`: no sequence; one that acc
 
 _MAX_INT32 = 2**31 - 1
 
-_INTS = ("lengths", "pending", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
+_INTS = ("lengths", "newest_tokens", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
-_HEADER = len(_FIELDS) + MAX_STOPS  # numbers of a slot that are written before its pages
+_PAGES_AT = len(_FIELDS) + MAX_STOPS  # where the pages of a slot begin in a row of `SlotWrite`
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
@@ -44,17 +44,17 @@ class Slots:
     """Views of the first `count` slots of a batch: one tensor per field."""
 
     count: int
-    all_slots: AllSlots
+    store: SlotStore  # all slots of the batch
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
-    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position; of use once the host has written the first ones
+    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position; complete once the host has written the first ones
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
     lengths: torch.Tensor  # [B] int32, as all fields down to `min_length`: committed positions
-    pending: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
+    newest_tokens: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
     sample_indices: torch.Tensor
     active: torch.Tensor  # IDLE, PLAIN or DRAFTING
     lengths_before: torch.Tensor  # committed positions before the newest step
-    unfilled: torch.Tensor  # number of newest positions that the exit block has no keys and values for
+    unfilled: torch.Tensor  # number of unfilled positions, the newest ones
     top_k: torch.Tensor  # below 1: off
     min_length: torch.Tensor  # stop tokens are banned at positions below it
     temperature: torch.Tensor  # [B] float32, as all fields after it; 0: greedy
@@ -65,30 +65,32 @@ class Slots:
     frequency: torch.Tensor
 
 
-class WrittenSlots:
-    """The values of some slots that are written at once, as one tensor and as views of its parts."""
+class SlotWrite:
+    """The values of `count` slots that are written at once, as one tensor and as views of its parts: a header with the
+    slots' numbers and seeds, 64 bits each, then a row of int32 for each slot."""
 
-    fields, stops, pages = slice(0, len(_FIELDS)), slice(len(_FIELDS), _HEADER), slice(_HEADER, None)  # of a row
+    fields, stops, pages = slice(0, len(_FIELDS)), slice(len(_FIELDS), _PAGES_AT), slice(_PAGES_AT, None)  # of a row
 
     def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        self._count, self._keys = count, 2 * 2 * count  # two numbers of 64 bits for each slot, then a row for each
-        self.whole = torch.zeros(self._keys + count * (_HEADER + pages), dtype=torch.int32, device=device)
-        rows = self.whole[self._keys :].view(count, -1)
-        self.at, self.of_seeds = self.whole[: self._keys].view(torch.int64).view(2, count)
-        self.words, self.of_stops, self.of_pages = rows[:, self.fields].T, rows[:, self.stops], rows[:, self.pages]
+        self._count, self._header = count, 2 * 2 * count  # int32 numbers of the header
+        self.whole = torch.zeros(self._header + count * (_PAGES_AT + pages), dtype=torch.int32, device=device)
+        rows = self.whole[self._header :].view(count, -1)
+        self.at, self.seeds = self.whole[: self._header].view(torch.int64).view(2, count)
+        self.values, self.stop_rows, self.page_rows = rows[:, self.fields].T, rows[:, self.stops], rows[:, self.pages]
 
     def parts(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers and seeds of the slots [2, count], and their rows, as views of an array like `whole`."""
-        return whole[: self._keys].view(np.int64).reshape(2, self._count), whole[self._keys :].reshape(self._count, -1)
+        """Returns the header [2, count] and the rows as views of an array like `whole`."""
+        header, rows = whole[: self._header], whole[self._header :]
+        return header.view(np.int64).reshape(2, self._count), rows.reshape(self._count, -1)
 
 
-class AllSlots:
-    """All slots of a batch, as the host writes them."""
+class SlotStore:
+    """All slots of a batch, and the host's writes to them."""
 
     def __init__(self, capacity: int, pages: int, vocabulary: int, device: torch.device, idle_page: int) -> None:
         self.capacity, self.vocabulary, self.device, self.idle_page = capacity, vocabulary, device, idle_page
         width = -(-capacity // 4) * 4  # fields begin at multiples of 16 bytes: one compiled kernel for all capacities
-        self._words = torch.zeros(len(_FIELDS), width, dtype=torch.int32, device=device)
+        self._fields = torch.zeros(len(_FIELDS), width, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(width, dtype=torch.int64, device=device)
         self.page_table = torch.full((capacity, pages), idle_page, dtype=torch.int32, device=device)
         self.texts = torch.zeros(capacity, pages * PAGE_SIZE, dtype=torch.int32, device=device)
@@ -97,15 +99,15 @@ class AllSlots:
         self._counts: torch.Tensor | None = None  # [capacity, V] int32, allocated on first use
         self._biased: set[int] = set()  # slots whose bias may differ from 0
         self._views: dict[int, Slots] = {}
-        self._inputs: dict[int, WrittenSlots] = {}  # by number of slots
+        self._writes: dict[int, SlotWrite] = {}  # by number of slots
 
     def first(self, count: int) -> Slots:
         """The first `count` slots; the same object for every call."""
         if count not in self._views:
             fields = {}
             for index, name in enumerate(_FIELDS):
-                words = self._words[index, :count]
-                fields[name] = words.view(torch.float32) if name in _FLOATS else words
+                values = self._fields[index, :count]
+                fields[name] = values.view(torch.float32) if name in _FLOATS else values
             own = self.seeds[:count], self.page_table[:count], self.texts[:count], self.stops[:count]
             self._views[count] = Slots(count, self, *own, **fields)
         return self._views[count]
@@ -130,32 +132,33 @@ class AllSlots:
     ) -> torch.Tensor:
         """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle.
         Returns the numbers of the slots on the device, valid until the next call."""
-        written = self._written(len(slots))
+        written = self._slot_write(len(slots))
         host = host_tensor(written.whole, self.device)
-        keys, rows = written.parts(host.numpy())
-        keys[0], keys[1] = slots, seeds
+        header, rows = written.parts(host.numpy())
+        header[0], header[1] = slots, seeds
         rows[:, written.pages] = self.idle_page
-        for row, state, of_slot in zip(rows, states, pages, strict=True):
+        for row, state, slot_pages in zip(rows, states, pages, strict=True):
             self._pack(row[written.fields], row[written.stops], state)
-            row[written.pages][: len(of_slot)] = of_slot
+            row[written.pages][: len(slot_pages)] = slot_pages
         written.whole.copy_(host, non_blocking=True)
-        self._words.index_copy_(1, written.at, written.words)
-        self.stops.index_copy_(0, written.at, written.of_stops)
-        self.seeds.index_copy_(0, written.at, written.of_seeds)
-        self.page_table.index_copy_(0, written.at, written.of_pages)
+        self._fields.index_copy_(1, written.at, written.values)
+        self.stops.index_copy_(0, written.at, written.stop_rows)
+        self.seeds.index_copy_(0, written.at, written.seeds)
+        self.page_table.index_copy_(0, written.at, written.page_rows)
         return written.at
 
-    def _written(self, count: int) -> WrittenSlots:
-        if count not in self._inputs:
-            self._inputs[count] = WrittenSlots(count, self.page_table.shape[1], self.device)
-        return self._inputs[count]
+    def _slot_write(self, count: int) -> SlotWrite:
+        if count not in self._writes:
+            self._writes[count] = SlotWrite(count, self.page_table.shape[1], self.device)
+        return self._writes[count]
 
     @staticmethod
-    def _pack(words: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
+    def _pack(fields: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
+        """Writes a slot's fields, floats by their bits, and its stop tokens."""
         stops[:] = -1
         values = _IDLE_VALUES if state is None else vars(state)
-        words[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
-        words[len(_INTS) :].view(np.float32)[:] = [values[name] for name in _FLOATS]
+        fields[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
+        fields[len(_INTS) :].view(np.float32)[:] = [values[name] for name in _FLOATS]
         if state is not None:
             stops[: len(state.stops)] = state.stops
 
@@ -178,7 +181,7 @@ class AllSlots:
             tokens, values = torch.tensor([token for token, _ in state.bias]), [value for _, value in state.bias]
             bias[self._to_device(tokens)] += self._to_device(torch.tensor(values, dtype=torch.float32))
         counts.zero_()
-        prompt, generated = (self._to_device(torch.tensor(of, dtype=torch.int64)) for of in state.text)
+        prompt, generated = (self._to_device(torch.tensor(tokens, dtype=torch.int64)) for tokens in state.text)
         counts.index_fill_(0, prompt, 1)
         counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
 
@@ -195,48 +198,48 @@ class AllSlots:
 
     def write_drafting(self, slots: Seq[int], drafts: Seq[bool]) -> None:
         """Writes whether the sequences in these slots accept drafts."""
-        values = torch.tensor([DRAFTING if of else PLAIN for of in drafts], dtype=torch.int32)
-        row = self._words[_FIELDS.index("active")]
+        values = torch.tensor([DRAFTING if accepts else PLAIN for accepts in drafts], dtype=torch.int32)
+        row = self._fields[_FIELDS.index("active")]
         row.index_copy_(0, self._to_device(torch.tensor(slots)), self._to_device(values))
 
     def move(self, sources: Seq[int], targets: Seq[int], *others: torch.Tensor) -> None:
         """Moves slots to idle ones, with the same rows of `others`; the sources become idle."""
         self._biased.update(target for source, target in zip(sources, targets, strict=True) if source in self._biased)
-        of, to = (self._to_device(torch.tensor(numbers)) for numbers in (sources, targets))
+        source, target = (self._to_device(torch.tensor(numbers)) for numbers in (sources, targets))
         rows = [self.seeds, self.stops, self.page_table, self.texts, *others]
         rows += [tensor for tensor in (self._bias, self._counts) if tensor is not None]
         for tensor in rows:
-            tensor.index_copy_(0, to, tensor.index_select(0, of))
-        self._words.index_copy_(1, to, self._words.index_select(1, of))
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+        self._fields.index_copy_(1, target, self._fields.index_select(1, source))
         for name in _ZERO_IN_IDLE_SLOTS:
-            self._words[_FIELDS.index(name)].index_fill_(0, of, 0)
-        self.page_table.index_fill_(0, of, self.idle_page)
+            self._fields[_FIELDS.index(name)].index_fill_(0, source, 0)
+        self.page_table.index_fill_(0, source, self.idle_page)
 
     @property
     def changing(self) -> list[torch.Tensor]:
         """Tensors that steps or `idle` change."""
-        return [self._words, self.page_table]
+        return [self._fields, self.page_table]
 
     def idle(self) -> None:
         """Makes all slots idle: steps then write their KV to the idle page, which belongs to no sequence."""
         for name in _ZERO_IN_IDLE_SLOTS:
-            self._words[_FIELDS.index(name)].zero_()
+            self._fields[_FIELDS.index(name)].zero_()
         self.page_table.fill_(self.idle_page)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         optional = [tensor for tensor in (self._bias, self._counts) if tensor is not None]
-        written = [of.whole for of in list(self._inputs.values())]
-        return [self._words, self.seeds, self.page_table, self.texts, self.stops, *optional, *written]
+        written = [write.whole for write in list(self._writes.values())]
+        return [self._fields, self.seeds, self.page_table, self.texts, self.stops, *optional, *written]
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return to_device(host, self.device)
 
 
 def _rectangle(pages: Seq[Seq[int]]) -> np.ndarray:
-    """Rows of a page table as wide as the longest of them; entries behind a row's pages are not read."""
+    """Rows of a page table as wide as the longest of them; entries past a row's pages are not read."""
     width = max(map(len, pages))
-    return np.array([[*of_slot, *[of_slot[0]] * (width - len(of_slot))] for of_slot in pages], dtype=np.int32)
+    return np.array([[*row, *[row[0]] * (width - len(row))] for row in pages], dtype=np.int32)
 
 
 def host_tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -254,7 +257,7 @@ class SlotState:
     """The values of a slot for a sequence that joins; fields as in `Slots`."""
 
     lengths: int
-    pending: int
+    newest_tokens: int
     sample_indices: int
     active: int
     top_k: int
@@ -269,14 +272,14 @@ class SlotState:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, length: int, pending: int, sample_index: int, prompt: int, drafts: bool,
+        cls, params: SamplingParams, length: int, newest_token: int, sample_index: int, prompt: int, drafts: bool,
         processed: bool,
     ) -> SlotState:  # fmt: skip
         """`prompt` is the number of prompt tokens. `processed` is False if the host processes the sequence's logits."""
         shortest = max(params.min_length, prompt + params.min_new_tokens if params.min_new_tokens else 0)
         return cls(
             lengths=length,
-            pending=pending,
+            newest_tokens=newest_token,
             sample_indices=sample_index,
             active=DRAFTING if drafts else PLAIN,
             top_k=min(params.top_k, _MAX_INT32) if params.do_sample else 0,
@@ -303,13 +306,14 @@ class ProcessingState:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Optional parts of a captured step, which at least one sequence of the batch needs. They change no row's bits."""
+    """Optional parts of a captured step, which at least one sequence of the batch needs. They change speed, not
+    results."""
 
     samples: bool = False
     truncates: bool = False  # top-k, top-p or min-p
     small_top_k: bool = True  # every sequence that truncates has a top-k up to 64
     processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
-    masks: bool = False  # grammars, whose masks the host computes between drafting and the choice
+    grammar_masks: bool = False  # grammars, whose masks the host computes between the parts of a step
 
     @classmethod
     def of(cls, every: Seq[SamplingParams]) -> StepOptions:
@@ -334,9 +338,9 @@ class SlotBuffers:
 
     def __init__(self, number: int, model: Decoder, capacity: int, pages: int, idle_page: int) -> None:
         self.number, self.model = number, model  # the number identifies graphs of these buffers
-        self.slots = AllSlots(capacity, pages, model.config.vocab_size, model.device, idle_page)
+        self.slots = SlotStore(capacity, pages, model.config.vocab_size, model.device, idle_page)
         self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # of each slot, then of each node of a step
-        self._unfilled: dict[int, UnfilledStates] = {}  # by number of slots, as `_prompt_ends`
+        self._unfilled: dict[int, SlotUnfilled] = {}  # by number of slots, as `_prompt_ends`
         self._prompt_ends: dict[int, torch.Tensor] = {}
         self._heads: dict[int, DraftHead] = {}  # by capacity
 
@@ -351,10 +355,10 @@ class SlotBuffers:
             self._heads[capacity] = DraftHead.empty(capacity, self.model.device)
         return self._heads[capacity]
 
-    def _unfilled_states(self, count: int) -> UnfilledStates:
+    def _unfilled_states(self, count: int) -> SlotUnfilled:
         if count not in self._unfilled:
             slots, config = self.slots.first(count), self.model.config
-            self._unfilled[count] = UnfilledStates.empty(slots.unfilled, config.hidden_size, self.model.dtype)
+            self._unfilled[count] = SlotUnfilled.empty(slots.unfilled, config.hidden_size, self.model.dtype)
         return self._unfilled[count]
 
     def prompt_end(self, count: int) -> torch.Tensor:
@@ -365,7 +369,7 @@ class SlotBuffers:
 
     def save_and_idle(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Makes all slots idle. Returns the tensors that this and a step of idle slots change, each with a copy."""
-        unfilled = [tensor for of in self._unfilled.values() for tensor in (of.hidden, of.previous)]
+        unfilled = [tensor for states in self._unfilled.values() for tensor in (states.hidden, states.previous)]
         changed = [*self.slots.changing, self.features[: self.slots.capacity], *unfilled]
         saved = [(tensor, tensor.clone()) for tensor in changed]
         self.slots.idle()
@@ -373,6 +377,6 @@ class SlotBuffers:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        unfilled = [tensor for of in list(self._unfilled.values()) for tensor in (of.hidden, of.previous)]
+        unfilled = [tensor for states in list(self._unfilled.values()) for tensor in (states.hidden, states.previous)]
         heads = [head.tokens for head in list(self._heads.values())]
         return [*self.slots.tensors, self.features, *unfilled, *list(self._prompt_ends.values()), *heads]

@@ -1,7 +1,7 @@
-"""One step of B slots as kernels: draft, verify, choose, accept, commit; the host takes part in none of them.
+"""One step of B slots as kernels: draft, verify, choose, accept, commit.
 
 The host writes sequences into slots before the step and reads its report after it. On CUDA `graphs.py` captures a step
-once and replays it. Where the host takes part, the parts before and after it are captured separately.
+once and replays it. With callables or grammars, the parts between which the host works are captured separately.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Residual, Tree, empty_metadata, head_logits
 from selfspec.backends.cuda.exit import FusedExit, HeadInput, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.slots import Slots, StepOptions
+from selfspec.backends.cuda.step_masks import StepMasks
 from selfspec.kernels.accept import COUNT, TOKENS, accept
 from selfspec.kernels.beam import BeamLevel, choose_nodes
 from selfspec.kernels.copy_draft import copy_draft, tiles_of
 from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.kv_compaction import compact_kv
 from selfspec.kernels.lm_head_topk import lm_head_logits, lm_head_scores
-from selfspec.kernels.logits_processing import Masks, Processing
+from selfspec.kernels.logits_processing import Processing
 from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.sample import SampleWorkspace, sample_scored
 from selfspec.kernels.score_logits import score_logits
@@ -34,7 +34,7 @@ from selfspec.speculation.plan import Plan
 
 
 class SlotSampling:
-    """The slots' sampling parameters as kernels take them. `options` decides which of them kernels get at all."""
+    """The slots' sampling parameters as kernels take them. Parameters that `options` exclude are not passed."""
 
     def __init__(self, slots: Slots, options: StepOptions, tree: Tree) -> None:
         self.slots, self.options, self.tree = slots, options, tree
@@ -57,9 +57,9 @@ class SlotSampling:
         all nodes, which penalties count along a node's path."""
         if not self.options.processes:
             return None
-        slots, every, count = self.slots, self.slots.all_slots, self.slots.count
+        slots, store, count = self.slots, self.slots.store, self.slots.count
         return Processing(
-            slots.repetition, slots.presence, slots.frequency, every.bias[:count], every.counts[:count],
+            slots.repetition, slots.presence, slots.frequency, store.bias[:count], store.counts[:count],
             slots.min_length, slots.stops, rows.next_positions, self.tree.paths, self.tree.depths, all_rows.tokens,
             first_node,
         )  # fmt: skip
@@ -99,17 +99,12 @@ class DeviceStep:
         # For the host: see `kernels.accept`.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
         levels = plan.levels
-        if options.masks and plan.uses_exit:  # the root runs before it is known which tokens the grammar forces
+        if options.grammar_masks and plan.uses_exit:  # the root runs before forced tokens are known
             levels = (range(1), range(1, levels[1].stop), *levels[2:])
         self._levels = [_Level(tree, level) for level in levels]
         # Of roots and copied nodes, node-major; unused where nothing is copied.
         self._first_tokens = torch.zeros(batch * (plan.copied + 1), dtype=torch.int32, device=device)
-        if options.masks:
-            zeros = partial(torch.zeros, dtype=torch.int32, pin_memory=device.type == "cuda")
-            self.host_tokens = zeros(rows)  # `metadata.tokens`, for the host
-            self.host_parents = zeros(self.parents.shape if plan.beam else 0)  # `parents`, likewise
-            self.host_masks = zeros(len(self.mask_words))  # `mask_words`, as the host writes them
-            self.host_masks[: self.mask_start].fill_(-1)  # no row has a mask when the step runs before it is captured
+        self.masks = StepMasks(tree, self.model.config.vocab_size, decoder.scratch) if options.grammar_masks else None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -148,58 +143,21 @@ class DeviceStep:
         self.commit()
 
     def draft_masked(self) -> None:
-        """Runs the levels below the root; in a plan without the exit's nodes, all levels. The root's children respect
-        its mask, and forced tokens replace copied ones. Copies the nodes' tokens, and a beam's parents, to the host."""
-        self._load_masks(self.slots.count)
+        """Runs the levels below the root; in a plan that only copies, all levels. The root's children respect its mask,
+        and forced tokens replace copied ones. Copies the nodes' tokens, and a beam's parents, to the host."""
+        assert self.masks is not None
+        self.masks.load(self.slots.count)
         if self.plan.uses_exit:
             self.draft_children()
         else:
             self.draft_root()
-        self.host_tokens.copy_(self.metadata.tokens, non_blocking=True)
-        if self.plan.beam:
-            self.host_parents.copy_(self.parents, non_blocking=True)
+        self.masks.send(self.metadata.tokens, self.parents)
 
     def choose_masked(self) -> None:
-        self._load_masks(self.rows)
+        assert self.masks is not None
+        self.masks.load(self.rows)
         self.choose()
         self.accept_and_commit()
-
-    def _load_masks(self, count: int) -> None:
-        """Copies the rows' numbers, the forced tokens and the first `count` masks from the host."""
-        end = self.mask_start + count * -(-self.model.config.vocab_size // 32)
-        self.mask_words[:end].copy_(self.host_masks[:end], non_blocking=True)
-
-    @cached_property
-    def mask_words(self) -> torch.Tensor:
-        """Memory of the masks, int32: R row numbers; from `forced_start` on the tokens that grammars force, for the
-        copied nodes, node-major; from `mask_start` on the bits. Taken from scratch once, as `logits`."""
-        words = -(-self.model.config.vocab_size // 32)
-        return self.decoder.scratch.take("masks", self.mask_start + self.rows * words, dtype=torch.int32)
-
-    @property
-    def forced_start(self) -> int:
-        """Where forced tokens begin in `mask_words`: at a multiple of 16 bytes, so that one compiled kernel serves all
-        R."""
-        return -(-self.rows // 4) * 4
-
-    @property
-    def mask_start(self) -> int:
-        """Where the bits begin, likewise."""
-        return self.forced_start + -(-self.slots.count * self.plan.copied // 4) * 4
-
-    @cached_property
-    def host_views(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`host_masks` in parts: the mask of each row, -1: none; forced tokens [copied nodes, B]; the masks' words. The
-        host writes them after it has read the previous step, whose masks are on the device by then."""
-        words, copied, count = self.host_masks.numpy(), self.plan.copied, self.slots.count
-        forced = words[self.forced_start :][: copied * count].reshape(copied, count)
-        return words[: self.rows], forced, words[self.mask_start :].view(np.uint32).reshape(self.rows, -1)
-
-    def _masks(self, rows: int) -> Masks | None:
-        """The masks of the first rows; None for a step without grammars."""
-        if not self.sampling.options.masks:
-            return None
-        return Masks(self.mask_words[:rows], self.mask_words[self.mask_start :].view(self.rows, -1))
 
     @cached_property
     def logits(self) -> torch.Tensor:
@@ -215,7 +173,7 @@ class DeviceStep:
         self.draft_children()
 
     def draft_root(self) -> None:
-        """The first level: the root and, in a step without grammars or without the exit's nodes, copied nodes."""
+        """The first level: the root and copied nodes; with grammars, copied nodes only in a plan that only copies."""
         self._draft_level(self._levels[0], None)
 
     def draft_children(self) -> None:
@@ -227,9 +185,9 @@ class DeviceStep:
         """Runs a level's nodes through the layers below the exit and, where they have children, through the exit."""
         if level.unranked:
             copies, first = level.unranked.stop > 1, level.unranked.start * self.slots.count
-            self._embed(level.unranked, pending=self._copy()[first:] if copies else self.slots.pending)
+            self._embed(level.unranked, given_tokens=self._copy()[first:] if copies else self.slots.newest_tokens)
         if isinstance(ranked, BeamLevel):
-            self._embed(level.drafted, pending=self._choose_nodes(level.drafted, ranked), begins=True)
+            self._embed(level.drafted, given_tokens=self._choose_nodes(level.drafted, ranked), begins=True)
         elif ranked is not None:
             self._embed(level.drafted, ranked=ranked, parents=level.parents, ranks=level.ranks)
         states, nodes = self.draft_states.rows(*level.rows), self._nodes(level.nodes)
@@ -239,11 +197,11 @@ class DeviceStep:
 
     def _embed(self, nodes: range, **tokens: Any) -> None:
         """Embeds the tokens of some nodes of a level; see `embed_rope` for where they come from."""
-        decoder, slots, of = self.decoder, self.slots, self._nodes(nodes)
+        decoder, slots, passed = self.decoder, self.slots, self._nodes(nodes)
         states = self.draft_states.rows(*self.sampling.tree.rows(nodes))
         embed_rope(
-            of.metadata, states.states, decoder.next_norm(self.model.layers[0].attention_norm, states),
-            self.model.embedding.weight, self.model._embedding_scale, slots.lengths, slots.page_table, of.depths,
+            passed.metadata, states.states, decoder.next_norm(self.model.layers[0].attention_norm, states),
+            self.model.embedding.weight, self.model.embedding_scale, slots.lengths, slots.page_table, passed.depths,
             decoder.inv_freq, decoder.rope_scaling, nodes.start, **tokens,
         )  # fmt: skip
 
@@ -254,17 +212,16 @@ class DeviceStep:
         return tokens
 
     def _copy(self) -> torch.Tensor:
-        """The slots' newest tokens and the tokens that followed their last occurrence, for roots and copied nodes; in
-        place of the latter the tokens that a grammar forces, where it forces any."""
+        """The tokens of roots and copied nodes, node-major: the slots' newest tokens and the copied ones; where a
+        grammar forces tokens, these replace the copied ones."""
         slots, tiles = self.slots, tiles_of(self.decoder.max_context)
         keys = self.decoder.scratch.take("copy keys", slots.count, tiles, dtype=torch.int64)
-        forced = self.mask_words[self.forced_start :] if self.sampling.options.masks else None
-        forced = None if forced is None else forced[: self.plan.copied * slots.count]
-        copy_draft(slots.texts, slots.lengths, slots.pending, self._first_tokens, keys, forced)
+        forced = None if self.masks is None else self.masks.forced
+        copy_draft(slots.texts, slots.lengths, slots.newest_tokens, self._first_tokens, keys, forced)
         return self._first_tokens
 
     def _read_exit(self, slot_exit: SlotExit, level: _Level) -> None:
-        """Runs the exit's block at one level; its head's input is then in `head_input`."""
+        """Runs the exit's block at one level and writes the input of its head to `head_input`."""
         start, stop = level.ranked_rows
         states, nodes = self.draft_states.rows(start, stop), self._nodes(level.ranked)
         previous = PreviousFeatures(self.head_input.values, level.parent_rows, self.head_input.squares)
@@ -275,12 +232,11 @@ class DeviceStep:
 
     def _rank_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking | BeamLevel:
         """Returns the best draft tokens after a level's rows [rows, width], for a beam with their log probabilities; up
-        to MAX_SCAN_WIDTH as a ranking, in which the next level's embedding finds them. Masks are known of the root
-        only."""
+        to MAX_SCAN_WIDTH as a ranking, in which the next level's embedding finds them. Only the root has a mask."""
         (start, stop), metadata, sampling = level.ranked_rows, self._nodes(level.ranked).metadata, self.sampling
         exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
         processing = sampling.processing(metadata, self.metadata, level.ranked.start)
-        masks = None if start else self._masks(stop)
+        masks = None if start or self.masks is None else self.masks.first(stop)
         ranking = exit.rank(slot_exit.head, head_input, level.width, sampling.noise(metadata), processing, masks)
         beam, size = sampling.tree.beam, (stop - start, level.width)
         if beam is None and level.width <= MAX_SCAN_WIDTH:
@@ -300,8 +256,8 @@ class DeviceStep:
         return 0 if self.exit is None else self.exit.exit.layer
 
     def verify(self) -> None:
-        """Runs the saved states of all rows through layers N..L; the LM head's input is then in `final_states`. In a
-        step that drafted, also writes the exit block's keys and values again, now from exact features."""
+        """Runs the saved states of all rows through layers N..L-1 and writes `final_states`. In a step that drafted,
+        also writes the exit block's keys and values again, now from exact features."""
         slot_exit, all_nodes = self.exit, self._nodes(range(len(self.plan) + 1))
         unfilled = None if slot_exit is None or len(self.plan) else slot_exit.unfilled
         if slot_exit is None or slot_exit.features is None:
@@ -320,14 +276,15 @@ class DeviceStep:
     @property
     def _verified(self) -> torch.Tensor:
         """The output of `verify`: the features of all rows [R, 2 * hidden], without an exit block only their normed
-        final states [R, hidden]. A plain step replaces the slots' own features; of a tree's, `commit` copies one."""
+        final states [R, hidden]. A plain step replaces the slots' own features; of a tree's features, `commit` copies
+        that of the last node."""
         if self.exit is None or self.exit.features is None:
             return self.head_input.values
         return self.exit.features[self.exit.first_node_row if len(self.plan) else 0 :][: self.rows]
 
     @property
     def final_states(self) -> torch.Tensor:
-        """The model's normed final states of all rows [R, hidden], once verified: the input of its LM head."""
+        """The model's normed final states of all rows [R, hidden], after `verify`: the input of its LM head."""
         return self._verified[:, : self.model.config.hidden_size]
 
     # Choose and accept
@@ -335,30 +292,31 @@ class DeviceStep:
     def choose(self) -> None:
         """Chooses the target's next token after every row; -1 where its logits are not finite."""
         softcap, head = self.model.config.logit_softcap, self.model.head.weight
-        states, masks = self.final_states, self._masks(self.rows)
-        self._choose(lambda scores, **how: lm_head_scores(states, head, scores, softcap=softcap, masks=masks, **how))
+        states, masks = self.final_states, None if self.masks is None else self.masks.first(self.rows)
+        self._choose(partial(lm_head_scores, states, head, softcap=softcap, masks=masks))
 
     def choose_processed(self) -> None:
-        """The same from `logits`, after callables have processed those of some rows."""
-        self._choose(lambda scores, **how: score_logits(self.logits, scores, **how))
+        """Chooses from `logits`, after callables have processed those of some rows; see `choose`."""
+        self._choose(partial(score_logits, self.logits))
 
     def _choose(self, score_all: Callable[..., None]) -> None:
+        """`score_all(scores, **options)` fills the scores that the choice is made from."""
         vocabulary, sampling, scratch = self.model.config.vocab_size, self.sampling, self.decoder.scratch
         noise, truncation = sampling.noise(self.metadata), sampling.truncation
         processing = sampling.processing(self.metadata, self.metadata, 0)
-        how = {"noise": noise, "truncation": truncation, "processing": processing}
+        options = {"noise": noise, "truncation": truncation, "processing": processing}
         if truncation is None or noise is None:
             scores = scratch.take_like(Scores.empty(self.rows, vocabulary, 1, "meta"))
-            score_all(scores, **how)
+            score_all(scores, **options)
             topk_tokens(scores, self.chosen, finite=True)
             return
         work = scratch.take_like(SampleWorkspace.empty(self.rows, vocabulary, "meta", truncation.small_top_k))
-        score_all(work.scores, **how)
+        score_all(work.scores, **options)
         sample_scored(vocabulary, self.chosen.view(-1), work, noise=noise, truncation=truncation)
 
     def logprobs(self, top: int) -> torch.Tensor:
         """Log probabilities of the tokens that the step emitted, from the final states of the nodes that they follow;
-        see `pack_logprobs`. [B, depth + 1, 1 + 2 * top]; those behind a slot's accepted length mean nothing."""
+        see `pack_logprobs`. [B, depth + 1, 1 + 2 * top]; entries past a slot's accepted length are undefined."""
         count = self.slots.count
         rows = self.paths.long() * count + torch.arange(count, device=self.paths.device)[:, None]
         states, tokens = self.final_states.index_select(0, rows.flatten()), self.report[:, TOKENS:].flatten()
@@ -368,10 +326,11 @@ class DeviceStep:
         """Walks down the trees along the chosen tokens; fills `paths` and `report`; advances the slots' lengths, newest
         tokens, texts and token counts."""
         slots = self.slots
-        counts = slots.all_slots.counts[: slots.count] if self.sampling.options.processes else None
+        counts = slots.store.counts[: slots.count] if self.sampling.options.processes else None
         accept(
             self.chosen.view(-1), self.metadata.tokens, self.sampling.tree.tensors, slots.active, slots.lengths,
-            slots.lengths_before, slots.pending, self.paths, self.report, slots.texts, counts=counts, stops=slots.stops,
+            slots.lengths_before, slots.newest_tokens, self.paths, self.report, slots.texts, counts=counts,
+            stops=slots.stops,
         )  # fmt: skip
 
     # Commit
@@ -399,11 +358,11 @@ class DeviceStep:
 
 
 class _Level:
-    """The nodes that pass the layers below the exit together: root and copied nodes first, then the exit's, with their
-    parents and ranks."""
+    """The nodes that pass the layers below the exit together: root and copied nodes first, then those that the exit
+    drafts, with their parents and ranks."""
 
     def __init__(self, tree: Tree, nodes: range) -> None:
-        first = tree.plan.copied + 1  # of the exit's nodes
+        first = tree.plan.copied + 1  # of the nodes that the exit drafts
         self.nodes, self.rows = nodes, tree.rows(nodes)
         self.unranked = range(nodes.start, min(nodes.stop, first))
         self.drafted = range(max(nodes.start, first), nodes.stop)

@@ -12,7 +12,7 @@ import torch
 
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.short_prefill import MAX_TOKENS, groups_per_pass, sizes_to_capture
+from selfspec.backends.cuda.kernel_prefill import MAX_TOKENS, groups_per_pass, sizes_to_capture
 from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.profiles.router import EMBEDDED_TOKENS
@@ -32,7 +32,7 @@ class ExpectedStep(NamedTuple):
 
 
 class WarmUp:
-    """Captures steps on slot buffers that it takes and gives back, and prefill passes."""
+    """Captures prefill passes, and steps on slot buffers that it takes and gives back."""
 
     def __init__(self, graphs: Graphs, longest: int, most_scored: int) -> None:
         self.graphs = graphs
@@ -43,7 +43,7 @@ class WarmUp:
     def compiling(self) -> Iterator[None]:
         """Within this block `prepare` and `prepare_prompts` only compile; all kernels are compiled in parallel when it
         ends. Does nothing for interpreted kernels."""
-        if not self.graphs.max_short_prompt:
+        if not self.graphs.max_kernel_prompt:
             yield
             return
         with self.graphs.captured.compiler.together():
@@ -65,17 +65,17 @@ class WarmUp:
             graphs.give_back(buffers)
 
     def _step(self, buffers: SlotBuffers, step: ExpectedStep) -> None:
-        options = replace(StepOptions.of([step.params]), masks=step.masks)
+        options = replace(StepOptions.of([step.params]), grammar_masks=step.masks)
         parts = DeviceStep.masked_parts(step.plan) if step.masks else ()
         self.graphs.step(buffers, bucket(step.sequences), step.plan, step.exit, options, self.longest, *parts)
 
     @property
     def compiles(self) -> bool:
         """Whether this is within `compiling`, and kernels are not interpreted."""
-        return self.graphs.captured.compiler.collects
+        return self.graphs.captured.compiler.only_compiles
 
     def compile_logprobs(self) -> None:
-        """Compiles the kernels of log probabilities, one for each number of rows in a tile. Call within `compiling`."""
+        """Within `compiling`, compiles the kernels of log probabilities, one for each number of rows in a tile."""
         graphs, hidden = self.graphs, self.graphs.model.config.hidden_size
         for rows in (8, 16, 32, 64) if self.compiles else ():
             states = torch.empty(rows, hidden, dtype=graphs.model.dtype, device=graphs.model.device)
@@ -85,13 +85,13 @@ class WarmUp:
         """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts
         need several passes, captures the first only; longer prompts need no kernels to prefill."""
         graphs, size = self.graphs, bucket(step.sequences)
-        short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_short_prompt + 1]
+        short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_kernel_prompt + 1]
         short = [min(length, MAX_TOKENS) for length in short]
         if router_layer is not None:
             ends = [min(len(prompt), EMBEDDED_TOKENS) for prompt in prompts]
             graphs.prompt_embedding(_first_pass(ends), router_layer)
         if short:
-            graphs.short_prefill(step.exit, _first_pass(short))
+            graphs.kernel_prefill(step.exit, _first_pass(short))
         buffers = graphs.take_buffers()
         try:
             self._step(buffers, step)
@@ -104,10 +104,10 @@ class WarmUp:
         """Captures passes over up to `batch` short prompts, and over parts of one longer prompt; with `router_layer`
         also those that embed prompts for the router."""
         graphs = self.graphs
-        if not graphs.max_short_prompt:
+        if not graphs.max_kernel_prompt:
             return
-        for lengths, end in sizes_to_capture(batch, min(graphs.max_short_prompt, bucket(graphs.context))):
-            graphs.short_prefill(exit, lengths, end)
+        for lengths, end in sizes_to_capture(batch, min(graphs.max_kernel_prompt, bucket(graphs.context))):
+            graphs.kernel_prefill(exit, lengths, end)
             if router_layer is not None and max(end, *lengths) <= EMBEDDED_TOKENS:
                 graphs.prompt_embedding(lengths, router_layer)
 

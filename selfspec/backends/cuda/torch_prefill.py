@@ -1,8 +1,8 @@
 """Prefills one chunk of a longer prompt with PyTorch operations, captured as a CUDA graph for a few sizes.
 
 Runs the operations of the reference backend; the graph only removes the host's time between them. A chunk is padded to
-the next size, so a prompt's KV depends on its length alone, not on other prompts or on whether it will be drafted for.
-Padding writes to the idle page. `short_prefill.py` handles short prompts.
+the next size, so a prompt's KV depends on its tokens and length alone, never on other prompts or plans. Padding writes
+to the idle page. `kernel_prefill.py` handles shorter prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Causal:
         return self._masks[window]
 
 
-class Prefill:
+class TorchPrefill:
     """The pass over a chunk of up to `rows` prompt tokens, with up to `slots` cache slots from the prompt's first
     position to the chunk's last. With an exit also fills its KV, and keeps features and states for the next chunk. With
     `keeps_states` also keeps the normed final states of all rows, for log probabilities."""
@@ -118,9 +118,9 @@ class Prefill:
             self.final_states.copy_(final_states)
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
-        """Keeps the states [rows, ...] of the prompt's last PROMPT_END positions, those before the chunk included."""
+        """Keeps the states [rows, ...] of the prompt's last PROMPT_END positions up to the chunk's end."""
         index, begin = torch.arange(PROMPT_END, device=self.inputs.device), self.span[1] - PROMPT_END
         rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + index  # below 0: of the chunk before
         before = self.prompt_end.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))
-        of_chunk = torch.cat([of.index_select(0, rows.clamp(min=0)) for of in states], dim=1)
+        of_chunk = torch.cat([state.index_select(0, rows.clamp(min=0)) for state in states], dim=1)
         self.prompt_end.copy_(torch.where(rows[:, None] < 0, before, of_chunk))

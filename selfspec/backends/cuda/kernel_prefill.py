@@ -3,7 +3,7 @@
 A prompt is cut into segments of up to 64 positions. To the kernels a segment is a chain of nodes whose committed
 context is the prompt before it: in every layer all segments write their keys and values before any of them attends. A
 row gets the same bits in any pass, and in any step that decodes it: a position's KV depends on the tokens up to it
-alone. `prefill.py` handles longer prompts.
+alone. `torch_prefill.py` handles longer prompts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # positions: passes are captured for prompts that end before one of these
-SMALL_MODEL = 2048  # hidden size; from there on PyTorch's matrix products are faster for prompts over SHORT
+SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # positions: largest end position of a captured pass
+SMALL_MODEL = 2048  # hidden size; above it PyTorch's matrix products are faster for prompts over SHORT
 SEGMENT = PAGE_SIZE  # positions
 SHORTEST_SEGMENT = 16  # positions of a segment in passes whose prompts are no longer
 MAX_SEGMENTS = 16  # in a pass
@@ -43,18 +43,18 @@ class Prompt(NamedTuple):
     previous: torch.Tensor | None = None  # [2 * hidden]: feature of the position before; None: zeros
 
 
-def longest_short_prompt(model: Decoder) -> int:
+def longest_kernel_prompt(model: Decoder) -> int:
     """Tokens of the longest prompt that the kernels prefill."""
     return LONGEST if model.config.hidden_size <= SMALL_MODEL else SHORT
 
 
 def segments(tokens: int) -> int:
-    """How many segments a prompt of so many tokens is cut into."""
+    """Number of segments that `tokens` tokens of a prompt are cut into."""
     return -(-tokens // SEGMENT)
 
 
 def next_part(tokens: int) -> int:
-    """How many of a prompt's next `tokens` tokens the next pass takes. The last pass of a prompt has at least
+    """Number of a prompt's remaining `tokens` tokens that the next pass takes. The last pass of a prompt has at least
     PROMPT_END tokens, unless the prompt is shorter: it keeps the states by which the exit is scored."""
     if tokens <= MAX_TOKENS:
         return tokens
@@ -74,17 +74,17 @@ def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
 
 
 def pass_size(lengths: Sequence[int], end: int = 0) -> tuple[int, int, int]:
-    """The size that a pass over so many tokens of some prompts is captured for, one of few: number of segments (a power
-    of two), positions per segment, positions of the longest prompt. `end`: where the last part ends; 0: all parts begin
-    their prompts."""
+    """The size that a pass over `lengths` tokens of some prompts is captured for, one of few: number of segments (a
+    power of two), positions per segment, positions of the longest prompt. `end`: greatest position after a part; 0: all
+    parts begin their prompts."""
     count, end = sum(map(segments, lengths)), max(end, *lengths)
     segment = SHORTEST_SEGMENT if end <= SHORTEST_SEGMENT else SEGMENT
     return bucket(count), segment, next(size for size in (SHORT, MEDIUM, LONGEST) if end <= size)
 
 
 def sizes_to_capture(prompts: int, longest: int) -> Iterator[tuple[list[int], int]]:
-    """For each size of pass that up to `prompts` prompts of up to two segments, or a part of one prompt of up to
-    `longest` tokens, may need: lengths of parts that need it, and where the last one ends."""
+    """Yields, for each pass size that up to `prompts` prompts of up to two segments, or a part of one prompt of up to
+    `longest` tokens, may need: part lengths and the last end."""
     most = min(max(2 * prompts, segments(SHORT)), MAX_SEGMENTS)
     for power in range((most - 1).bit_length() + 1):
         yield [SEGMENT] * (1 << power), 0
@@ -112,7 +112,7 @@ class PromptPass:
         return [*self.inputs.tensors, *vars(self.nodes.metadata).values()]
 
     def load(self, prompts: Sequence[Prompt]) -> None:
-        """Copies the tokens and pages of the next prompts to the device."""
+        """Copies the tokens and pages of the prompts of the next launch to the device."""
         self.inputs.load(prompts)
 
     def _embed(self) -> Residual:
@@ -121,7 +121,7 @@ class PromptPass:
         residual, model, decoder = self._residual("embedded"), self.model, self.decoder
         first_norm = decoder.next_norm(model.layers[0].attention_norm, residual)
         embed_rope(
-            self.nodes.metadata, residual.states, first_norm, model.embedding.weight, model._embedding_scale,
+            self.nodes.metadata, residual.states, first_norm, model.embedding.weight, model.embedding_scale,
             self.inputs.lengths, self.inputs.page_table, self.nodes.depths, decoder.inv_freq, decoder.rope_scaling, 0,
             ranked=self.inputs.tokens, parents=self._parents, ranks=self.nodes.depths,
         )  # fmt: skip
@@ -236,7 +236,7 @@ class PromptEmbedding(PromptPass):
         self.sums.copy_(torch.where(is_token[..., None], states, 0).sum(0))
 
 
-class ShortPrefill(PromptPass):
+class KernelPrefill(PromptPass):
     """Runs prompts through all layers. With an exit also fills its KV, and keeps the feature of each prompt's last
     position in the pass and the states of its last positions; with `keeps_states` the normed final states of all rows,
     for log probabilities."""
@@ -247,7 +247,7 @@ class ShortPrefill(PromptPass):
         self.final_states = self._take("final", model.config.hidden_size) if keeps_states else None
         self.features = feature_buffer(model, self.count)  # of each prompt's last position
         self.before = feature_buffer(model, self.count)  # row i: before segment i, if it is the first of its prompt
-        self._continues = False  # some of these are not zeros
+        self._before_is_set = False  # `before` holds values
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
         # For each row, the row of the previous position's feature: the same number, since the `count` rows of `before`
@@ -260,10 +260,10 @@ class ShortPrefill(PromptPass):
 
     def load(self, prompts: Sequence[Prompt]) -> None:
         super().load(prompts)
-        if self._continues:
+        if self._before_is_set:
             self.before.zero_()
-        first_segments = accumulate((-(-len(of.tokens) // self.segment) for of in prompts), initial=0)
-        self._continues = any(prompt.previous is not None for prompt in prompts)
+        first_segments = accumulate((-(-len(prompt.tokens) // self.segment) for prompt in prompts), initial=0)
+        self._before_is_set = any(prompt.previous is not None for prompt in prompts)
         for row, prompt in zip(first_segments, prompts, strict=False):
             if prompt.previous is not None:
                 self.before[row].copy_(prompt.previous)
