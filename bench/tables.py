@@ -148,7 +148,11 @@ def decode(found: Result) -> list[str]:
 
 def repeats(cells: list[Result]) -> str:
     counts = sorted({cell["repeats"] for cell in cells}) or [0]
-    return f"{counts[0]} repeats" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats (as time allowed)"
+    return (
+        f"{counts[0]} repeat{'s' * (counts[0] != 1)}"
+        if len(counts) == 1
+        else f"{counts[0]} to {counts[-1]} repeats (as time allowed)"
+    )
 
 
 def measured(cells: list[Result]) -> list[Result]:
