@@ -58,15 +58,19 @@ def version(package: str) -> str:
         return "not installed"
 
 
+_RESULTS = (":(top,exclude)bench/results.json", ":(top,exclude)bench/RESULTS.md")  # which `bench.all` writes
+
+
 def commit() -> str:
-    """The checkout's commit; "+ changes" if tracked files differ from it; "unknown" outside a checkout."""
+    """The checkout's commit; "+ changes" if tracked files but the results differ from it; "unknown" outside a
+    checkout."""
 
     def git(*arguments: str) -> str:
         folder = Path(__file__).parent
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no").strip()
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *_RESULTS).strip()
         return git("rev-parse", "--short=10", "HEAD").strip() + (" + changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

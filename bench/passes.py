@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 from bench import tables
 from bench.machine import bytes_per_step, gpu_bandwidth
-from bench.quantized import FORMATS
+from bench.quantized import FORMATS, SMALLER_CARDS
 from bench.synthetic import SHAPES, random_quantized, synthetic
 from selfspec import Engine
 from selfspec.backends.cuda.graphs import Graphs
@@ -30,10 +32,9 @@ _REPLAYS = 20  # of which the median is taken
 @torch.inference_mode()
 def pass_seconds(graphs: Graphs, tokens: int, length: int) -> float:
     """Median time of a pass over a root and `tokens` - 1 copied nodes, which need no exit, after `length` positions."""
-    plan = Plan.parse(f"copy:{tokens - 1}") if tokens > 1 else NONE
     buffers, text = graphs.take_buffers(), graphs.cache.open()
     graphs.cache.reserve(text, length + tokens)
-    _, replay = graphs.step(buffers, 1, plan, None, StepOptions(), length + tokens)
+    _, replay = graphs.step(buffers, 1, plan_of(tokens), None, StepOptions(), length + tokens)
     slot, times = SlotState.of(SamplingParams(), length, 0, 0, length, True, True), []
     for _ in range(_REPLAYS):
         buffers.slots.write([0], [slot], [0], [text.pages])  # a pass advances the length
@@ -48,6 +49,21 @@ def pass_seconds(graphs: Graphs, tokens: int, length: int) -> float:
     return median(times)
 
 
+def plan_of(tokens: int) -> Plan:
+    """The plan whose pass has so many tokens, the root included."""
+    return Plan.parse(f"copy:{tokens - 1}") if tokens > 1 else NONE
+
+
+@torch.inference_mode()
+def compile_passes(graphs: Graphs, tokens: Sequence[int], contexts: Sequence[int]) -> None:
+    """Compiles the kernels of all passes in parallel; each pass would compile its own when it is captured."""
+    buffers = graphs.take_buffers()
+    with graphs.captured.compiler.together():
+        for length, count in product(contexts, dict.fromkeys(tokens)):
+            graphs.step(buffers, 1, plan_of(count), None, StepOptions(), length + count)
+    graphs.give_back(buffers)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.passes", description=__doc__)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES, help="(default: llama-8b)")
@@ -59,47 +75,43 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("needs a CUDA device: run it on a machine with an NVIDIA GPU")
     bandwidth = gpu_bandwidth()
     for name in args.format:
-        show(name, measure_format(args, name, bandwidth), args.shape)
+        show(measure(args.shape, name, args.tokens, args.context, bandwidth))
     return 0
 
 
-def measure_format(args: argparse.Namespace, format: str, bandwidth: float) -> tuple[float, list[dict[str, Any]]]:
-    """The seconds that reading the weights takes, and a result for each context and number of tokens."""
+def measure(
+    shape: str, format: str, tokens: Sequence[int], contexts: Sequence[int], bandwidth: float
+) -> dict[str, Any]:
+    """Milliseconds of the passes after each context, and of reading the weights here and on smaller cards."""
     model = (
-        synthetic(args.shape, "cuda", torch.bfloat16, exit_layer=2)
-        if format == "bf16"
-        else random_quantized(args.shape, format)
+        synthetic(shape, "cuda", torch.bfloat16, exit_layer=2) if format == "bf16" else random_quantized(shape, format)
     )
-    engine = Engine(model, kernels=True, max_length=max(args.context) + 256, max_batch=1)
+    engine = Engine(model, kernels=True, max_length=max(contexts) + 256, max_batch=1)
     graphs = engine._graphs
     assert graphs is not None
-    ceiling = bytes_per_step(engine) / bandwidth
+    compile_passes(graphs, [1, *tokens], contexts)
+    read = bytes_per_step(engine)
     results = []
-    for length in args.context:
+    for length in contexts:
         one = pass_seconds(graphs, 1, length)
-        for tokens in args.tokens:
-            seconds = one if tokens == 1 else pass_seconds(graphs, tokens, length)
-            results.append({"context": length, "tokens": tokens, "ms": 1e3 * seconds, "against_one": seconds / one})
-    return ceiling, results
+        for count in tokens:
+            seconds = one if count == 1 else pass_seconds(graphs, count, length)
+            results.append({"context": length, "tokens": count, "ms": 1e3 * seconds, "against_one": seconds / one})
+    return {
+        "shape": shape, "format": format, "gb": read / 1e9, "ceiling_ms": 1e3 * read / bandwidth,
+        "cards_ms": {card: 1e3 * read / speed for card, speed in SMALLER_CARDS.items()}, "results": results,
+    }  # fmt: skip
 
 
-def show(format: str, found: tuple[float, list[dict[str, Any]]], shape: str) -> None:
-    ceiling, results = found
-    gpu = torch.cuda.get_device_name()
-    print(f"{shape}, {format} weights on {gpu}; reading them takes {1e3 * ceiling:.3f} ms\n")
+def show(found: dict[str, Any]) -> None:
+    ceiling, gpu = found["ceiling_ms"], torch.cuda.get_device_name()
+    print(f"{found['shape']}, {found['format']} weights on {gpu}; reading them takes {ceiling:.3f} ms\n")
     lines = [
-        (
-            result["context"],
-            result["tokens"],
-            f"{result['ms']:.3f}",
-            f"{result['against_one']:.3f}x",
-            f"{1e3 * ceiling / result['ms']:.0%}",
-        )
-        for result in results
+        (of["context"], of["tokens"], f"{of['ms']:.3f}", f"{of['against_one']:.3f}x", f"{ceiling / of['ms']:.0%}")
+        for of in found["results"]
     ]
     print(*tables.table(("context", "tokens", "ms", "against one token", "ceiling / ms"), lines), sep="\n")
-    summary = {"benchmark": "passes", "shape": shape, "format": format, "ceiling_ms": 1e3 * ceiling, "results": results}
-    print(json.dumps(summary), flush=True)
+    print(json.dumps({"benchmark": "passes", **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,16 @@ def open_target(
     return Target(args.model, engine, domains, {} if engine.profile and not args.plan else drafts, hf=hf)
 
 
+def without_profile(target: Target, domains: dict[str, list[list[int]]]) -> Target:
+    """The same weights in an engine of its own for one sequence, without a profile: it drafts copies alone."""
+    of = target.engine
+    engine = Engine(
+        of.model, of.tokenizer, of.generation_config, profile=None, max_length=of.context, max_batch=1,
+        kernels=of.has_kernels, name=of.name, prefix_reuse=False,
+    )  # fmt: skip
+    return Target(target.name, engine, domains, {})
+
+
 def _load_transformers(args: argparse.Namespace) -> tuple[Any, Any]:
     device, folder = loading.pick_device(args.device), loading.resolve(args.model)
     stored = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32

@@ -13,16 +13,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from statistics import median
 from typing import Any
 
 from bench import machine, tables
 from bench.requests import GREEDY, Target, TimedRequest, add_arguments, open_target, run_together
+from bench.timing import Limit
 
 Result = dict[str, Any]
+Send = Callable[[list[dict[str, Any]]], Result]  # bodies of requests that are sent at once -> their times in seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,26 +39,26 @@ def main(arguments: list[str] | None = None) -> int:
     target = open_target(args, max(args.streams))
     setup = machine.describe(target.engine, target.name, target.synthetic)
     print(*tables.setup(setup), "", sep="\n")
-    with serving(target.engine) as port, clients(port) as send:
-        results = [
-            measure(target, send, mode, streams, args.max_new_tokens, args.repeat)
-            for mode in target.modes
-            for streams in args.streams
-        ]
-    headings = ("streams", "mode", "direct tokens/s", "server tokens/s", "server / direct", "first token, ms")
-    lines = [
-        (
-            result["streams"], result["mode"], f"{result['direct']:.0f}", f"{result['server']:.0f}",
-            tables.times(result["server"] / result["direct"]), f"{result['first_token_ms']:.1f}",
-        )
-        for result in results
-    ]  # fmt: skip
-    print(*tables.table(headings, lines), sep="\n")
-    print(json.dumps({"benchmark": "server", "setup": setup, "results": results}))
+    found = measure(target, args.streams, args.max_new_tokens, args.repeat, Limit(args.seconds))
+    print(*tables.server(found), sep="\n")
+    print(json.dumps({"benchmark": "server", "setup": setup, **found}))
     return 0
 
 
-def measure(target: Target, send: Any, mode: str, streams: int, new_tokens: int, repeat: int) -> Result:
+def measure(target: Target, streams: Sequence[int], new_tokens: int, repeat: int, limit: Limit) -> Result:
+    """Both modes with each number of streams; after the first, until the budget is spent."""
+    with serving(target.engine) as port, clients(port) as send:
+        results = [
+            compare(target, send, mode, count, new_tokens, repeat)
+            for count in chain(streams[:1], limit.over(streams[1:]))
+            for mode in target.modes
+        ]
+    measured = {of["streams"] for of in results}
+    not_reached = [count for count in streams if count not in measured]
+    return {"new_tokens": new_tokens, "results": results, "not_reached": not_reached}
+
+
+def compare(target: Target, send: Send, mode: str, streams: int, new_tokens: int, repeat: int) -> Result:
     """Medians of both ways, which take turns; the first turn is not timed."""
     prompts = list(islice(cycle(target.prompts), streams))
     options = {**GREEDY, **target.modes[mode]}
@@ -74,8 +76,8 @@ def measure(target: Target, send: Any, mode: str, streams: int, new_tokens: int,
         "streams": streams,
         "mode": mode,
         "direct": median(direct),
-        "server": streams * new_tokens / median(answer["seconds"] for answer in served),
-        "first_token_ms": 1e3 * median(median(answer["first"]) for answer in served),
+        "server": streams * new_tokens / median(of["seconds"] for of in served),
+        "first_token_ms": 1e3 * median(median(of["first"]) for of in served),
     }
 
 
@@ -92,15 +94,19 @@ def serving(engine: Any) -> Iterator[int]:
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        while not server.started or app.state.service.state == "warming up":
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(10)
+        try:
+            while not server.started or app.state.service.state == "warming up":
+                if not thread.is_alive():
+                    raise RuntimeError("the server ended while it started: see its log")
+                time.sleep(0.01)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
 
 
 @contextmanager
-def clients(port: int) -> Iterator[Any]:
+def clients(port: int) -> Iterator[Send]:
     """Starts the process of clients, and gives a function that sends requests at once and returns their times."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-m", "bench.server", "--client"], stdin=pipe, stdout=pipe, text=True)
@@ -109,11 +115,16 @@ def clients(port: int) -> Iterator[Any]:
 
     def send(bodies: list[dict[str, Any]]) -> Result:
         print(json.dumps({"port": port, "bodies": bodies}), file=to, flush=True)
-        return json.loads(answers.readline())
+        answer = answers.readline()
+        if not answer:
+            raise RuntimeError("a request failed: the process of clients ended with the error above")
+        return json.loads(answer)
 
-    yield send
-    to.close()
-    process.wait(10)
+    try:
+        yield send
+    finally:
+        to.close()
+        process.wait(10)
 
 
 async def run_clients() -> int:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 Result = dict[str, Any]
 
 
 def table(headings: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
-    """A Markdown table with aligned columns; the first one is flush left. None is an empty cell."""
+    """A Markdown table with aligned columns; the first one, and those with its heading, are flush left. None is an
+    empty cell."""
     cells = [list(headings), *(["" if cell is None else str(cell) for cell in line] for line in lines)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(headings))]
-    rule = [("-" if column == 0 else "-:").rjust(width, "-") for column, width in enumerate(widths)]
+    is_left = [heading == headings[0] for heading in headings]
+    rule = [("-" if left else "-:").rjust(width, "-") for left, width in zip(is_left, widths, strict=True)]
     padded = [
-        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        [
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_left, strict=True)
+        ]
         for line in cells
     ]
     return [f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:])]
@@ -24,6 +29,11 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[Any]]) -> list[str]:
 def speed(value: float | None) -> str:
     """Tokens per second with three significant digits at least."""
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def milliseconds(value: float) -> str:
+    """A number of milliseconds with three significant digits at least."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def times(value: float | None) -> str:
@@ -36,7 +46,33 @@ def spread(found: Result | None) -> str:
         return ""
     least, greatest = (f"{found[name]:.2f}" for name in ("min", "max"))
     text = f"{found['median']:.2f}x" + (f" ({least}-{greatest})" if found["min"] < found["max"] else "")
-    return f"**{text}**" if found["median"] < 1 else text
+    return loss(text, found["median"] < 1)
+
+
+def loss(text: str, is_loss: bool) -> str:
+    """The text, in bold where it is worse than plain decoding."""
+    return f"**{text}**" if is_loss else text
+
+
+def after_table(lines: Sequence[str]) -> list[str]:
+    """The lines behind an empty one, without which they would be rows of the table."""
+    return ["", *lines] if lines else []
+
+
+def beside(headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> list[str]:
+    """A table with the second half of its lines to the right of the first half."""
+    half = -(-len(lines) // 2)
+    empty = [None] * len(headings)
+    pairs = zip_longest(lines[:half], lines[half:], fillvalue=empty)
+    return table([*headings, *headings], [[*left, *right] for left, right in pairs])
+
+
+def by_mode(results: Iterable[Result], *names: str) -> dict[tuple, dict[str, Result]]:
+    """Results by the values of these names, then by mode."""
+    found: dict[tuple, dict[str, Result]] = {}
+    for of in results:
+        found.setdefault(tuple(of[name] for name in names), {})[of["mode"]] = of
+    return found
 
 
 def temperature(value: float) -> str:
@@ -77,25 +113,25 @@ def decode_modes(found: Result) -> list[str]:
     lines, failed = [], []
     for cell in found["cells"]:
         name = (cell["domain"], cell["batch"], f"{cell['temperature']:g}")
-        for mode, result in cell["modes"].items():
-            if "failed" in result:
-                failed.append(f"{', '.join(map(str, name))}, {mode} failed: {result['failed']}")
+        for mode, of in cell["modes"].items():
+            if "failed" in of:
+                failed.append(f"{', '.join(map(str, name))}, {mode} failed: {of['failed']}")
                 continue
-            same = result["same_tokens"] and "{}/{}".format(*result["same_tokens"])
+            same = of["same_tokens"] and "{}/{}".format(*of["same_tokens"])
             lines.append(
-                (*name, mode, speed(result["tokens_per_s"]["median"]), spread(result["against_plain"]),
-                 f"{result['of_ceiling']:.0%}", result["tokens_per_step"], same)
+                (*name, mode, speed(of["tokens_per_s"]["median"]), spread(of["against_plain"]),
+                 f"{of['of_ceiling']:.0%}", of["tokens_per_step"], same)
             )  # fmt: skip
     return [*table(headings, lines), *failed]
 
 
 def decode(found: Result) -> list[str]:
     """One table per temperature: a line per domain, plain and default speed per batch size; then the losses."""
-    cells = _measured(found["cells"])
+    cells = measured(found["cells"])
     lines = [
         f"Whole calls, prompt included, up to {found['new_tokens']} new tokens, the model's end token ends a sequence. "
         f"{found['sequences']} prompts of each domain in batches; plain and default calls take turns. Tokens/s are "
-        f"medians of {_repeats(cells)}, after @: the accepted length (plain: 1). Ratios are medians (least-greatest) "
+        f"medians of {repeats(cells)}, after @: the accepted length (plain: 1). Ratios are medians (least-greatest) "
         "of the repeats' ratios; without brackets there was one repeat. all: all tokens by the sum of all times.",
     ]
     batches = sorted({cell["batch"] for cell in cells})
@@ -104,22 +140,27 @@ def decode(found: Result) -> list[str]:
         of_value = [cell for cell in cells if cell["temperature"] == value]
         domains = list(dict.fromkeys(cell["domain"] for cell in of_value))
         by_name = {(cell["domain"], cell["batch"]): cell for cell in of_value}
-        body = [[domain, *_speeds(by_name.get((domain, size)) for size in batches)] for domain in domains]
-        totals = [_total([cell for cell in of_value if cell["batch"] == size]) for size in batches]
-        lines += ["", *table([temperature(value), *heads], [*body, ["all", *chain.from_iterable(totals)]])]
-    return [*lines, "", *_losses(cells), *_missing(found["cells"])]
+        body = [[domain, *cells_beside(by_name.get((domain, size)) for size in batches)] for domain in domains]
+        summed = [_total([cell for cell in of_value if cell["batch"] == size]) for size in batches]
+        lines += ["", *table([temperature(value), *heads], [*body, ["all", *chain.from_iterable(summed)]])]
+    return [*lines, "", *_losses(cells), *missing(found["cells"])]
 
 
-def _repeats(cells: list[Result]) -> str:
+def repeats(cells: list[Result]) -> str:
     counts = sorted({cell["repeats"] for cell in cells}) or [0]
-    return f"{counts[0]} repeats" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats (as time allowed)"
+    return (
+        f"{counts[0]} repeat{'s' * (counts[0] != 1)}"
+        if len(counts) == 1
+        else f"{counts[0]} to {counts[-1]} repeats (as time allowed)"
+    )
 
 
-def _measured(cells: list[Result]) -> list[Result]:
-    return [cell for cell in cells if all("failed" not in result for result in cell["modes"].values())]
+def measured(cells: list[Result]) -> list[Result]:
+    return [cell for cell in cells if all("failed" not in of for of in cell["modes"].values())]
 
 
-def _speeds(cells: Iterable[Result | None]) -> list[str | None]:
+def cells_beside(cells: Iterable[Result | None]) -> list[str | None]:
+    """Three table cells for each: plain speed, default speed with the accepted length, and their ratio."""
     found: list[str | None] = []
     for cell in cells:
         plain, default = (cell["modes"][mode] for mode in ("plain", "speculation")) if cell else (None, None)
@@ -135,11 +176,11 @@ def _total(cells: list[Result]) -> list[str]:
     """Tokens per second over all domains, plainly and by default, and their ratio."""
     if not cells:
         return ["", "", ""]
-    plain, default = _totals(cells)
+    plain, default = totals(cells)
     return [speed(plain), speed(default), times(default / plain)]
 
 
-def _totals(cells: list[Result]) -> tuple[float, float]:
+def totals(cells: list[Result]) -> tuple[float, float]:
     """Tokens per second plainly and by default: all tokens by the sum of the median times."""
     tokens = sum(cell["tokens"] for cell in cells)
     plain, default = (
@@ -159,14 +200,14 @@ def _losses(cells: list[Result]) -> list[str]:
     return [f"Below plain speed: {len(lost)} of {len(ratios)} cells" + (f" ({named})." if named else ".")]
 
 
-def _missing(cells: list[Result]) -> list[str]:
+def missing(cells: list[Result]) -> list[str]:
     """The modes that failed, by error."""
     failed: dict[str, list[str]] = {}
     for cell in cells:
-        for mode, result in cell["modes"].items():
-            if "failed" in result:
+        for mode, of in cell["modes"].items():
+            if "failed" in of:
                 name = f"{mode} in {cell['domain']}, batch {cell['batch']}, {temperature(cell['temperature'])}"
-                failed.setdefault(result["failed"], []).append(name)
+                failed.setdefault(of["failed"], []).append(name)
     return [f"{error}: {len(names)} measurements, the first is {names[0]}." for error, names in failed.items()]
 
 
@@ -174,150 +215,181 @@ def _missing(cells: list[Result]) -> list[str]:
 
 
 def options(found: Result) -> list[str]:
-    headings = ("option", "plain, tokens/s", "of greedy plain", "default, tokens/s", "of greedy plain", "same tokens")
-    lines = (
+    """Two options per line: speeds, and their ratios to greedy plain decoding."""
+    headings = ("option", "plain, tokens/s", "default, tokens/s", "same tokens")
+    lines = [
         (
-            result["option"], speed(result["plain_tokens_per_s"]), times(result["plain_against_greedy"]),
-            speed(result["tokens_per_s"]), times(result["against_greedy_plain"]),
-            f"{result['same_tokens']}/{result['sequences']}",
+            of["option"],
+            f"{speed(of['plain_tokens_per_s'])} ({times(of['plain_against_greedy'])})",
+            loss(
+                f"{speed(of['tokens_per_s'])} ({times(of['against_greedy_plain'])})",
+                of["tokens_per_s"] < of["plain_tokens_per_s"],
+            ),
+            f"{of['same_tokens']}/{of['sequences']}",
         )
-        for result in found["results"]
-    )  # fmt: skip
+        for of in found["results"]
+    ]
     text = (
         f"One sequence at a time, {found['new_tokens']} new tokens, end tokens ignored; medians of "
-        f"{found['results'][0]['sequences']} runs on {found['prompts']} prompts. Same tokens: sequences that are equal "
-        "plainly and by default."
+        f"{found['results'][0]['sequences']} runs on {found['prompts']} prompts, in brackets against greedy plain "
+        "decoding. Same tokens: sequences that are equal plainly and by default. Bold: below plain with this option."
     )
-    return [text, "", *table(headings, lines)]
+    return [text, "", *beside(headings, lines)]
 
 
 def serving(found: Result) -> list[str]:
-    """The parts that were measured, each a short table."""
-    lines: list[str] = []
-    captured = ", ".join(f"{part['part']} {part['graphs']}" for part in found.get("captured", []))
-    found = {part: results for part, results in found.items() if part != "captured"}
-    for part, results in found.items():
-        if not results:
-            continue
-        names = list(results[0])
-        headings = [name.replace("_", " ").replace(" per s", "/s").replace(" ms", ", ms") for name in names]
-        lines += [f"{PARTS.get(part, part)}:", "", *table(headings, [list(result.values()) for result in results]), ""]
-    missing = [part for part, results in found.items() if not results]
+    """The parts that were measured: a table of speeds, one of latencies, and lines of text."""
+    groups = [
+        _together(found.get("throughput", []), found.get("settings", [])),
+        _latency(found.get("latency", [])),
+        [*_joining(found.get("joining", [])), *second_turn(found.get("second_turn", []))],
+    ]
+    captured = ", ".join(f"{of['part']} {of['graphs']}" for of in found.get("captured", []))
+    absent = [part for part, results in found.items() if not results and part != "captured"]
     if captured:
-        lines += [f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured}."]
-    return [*lines, f"Not reached within the time budget: {', '.join(missing)}."] if missing else lines
+        text = f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured}."
+        groups[-1].append(text)
+    if absent:
+        groups[-1].append(f"Not reached within the time budget: {', '.join(absent)}.")
+    return [line for lines in groups if lines for line in ("", *lines)][1:]
 
 
-PARTS = {
-    "throughput": "Throughput, all requests submitted at once, end tokens ignored",
-    "latency": "Latency with random (Poisson) arrivals at shares of the plain throughput",
-    "joining": "A long prompt joins running sequences (longest gap: between tokens of a running sequence)",
-    "settings": "Sequences with equal and with different sampling parameters in one batch",
-    "second_turn": "Second turn of a chat: time to the first token with prefix reuse and without",
-}
+def _together(throughput: Sequence[Result], settings: Sequence[Result]) -> list[str]:
+    """Speeds of requests that are submitted at once."""
+    groups = {
+        f"{count} greedy requests, {decoding} at a time": modes
+        for (count, decoding), modes in by_mode(throughput, "requests", "decoding").items()
+    } | {f"{count}, settings: {name}": of for (count, name), of in by_mode(settings, "sequences", "settings").items()}
+    if not groups:
+        return []
+    lines = [
+        (
+            name, *(_speed_and_ratio(of[mode]) for mode in ("plain", "speculation")),
+            _ratio(of["speculation"]["tokens_per_s"], of["plain"]["tokens_per_s"]),
+        )
+        for name, of in groups.items()
+    ]  # fmt: skip
+    headings = ("requests submitted at once", "plain, tokens/s", "default, tokens/s", "default / plain")
+    text = "End tokens ignored; in brackets against the same mode with equal, greedy requests."
+    return [text, "", *table(headings, lines)]
+
+
+def _speed_and_ratio(of: Result) -> str:
+    against = of.get("against_greedy")
+    return speed(of["tokens_per_s"]) + ("" if against is None else f" ({times(against)})")
+
+
+def _ratio(default: float, plain: float) -> str:
+    return loss(times(default / plain), default < plain)
+
+
+def _latency(results: Sequence[Result]) -> list[str]:
+    """Median and 99th percentile of latencies with random arrivals."""
+    if not results:
+        return []
+    headings = (
+        "load",
+        "requests/s",
+        *(f"{mode}: {name}, ms" for mode in MODES for name in ("first token", "per token")),
+    )
+    lines = [
+        (
+            load,
+            f"{rate:g}",
+            *(_percentiles(of, mode, name) for mode in MODES.values() for name in ("first_token_ms", "per_token_ms")),
+        )
+        for (load, rate), of in by_mode(results, "load", "requests_per_s").items()
+    ]
+    text = "Random (Poisson) arrivals at shares of the plain throughput; median / 99th percentile; bold: above plain."
+    return [text, "", *table(headings, lines)]
+
+
+MODES = {"plain": "plain", "default": "speculation"}  # names in tables and in results
+
+
+def _percentiles(of: dict[str, Result], mode: str, name: str) -> str:
+    pairs = [(of[mode][f"{name}_{part}"], of["plain"][f"{name}_{part}"]) for part in ("p50", "p99")]
+    return " / ".join(loss(milliseconds(value), value > plain) for value, plain in pairs)
+
+
+def _joining(results: Sequence[Result]) -> list[str]:
+    """A line about a long prompt that joins running sequences; none where it was not measured."""
+    if not results:
+        return []
+    of = {one["mode"]: one for one in results}
+    plain, default = of["plain"], of["speculation"]
+
+    def both(name: str) -> str:
+        return f"{milliseconds(plain[name])} ms plain, {milliseconds(default[name])} ms by default"
+
+    return [
+        f"A prompt of {plain['prompt_tokens']:,} tokens ({plain['chunks']} passes) joins {plain['running']} sequences: "
+        f"longest gap between tokens of one of them {both('longest_gap_ms')} (bounds, the last pass and two steps: "
+        f"{both('bound_ms')}; a step: {both('step_ms')}); its first token after {both('first_token_ms')} (alone: "
+        f"{both('first_token_alone_ms')})."
+    ]
+
+
+def second_turn(results: Sequence[Result]) -> list[str]:
+    """A line about the first token of a chat's second turn; none where it was not measured."""
+    if not results:
+        return []
+    names = {mode: name for name, mode in MODES.items()}
+    found = "; ".join(
+        f"{names[of['mode']]} {milliseconds(of['first_token_ms'])} ms with prefix reuse, "
+        f"{milliseconds(of['without_reuse_ms'])} ms without ({times(of['ratio'])})"
+        for of in results
+    )
+    prompt, reused = results[0]["prompt_tokens"], results[0]["reused_tokens"]
+    return [f"First token of a chat's second turn ({prompt:,} tokens of prompt, {reused:,} of them reused): {found}."]
+
+
+def server(found: Result) -> list[str]:
+    """A line per number of streams: both modes, directly and over HTTP."""
+    headings = (
+        "streams at once",
+        *(
+            f"{mode}: {name}"
+            for mode in MODES
+            for name in ("direct, tokens/s", "HTTP, tokens/s", "ratio", "first token, ms")
+        ),
+    )
+    lines = [
+        (count, *chain.from_iterable(_stream_cells(of[mode], of["plain"]) for mode in MODES.values()))
+        for (count,), of in by_mode(found["results"], "streams").items()
+    ]
+    text = (
+        f"Greedy streams of {found['new_tokens']} new tokens from a client in another process, against the engine "
+        "called directly, in turns; first token: over HTTP; bold: below plain."
+    )
+    counts = ", ".join(map(str, found["not_reached"]))
+    absent = [f"Not reached within the time budget: {counts} streams."] if counts else []
+    return [text, "", *table(headings, lines), *after_table(absent)]
+
+
+def _stream_cells(of: Result, plain: Result) -> list[str]:
+    return [
+        *(loss(speed(of[way]), of[way] < plain[way]) for way in ("direct", "server")),
+        times(of["server"] / of["direct"]), milliseconds(of["first_token_ms"]),
+    ]  # fmt: skip
 
 
 def exactness(found: Result) -> list[str]:
-    headings = ("check", "conditions", "tokens compared", "sequences that differ", "first difference")
-    lines = [
-        (
-            check,
-            f"{len(result['by_condition'])}",
-            f"{result['compared']:,}",
-            result["differing"],
-            result["first"] or None,
-        )
-        for check, result in found.items()
-    ]
-    text = "Each sequence is compared with the same request alone, decoded plainly."
-    return [text, "", *table(headings, lines)]
+    """One line: tokens that were compared by each check, and sequences that differ."""
+    checks = "; ".join(
+        f"{check}: {of['compared']:,} tokens under {len(of['by_condition'])} conditions, "
+        + (f"**{of['differing']} sequences differ**, first {of['first']}" if of["differing"] else "no sequence differs")
+        for check, of in found.items()
+    )
+    return [f"each sequence is compared with the same request alone, decoded plainly; {checks}."]
 
 
 def exactness_conditions(found: Result) -> list[str]:
     """One line for every condition of every check."""
     headings = ("check", "condition", "tokens compared", "sequences that differ", "first difference")
     lines = [
-        (check, condition, f"{tally['compared']:,}", tally["differing"], tally["first"] or None)
+        (check, condition, f"{of['compared']:,}", of["differing"], of["first"] or None)
         for check, result in found.items()
-        for condition, tally in result["by_condition"].items()
+        for condition, of in result["by_condition"].items()
     ]
     return table(headings, lines)
-
-
-# Parts of `bench.all` alone
-
-
-def startup(found: Result) -> list[str]:
-    names = {
-        "load_s": "loading weights and profile, building the engine",
-        "first_token_s": "first token of the first request, kernels compiled on the way",
-        "warmup_s": "engine.warmup()",
-        "repeated_warmup_s": "engine.warmup() again",
-        "warm_first_token_s": "first token of a request after it",
-        "warm_call_s": "that whole request",
-    }
-    lines = [(text, f"{found[name]:.3f}") for name, text in names.items()]
-    text = f"Seconds; kernel cache {found['kernel_cache']}; the warm-up captured {found['warmup_steps']} steps."
-    return [text, "", *table(("", "seconds"), lines)]
-
-
-def memory(found: Result) -> list[str]:
-    weights = found["weights"]
-    lines = [(name.replace("_", " "), f"{size / 2**20:,.1f}", f"{size / weights:.1%}") for name, size in found.items()]
-    return table(("", "MiB", "of the weights"), lines)
-
-
-def peers(found: list[Result], ours: Result) -> list[str]:
-    """Other engines' speeds beside ours in the same batch and temperature: of the same domain, else of all domains."""
-    headings = (
-        "peer",
-        "case",
-        "batch",
-        "temperature",
-        "tokens/s",
-        "selfspec plain",
-        "selfspec default",
-        "default / peer",
-    )
-    lines = []
-    for peer in found:
-        for one in peer.get("results", []):
-            cells = [
-                cell for cell in _measured(ours["cells"])
-                if (cell["batch"], cell["temperature"]) == (one["batch"], one["temperature"])
-            ]  # fmt: skip
-            alike = [cell for cell in cells if cell["domain"] in one["case"].split(", ")] or cells
-            name = one.get("name", peer["name"])
-            value = f"{one['temperature']:g}"
-            lines.append([name, one["case"], one["batch"], value, *_beside(one["tokens_per_s"], alike)])
-    failed = [f"{peer['name']}: {peer['failed']}" for peer in found if "failed" in peer]
-    return [*(table(headings, lines) if lines else []), *_peers_serving(found), *failed]
-
-
-def _beside(peer: float, cells: list[Result]) -> list[str]:
-    """A peer's tokens per second, ours, and the ratio of ours by default to the peer's."""
-    if not cells:
-        return [speed(peer), "", "", ""]
-    plain, default = _totals(cells)
-    return [speed(peer), speed(plain), speed(default), times(default / peer)]
-
-
-def _peers_serving(found: list[Result]) -> list[str]:
-    """Other engines' `serving` rows: requests at once, and at shares of the engine's own throughput."""
-    names = (
-        "requests_per_s",
-        "tokens_per_s",
-        *(f"{time}_ms_p{p}" for time in ("first_token", "per_token") for p in (50, 99)),
-    )
-    rows = [
-        [peer["name"], one["case"], one["load"], *(one.get(name, "") for name in names)]
-        for peer in found
-        for one in peer.get("serving", [])
-    ]
-    headings = (
-        "peer (loads: shares of its throughput)",
-        "case",
-        "load",
-        *(name.replace("_", " ").replace(" per s", "/s") for name in names),
-    )
-    return ["", *table(headings, rows)] if rows else []
