@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -48,25 +49,23 @@ class LoopThread:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._starting = threading.Lock()
         self._items: deque[Request | Call] = deque()
         self._wake_ups: SimpleQueue[None] = SimpleQueue()  # wakes a thread faster than a Condition, without a lock
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: dict[int, threading.Thread] = {}  # by process id: a forked process runs the loop on its own
 
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is the loop's."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self._threads.get(os.getpid())
 
     def put(self, loop: Loop, item: Request | Call) -> None:
-        """Queues an item and starts the thread if none runs."""
+        """Queues an item and starts the thread if none runs. Calls of several threads, or after an interrupt, may start
+        several, of which one runs the loop. `Thread.is_alive` is not asked: an interrupt within it ends the thread for
+        Python's records alone."""
         self._items.append(item)
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                arguments = (weakref.ref(loop),)
-                self._thread = threading.Thread(target=self._run, args=arguments, name="selfspec-loop", daemon=True)
-                self._thread.start()
+        if os.getpid() not in self._threads:
+            threading.Thread(target=self._run, args=(weakref.ref(loop),), name="selfspec-loop", daemon=True).start()
         self.wake()
 
     def wake(self) -> None:
@@ -79,13 +78,14 @@ class LoopThread:
 
     def close(self) -> None:
         """Ends the thread after its current pass; waits at most 5 s for it."""
-        thread, self._is_closed = self._thread, True
+        thread, self._is_closed = self._threads.get(os.getpid()), True
         self.wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=5)
 
     def _run(self, reference: weakref.ref[Loop]) -> None:
-        if not self._may_loop():
+        thread = threading.current_thread()
+        if self._threads.setdefault(os.getpid(), thread) is not thread:
             return
         while self._wait():
             loop = reference()
@@ -99,12 +99,6 @@ class LoopThread:
                     loop.fail_everything(error)
                     has_work = bool(self._items)  # of items that were not taken yet
             del loop
-
-    def _may_loop(self) -> bool:
-        """Whether this thread is the one that `put` registered last: an interrupted `put` can cause two starts, of
-        which only the last may run."""
-        with self._starting:
-            return self.is_current
 
     def _wait(self) -> bool:
         """Blocks until `wake`; returns False once the thread must end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request
 from selfspec.speculation.plan import MAX_STEP_ROWS, Plan
+from tests.serving import eventually
 from tests.tiny import tiny_model
 
 
@@ -43,30 +46,52 @@ def test_a_request_cancelled_before_the_loop_has_taken_it_ends_at_once() -> None
     assert request.progress.is_over and request.sequences[0].new_tokens == 0
 
 
-def test_a_thread_whose_start_was_interrupted_does_not_loop_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts = threading.Event()
+class Late(threading.Thread):
+    """Runs once `begin` is set."""
 
-    class Late(threading.Thread):
-        """Started, but not seen to be alive yet."""
+    begin = threading.Event()
 
-        def is_alive(self) -> bool:
-            return starts.is_set() and super().is_alive()
+    def run(self) -> None:
+        self.begin.wait()
+        super().run()
 
-        def run(self) -> None:
-            starts.wait()
-            super().run()
 
+def test_of_several_threads_that_were_started_one_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "Thread", Late)
     engine = engine_of()
     requests = [request_of(engine), request_of(engine)]
     for request in requests:
         engine.scheduler.submit(request)
     started = [thread for thread in threading.enumerate() if isinstance(thread, Late)]
-    starts.set()
+    assert len(started) == 2
+    Late.begin.set()
     for request in requests:
         engine.scheduler.wait(request)
-    started[0].join(timeout=20)
-    assert [thread.is_alive() for thread in started] == [False, True]
+    eventually(lambda: sum(thread.is_alive() for thread in started) == 1)
+
+
+def test_an_interrupt_that_marks_the_loops_thread_as_ended_starts_no_second_loop() -> None:
+    """As one within `Thread.is_alive` does: it gives the lock back by which Python knows that the thread lives."""
+    engine = engine_of()
+    prompt = torch.tensor([[5, 6]])
+    expected = engine.generate(prompt, max_new_tokens=4)
+    (thread,) = engine.scheduler._thread._threads.values()
+    thread.is_alive = lambda: False  # type: ignore[method-assign]
+    assert torch.equal(engine.generate(prompt, max_new_tokens=4), expected)
+    assert list(engine.scheduler._thread._threads.values()) == [thread]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_generates_on_a_thread_of_its_own() -> None:
+    engine = engine_of()
+    prompt = torch.tensor([[5, 6]])
+    expected = engine.generate(prompt, max_new_tokens=4)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(0 if torch.equal(engine.generate(prompt, max_new_tokens=4), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_interrupt_while_a_request_is_queued_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
