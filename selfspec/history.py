@@ -111,7 +111,7 @@ class StepHistory:
         for record, last in zip(self.records[new], self.last_nodes[new], strict=True):
             self._origins += ["drafted"] * record.plan.depths[last] + ["decoded" if len(record.plan) else "plain"]
         self._steps_in_origins = steps
-        if self._has_drafted_end:
+        if self.drafted_end is not None and self.drafted_end < steps:
             self._origins[-1] = "drafted"
         return self._origins
 

@@ -144,16 +144,33 @@ def test_ctrl_c_ends_a_command_whose_import_swallows_it(tmp_path):
     )
     program = "from selfspec.commands.running import run\nrun(lambda: __import__('careless') and 0)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, preexec_fn=interruptible)
     assert (ended.returncode, ended.stderr) == (130, b"\nselfspec: stopped\n")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_interrupts_that_the_caller_handles_or_ignores_stay_so(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        assert run(lambda: signal.raise_signal(signal.SIGINT) or 0) == 0
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interruptible() -> None:
+    """In a new process: Ctrl-C as in a terminal, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(*arguments: str, **kwargs) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "selfspec", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment, **kwargs
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment,
+        preexec_fn=interruptible, **kwargs,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("when", ["loading", "generating"])

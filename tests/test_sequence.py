@@ -361,6 +361,23 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     assert sequence.history.origins == ["plain", "plain"]
 
 
+def test_a_last_step_that_the_loop_adds_while_origins_are_read_marks_its_own_token() -> None:
+    plan = Plan.parse("chain:2")
+    record = StepRecord.of(plan, plan, None)
+
+    class Growing(list):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            if history.drafted_end is None:  # the loop's thread ends the sequence with a drafted token
+                history.drafted_end = 1
+                history.add(record, 0)
+            return found
+
+    history = StepHistory(Growing([record]), [2])
+    assert history.origins == ["drafted", "drafted", "decoded"]
+    assert history.origins == ["drafted", "drafted", "decoded", "drafted"]
+
+
 @pytest.mark.parametrize(
     ("new", "steps", "usual"),
     [(0, 0, 3), (12, 8, 1.5), (30, 10, 3), (50, 10, 3)],

@@ -48,15 +48,16 @@ def run(command: Callable[[], int], verbose: bool = False) -> int:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt, or ends the process if a module is being imported: libraries swallow that
-    exception, raise others in its place, or abort."""
-    if threading.current_thread() is not threading.main_thread():
+    exception, raise others in its place, or abort. Leaves handlers of the caller, and SIGINT that it ignores, alone."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    before = signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
