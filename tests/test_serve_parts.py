@@ -1,20 +1,24 @@
-"""Parts of the server without a socket: stop texts, wake-ups, defaults, and clients that stop reading."""
+"""Parts of the server without a socket: stop texts, wake-ups, defaults, wrong bodies, and clients that stop reading."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from selfspec.sequence import Request, Sequence
 from selfspec.serve import streaming
+from selfspec.serve.errors import ApiError
 from selfspec.serve.following import LONGEST_PAUSE_S, PAUSE, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
+from selfspec.serve.limits import Limits
 from selfspec.serve.prompts import engine_options
-from selfspec.serve.protocol import CompletionBody
+from selfspec.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, read_body
 from selfspec.serve.service import Service
 from selfspec.serve.stops import StopTexts
 from tests.serving import eventually, tiny_engine
@@ -69,6 +73,39 @@ def test_fields_that_are_not_given_have_the_models_values_then_openais():
     assert of_model == {**plain, "temperature": 0.6, "top_k": 20}
     greedy = engine_options(CompletionBody(prompt="x", temperature=1e-9, ignore_eos=True), GenerationConfig(), 16)
     assert greedy == {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+
+
+WRONG: list[tuple[type[Body], dict[str, Any]]] = [  # each with a long list or object of wrong values
+    (CompletionBody, {"prompt": [{}] * 999}),
+    (CompletionBody, {"prompt": [[{}] * 999]}),
+    (CompletionBody, {"prompt": "a", "stop": [1] * 999}),
+    (CompletionBody, {"prompt": "a", "stop_token_ids": ["a"] * 999}),
+    (ChatBody, {"messages": [1] * 999}),
+    (ChatBody, {"messages": [{"role": "a", "content": [{"type": "text"}] * 999}]}),
+    (ChatBody, {"messages": [{"role": "a", "tool_calls": [{}] * 999}]}),
+    (ChatBody, {"messages": [{"role": "a"}], "tools": [{}] * 999}),
+    (DetokenizeBody, {"tokens": ["a"] * 999}),
+]
+
+
+def test_a_long_list_of_wrong_items_is_refused_at_the_first():
+    for kind, fields in WRONG:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate(fields)
+        assert refused.value.error_count() <= 4, fields.keys()
+
+
+def test_a_wrong_bias_is_refused_by_name():
+    for bias in ("1", None, True, [1], 100.5, -101, 10**400):
+        with pytest.raises(ApiError, match="logit_bias: its values must be numbers from -100 to 100"):
+            read_body(CompletionBody, json.dumps({"prompt": "a", "logit_bias": {"1": 1, "2": bias}}).encode())
+
+
+def test_more_prompts_than_sequences_are_possible_are_refused_before_they_are_read():
+    for prompt in ("a", [1]):
+        with pytest.raises(ApiError, match=f"at most {Limits().sequences} items") as refused:
+            read_body(CompletionBody, json.dumps({"prompt": [prompt] * 999}).encode())
+        assert (refused.value.status, refused.value.param) == (422, "prompt")
 
 
 class ScriptedLoop:
