@@ -153,7 +153,9 @@ def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_unti
     assert len(loop.calls) == 1, "after a pause without events the next one wakes the loop at once"
 
 
-def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [0, 4])
+def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch, read):
+    """Already at the response's head, or after some events."""
     monkeypatch.setattr(streaming, "STALLED_S", 0.05)
     engine = tiny_engine(tmp_path, max_position_embeddings=2048)
     service = Service(engine)
@@ -161,7 +163,7 @@ def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_pa
 
     async def send(message: Any) -> None:
         sent.append(message)
-        if len(sent) > 4:
+        if len(sent) > read:
             await asyncio.Event().wait()  # the buffers are full
 
     async def receive() -> Any:
