@@ -489,6 +489,17 @@ def test_a_time_that_is_too_short_is_refused_with_the_least(place: Place, quickl
     assert place.calibrate(tmp_path / "out", *AMOUNTS).code == 130, "the refused run needs no --restart"
 
 
+def test_a_stopped_run_continues_although_the_least_amounts_now_take_longer(
+    place: Place, quickly: Any, tmp_path: Path
+) -> None:
+    out, arguments = tmp_path / "out", ["--minutes", "0.1", "--tokens", "1000", "--exits", "1"]
+    stop_at(quickly, Writer, "chunk", lambda writer, prompts, number, *_: number == 1)
+    assert place.calibrate(out, *arguments).code == 130
+    quickly.setattr(duration, "training_step_seconds", lambda _: 3.0)
+    resumed = place.calibrate(out, *arguments, "--resume")
+    assert resumed.code == 130, resumed.text
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)
 def test_help_and_wrong_options_are_answered_without_importing_torch(arguments: list[str]) -> None:
     code = (
