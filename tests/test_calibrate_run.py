@@ -500,6 +500,17 @@ def test_a_stopped_run_continues_although_the_least_amounts_now_take_longer(
     assert resumed.code == 130, resumed.text
 
 
+def test_a_restart_that_is_refused_keeps_the_stopped_run(place: Place, quickly: Any, tmp_path: Path) -> None:
+    out, amounts = tmp_path / "out", ["--tokens", "1000", "--exits", "1"]
+    stop_at(quickly, Writer, "chunk", lambda writer, prompts, number, *_: number == 1)
+    assert place.calibrate(out, *amounts, "--minutes", "0.2").code == 130
+    quickly.setattr(duration, "training_step_seconds", lambda _: 3.0)
+    assert place.calibrate(out, *amounts, "--minutes", "0.1", "--restart").code == 2
+    assert (out / WORK / "chunk-0000.safetensors").exists()
+    assert place.calibrate(out, *amounts, "--minutes", "0.2", "--resume").code == 130
+    assert place.calibrate(out, *amounts, "--minutes", "9", "--restart").code == 130, "enough time: it is dropped"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)
 def test_help_and_wrong_options_are_answered_without_importing_torch(arguments: list[str]) -> None:
     code = (

@@ -54,9 +54,10 @@ class Calibration:
         try:
             self._announce_duration(expected_duration(setup))
         except ValueError:
-            if not self.work.resumed:
+            if self.work.is_empty:
                 self.work.remove()  # a refused run leaves no folder
             raise
+        self.work.begin()
         self.work.write_json("resources", asdict(setup.resources))  # from here on --resume finds a stopped run
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:
