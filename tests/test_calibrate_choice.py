@@ -494,7 +494,9 @@ def test_shares_of_beams_are_accepted_nodes_of_those_reached() -> None:
         return GenerateOutput(ids, stats)  # type: ignore[arg-type]
 
     trials.engine.generate = generate  # type: ignore[method-assign, assignment]
-    assert trials.beam_shares("0.7") == {width: [0.7, 0.5] for width in BEAMS}
+    advanced: list[float] = []
+    assert trials.beam_shares("0.7", advanced.append) == {width: [0.7, 0.5] for width in BEAMS}
+    assert advanced == [1] * len(BEAMS)
     assert asked[0] == "beam:3,3,3,3,3"
 
 

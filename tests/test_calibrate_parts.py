@@ -271,7 +271,12 @@ def test_a_stopped_run_is_dropped_only_with_restart(tmp_path: Path) -> None:
         Work(tmp_path, {"a": 1})
     assert Work(tmp_path, {"a": 1}, resume=True).read_json("steps") == 12
     work = Work(tmp_path, {"a": 2}, restart=True)
-    assert work.read_json("steps") is None and not work.resumed
+    assert not work.resumed
+    assert Work(tmp_path, {"a": 1}, resume=True).read_json("steps") == 12, "kept until the new run begins"
+    work.begin()
+    assert work.read_json("steps") is None
+    work.write_json("other", 3)
+    assert Work(tmp_path, {"a": 2}, resume=True).read_json("other") == 3
 
 
 def test_a_run_that_stopped_before_its_first_piece_needs_no_restart(tmp_path: Path) -> None:

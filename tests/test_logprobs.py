@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from selfspec.backends.cuda import prompts as prompts_module
 from selfspec.logprobs import TokenLogprob, prompt_logprobs
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Sequence
+from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 from tests.interpreted import (
     ONLY_INTERPRETED,
@@ -125,6 +127,17 @@ def test_kernels_give_the_log_probabilities_of_the_reference_backend(callables):
     assert_close(
         found.logprobs, [TokenLogprob(token.token, token.logprob, token.top[:2]) for token in expected.logprobs]
     )
+
+
+@torch.inference_mode()
+def test_a_chunk_that_is_repeated_after_a_failure_adds_its_log_probabilities_once(monkeypatch):
+    sequence, exit, backend = with_logprobs(sequence_of(prompt_of(9, 9), 1), None, 3), trained_exit(), torch_backend()
+    with monkeypatch.context() as patch:
+        patch.setattr(Exit, "fill", Mock(side_effect=torch.OutOfMemoryError("on purpose")))
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.prefill([sequence], exit)
+    assert backend.prefill([sequence], exit) == [sequence]
+    assert_close(sequence.prompt_logprobs, expected_of(sequence).prompt_logprobs)
 
 
 @ONLY_INTERPRETED

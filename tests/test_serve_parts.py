@@ -1,20 +1,24 @@
-"""Parts of the server without a socket: stop texts, wake-ups, defaults, and clients that stop reading."""
+"""Parts of the server without a socket: stop texts, wake-ups, defaults, wrong bodies, and clients that stop reading."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from selfspec.sequence import Request, Sequence
 from selfspec.serve import streaming
+from selfspec.serve.errors import ApiError
 from selfspec.serve.following import LONGEST_PAUSE_S, PAUSE, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
+from selfspec.serve.limits import Limits
 from selfspec.serve.prompts import engine_options
-from selfspec.serve.protocol import CompletionBody
+from selfspec.serve.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, read_body
 from selfspec.serve.service import Service
 from selfspec.serve.stops import StopTexts
 from tests.serving import eventually, tiny_engine
@@ -71,6 +75,39 @@ def test_fields_that_are_not_given_have_the_models_values_then_openais():
     assert greedy == {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
 
 
+WRONG: list[tuple[type[Body], dict[str, Any]]] = [  # each with a long list or object of wrong values
+    (CompletionBody, {"prompt": [{}] * 999}),
+    (CompletionBody, {"prompt": [[{}] * 999]}),
+    (CompletionBody, {"prompt": "a", "stop": [1] * 999}),
+    (CompletionBody, {"prompt": "a", "stop_token_ids": ["a"] * 999}),
+    (ChatBody, {"messages": [1] * 999}),
+    (ChatBody, {"messages": [{"role": "a", "content": [{"type": "text"}] * 999}]}),
+    (ChatBody, {"messages": [{"role": "a", "tool_calls": [{}] * 999}]}),
+    (ChatBody, {"messages": [{"role": "a"}], "tools": [{}] * 999}),
+    (DetokenizeBody, {"tokens": ["a"] * 999}),
+]
+
+
+def test_a_long_list_of_wrong_items_is_refused_at_the_first():
+    for kind, fields in WRONG:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate(fields)
+        assert refused.value.error_count() <= 4, fields.keys()
+
+
+def test_a_wrong_bias_is_refused_by_name():
+    for bias in ("1", None, True, [1], 100.5, -101, 10**400):
+        with pytest.raises(ApiError, match="logit_bias: its values must be numbers from -100 to 100"):
+            read_body(CompletionBody, json.dumps({"prompt": "a", "logit_bias": {"1": 1, "2": bias}}).encode())
+
+
+def test_more_prompts_than_sequences_are_possible_are_refused_before_they_are_read():
+    for prompt in ("a", [1]):
+        with pytest.raises(ApiError, match=f"at most {Limits().sequences} items") as refused:
+            read_body(CompletionBody, json.dumps({"prompt": [prompt] * 999}).encode())
+        assert (refused.value.status, refused.value.param) == (422, "prompt")
+
+
 class ScriptedLoop:
     """Keeps scheduled calls until a test runs them; `now` is its clock."""
 
@@ -116,7 +153,9 @@ def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_unti
     assert len(loop.calls) == 1, "after a pause without events the next one wakes the loop at once"
 
 
-def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read", [0, 4])
+def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch, read):
+    """Already at the response's head, or after some events."""
     monkeypatch.setattr(streaming, "STALLED_S", 0.05)
     engine = tiny_engine(tmp_path, max_position_embeddings=2048)
     service = Service(engine)
@@ -124,7 +163,7 @@ def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_pa
 
     async def send(message: Any) -> None:
         sent.append(message)
-        if len(sent) > 4:
+        if len(sent) > read:
             await asyncio.Event().wait()  # the buffers are full
 
     async def receive() -> Any:
@@ -139,3 +178,33 @@ def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_pa
     assert service.gate.sequences == 0 and service.counters.finished == {"abort": 1}
     eventually(lambda: engine.cache.free_pages == engine.cache.num_pages)
     assert engine.metrics().tokens < 1000
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_server_that_ends_tells_its_clients(tmp_path, streams):
+    """It cancels the calls that are left after its grace."""
+    engine = tiny_engine(tmp_path, max_position_embeddings=2048)
+    service = Service(engine)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with service.running():
+            body = CompletionBody(prompt="abc", stream=streams, max_tokens=2000)
+            call = asyncio.create_task(Generating(service, body)({"type": "http"}, receive, send))
+            while not (len(sent) > 1 if streams else service.gate.sequences):
+                await asyncio.sleep(0.001)
+            call.cancel()
+            await call
+
+    asyncio.run(run())
+    error = sent[-2 if streams else -1]["body"].removeprefix(b"data: ")
+    assert json.loads(error)["error"]["message"] == "the server is shutting down: try again later"
+    assert sent[0]["status"] == (200 if streams else 503)
+    assert not streams or sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+    assert service.counters.finished == {"abort": 1}

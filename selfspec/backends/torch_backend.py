@@ -21,7 +21,7 @@ from selfspec.cache.layout import Rows
 from selfspec.cache.prefixes import PrefillKind
 from selfspec.history import StepRecord
 from selfspec.kernels.copy_draft import copy_reference
-from selfspec.logprobs import pack_logprobs, prompt_logprobs
+from selfspec.logprobs import TokenLogprob, pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import (
     CHILDREN,
@@ -90,15 +90,17 @@ class TorchBackend:
         features = self._run_verify_partition(hidden, at, exit)
         if not bool(torch.isfinite(features).all()):
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
+        logprobs: list[TokenLogprob] = []
         if (top := sequence.request.prompt_logprobs) is not None:
             after = sequence.prompt[sequence.kv.length + 1 :][:count]
-            sequence.prompt_logprobs += prompt_logprobs(features[0], [after], [top], self._logits)[0]
+            (logprobs,) = prompt_logprobs(features[0], [after], [top], self._logits)
         if exit is not None:
             previous = torch.cat((self._previous_features([sequence]), features[:, :-1]), dim=1)
             exit.fill(hidden, previous, at, self.cache)
             self._keep_prompt_end(sequence, hidden, previous, features)
             sequence.previous_feature = sequence.prompt_feature = features[0, -1]
         self.cache.extend(sequence.kv, count)
+        sequence.prompt_logprobs += logprobs  # last: a chunk that failed before runs again
 
     def _keep_prompt_end(self, sequence: Sequence, *states: torch.Tensor) -> None:
         """Keeps the states [1, T, ...] of the prompt's last positions, by which the exit is scored."""

@@ -17,7 +17,7 @@ from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.trained import Trained
-from selfspec.calibrate.trial import SETTINGS, Trials, trial_length
+from selfspec.calibrate.trial import BEAMS, SETTINGS, Trials, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
@@ -96,7 +96,8 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
     length = trial_length(TRYING_SHARE * settings.minutes * 60 / len(setup.domains), plain_step)
     parts = setup.model, setup.engine.tokenizer, setup.engine.generation_config, profile
     engine = Engine(*parts, prefix_reuse=False)  # plain and drafting calls of a prompt take turns
-    with display.stage("try", len(setup.domains) * (len(SETTINGS) + 1), timed=True) as stage:
+    beam_trials = len(TEMPERATURES) * len(BEAMS) if settings.beams else 0
+    with display.stage("try", len(setup.domains) * (len(SETTINGS) + 1 + beam_trials), timed=True) as stage:
         domains = {}
         for domain in setup.domains:
             choice, prompts = profile.domains[domain.name], setup.measuring_prompts(domain)
@@ -109,7 +110,7 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
             beams = (
-                {temperature: trials.beam_shares(temperature) for temperature in TEMPERATURES}
+                {temperature: trials.beam_shares(temperature, stage.advance) for temperature in TEMPERATURES}
                 if settings.beams and prompts
                 else {}
             )

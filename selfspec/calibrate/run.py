@@ -54,9 +54,10 @@ class Calibration:
         try:
             self._announce_duration(expected_duration(setup))
         except ValueError:
-            if not self.work.resumed:
+            if self.work.is_empty:
                 self.work.remove()  # a refused run leaves no folder
             raise
+        self.work.begin()
         self.work.write_json("resources", asdict(setup.resources))  # from here on --resume finds a stopped run
         self.writer = Writer(setup.engine)
         if setup.trained_before is None:
@@ -90,9 +91,11 @@ class Calibration:
             say(f"  found no stopped run in {self.work.folder}: starts from the beginning")
 
     def _announce_duration(self, duration: Duration) -> None:
-        """Prints how long it will take; raises ValueError where the time asked for is too short."""
+        """Prints how long it will take; raises ValueError where the time asked for is too short. A resumed run passed
+        this check when it began, and has done a part of the work."""
         settings, say = self.settings, self.display.say
-        duration.check(settings.minutes)
+        if not self.work.resumed:
+            duration.check(settings.minutes)
         less = ", less what the stopped run has done" if self.work.resumed else ""
         say(f"  takes about {duration.describe()} on this machine{less}; Ctrl-C stops it, and --resume continues it")
         if settings.train and settings.steps is None and self.model.device.type == "cpu":

@@ -105,7 +105,7 @@ class Setup:
 
     def _resources(self, recipe: Recipe) -> Resources:
         """Sizes that fit in memory; a resumed run keeps the sizes that it started with."""
-        stored = self.work.read_json("resources")
+        stored = self.work.read_json("resources") if self.work.resumed else None
         if stored is not None:
             return Resources(**stored)
         return fit(self.model, len(self.layers), recipe, heads.largest_head(self.vocabulary))

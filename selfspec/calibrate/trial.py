@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ SETTINGS = (
 BEAMS = (3, 5, 8, 12)  # nodes per depth: from 3, of which 5 depths fill a tile of 16 rows, to 12, of which 5 fill 64
 _SHORTEST, _LONGEST = 16, 96  # tokens of an answer
 _WARM_UP_TOKENS = 4  # generated before a timed run where no step is captured
+_BEAM_STEP_TOKENS = 2.0  # new tokens of a step that drafts a beam, for the estimate of the time
 _PLAIN_STEPS = 11.0  # plain steps that all trials of a domain take, for each token of an answer
 
 
@@ -64,10 +66,10 @@ class Trials:
             plain_tokens_per_second=_rounded(self._plain[at]),
         )
 
-    def beam_shares(self, temperature: str) -> dict[int, list[float]]:
+    def beam_shares(self, temperature: str, advance: Callable[[float], None]) -> dict[int, list[float]]:
         """By nodes per depth and by depth: the share of steps of a beam that accept a node of the depth, of those that
-        reach it. Answers to 16 prompts: about 400 steps per beam."""
-        setting = Setting(temperature, "5-16", 16, 1.0)
+        reach it. Answers to 16 prompts: about 400 steps per beam. Calls `advance(1)` after each number of nodes."""
+        setting = _beam_setting(temperature)
         shares = {}
         for width in BEAMS:
             plan = Plan(beam=(width,) * DEEPEST_PLAN)
@@ -78,6 +80,7 @@ class Trials:
                 for by_depth in ([each.accepted_by_depth for each in stats], [each.reached_by_depth for each in stats])
             )
             shares[width] = [_rounded(hits / count) for hits, count in zip(accepted, reached, strict=False) if count]
+            advance(1)
         return {width: of_width for width, of_width in shares.items() if of_width}
 
     def _batches(self, setting: Setting) -> list[list[list[int]]]:
@@ -119,6 +122,22 @@ def passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, f
         passes += 2 * tokens * sequences / BATCHES[setting.batch]
         rows += sequences * (3 * tokens + 4 * len(prompts[0]))
     return passes, rows
+
+
+def beam_passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """The same of a domain's beams: each width at each temperature."""
+    passes = rows = 0.0
+    for temperature, width in product(TEMPERATURES, BEAMS):
+        setting = _beam_setting(temperature)
+        sequences = _sequences(setting)
+        steps = _answer_tokens(setting, new_tokens) / _BEAM_STEP_TOKENS
+        passes += steps * sequences / BATCHES[setting.batch]
+        rows += sequences * (steps * (1 + width * DEEPEST_PLAN) + len(prompts[0]))
+    return passes, rows
+
+
+def _beam_setting(temperature: str) -> Setting:
+    return Setting(temperature, "5-16", 16, 1.0)
 
 
 def _sequences(setting: Setting) -> int:

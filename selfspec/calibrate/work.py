@@ -25,10 +25,10 @@ class Work:
 
     def __init__(self, folder: Path, key: dict[str, Any], resume: bool = False, restart: bool = False) -> None:
         """Opens a new folder, or one that selfspec made: to continue the run in it (`resume`; its key must be the same)
-        or to drop that run (`restart`). Raises ValueError for a folder with files that selfspec did not write, and
-        for a stopped run when neither was asked for."""
+        or to drop that run (`restart`), which `begin` does. Raises ValueError for a folder with files that selfspec did
+        not write, and for a stopped run when neither was asked for."""
         self.folder = folder
-        key = json.loads(json.dumps(key))  # as `read_json` will return it
+        self._key = key = json.loads(json.dumps(key))  # as `read_json` will return it
         stopped = self._stopped_run()
         if stopped["pieces"] and not resume and not restart:
             raise ValueError(
@@ -41,16 +41,26 @@ class Work:
                 "pass --restart to drop it"
             )
         self.resumed = bool(stopped["pieces"]) and resume
-        self._made: dict[str, Any] = {"key": key, "pieces": stopped["pieces"]}
+        self._made: dict[str, Any] = stopped if stopped["pieces"] else {"key": key, "pieces": []}
         self._created = [path for path in folder.parents if not path.exists()]  # innermost first
         try:
-            if not self.resumed:
-                self.remove()
-                self._made["pieces"] = []
             folder.mkdir(parents=True, exist_ok=True)
             self._write_marker()
         except OSError as error:
             raise self._unwritable(error) from error
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder has no piece, neither of this run nor of a stopped one."""
+        return not self._made["pieces"]
+
+    def begin(self) -> None:
+        """Drops the stopped run, unless this one continues it. Call it before the first write."""
+        if not self.resumed:
+            self.remove()
+            self._made = {"key": self._key, "pieces": []}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write_marker()
 
     def read_json(self, name: str) -> Any:
         try:

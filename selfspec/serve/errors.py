@@ -42,7 +42,8 @@ def of_validation(error: ValidationError) -> ApiError:
     path = _path(faults[0]["loc"])
     wanted = dict.fromkeys(fault["msg"] for fault in faults if _path(fault["loc"]) == path)
     param = ".".join(path[:3]) or None
-    return ApiError(400, f"{param or 'the body'}: {', or '.join(wanted)}", param)
+    status = 422 if any(fault["type"] == "too_long" for fault in faults) else 400
+    return ApiError(status, f"{param or 'the body'}: {', or '.join(wanted)}", param)
 
 
 def _path(location: tuple[int | str, ...]) -> list[str]:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfspec.serve.errors import ApiError
-from selfspec.serve.protocol import ChatBody, Generation
+from selfspec.serve.protocol import MOST_SEQUENCES, ChatBody, Generation
 
 _OPEN_PATHS = ("/", "/health", "/version")  # need no key: the page asks for it, load balancers have none
 
@@ -29,7 +29,7 @@ class Limits:
     stop_characters: int = 256  # of one stop text; each new token's text is compared with that of 4 times as many
     stop_token_ids: int = 64
     tools: int = 128
-    sequences: int = 256  # in progress, over all requests: waiting and running
+    sequences: int = MOST_SEQUENCES  # in progress, over all requests: waiting and running
 
 
 async def read_limited(request: Request, limits: Limits) -> bytes:

@@ -157,7 +157,7 @@ def engine_options(body: Generation, config: GenerationConfig, max_new_tokens: i
     if body.stop_token_ids:
         options["stop_token_ids"] = body.stop_token_ids
     if body.logit_bias:
-        options["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+        options["logit_bias"] = {int(token): float(bias) for token, bias in body.logit_bias.items()}
     return options
 
 

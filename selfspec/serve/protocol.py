@@ -23,6 +23,12 @@ NewTokens = Annotated[int, Field(ge=0, lt=2**31)]  # 0 only with echo
 Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+MOST_SEQUENCES = 256  # in progress, over all requests; one request has at most as many prompts
+
+Item = TypeVar("Item")
+# Validation stops at the first wrong item: building 400000 errors would block the event loop for 10 s.
+ListOf = Annotated[list[Item], Field(fail_fast=True)]
+PromptList = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_SEQUENCES)]
 
 # Fields that would change the output and are not supported; for each the values, besides None, that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -83,9 +89,9 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | ListOf[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_calls: ListOf[ToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool's answer
 
     @field_validator("content", mode="before")
@@ -141,11 +147,11 @@ class Generation(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Count | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Any] | None = None  # numbers, by token id
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -160,7 +166,7 @@ class Generation(Body):
     response_format: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None  # in Lark's syntax
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: ListOf[TokenId] | None = None
     return_metrics: bool | None = None  # what drafting did for the request, in totals
     return_draft_info: bool | None = None  # which tokens of each chunk were drafted, and the plan
 
@@ -197,10 +203,10 @@ class Generation(Body):
 
 
 class ChatBody(Generation):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Top | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
     @property
@@ -221,7 +227,7 @@ class ChatBody(Generation):
 
 
 class CompletionBody(Generation):
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | ListOf[TokenId] | PromptList[str] | PromptList[ListOf[TokenId]]
     echo: bool | None = None
     logprobs: Top | None = None
 
@@ -246,13 +252,13 @@ class CompletionBody(Generation):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
 
 
 Kind = TypeVar("Kind", bound=Body)
@@ -307,9 +313,11 @@ def _check_generation(body: Generation) -> None:
         raise ApiError(400, "best_of above n is not supported: leave it out", "best_of", "unsupported_field")
     if any(not text for text in body.stops):
         raise ApiError(400, "stop: a stop text must not be empty", "stop")
-    for token in body.logit_bias or {}:
+    for token, bias in (body.logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) <= 9):
             raise ApiError(400, "logit_bias: its keys must be token ids, written as integers", "logit_bias")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ApiError(400, "logit_bias: its values must be numbers from -100 to 100", "logit_bias")
     if isinstance(body, ChatBody):
         _check_tools(body)
         if body.top_logprobs is not None and not body.logprobs:

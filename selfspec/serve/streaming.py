@@ -32,16 +32,20 @@ class Events:
         await self._write(b"data: [DONE]\n\n", False)
 
     async def _write(self, data: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await self._start()
+                message: Message = {"type": "http.response.body", "body": data, "more_body": more}
+                await self._send(message)
+        except TimeoutError:
+            raise Stalled from None
+
+    async def _start(self) -> None:
+        """Sends the headers, once. The server first waits for the client to read what went before on its connection."""
         if not self.is_started:
             self.is_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        message: Message = {"type": "http.response.body", "body": data, "more_body": more}
-        try:
-            async with asyncio.timeout(STALLED_S):
-                await self._send(message)
-        except TimeoutError:
-            raise Stalled from None
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
