@@ -185,9 +185,11 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
         ),
         (json_format({"type": "object", "x-guidance": {"nothing": 1}}), "unknown field"),
         ({"type": "regex", "regex": "(a"}, "unclosed group"),
+        ({"type": "regex", "regex": "(a", "json_schema": 1}, "unclosed group"),
         ({"type": "regex", "regex": ""}, "not empty"),
         ({"type": "regex", "regex": "(.{1,1000}){1,1000}x"}, "too many"),
         ({"type": "grammar", "grammar": "start: other"}, "unknown name"),
+        ({"type": "grammar", "grammar": "start: other", "json_schema": {"a": 1}}, "unknown name"),
         ({"type": "grammar", "grammar": '{"grammars": []}'}, "cannot be followed"),
         (json_format({"enum": ["x" * MAX_BYTES]}), "shorten it"),
     ],
@@ -195,6 +197,17 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
 def test_a_format_that_cannot_be_followed_is_refused(asked: Any, message: str) -> None:
     with pytest.raises(ResponseFormatError, match=message):
         engine().complete("hi", response_format=asked)
+
+
+@pytest.mark.parametrize(("properties", "searches"), [(60, True), (70, False), (2000, False)])
+def test_the_failing_part_of_a_schema_is_searched_by_a_bounded_number_of_checks(
+    properties: int, searches: bool
+) -> None:
+    """The last of many properties fails."""
+    schema = {"properties": {f"p{index}": {} for index in range(properties)} | {"last": {"not": {}}}}
+    with pytest.raises(ResponseFormatError, match="Unimplemented keys") as refused:
+        engine().complete("hi", response_format=json_format(schema))
+    assert ("in properties.last of the schema" in str(refused.value)) == searches
 
 
 def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
