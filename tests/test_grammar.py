@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, Rules
 from selfspec.governor.governor import Governor
-from selfspec.grammar import MAX_BYTES, ResponseFormatError
+from selfspec.grammar import MAX_BYTES, Grammars, ResponseFormatError
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.strategies import SETTINGS
@@ -208,6 +208,15 @@ def test_the_failing_part_of_a_schema_is_searched_by_a_bounded_number_of_checks(
     with pytest.raises(ResponseFormatError, match="Unimplemented keys") as refused:
         engine().complete("hi", response_format=json_format(schema))
     assert ("in properties.last of the schema" in str(refused.value)) == searches
+
+
+def test_a_grammar_is_compiled_once_for_equal_formats_tokenizers_and_ends() -> None:
+    grammars, tokenizer = Grammars(len(JSON_TOKENS)), json_tokenizer()
+    first = grammars.compile(json_format({"type": "integer"}), tokenizer, [END])
+    assert grammars.compile(json_format({"type": "integer"}), tokenizer, [END]) is first
+    assert grammars.compile(json_format({"type": "number"}), tokenizer, [END]) is not first
+    assert grammars.compile(json_format({"type": "integer"}), tokenizer, [OTHER_END]) is not first
+    assert grammars.compile(json_format({"type": "integer"}), json_tokenizer(), [END]) is not first
 
 
 def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
