@@ -49,9 +49,7 @@ class Batch:
     def join(self, sequences: Seq[Sequence]) -> None:
         """Adds prefilled sequences, which decode from the next step on."""
         if not self.running:
-            self.drain()  # a step of sequences that have ended
-            self.scoring.restart()
-            self._read_plan, self._in_use = None, NONE
+            self.reset()
         self.running += sequences
         self.scoring.prompts += [sequence for sequence in sequences if sequence.parent is None]
         self._update(joined=True)
@@ -64,6 +62,12 @@ class Batch:
             self.running.remove(sequence)
             self.backend.release(sequence)
         self._update(joined=False)
+
+    def reset(self) -> None:
+        """Reads the step in flight of a batch whose sequences have all left, and drops what refers to them."""
+        self.drain()
+        self.scoring.reset()
+        self._read_plan, self._in_use = None, NONE
 
     def _update(self, joined: bool) -> None:
         """Applies the rules to the changed members, and finds their exit, costs and governor."""

@@ -131,6 +131,8 @@ class Scheduler:
             self._prefill(batch)
             self._decode(batch)
             self._finish(batch)
+            if not batch.running:
+                batch.reset()
         self._admit()
         return bool(self.waiting or self.prefilling or self._is_decoding)
 
