@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, Rules
 from selfspec.governor.governor import Governor
-from selfspec.grammar import MAX_BYTES, Grammars, ResponseFormatError
+from selfspec.grammar import MAX_BYTES, Grammar, Grammars, ResponseFormatError
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.strategies import SETTINGS
@@ -229,6 +229,16 @@ def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'selfspec\[serve\]'"):
         engine().complete("hi", response_format=words)
+
+
+def test_forced_tokens_are_computed_only_where_drafting_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forced = Grammar.forced
+    monkeypatch.setattr(Grammar, "forced", lambda self, tokens: calls.append(len(tokens)) or forced(self, tokens))
+    for options, computes in ((FORCED, True), ({"speculative_decoding": False}, False)):
+        calls.clear()
+        run_all([{"type": "regex", "regex": "[a-z]{9}"}], **options)
+        assert bool(calls) == computes
 
 
 def test_the_governor_does_not_limit_the_time_of_steps_with_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
