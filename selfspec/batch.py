@@ -36,6 +36,7 @@ class Batch:
         self.base_exit = exit  # over the whole head
         self.running: list[Sequence] = []
         self.in_flight: Step | None = None  # launched and not read yet
+        self._unread: list[Step] = []  # launched steps, at most 2
         self.exit: Exit | None = None  # over the head rows that its sequences draft from; None: none drafts
         self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
         self.scoring = BatchScoring(backend, drafters)
@@ -49,9 +50,7 @@ class Batch:
     def join(self, sequences: Seq[Sequence]) -> None:
         """Adds prefilled sequences, which decode from the next step on."""
         if not self.running:
-            self.drain()  # a step of sequences that have ended
-            self.scoring.restart()
-            self._read_plan, self._in_use = None, NONE
+            self.reset()
         self.running += sequences
         self.scoring.prompts += [sequence for sequence in sequences if sequence.parent is None]
         self._update(joined=True)
@@ -64,6 +63,12 @@ class Batch:
             self.running.remove(sequence)
             self.backend.release(sequence)
         self._update(joined=False)
+
+    def reset(self) -> None:
+        """Reads the step in flight of a batch whose sequences have all left, and drops what refers to them."""
+        self.drain()
+        self.scoring.reset()
+        self._read_plan, self._in_use = None, NONE
 
     def _update(self, joined: bool) -> None:
         """Applies the rules to the changed members, and finds their exit, costs and governor."""
@@ -136,8 +141,7 @@ class Batch:
                 self.in_flight = self.launch(step)
         if continues and self.scoring.prompts:  # while the device runs their first steps
             self._score_and_route()
-        self.backend.read(step)
-        self._account(step)
+        self._read(step)
 
     @property
     def _overlaps(self) -> bool:
@@ -148,8 +152,19 @@ class Batch:
         """Reads the step in flight, so that the host has its lengths and tokens."""
         step, self.in_flight = self.in_flight, None
         if step is not None:
-            self.backend.read(step)
-            self._account(step)
+            self._read(step)
+
+    def _read(self, step: Step) -> None:
+        self.backend.read(step)
+        self._unread.remove(step)
+        self._account(step)
+
+    def abort(self) -> None:
+        """Drops launched steps after one has failed, and returns what they charged to budgets."""
+        for step in self._unread:
+            if step.governor is not None:
+                step.governor.budget.add(step.charge)
+        self._unread, self.in_flight = [], None
 
     def launch(self, in_flight: Step | None) -> Step:
         """Launches the next step; `in_flight` was launched and not read yet."""
@@ -170,7 +185,8 @@ class Batch:
         }
         step.governor = self.governor
         if self.governor is not None:
-            self.governor.charge_step(plan, len(self.running), self._context)
+            step.charge = self.governor.charge_step(plan, len(self.running), self._context)
+        self._unread.append(step)
         self.scoring.count_step(plan, self.exit)
         return step
 

@@ -7,6 +7,7 @@ tokens and at the ends of prompts, update the skills by which the governor predi
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 
 from selfspec.backends.base import Backend, Step
 from selfspec.cache.kv_cache import CacheFull
@@ -28,10 +29,16 @@ class BatchScoring:
         self.prompts: list[Sequence] = []  # first samples whose prompt is neither scored nor routed yet
         self._routing: list[tuple[list[Request], Embedded]] = []  # requests whose domain is being found
 
-    def restart(self) -> None:
-        """Forgets the counts and prompts of sequences that have all left."""
+    def reset(self) -> None:
+        """Drops the counts, prompts and results of sequences that have all left. Waits for their embeddings, since
+        reading them returns their memory to its pool."""
         self.unfilled = self._unscored = 0
         self.prompts = []
+        routing, self._routing = self._routing, []
+        for _, embedded in routing:
+            with suppress(CacheFull):  # some are computed when they are read
+                embedded.read()
+        self.apply_scores(None)
 
     def limit_unfilled(self) -> None:
         """Limits the count to what the backend holds, after sequences joined or left."""

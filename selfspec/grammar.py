@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -17,7 +18,10 @@ import torch
 
 from selfspec.speculation.plan import Plan
 
-MAX_BYTES = 128 * 1024  # of a schema, regex or grammar: llguidance compiles about 1 MB per second
+# Of a schema, regex or grammar. llguidance compiles schemas with many optional properties slowest, in time that grows
+# with the square of their number: 63 KB took 0.4 to 1.5 s, 127 KB 1.5 to 5 s (49,152 tokens, one ARM core).
+MAX_BYTES = 64 * 1024
+_KEPT = 8  # compiled grammars that are kept, of the newest formats: at most about 15 MB each
 # llguidance's limits, in its documentation's figures: 20 ms to read regexes; 14 ms and 2.5 ms for one mask; 2 kB per
 # lexer state.
 _LIMITS = {
@@ -30,6 +34,9 @@ _LIMITS = {
 }
 # Without a bound, a weak model fills its text with white space. A schema's own "x-guidance" replaces it.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,64})"}
+# The part that fails is searched in schemas up to this many bytes, by at most this many checks: each compiles a part
+# and all definitions, which takes 1 to 10 ms for 4 KB.
+_SEARCHED_BYTES, _CHECKS = 4096, 64
 _DEFINITIONS = ("$defs", "definitions")  # of a schema, to which its parts refer
 _BIT = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
@@ -139,27 +146,33 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles the grammars of one engine's requests; any thread may call it."""
+    """Compiles the grammars of one engine's requests and keeps the newest; any thread may call it."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._lock = vocab_size, Lock()
         self._tokenizers: tuple[Any, Any] = None, None  # transformers', and llguidance's for the same tokens
+        self._compiled = lru_cache(_KEPT)(self._compile)
 
     def compile(self, response_format: Any, tokenizer: Any, ends: Sequence[int]) -> Grammar | None:
-        """Returns the grammar at its beginning; None for plain text. A text may end with one of the tokens `ends`, or
-        where there are none with the tokenizer's end token. Raises ResponseFormatError for a format that cannot be
-        followed."""
+        """Returns the grammar at its beginning, which sequences copy; None for plain text. A text may end with one of
+        the tokens `ends`, or where there are none with the tokenizer's end token. Raises ResponseFormatError for a
+        format that cannot be followed."""
         source = read_response_format(response_format)
         if source is None:
             return None
-        llguidance, reads = _llguidance(), self._tokenizer(tokenizer)
-        matcher = llguidance.LLMatcher(reads, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
-        grammar = Grammar(matcher, reads.eos_token, ends or (reads.eos_token,), -(-self._vocab_size // 32))
         try:
-            grammar.mask((), np.empty(grammar.words, np.uint32))  # the first mask may fail too
+            return self._compiled(source, self._tokenizer(tokenizer), tuple(ends))
         except ResponseFormatError as error:
-            field = _failing_field(response_format["json_schema"]["schema"]) if "json_schema" in response_format else ""
+            is_schema = response_format["type"] == "json_schema"
+            field = _failing_field(response_format["json_schema"]["schema"]) if is_schema else ""
             raise ResponseFormatError(f"{error}, in {field} of the schema" if field else str(error)) from None
+
+    def _compile(self, source: str, tokenizer: Any, ends: tuple[int, ...]) -> Grammar:
+        """Compiles a format for llguidance's form of a tokenizer, and checks it by its first mask."""
+        llguidance = _llguidance()
+        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+        grammar = Grammar(matcher, tokenizer.eos_token, ends or (tokenizer.eos_token,), -(-self._vocab_size // 32))
+        grammar.mask((), np.empty(grammar.words, np.uint32))
         return grammar
 
     def _tokenizer(self, tokenizer: Any) -> Any:
@@ -218,16 +231,19 @@ def _schema(given: Any) -> str:
 
 
 def _failing_field(schema: dict[str, Any]) -> str:
-    """Returns the path of the innermost part of a schema that llguidance refuses with the error of the whole schema."""
+    """Returns the path of the innermost part of a schema that llguidance refuses with the error of the whole schema;
+    of a larger part if that takes too many checks, "" for a schema above `_SEARCHED_BYTES`."""
+    if len(json.dumps(schema)) > _SEARCHED_BYTES:
+        return ""
     matcher, definitions = _llguidance().LLMatcher, {key: schema[key] for key in _DEFINITIONS if key in schema}
 
     def error_of(part: dict[str, Any]) -> str:
         return matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps({**definitions, **part})))
 
-    error, path = error_of(schema), ""
+    error, path, checks = error_of(schema), "", iter(range(_CHECKS))
     while error:
         parts = ((key, part) for key, part in _parts_of_schema(schema) if isinstance(part, dict))
-        inner = next((at for at in parts if error_of(at[1]) == error), None)
+        inner = next((at for _, at in zip(checks, parts, strict=False) if error_of(at[1]) == error), None)
         if inner is None:
             break
         path, schema = f"{path}.{inner[0]}".lstrip("."), inner[1]

@@ -131,6 +131,8 @@ class Scheduler:
             self._prefill(batch)
             self._decode(batch)
             self._finish(batch)
+            if not batch.running:
+                batch.reset()
         self._admit()
         return bool(self.waiting or self.prefilling or self._is_decoding)
 
@@ -384,7 +386,7 @@ class Scheduler:
     def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
         """Fails all requests of a batch after a failed step or join, whose error belongs to no single request. The
         batch may hold some of the `joining` sequences and not others."""
-        batch.in_flight = None
+        batch.abort()
         for request in {sequence.request for sequence in (*batch.running, *joining)}:
             request.fail(_with_advice(error))
             with suppress(Exception):  # the backend may be broken too

@@ -135,8 +135,9 @@ class Sequence:
         return values
 
     def forced(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that its grammar forces next, which copied nodes carry then."""
-        if self.grammar is not None:
+        """Returns up to `count` tokens that its grammar forces next, which copied nodes carry then; none where the
+        rules forbid drafting."""
+        if self.grammar is not None and self.drafts:
             with self.request.callback():
                 tokens = self.grammar.forced(self.tokens)
                 self.copying.add_forced(len(self.tokens), len(tokens))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -365,6 +367,23 @@ def test_a_request_is_routed_once(shortage: bool) -> None:
         pass
     assert request.error is None and request.is_finished
     assert len(embedded) == 1 and found == [3] and request.drafter is own
+
+
+def test_an_idle_batch_drops_ended_requests() -> None:
+    """The pass that finds its domain has not been read when the request ends."""
+    scheduler, request = idle_scheduler(IdleBackend(1.0), Costs(), new_tokens=40)
+    assert request.drafter is not None
+    request.drafter = replace(request.drafter, reroute=lambda _: None)
+    read: list[bool] = []
+    embedded = Embedded(lambda: read.append(True) or torch.zeros(1, 8), lambda: False)
+    scheduler.drafters.embed = lambda _: embedded  # type: ignore[method-assign]
+    while scheduler.step():
+        pass
+    ended = weakref.ref(request)
+    assert request.progress.is_over
+    del request
+    gc.collect()
+    assert ended() is None and read == [True], "a readback returns to its pool when it is read"
 
 
 def test_what_happened_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from selfspec import Engine, Rules
 from selfspec.governor.governor import Governor
-from selfspec.grammar import MAX_BYTES, ResponseFormatError
+from selfspec.grammar import MAX_BYTES, Grammar, Grammars, ResponseFormatError
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.strategies import SETTINGS
@@ -185,9 +185,11 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
         ),
         (json_format({"type": "object", "x-guidance": {"nothing": 1}}), "unknown field"),
         ({"type": "regex", "regex": "(a"}, "unclosed group"),
+        ({"type": "regex", "regex": "(a", "json_schema": 1}, "unclosed group"),
         ({"type": "regex", "regex": ""}, "not empty"),
         ({"type": "regex", "regex": "(.{1,1000}){1,1000}x"}, "too many"),
         ({"type": "grammar", "grammar": "start: other"}, "unknown name"),
+        ({"type": "grammar", "grammar": "start: other", "json_schema": {"a": 1}}, "unknown name"),
         ({"type": "grammar", "grammar": '{"grammars": []}'}, "cannot be followed"),
         (json_format({"enum": ["x" * MAX_BYTES]}), "shorten it"),
     ],
@@ -195,6 +197,26 @@ def test_samples_stop_texts_callables_and_both_acceptance_rules_follow_the_gramm
 def test_a_format_that_cannot_be_followed_is_refused(asked: Any, message: str) -> None:
     with pytest.raises(ResponseFormatError, match=message):
         engine().complete("hi", response_format=asked)
+
+
+@pytest.mark.parametrize(("properties", "searches"), [(60, True), (70, False), (2000, False)])
+def test_the_failing_part_of_a_schema_is_searched_by_a_bounded_number_of_checks(
+    properties: int, searches: bool
+) -> None:
+    """The last of many properties fails."""
+    schema = {"properties": {f"p{index}": {} for index in range(properties)} | {"last": {"not": {}}}}
+    with pytest.raises(ResponseFormatError, match="Unimplemented keys") as refused:
+        engine().complete("hi", response_format=json_format(schema))
+    assert ("in properties.last of the schema" in str(refused.value)) == searches
+
+
+def test_a_grammar_is_compiled_once_for_equal_formats_tokenizers_and_ends() -> None:
+    grammars, tokenizer = Grammars(len(JSON_TOKENS)), json_tokenizer()
+    first = grammars.compile(json_format({"type": "integer"}), tokenizer, [END])
+    assert grammars.compile(json_format({"type": "integer"}), tokenizer, [END]) is first
+    assert grammars.compile(json_format({"type": "number"}), tokenizer, [END]) is not first
+    assert grammars.compile(json_format({"type": "integer"}), tokenizer, [OTHER_END]) is not first
+    assert grammars.compile(json_format({"type": "integer"}), json_tokenizer(), [END]) is not first
 
 
 def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +229,16 @@ def test_a_format_needs_llguidance_a_tokenizer_and_no_minimum_length(monkeypatch
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"pip install 'selfspec\[serve\]'"):
         engine().complete("hi", response_format=words)
+
+
+def test_forced_tokens_are_computed_only_where_drafting_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forced = Grammar.forced
+    monkeypatch.setattr(Grammar, "forced", lambda self, tokens: calls.append(len(tokens)) or forced(self, tokens))
+    for options, computes in ((FORCED, True), ({"speculative_decoding": False}, False)):
+        calls.clear()
+        run_all([{"type": "regex", "regex": "[a-z]{9}"}], **options)
+        assert bool(calls) == computes
 
 
 def test_the_governor_does_not_limit_the_time_of_steps_with_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,13 @@ def test_prompts_with_another_exit_or_without_reuse_share_no_pages() -> None:
     assert off.cache.reusable_pages == off.memory()["cache_reusable"] == 0
 
 
+def test_a_request_that_drafts_reuses_the_prompt_of_a_request_for_one_token() -> None:
+    engine, prompt = new_engine(), random_prompt(140)
+    first = answered(engine, prompt, **GREEDY, max_new_tokens=1, exit_layer=1)
+    assert (first.history.drafted, first.disabled_reason) == (0, "goodput")
+    assert answered(engine, prompt, **GREEDY, max_new_tokens=9, exit_layer=1).cached_tokens == PAGE_SIZE
+
+
 def test_a_prompt_reuses_the_pages_of_a_sequence_that_is_still_decoding() -> None:
     engine = new_engine()
     prompt = random_prompt(140)

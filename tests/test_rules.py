@@ -113,6 +113,13 @@ def test_only_reasons_of_the_batch_may_pass(name: str) -> None:
     assert policy.permanent_reason == (None if name in ("batch", "no_profile") else name)
 
 
+def test_a_request_for_one_token_decodes_plainly_and_keeps_its_drafter() -> None:
+    policy = Policy(Rules(), GREEDY, new_tokens=1)
+    assert (policy.reason(batch=1), policy.permanent_reason) == ("goodput", None)
+    assert reason(new_tokens=1, plan=TREE) is reason(new_tokens=1, mode="force") is None
+    assert Policy(Rules(), GREEDY, mode=False, new_tokens=1).permanent_reason == "request"
+
+
 def test_goodput_holds_for_good_only_where_no_batch_pays() -> None:
     policy = Policy(Rules(), GREEDY, plans=profiled({1: "none", 4: "tree:2", 16: "none"}))
     assert policy.permanent_reason is None

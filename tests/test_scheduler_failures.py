@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec import Engine
+from bench.host import IdleBackend, idle_scheduler
+from selfspec import Engine, Rules
 from selfspec.backends.cuda.decoder import Scratch
 from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotStore, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
+from selfspec.governor.costs import Costs
 from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request
@@ -153,6 +155,20 @@ def test_a_failing_join_ends_the_requests_of_its_batch(monkeypatch: pytest.Monke
         engine.scheduler.wait(request)
     monkeypatch.undo()
     assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_a_step_that_fails_after_its_launch_gives_its_charge_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, request = idle_scheduler(IdleBackend(), Costs(), new_tokens=400)
+    budget = scheduler.drafters.budget(Rules())
+
+    def drafts() -> bool:
+        return any(batch.in_flight and len(batch.in_flight.record.plan) for batch in scheduler.batches.values())
+
+    while not drafts():
+        scheduler.step()
+    monkeypatch.setattr(IdleBackend, "read", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    scheduler.step()
+    assert request.error is not None and budget.left == budget.capacity
 
 
 def test_a_join_that_fails_before_the_batch_holds_the_sequence_ends_its_request(

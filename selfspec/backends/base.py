@@ -27,6 +27,7 @@ class Step:
     enters_costs: bool = True  # `seconds` holds this plan's work only: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
+    charge: float = 0.0  # plain steps that its launch charged
     # Deepest reached nodes that the exit drafted (or roots), after reading; empty: the last accepted ones.
     exit_nodes: list[int] = field(default_factory=list)
 

@@ -31,8 +31,8 @@ class Change:
 
 class Budget:
     """Plain steps that drafting may still lose. Launching a step charges its loss if no draft is accepted; reading it
-    adds the accepted nodes back; each plain step adds a refill. It is never overdrawn, so over any number of steps the
-    losses exceed the gains by at most the capacity plus all refills."""
+    adds the accepted nodes back, and a step that fails its whole charge; each plain step adds a refill. It is never
+    overdrawn, so over any number of steps the losses exceed the gains by at most the capacity plus all refills."""
 
     def __init__(self, capacity: float, refill: float) -> None:
         self.capacity, self.refill = capacity, refill
@@ -97,11 +97,14 @@ class Governor:
         """Whether some candidate for a batch of this size copies."""
         return self.candidates.table(batch).copies
 
-    def charge_step(self, plan: Plan, batch: int, context: int) -> None:
-        """Charges a launched step's loss if no draft is accepted."""
-        if len(plan):
-            modelled = self.candidates.cost(plan, batch)
-            self.budget.charge(self.costs.cost(self.costs.bucket(batch, context), plan, modelled) - 1)
+    def charge_step(self, plan: Plan, batch: int, context: int) -> float:
+        """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
+        if not len(plan):
+            return 0.0
+        modelled = self.candidates.cost(plan, batch)
+        loss = self.costs.cost(self.costs.bucket(batch, context), plan, modelled) - 1
+        self.budget.charge(loss)
+        return loss
 
     def observe(
         self,

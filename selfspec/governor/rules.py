@@ -79,8 +79,9 @@ class Policy:
 
     @property
     def permanent_reason(self) -> str | None:
-        """The reason why no step drafts for this request, however small the batch becomes; None if some may."""
-        reason = self.reason(batch=1)
+        """The reason why no step drafts for this request, however small the batch becomes; None if some may. A request
+        for one new token keeps its drafter, so that requests that draft can reuse its prompt's pages."""
+        reason = self._rule(batch=1)
         return None if reason == "goodput" and any(map(len, self.plans.values())) else reason
 
     @property
@@ -95,6 +96,11 @@ class Policy:
 
     def reason(self, batch: int) -> str | None:
         """The first rule that forbids drafting in a batch of this size; None if none does."""
+        is_plain = self.new_tokens == 1 and self.plan is None and self.mode != "force"  # a plain step emits it
+        return self._rule(batch) or ("goodput" if is_plain else None)
+
+    def _rule(self, batch: int) -> str | None:
+        """`reason` without regard to the number of new tokens."""
         rules, sampling = self.rules, self.sampling
         if self.mode is False or (self.plan is not None and not len(self.plan)):
             return "request"
@@ -102,8 +108,6 @@ class Policy:
             return "processor"
         if self.mode == "force":
             return None
-        if self.plan is None and self.new_tokens == 1:
-            return "goodput"  # a plain step emits it
         if self.only_copies and batch > rules.max_tree_batch:
             return NO_PROFILE
         if batch > rules.max_batch:

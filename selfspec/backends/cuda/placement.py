@@ -106,6 +106,8 @@ class SlotPlacement:
         if slot is not None:
             self._vacated.append(slot)
             self._free = sorted([*self._free, slot], reverse=True)
+        if not self.slot_of:
+            self._placed = []
         self._drafting.pop(sequence, None)
         self._texts.discard(sequence)
         self.pages.release(sequence)
