@@ -178,3 +178,33 @@ def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_pa
     assert service.gate.sequences == 0 and service.counters.finished == {"abort": 1}
     eventually(lambda: engine.cache.free_pages == engine.cache.num_pages)
     assert engine.metrics().tokens < 1000
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_server_that_ends_tells_its_clients(tmp_path, streams):
+    """It cancels the calls that are left after its grace."""
+    engine = tiny_engine(tmp_path, max_position_embeddings=2048)
+    service = Service(engine)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with service.running():
+            body = CompletionBody(prompt="abc", stream=streams, max_tokens=2000)
+            call = asyncio.create_task(Generating(service, body)({"type": "http"}, receive, send))
+            while not (len(sent) > 1 if streams else service.gate.sequences):
+                await asyncio.sleep(0.001)
+            call.cancel()
+            await call
+
+    asyncio.run(run())
+    error = sent[-2 if streams else -1]["body"].removeprefix(b"data: ")
+    assert json.loads(error)["error"]["message"] == "the server is shutting down: try again later"
+    assert sent[0]["status"] == (200 if streams else 503)
+    assert not streams or sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+    assert service.counters.finished == {"abort": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from selfspec.sequence import Sequence
 from selfspec.serve.answers import Answer, Collected, Usage
 from selfspec.serve.draft_info import speculation_metrics
-from selfspec.serve.errors import of_engine
+from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.following import Choice, ChoiceText, Run
 from selfspec.serve.logprobs import ChoiceLogprobs
 from selfspec.serve.prompts import count_sequences, prepare
@@ -37,10 +37,16 @@ class Generating(Response):
         self._first_s: float | None = None  # seconds to the first piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._respond(scope, receive, send))
+        events = Events(send)
+        try:
+            await unless_disconnected(receive, self._respond(events, scope, receive, send))
+        except asyncio.CancelledError:  # the server ends, and its grace for running calls is over
+            stopped = ApiError(503, "the server is shutting down: try again later")
+            with suppress(Stalled, RuntimeError):  # RuntimeError: a whole answer was being sent
+                await _refusal(stopped, events)(scope, receive, send)
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, count = Events(send), count_sequences(self._body)
+    async def _respond(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
+        count = count_sequences(self._body)
         param = "messages" if isinstance(self._body, ChatBody) else "prompt"
         started = time.monotonic()
         try:
@@ -51,25 +57,13 @@ class Generating(Response):
             self._service.counters.add_abort(count)
             return
         except Exception as error:
-            await self._refuse(error, events)(scope, receive, send)
+            await _refuse(error, events)(scope, receive, send)
             return
         except asyncio.CancelledError:
             self._service.counters.add_abort(count)
             raise
         if whole is not None:
             await whole(scope, receive, send)
-
-    def _refuse(self, error: Exception, events: Events) -> ASGIApp:
-        """Returns what sends an error: a response, or an event where the response has begun. Logs faults."""
-        refusal = of_engine(error)
-        if refusal.status >= 500:
-            _log.error("a request failed with status %d", refusal.status, exc_info=error)
-
-        async def send_event(*_: Any) -> None:
-            await events.write(refusal.body)
-            await events.end()
-
-        return send_event if events.is_started else refusal.response()
 
     async def _prepare(self) -> tuple[Run, int]:
         service = self._service
@@ -129,3 +123,21 @@ class Generating(Response):
                 for piece in pieces:
                     choices[piece.index].add(piece)
         return choices
+
+
+def _refuse(error: Exception, events: Events) -> ASGIApp:
+    """Returns what sends an error of the engine, and logs faults."""
+    refusal = of_engine(error)
+    if refusal.status >= 500:
+        _log.error("a request failed with status %d", refusal.status, exc_info=error)
+    return _refusal(refusal, events)
+
+
+def _refusal(refusal: ApiError, events: Events) -> ASGIApp:
+    """Returns what sends a refusal: a response, or an event where the response has begun."""
+
+    async def send_event(*_: Any) -> None:
+        await events.write(refusal.body)
+        await events.end()
+
+    return send_event if events.is_started else refusal.response()
