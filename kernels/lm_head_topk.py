@@ -75,9 +75,8 @@ def _tanh(x):
     return tl.where(x < 0, -size, size)
 
 
-# These differ between plans and batches but change no code: specializing on them would only compile more. The positions
-# of the noise may begin at any row.
-@jit(do_not_specialize=["R", "sequences", "first_node", "path_stride"], do_not_specialize_on_alignment=["noise"])
+# These differ between plans and batches but change no code: specializing on them would only compile more.
+@jit(do_not_specialize=["R", "sequences", "first_node", "path_stride"])
 def _lm_head_kernel(
     x,  # [R, K]
     weight,  # [V, K]; with GATHER the whole head, of which column i is row token_ids[i]
