@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec import Engine, generate, plan_memory, scratch
+from selfspec import Engine, buffer_sizes, generate, plan_memory
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.commands import serve
 from selfspec.engine import slow_weights
@@ -115,8 +115,8 @@ def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
     engine = Engine(model, profile=profile, kernels=True, max_length=256, max_batch=2)
     engine.warmup(batch=2, max_length=256)
     for entry in list(engine._graphs.captured.entries.values()):  # type: ignore[union-attr]
-        entry[0].launch()  # takes scratch
-    planned, graphs = scratch.graphs_nbytes(on_meta(model), profile, 256, 2, 2)
+        entry[0].launch()  # takes scratch memory
+    planned, graphs = buffer_sizes.graphs_nbytes(on_meta(model), profile, 256, 2, 2)
     assert graphs == len(engine._graphs.captured.entries)  # type: ignore[union-attr]
     assert planned == pytest.approx(engine.memory()["graphs"], rel=0.05)
 
