@@ -1,8 +1,8 @@
 """Copied drafts: the tokens that followed the longest earlier occurrence of a sequence's newest tokens.
 
 A match of length m ends at a position whose last m tokens are the newest m tokens of the text, m up to LONGEST_MATCH.
-The longest match wins; of several the latest. The tokens after it are the draft; past the text's end they continue from
-the match's successor again. Without a match the draft is -1, which no token is equal to.
+The longest match wins; of several the latest. The tokens after it are the draft; past the text's end the draft repeats
+from the token after the match. Without a match the draft is -1, which no token is equal to.
 
 The first launch finds the best match that ends in each tile of positions, for all tiles at once; the second one picks
 the best of them and writes the drafts. Both read lengths and texts on the device, so a captured graph serves any step.

@@ -159,8 +159,8 @@ def matmul_tile(
     SLICING: how the sums over the four slices of K are computed: at once by one warp each ("warps"), at once by all
     warps ("loop"), or one after the other where the registers cannot hold four ("passes"); None: there are no slices.
 
-    Masks rows that are not `real` [BM], to save loads. `squares` are
-    loaded before the loop and used after it, so that nothing waits for them.
+    Does not load rows that are not `real` [BM]. Loads `squares` before the loop and uses them after it, so that nothing
+    waits for them.
     """
     SLICES: tl.constexpr = 1 if SLICING is None else 4
     PART: tl.constexpr = BK // SLICES

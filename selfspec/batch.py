@@ -42,7 +42,7 @@ class Batch:
         self.scoring = BatchScoring(backend, drafters)
         self._costs = drafters.costs(None)  # measured costs of batches of this kind
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
-        self._read_plan: Plan | None = None  # plan of the newest step that was read
+        self._last_read_plan: Plan | None = None  # plan of the newest step that was read
         self._in_use = NONE  # plan of the newest launched step that was not measuring
 
     # Membership
@@ -68,7 +68,7 @@ class Batch:
         """Reads the step in flight of a batch whose sequences have all left, and drops what refers to them."""
         self.drain()
         self.scoring.reset()
-        self._read_plan, self._in_use = None, NONE
+        self._last_read_plan, self._in_use = None, NONE
 
     def _update(self, joined: bool) -> None:
         """Applies the rules to the changed members, and finds their exit, costs and governor."""
@@ -271,8 +271,8 @@ class Batch:
                     sequence.skill.copied = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
             self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
-        if record.chosen != self._read_plan:
+        if record.chosen != self._last_read_plan:
             self.metrics.add_plan_change(record.reason)
-            self._read_plan = record.chosen
+            self._last_read_plan = record.chosen
         plain = self._costs.bucket(len(step.sequences), context).plain
         self.metrics.add_step(plan, step.seconds, [depths[last] + 1 for last in step.last_nodes], plain)

@@ -36,7 +36,7 @@ class BatchScoring:
         self.prompts = []
         routing, self._routing = self._routing, []
         for _, embedded in routing:
-            with suppress(CacheFull):  # some are computed when they are read
+            with suppress(Exception):  # their requests have ended
                 embedded.read()
         self.apply_scores(None)
 

@@ -112,8 +112,11 @@ class Drafters:
             return self._drafter_of_domain(domain, policy, layer)
         reroute = partial(self._route, policy, layer)
         is_governed = layer is None and policy.mode != "force" and policy.plan is None
+        likely = self._last_domain or self.profile.route(None)
+        if is_governed and policy.new_tokens == 1:  # drafts nothing: its exit fills KV for requests that reuse pages
+            return self._drafter_of_domain(likely, policy, layer)
         if self._kernels and is_governed and self._shares_exit(policy.temperature):
-            found = self._drafter_of_domain(self._last_domain or self.profile.route(None), policy, layer)
+            found = self._drafter_of_domain(likely, policy, layer)
             return None if found is None else replace(found, reroute=reroute)
         return reroute(self.prompt_embeddings(prompts))
 

@@ -61,8 +61,8 @@ class LoopThread:
 
     def put(self, loop: Loop, item: Request | Call) -> None:
         """Queues an item and starts the thread if none runs. Calls of several threads, or after an interrupt, may start
-        several, of which one runs the loop. `Thread.is_alive` is not asked: an interrupt within it ends the thread for
-        Python's records alone."""
+        several, of which one runs the loop. Does not use `Thread.is_alive`: an interrupt inside it marks a running
+        thread as ended."""
         self._items.append(item)
         if os.getpid() not in self._threads:
             threading.Thread(target=self._run, args=(weakref.ref(loop),), name="selfspec-loop", daemon=True).start()

@@ -132,7 +132,10 @@ class Scheduler:
             self._decode(batch)
             self._finish(batch)
             if not batch.running:
-                batch.reset()
+                try:
+                    batch.reset()
+                except Exception:  # of a step whose sequences have all ended
+                    batch.abort()
         self._admit()
         return bool(self.waiting or self.prefilling or self._is_decoding)
 

@@ -30,11 +30,11 @@ def small() -> Decoder:
     return synthetic("smollm2-135m", "cuda", torch.bfloat16, exit_layer=2, damping=0.2)
 
 
-def engine_of(model: Decoder, prefix_reuse: bool, longest_short: int | None) -> Engine:
-    """`longest_short`: tokens of the longest prompt that the kernels prefill; None: as usual."""
+def engine_of(model: Decoder, prefix_reuse: bool, longest_kernel_prompt: int | None) -> Engine:
+    """`longest_kernel_prompt`: tokens of the longest prompt that the kernels prefill; None: as usual."""
     engine = Engine(model, kernels=True, max_length=4096, max_batch=4, prefix_reuse=prefix_reuse)
     assert engine._graphs is not None
-    engine._graphs.max_kernel_prompt = longest_short or engine._graphs.max_kernel_prompt
+    engine._graphs.max_kernel_prompt = longest_kernel_prompt or engine._graphs.max_kernel_prompt
     return engine
 
 
@@ -62,25 +62,25 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("options", [PLAIN, DRAFTING], ids=["plain", "drafting"])
 @pytest.mark.parametrize(
-    ("length", "longest_short"),
+    ("length", "longest_kernel_prompt"),
     [(100, None), (700, None), (2000, None), (1500, 256)],
     ids=["one pass", "many segments", "several passes", "chunks"],
 )
 def test_a_second_turn_gets_the_bits_and_tokens_of_a_fresh_prefill(
-    small: Decoder, length: int, longest_short: int | None, options: dict[str, Any]
+    small: Decoder, length: int, longest_kernel_prompt: int | None, options: dict[str, Any]
 ) -> None:
-    reusing, fresh = (engine_of(small, reuse, longest_short) for reuse in (True, False))
+    reusing, fresh = (engine_of(small, reuse, longest_kernel_prompt) for reuse in (True, False))
     first = answered(reusing, random_tokens(length, 1), 100, **options)
     prompt = first.tokens + random_tokens(PROMPT_END, 2)
     second = answered(reusing, prompt, 100, **options)
-    end = length // PREFILL_CHUNK * PREFILL_CHUNK if longest_short else (length + 99) // PAGE_SIZE * PAGE_SIZE
+    end = length // PREFILL_CHUNK * PREFILL_CHUNK if longest_kernel_prompt else (length + 99) // PAGE_SIZE * PAGE_SIZE
     assert second.cached_tokens == end
     assert second.tokens == answered(fresh, prompt, 100, **PLAIN).tokens
-    other = engine_of(small, True, longest_short)
+    other = engine_of(small, True, longest_kernel_prompt)
     alone = answered(other, prompt, 1, **options)
     assert alone.cached_tokens == 0
-    whole = (len(prompt) - 1) // (PREFILL_CHUNK if longest_short else PAGE_SIZE)
-    positions = whole * (PREFILL_CHUNK if longest_short else PAGE_SIZE)
+    whole = (len(prompt) - 1) // (PREFILL_CHUNK if longest_kernel_prompt else PAGE_SIZE)
+    positions = whole * (PREFILL_CHUNK if longest_kernel_prompt else PAGE_SIZE)
     for ours, theirs in zip(kv_of(reusing, second, positions), kv_of(other, alone, positions), strict=True):
         assert torch.equal(ours, theirs)
 

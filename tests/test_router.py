@@ -301,6 +301,12 @@ def test_without_a_router_requests_get_the_first_domain_and_need_no_embedding(ki
     assert domain_of(engine_of(routes=False), [prompt_of(kind, 100)]) == "low"
 
 
+def test_a_request_for_one_token_needs_no_embedding(blind: None) -> None:
+    ids = torch.tensor([prompt_of("high", 100)])
+    out: Any = engine_of().generate(ids, max_new_tokens=1, return_dict_in_generate=True)
+    assert (out.stats[0].disabled_reason, out.stats[0].new_tokens) == ("goodput", 1)
+
+
 def test_a_profile_with_one_domain_needs_no_embedding() -> None:
     profile = profile_of(model_of("llama"), {"a": choice_of(1, "chain:2", **entries(router_of("llama"), 0))})
     assert not profile.routes

@@ -130,6 +130,16 @@ def test_an_error_of_the_loop_reaches_every_caller(monkeypatch: pytest.MonkeyPat
     assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
+def test_an_idle_batch_that_cannot_be_reset_fails_no_request_of_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    (idle,) = engine.scheduler.batches.values()
+    monkeypatch.setattr(idle, "reset", lambda: 1 / 0)
+    kinds = {"speculative_decoding": "force", "exit_layer": 1, "plan": "chain:2", "acceptance": "rejection"}
+    out = engine.generate(torch.tensor([[7, 8]]), max_new_tokens=6, **kinds)
+    assert out.shape == (1, 8)
+
+
 def test_a_failing_swap_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(pages=6)
     first, second = request_of(engine, 60, 200), request_of(engine, 60, 200)

@@ -43,9 +43,9 @@ class Events:
     async def _start(self) -> None:
         """Sends the headers, once. The server first waits for the client to read what went before on its connection."""
         if not self.is_started:
-            self.is_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.is_started = True
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

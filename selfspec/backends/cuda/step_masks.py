@@ -1,4 +1,4 @@
-"""What a step with grammars exchanges with the host: masks and forced tokens to the device, drafted tokens back.
+"""Buffers that a step with grammars exchanges with the host: masks and forced tokens in, drafted tokens out.
 
 `masking.py` fills and reads the host's side; the copies are part of the step's captured launches.
 """
