@@ -384,6 +384,8 @@ class Engine:
     def _build_graphs(self, kernels: bool | None) -> Graphs | None:
         """Returns what steps run with as kernels and CUDA graphs: on a GPU that can run them, unless switched off."""
         if not (kernels or (kernels is None and self.model.device.type == "cuda")):
+            if kernels is None and self.model.is_quantized:
+                WarnOnce()(f"{EXPANDED}; without a GPU a model in float32 decodes several times faster")
             return None
         from selfspec.backends.cuda.decoder import REQUIREMENTS, is_supported
         from selfspec.backends.cuda.graphs import Graphs
@@ -432,14 +434,14 @@ class Engine:
         _log.info("KV cache: %.2f GB for %d tokens, at most %d in a sequence", cache, tokens, self.context)
 
 
+EXPANDED = "this model's quantized weights run on PyTorch's operations, which expand each weight in every call"
+
+
 def slow_weights(model: Decoder) -> str:
     """Says that quantized weights will be slow, and what of the model and its GPU the kernels may not support."""
     config, (major, minor) = model.config, torch.cuda.get_device_capability(model.device)
     sizes = f"hidden size {config.hidden_size}, MLP {config.intermediate_size}, heads of {config.head_dim}"
-    return (
-        f"this model's quantized weights run on PyTorch's operations, which expand each weight in every call: it has "
-        f"{sizes}, in {_short(model.dtype)} on sm_{major}{minor}"
-    )
+    return f"{EXPANDED}: it has {sizes}, in {_short(model.dtype)} on sm_{major}{minor}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -232,6 +232,18 @@ def test_a_chat_starts_over_and_ends_on_demand(folder, engine, monkeypatch, caps
     assert text == "".join(f"{reply}\n" for reply in expected)
 
 
+def test_a_word_that_looks_like_a_command_is_not_sent_to_the_model(folder, engine, monkeypatch, capsys):
+    text, about = converse(folder, monkeypatch, capsys, "/help", "hello")
+    assert text == replies(engine, "hello")[0] + "\n"
+    assert "/help is no command: /new starts over" in about
+
+
+def test_a_port_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--port", "99999"])
+    assert "99999 is not possible: ports are 0 to 65535" in capsys.readouterr().err
+
+
 def test_a_message_that_does_not_fit_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):
     text, about = converse(folder, monkeypatch, capsys, "a" * 600, "hello")
     assert text == replies(engine, "hello")[0] + "\n"

@@ -48,7 +48,10 @@ class Duration:
     def check(self, minutes: float) -> None:
         """Raises ValueError for a time that is too short for one chunk of text and the least training steps."""
         if minutes < self.least_minutes:
-            least = " and ".join(f"{seconds:.0f} s to {name}" for name, (seconds, _) in self.least.items())
+            least = " and ".join(
+                f"{seconds:.0f} s to {name}, which gets {share:.0%} of the time"
+                for name, (seconds, share) in self.least.items()
+            )
             raise ValueError(
                 f"--minutes {minutes:g} is too short: on this machine the least amounts take {least}; pass --minutes "
                 f"{self.least_minutes:g} or more"

@@ -53,6 +53,8 @@ def chat(args: argparse.Namespace) -> int:
             break
         if text == "/new":
             conversation.start()
+        elif text.startswith("/") and len(text.split()) == 1:
+            note(f"{text} is no command: {USAGE}")
         elif text:
             conversation.answer(text)
     return 0

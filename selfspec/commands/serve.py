@@ -32,13 +32,21 @@ def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--api-key", metavar="KEY", help=f"clients must send it (default: the environment's {KEY_VARIABLE})")
     add("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of web pages that may call; repeatable")
     add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
     add("--plan-memory", action="store_true", help="load and serve nothing; print the memory that the model will take")
     add("--grace", metavar="S", type=int, default=10, help="seconds for requests to end on SIGTERM (default: 10)")
     return parser.parse_args(arguments)
+
+
+def port(text: str) -> int:
+    """Reads a port number; the socket would take the remainder of a larger one."""
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{number} is not possible: ports are 0 to 65535")
+    return number
 
 
 def serve(args: argparse.Namespace) -> int:
