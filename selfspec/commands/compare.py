@@ -153,9 +153,10 @@ def name_of(runs: Runs) -> str:
 
 
 def is_measurable(a: Runs, b: Runs) -> bool:
-    """True if the medians differ by more than both spreads together: then every run of one is faster than every run of
-    the other, by a margin."""
-    return abs(a.speed - b.speed) > a.spread + b.spread
+    """True if every run of one is faster than every run of the other, and the medians differ by more than either
+    spread."""
+    is_apart = max(a.speeds) < min(b.speeds) or max(b.speeds) < min(a.speeds)
+    return is_apart and abs(a.speed - b.speed) > max(a.spread, b.spread)
 
 
 def verdict(engine: Engine, plain: Runs, runs: Runs) -> str:
