@@ -1,7 +1,8 @@
 """Launch settings of the fused matmuls for weights in any format: tiles, stages and kernel arguments.
 
 For dense weights these are the functions of `gemm_common`. In a program of a quantized weight each warp keeps the sums
-of 16 weight rows over a part of K in its registers.
+of 16 or 32 weight rows over a part of K in its registers. Tiles and splits are the fastest on an H200 at the shapes of
+Llama-8B in int4 (`python -m bench.quantized --sweep`); not measured on other GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from selfspec.kernels.triton_compat import use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-_MOST_WARPS = 16  # of a program: each thread may have 128 registers
+_LEAST_WARPS, _MOST_WARPS = 4, 16  # of a program: one for each scheduler of an SM; each thread has 128 registers
+_FEW_WEIGHT_ROWS = 4096
 _PREFETCH_WORDS = 128  # of 32 bits, of each weight row, while a launch waits for the one before it
 
 
@@ -30,10 +32,16 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
         return choose_tile(kind, n, k, rows)
     splits = choose_splits(kind, n, k)
     block_m = 8 if rows <= 8 else 16 if rows <= 16 or _has_many_scales(weight) else 32
-    # Warps side by side share x, which more rows than 8 read from L2 again and again.
-    width = TILE_ROWS * min(block_m // 8, _MOST_WARPS // splits)
+    width = rows_of_warp(weight, block_m) * max(1, _LEAST_WARPS // splits)
     width = max(width, columns_per_square(n) if kind == "linear" else HEAD_TILE if kind == "head" else TILE_ROWS)
     return TileConfig(width, block_k=0, stages=1, warps=splits, block_m=block_m, prefetch=_PREFETCH_WORDS)
+
+
+def rows_of_warp(weight: QuantizedWeight, block_m: int) -> int:
+    """Weight rows that a warp multiplies with the x that it loads, in a tile of `block_m` rows of x. With 32 it loads x
+    half as often; with 16 there are more warps, which reading few rows of x, or few weight rows, needs."""
+    is_wide = block_m > 16 or (block_m == 16 and weight.shape[0] > _FEW_WEIGHT_ROWS)
+    return 2 * TILE_ROWS if is_wide and not _has_many_scales(weight) else TILE_ROWS
 
 
 def _has_many_scales(weight: QuantizedWeight) -> bool:
@@ -43,10 +51,10 @@ def _has_many_scales(weight: QuantizedWeight) -> bool:
 
 def choose_splits(kind: str, n: int, k: int) -> int:
     """Parts of K, summed by warps of their own. Sums depend on it: it must depend on nothing but the weight's shape and
-    use. Few weight rows need many splits to occupy the GPU; wide tiles have many warps side by side."""
-    if kind in ("head", "qkv_norm"):
+    use. Few weight rows need many splits to occupy the GPU, many rows few, so that each warp sums long."""
+    if kind in ("head", "qkv_norm") or n > 2 * _FEW_WEIGHT_ROWS:
         return 2
-    return 8 if n <= 4096 <= k and kind == "linear" else 4
+    return 8 if n <= _FEW_WEIGHT_ROWS < k and kind == "linear" else 4
 
 
 def weight_settings(
@@ -72,7 +80,7 @@ def quantized_settings(x: torch.Tensor, weight: QuantizedWeight, config: TileCon
     """The tile, the weight's format and the warps of a matmul or the LM head; config.warps are its splits."""
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         raise ValueError("the rows of x must begin at multiples of 16 bytes; copy x to a tensor of its own")
-    side = min(block_n // TILE_ROWS, _MOST_WARPS // config.warps)
+    side = min(max(1, block_n // rows_of_warp(weight, config.block_m)), _MOST_WARPS // config.warps)
     return {
         "BM": config.block_m,
         "BN": block_n,

@@ -128,9 +128,11 @@ def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @jit
-def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr):
+def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr, READ_ONCE: tl.constexpr = False):
     """Loads COUNT neighbouring elements of SIZE bytes at pointers [4, 8, B, ROWS / 8, 1]. Of the axes but the last one,
-    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones."""
+    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones. READ_ONCE: the L1
+    cache drops them before others."""
+    EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
     SHAPE: tl.constexpr = (4, 8, at.shape[2], at.shape[3], COUNT)
     ALL: tl.constexpr = COUNT * SIZE
     at = tl.broadcast_to(at, SHAPE) + tl.arange(0, COUNT)
@@ -138,11 +140,12 @@ def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr):
         at = tl.trans(at, 3, 2, 1, 0, 4)
     at = tl.max_contiguous(tl.multiple_of(at, (ALL, ALL, ALL, ALL, ALL)), (1, 1, 1, 1, COUNT))
     if mask is None:
-        v = tl.load(at)
+        v = tl.load(at, eviction_policy=EVICT)
     elif IS_TRITON_3_6:
-        v = tl.load(at, mask=tl.broadcast_to(mask, SHAPE), other=0)
+        v = tl.load(at, mask=tl.broadcast_to(mask, SHAPE), other=0, eviction_policy=EVICT)
     else:
-        v = tl.load(at, mask=tl.trans(tl.broadcast_to(mask, SHAPE), 3, 2, 1, 0, 4), other=0)
+        mask = tl.trans(tl.broadcast_to(mask, SHAPE), 3, 2, 1, 0, 4)
+        v = tl.load(at, mask=mask, other=0, eviction_policy=EVICT)
     if not IS_TRITON_3_6:
         v = tl.trans(v, 3, 2, 1, 0, 4)
     return v

@@ -53,18 +53,19 @@ def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.cons
 
 @jit
 def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads the words of the two units from `column` on, each [4, 8, B, rows / 8, 2]: 2 units or (8 bits) 4 halves."""
+    """Loads the words of the two units from `column` on, each [4, 8, B, rows / 8, 2]: 2 units or (8 bits) 4 halves. L1
+    drops them first, and so keeps x, which every warp of a program reads."""
     has_first = None
     has_second = None
     if RAGGED:
         has_first = column < K
         has_second = column + 2 * FORMAT.half < K
     if FORMAT.kind == "int4":
-        return load_lanes(at, has_first, 2, 4), load_lanes(at + WORDS, has_second, 2, 4)
+        return load_lanes(at, has_first, 2, 4, True), load_lanes(at + WORDS, has_second, 2, 4, True)
     else:
         return (
-            load_lanes(at, has_first, 2, 4), load_lanes(at + WORDS, has_first, 2, 4),
-            load_lanes(at + 2 * WORDS, has_second, 2, 4), load_lanes(at + 3 * WORDS, has_second, 2, 4),
+            load_lanes(at, has_first, 2, 4, True), load_lanes(at + WORDS, has_first, 2, 4, True),
+            load_lanes(at + 2 * WORDS, has_second, 2, 4, True), load_lanes(at + 3 * WORDS, has_second, 2, 4, True),
         )  # fmt: skip
 
 
