@@ -2,7 +2,7 @@
 
 For dense weights these are the functions of `gemm_common`. In a program of a quantized weight each warp keeps the sums
 of 16 or 32 weight rows over a part of K in its registers. Tiles and splits are the fastest on an H200 at the shapes of
-Llama-8B in int4 (`python -m bench.quantized --sweep`); not measured on other GPUs.
+Llama-8B in int4, int8 and Q4_K (`python -m bench.quantized --sweep`); not measured on other GPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
 
 def rows_of_warp(weight: QuantizedWeight, block_m: int) -> int:
     """Weight rows that a warp multiplies with the x that it loads, in a tile of `block_m` rows of x. With 32 it loads x
-    half as often; with 16 there are more warps, which reading few rows of x, or few weight rows, needs."""
+    half as often; with 16 there are more warps, which few rows of x and few weight rows need, and more registers for
+    scales (with 32, Q4_K spills 112 bytes per thread on sm_86)."""
     is_wide = block_m > 16 or (block_m == 16 and weight.shape[0] > _FEW_WEIGHT_ROWS)
     return 2 * TILE_ROWS if is_wide and not _has_many_scales(weight) else TILE_ROWS
 
