@@ -15,7 +15,7 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Tree
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import Slots, StepOptions
-from selfspec.backends.cuda.step import SlotSampling
+from selfspec.backends.cuda.step_draft import SlotSampling
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.kernels.topk import topk_tokens
 from selfspec.sequence import Sequence
