@@ -172,8 +172,7 @@ class SlotPlacement:
             head.fill(exit.head_rows)
 
     def _write_drafting(self, sequences: Seq[Sequence], joined: list[Sequence]) -> None:
-        """Writes whether sequences accept drafts, where it has changed; `_write` has written it for those that joined.
-        """
+        """Writes whether sequences accept drafts, where that has changed; `_write` does so for those that join."""
         changed = [sequence for sequence in sequences if self._drafting.get(sequence) != sequence.drafts]
         self._drafting.update({sequence: sequence.drafts for sequence in changed})
         changed = [sequence for sequence in changed if sequence not in joined]

@@ -29,8 +29,7 @@ class Readback:
         self._clock = [0.0, 0.0]  # seconds of the host's clock at start and end, used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
-        """Starts the clock: now, or with `after` when the result of `after` arrives, as the device is busy until then.
-        """
+        """Starts the clock: now, or when the result of `after` arrives, if the device is busy until then."""
         self._clock[0] = time.perf_counter()
         self._began = self._own_start if after is None else after._event
         if self._own_start is not None and after is None:
