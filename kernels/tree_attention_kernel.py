@@ -97,7 +97,7 @@ def _prefix_program(
         range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
-        real = (row < NODES_PER_TILE * GROUP) & (node < rows)
+        real = (row < NODES_PER_TILE * GROUP) & (node < rows)  # other rows only fill the tile
         position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
         own_end = split_point_jit(position)  # [ROW_TILE]: each row sums keys below it
         column = tl.arange(0, DIM_PAD)
@@ -317,7 +317,7 @@ def _node_program(
     row = tl.arange(0, 16)
     column = tl.arange(0, DIM_PAD)
     node = first + row // GROUP
-    real = (row < PACK * GROUP) & (node < rows)
+    real = (row < PACK * GROUP) & (node < rows)  # other rows only fill the tile
     inside = real[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row % GROUP
     at = (node * batch + b).to(tl.int64)

@@ -61,7 +61,7 @@ class Scheduler:
     # Called by any thread
 
     def submit(self, request: Request) -> None:
-        """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
+        """Queues a request, for `wait` or `follow`. An interrupt of this call cancels the request."""
         self._refuse_loop_thread()
         try:
             self._thread.put(self, request)
@@ -70,7 +70,7 @@ class Scheduler:
             raise
 
     def wait(self, request: Request) -> None:
-        """Blocks until the request has ended; raises its error. An interrupt of the wait cancels the request."""
+        """Blocks until the request has ended, then raises its error if it failed. An interrupt cancels the request."""
         for _ in self.follow(request, every_step=False):
             pass
 

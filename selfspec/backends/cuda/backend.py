@@ -82,6 +82,7 @@ class CudaBackend:
         return step
 
     def _launch_captured(self, step: StepInFlight, exit: Exit | None, in_flight: Step | None) -> None:
+        """Launches a step as one graph."""
         device_step, replay = self._captured_step(step.sequences, step.record.plan, exit)
         readback = self.graphs.readbacks.take(device_step.report)
         self._times.start(step, readback, in_flight, self.overlaps)
@@ -102,6 +103,7 @@ class CudaBackend:
         return found
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
+        """Runs a step in which Python callables process logits, and waits for their results."""
         parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
@@ -163,7 +165,7 @@ class CudaBackend:
         reports, plan = step.readback.read(), step.record.plan
         kept, last_nodes, exit_nodes = [], [], []
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
-            last = step.appended.get(sequence)
+            last = step.appended.get(sequence)  # None: the sequence's tokens are not appended yet
             if sequence.is_finished and last is None:
                 continue
             report = reports[slot]
@@ -176,7 +178,7 @@ class CudaBackend:
             exit_nodes.append(report[EXIT_LAST])
         if step.logprobs is not None:
             self._add_logprobs(step, kept)
-        step.enters_costs = step.enters_costs and len(kept) == len(step.sequences)
+        step.is_cost_sample = step.is_cost_sample and len(kept) == len(step.sequences)
         step.sequences, step.last_nodes, step.exit_nodes = kept, last_nodes, exit_nodes
         self._continue_masked_step()
         self._times.stop(step)
@@ -231,13 +233,13 @@ class CudaBackend:
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
         self._times.exclude_next_step()
         if self._masked_step is not None:
-            self._masked_step.step.enters_costs = False  # the pass runs between the step's parts
+            self._masked_step.step.is_cost_sample = False  # the pass runs between the step's parts
         return self._prompts.run(sequences, exit, captures=self.overlaps)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
-        """Launches one pass over all slots; its scores arrive with the next step. Launches nothing while other scores
-        are in flight, between the draft and the choice of a masked step, or, for sequences without a slot, while a
-        masked step is in progress. Returns whether the pass was launched."""
+        """Launches one pass over all slots, whose scores `prompt_scores` returns once they have arrived. Launches
+        nothing while other scores are in flight, between the draft and the choice of a masked step, or, for sequences
+        without a slot, while a masked step is in progress. Returns whether the pass was launched."""
         placement, ends, masked = self._placement, self._prompts.prompt_ends, self._masked_step
         scored = [sequence for sequence in sequences if sequence in ends]
         joining = [sequence for sequence in scored if sequence not in placement.slot_of]  # before their first step
@@ -260,7 +262,7 @@ class CudaBackend:
     def note_other_work(self) -> None:
         self._times.note_other_work()
         if self._masked_step is not None:
-            self._masked_step.step.enters_costs = False  # the work runs between the step's parts
+            self._masked_step.step.is_cost_sample = False  # the work runs between the step's parts
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return self._prompt_scores.read()
@@ -318,5 +320,5 @@ def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) 
 
 
 def _max_length(sequences: Seq[Sequence]) -> int:
-    """Tokens that the longest of these sequences may have at its end."""
+    """Returns the number of tokens that the longest of these sequences may have at its end."""
     return max(sequence.max_length for sequence in sequences)

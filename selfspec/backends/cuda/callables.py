@@ -47,7 +47,7 @@ def run_with_callables(
             for sequence, (slot, nodes) in walking.items()
             if (carriers := _append(step, trees[slot], sequence, nodes, chosen[slot::size], drafted[slot::size]))
         }
-    if not step.appended:
+    if not step.appended:  # no sequence needed the host
         choose()
     commit()
     readback.send(device_step.report)

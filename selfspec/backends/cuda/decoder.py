@@ -100,8 +100,9 @@ class Tree:
         expanded = [tensor.expand(sequences, *tensor.shape) for tensor in (parents, ancestors, all_paths)]
         parents, ancestors, self.paths = (tensor.clone() for tensor in expanded) if plan.beam else expanded
         self.tensors = TreeTensors(parents, ancestors, self.depths, self.paths, plan.copied)
-        self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)  # [(n + 1) * B]
-        self.beam: BeamTrees | None = None
+        # [(n + 1) * B]: for each row, the row of the previous position in the buffer of features.
+        self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)
+        self.beam: BeamTrees | None = None  # None: the plan has no beam
         if plan.beam:
             log_prob_sums = torch.zeros(parents.shape, dtype=torch.float32, device=device)
             rows = torch.zeros_like(self.previous_rows)

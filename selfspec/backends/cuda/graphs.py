@@ -117,7 +117,7 @@ class Graphs:
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
         # Tokens of the longest prompt that the decode kernels prefill; 0 for interpreted kernels, which are too slow.
         self.max_kernel_prompt = longest_kernel_prompt(model) if model.device.type == "cuda" else 0
-        self.step_class: Callable[..., DeviceStep] = DeviceStep
+        self.step_class: Callable[..., DeviceStep] = DeviceStep  # benchmarks replace it by a subclass
         self.captured = GraphCache(model.device)
         self._buffers: list[SlotBuffers] = []
         self._free_buffers: list[SlotBuffers] = []
@@ -239,8 +239,8 @@ class Graphs:
 
     @torch.inference_mode()
     def embed_prompts(self, prompts: Sequence[Sequence[int]], layer: int) -> Embedded:
-        """Launches the passes that embed prompts for the router, from up to EMBEDDED_TOKENS last tokens of each. Raises
-        CacheFull if too few pages are free, which the passes use for their KV and then return."""
+        """Launches the passes that embed prompts for the router, from up to EMBEDDED_TOKENS last tokens of each. Takes
+        cache pages for the KV of each pass and returns them; raises CacheFull if too few are free."""
         if self.max_kernel_prompt < EMBEDDED_TOKENS:
             return embed_prompts(self.model, self.cache, prompts, layer)
         ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
@@ -261,7 +261,7 @@ class Graphs:
                 sums.append(readback.array()[: sum(segments(len(end)) for end in group)].copy())
                 self.readbacks.give_back(readback)
             first_segments = [0, *accumulate(map(segments, lengths[:-1]))]
-            by_prompt = np.add.reduceat(np.concatenate(sums), first_segments)
+            by_prompt = np.add.reduceat(np.concatenate(sums), first_segments)  # [prompts, hidden]
             return torch.from_numpy(by_prompt / np.array(lengths, dtype=by_prompt.dtype)[:, None])
 
         return Embedded(read, lambda: sent[-1][0].is_done)

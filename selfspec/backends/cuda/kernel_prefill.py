@@ -291,7 +291,7 @@ class KernelPrefill(PromptPass):
             decoder.write_kv(last, spec, layers - 1, residual, self.nodes, None)
             return
         residual = decoder.run(range(exit.layer), residual, residual, self.nodes)
-        features = self._take("features", self.features.shape[1], self.count + self.rows)
+        features = self._take("features", self.features.shape[1], self.count + self.rows)  # [count + R, 2 * hidden]
         features[: self.count].copy_(self.before)
         fused_exit = FusedExit(decoder, exit)
         fused_exit.verify(residual, fused_exit.block_residual(self.rows), self.nodes, features[self.count :])

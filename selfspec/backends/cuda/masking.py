@@ -1,9 +1,10 @@
 """Masked steps: steps of sequences with grammars. The host computes the masks of the roots, then those of the drafted
 nodes, while the device runs.
 
-The step is captured in parts. The first part is launched before the previous step is read: the passes of a plain step,
-or the root's pass of a step that drafts with the exit. Once the previous step is read, the host computes the roots'
-masks and the forced tokens, which the following parts read. During verify it computes the masks of the nodes.
+A masked step is captured in parts. The first part is launched before the previous step is read: the passes of a plain
+step, or the root's pass of a step that drafts with the exit. Once the previous step is read, the host computes the
+roots' masks and the forced tokens, which the following parts read. During verify the host computes the masks of the
+nodes.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class PromptScoresInFlight:
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
+        # The scored sequences, their slots, and the readback of the shares; None: nothing to read.
         self.in_flight: tuple[list[Sequence], list[int], Readback] | None = None
 
     def send(self, score: PromptScore, sequences: list[Sequence], slots: list[int]) -> None:

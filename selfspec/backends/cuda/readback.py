@@ -29,7 +29,8 @@ class Readback:
         self._clock = [0.0, 0.0]  # seconds of the host's clock at start and end, used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
-        """Starts the clock: now, or when the result of `after` arrives, if the device is busy until then."""
+        """Starts the clock: now, or with `after` at the arrival of its result, until which the device runs earlier
+        work."""
         self._clock[0] = time.perf_counter()
         self._began = self._own_start if after is None else after._event
         if self._own_start is not None and after is None:
@@ -72,7 +73,7 @@ class Readbacks:
         self._free: dict[tuple, list[Readback]] = {}
 
     def take(self, like: torch.Tensor) -> Readback:
-        """A readback for results of this shape and dtype."""
+        """Returns a readback for results of this shape and dtype."""
         free = self._free.get((like.shape, like.dtype))
         return free.pop() if free else Readback(like)
 
@@ -93,12 +94,12 @@ class StepInFlight(Step):
 
 
 class StepTimes:
-    """Measures the time of each step, and decides whether it enters the costs of the step's plan."""
+    """Measures the time of each step, and decides whether that time is a sample of the cost of the step's plan."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
         self._newest: Readback | None = None  # of the step launched last, unless other work was launched after it
-        self._excludes_next = False  # the time of the next step does not enter costs
+        self._excludes_next = False  # the time of the next step is no sample of its plan's cost
         self._last_read: Readback | None = None  # kept for one step more, whose time may start at its arrival
 
     def note_other_work(self) -> None:
@@ -107,7 +108,8 @@ class StepTimes:
         self._newest = None
 
     def exclude_next_step(self) -> None:
-        """Excludes the next step's time from costs: slots were written, prompts prefilled or the step captured."""
+        """Excludes the next step's time from the costs of plans: slots were written, prompts prefilled or the step
+        captured."""
         self._newest, self._excludes_next = None, True
 
     def start(self, step: StepInFlight, readback: Readback, in_flight: Step | None, overlaps: bool) -> None:
@@ -115,15 +117,15 @@ class StepTimes:
         previous = in_flight.readback if isinstance(in_flight, StepInFlight) else None
         is_late = previous is not None and previous.is_done and overlaps  # the device has been idle since
         follows = previous is not None and previous is self._newest and not is_late
-        step.enters_costs = self._enters_costs(step, previous, overlaps)
+        step.is_cost_sample = self._is_cost_sample(step, previous, overlaps)
         readback.start(previous if follows else None)
         step.readback, self._newest = readback, readback
 
-    def _enters_costs(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
-        """Returns whether the step's time is the cost of its plan: another step is in flight, `exclude_next_step` was
-        not called since, and, if the step is plain, no other pass was launched since. A step that drafts may follow
-        another pass: filling the exit's KV is part of the cost of drafting. True without overlap, and for measuring
-        steps, as the governor has no other times yet."""
+    def _is_cost_sample(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
+        """Returns whether the step's time will be the cost of its plan: another step is in flight, since whose launch
+        `exclude_next_step` was not called and, if the new step is plain, no other pass was launched. A step that drafts
+        may follow another pass, as filling the exit's KV is part of the cost of drafting. Returns True without overlap,
+        and for measuring steps, as the governor has no other times yet."""
         excluded, self._excludes_next = self._excludes_next, False
         if not overlaps or step.record.reason == MEASURING:
             return True
