@@ -114,7 +114,7 @@ def _keep_reference(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p
     return torch.full_like(values, -torch.inf).scatter(-1, order, best.masked_fill(~keep, -torch.inf))
 
 
-# Parts of the kernels below.
+# Parts of the kernels below. NT and NS are the numbers of tiles and of spans, rounded up to powers of two.
 
 
 @jit
@@ -198,8 +198,8 @@ def _sort_kernel(
     CAPACITY: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): decides the row if its sequence is not truncated, if its top-k is at most SORTED, or if it has no
-    top-k and its cutoff lies among its SORTED best tokens."""
+    """Program (row): decides the row if its sequence is not truncated (with FIRST), if its top-k is at most SORTED, or
+    if it has no top-k and its cutoff lies among its SORTED best tokens."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)

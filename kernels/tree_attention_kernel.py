@@ -12,6 +12,8 @@ Arguments that are passed on together:
   cache      keys, values, page_table, page_stride, slot_stride, head_stride, table_stride
   layout     lengths, paths, depths, tree_stride, path_stride, batch, rows (nodes per sequence)
   workspace  partials, stats, counters, ranges (those that the workspace has space for, per sequence)
+Constants are explained at `tree_attention_kernel`.
+
 A *unit* is (sequence, key-value head, tile of nodes); it has one counter. A *partial* is the running softmax of one
 range, or with SEPARATE of one bundle, for one row; its m_i and l_i are in `stats`, its acc in `partials`.
 """
@@ -117,7 +119,7 @@ def _prefix_program(
         page = tl.load(pages + start // 64)
         wait(PDL)
         if SEPARATE:
-            release(PDL)  # not before `wait`: the node launch reads what this one waited for
+            release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting for them
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
             if SEPARATE:  # noqa: SIM102
@@ -145,7 +147,7 @@ def _prefix_program(
             tl.debug_barrier()  # all warps have stored before one thread counts the program
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
     elif SEPARATE:
-        wait(PDL)  # a launch that waits for this one also waits for all earlier ones
+        wait(PDL)  # so that the node launch, which waits for this one, also waits for all launches before it
 
 
 # Node programs. A program sums the tails of a *pack* of `count` nodes, up to PACK, in blocks of 64 keys: for i below

@@ -85,7 +85,8 @@ class TorchPrefill:
         self.inputs.copy_(to_device(inputs, self.inputs.device), non_blocking=True)
 
     def load_previous(self, feature: torch.Tensor | None, prompt_end: torch.Tensor | None = None) -> None:
-        """Sets `feature` and `prompt_end` to those of the prompt before the chunk; None for the first chunk."""
+        """Sets `feature` and `prompt_end` to those of the prompt before the chunk. Both are None for the first chunk:
+        sets `feature` to zeros then, and leaves `prompt_end`, of which that chunk reads nothing."""
         self.feature.zero_() if feature is None else self.feature[0, 0].copy_(feature)
         if prompt_end is not None:
             self.prompt_end.copy_(prompt_end)

@@ -60,7 +60,7 @@ class WarmUp:
                 return
             for scores in (False, True):
                 graphs.exit_fill(buffers, size, exit, options, self.longest, scores)
-            if size // 2 < self.most_scored:
+            if size // 2 < self.most_scored:  # more than size // 2 sequences use `size` slots
                 graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
             graphs.give_back(buffers)
@@ -85,7 +85,7 @@ class WarmUp:
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
         """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts need
-        several passes of one kind, captures only the first. Prompts that PyTorch operations prefill need no such pass.
+        several passes of one kind, captures only the first. Captures none for prompts that PyTorch operations prefill.
         """
         graphs, size = self.graphs, bucket(step.sequences)
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_kernel_prompt + 1]
