@@ -64,7 +64,7 @@ class IdleBackend:
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
         seconds = 1e-3 * (1 + 0.1 * record.plan.depth)
         lasts = [self._last(record.plan) for _ in sequences]
-        return Step(list(sequences), record, lasts, seconds, enters_costs=before is not None)
+        return Step(list(sequences), record, lasts, seconds, is_cost_sample=before is not None)
 
     def _last(self, plan: Plan) -> int:
         node = 0

@@ -1,14 +1,14 @@
-"""The LM head: logits = x @ weight^T in float32, scored inside the same kernel and not written to memory.
+"""The LM head: multiplies logits = x @ weight^T in float32 and scores them in the same kernel, without writing them.
 
-x [R, K] are normed states or, with a norm, a scaled stream (see `norm`); weight [V, K] is the LM head, or the part of
-it whose tokens are given (a trimmed head). `lm_head_scores` applies softcap, logits processing, temperature and noise
-to each logit and writes `topk.Scores`: the best token of each tile of 64 columns and, where more than one token is
-needed, every column's score. `topk.topk_tokens` or `sample.sample_scored` then make the choice. `lm_head_logits` writes
-the same logits to memory, unprocessed.
+x [R, K] are normed states or, with a norm, states scaled by the norm's weights (see `norm`). weight [V, K] is the LM
+head or, for a trimmed head, the rows of its tokens. `lm_head_scores` applies softcap, logits processing, temperature
+and noise to each logit and writes `topk.Scores`: the best token of each tile of 64 columns and, where more than one
+token is needed, the score of every column. `topk.topk_tokens` or `sample.sample_scored` then makes the choice.
+`lm_head_logits` writes the logits to memory instead, with the softcap only.
 
-One program multiplies a tile of rows with a tile of the vocabulary. The sum over K runs in one program in blocks of BK
-columns, and BK depends on the dtype alone; all further steps are elementwise with the parameters of the row's own
-sequence, or a maximum of integers. So a row's result does not depend on the other rows or their number.
+One program multiplies a tile of rows with a tile of the vocabulary. It sums over all of K, in blocks of BK columns, and
+BK depends on the dtype alone; all further operations are elementwise with the parameters of the row's own sequence, or
+maxima of integers. So a row's result does not depend on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ BLOCK_K_BYTES = 256  # of a row of x or weight in one pipeline stage: 128 column
 def lm_head_reference(
     x: torch.Tensor, weight: Weight, softcap: float | None = None, norm: Norm | None = None
 ) -> torch.Tensor:
-    """Logits [R, V] of x [R, K], in float64 if x is."""
+    """Returns the logits [R, V] of x [R, K]; in float64 if x is, else in float32."""
     logits = matmul_reference(x, weight, None, norm)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 @jit
 def _tanh(x):
-    """From exp of a negative number, which cannot overflow; accurate to float32's epsilon, not to the last bit."""
+    """Returns tanh(x) from the exp of a negative number, which cannot overflow. Exact up to float32's epsilon."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = tl.math.div_rn(1.0 - small, 1.0 + small)
     return tl.where(x < 0, -size, size)
 
 
-# These differ between plans and batches but change no code: specializing on them would only compile more.
+# These arguments differ between plans and batches but change no code: specializing on them would only compile more.
 @jit(do_not_specialize=["R", "sequences", "first_node", "path_stride"])
 def _lm_head_kernel(
     x,  # [R, K]
@@ -90,10 +90,11 @@ def _lm_head_kernel(
     truncation,  # Truncation.tensors, or None
     processing,  # Processing.tensors, or None
     masks,  # Masks.tensors, or None
-    softcap,
+    softcap,  # float, or None
     R, V, x_stride, weight_stride, keys_stride, scores_stride, logits_stride, squares_stride,
     sequences, first_node, path_stride,
-    K: tl.constexpr, T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,
+    K: tl.constexpr,
+    T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,  # of the norm, see `gemm_common`
     GATHER: tl.constexpr, STREAM: tl.constexpr,
     BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,14 +107,14 @@ def _lm_head_kernel(
     if count is not None:
         limit = tl.minimum(tl.load(count), V).to(tl.int32)
     exists = column < limit
-    # Columns past the end read column 0 and are masked at the end. Rows past the end are not read at all: every program
-    # would read the same cache lines again.
+    # Columns from V on read row 0 of the weight, and their results are dropped. Rows from R on are not read at all:
+    # every program would read the same cache lines again.
     source = tl.where(column < V, column, 0).to(tl.int64)
     if GATHER:
         source = tl.load(token_ids + column, mask=exists, other=0).to(tl.int64)
     safe_row = tl.where(row < R, row, 0).to(tl.int64)
     wait(PDL)
-    # Loaded before the matmul, needed after it, so that nothing waits for these.
+    # Loaded before the matmul and needed after it, so that no operation waits for these loads.
     if squares is not None:
         entries = load_squares(squares, safe_row * squares_stride, T, CHUNKS)
     sequence = tl.where(row < R, row, 0) % sequences
@@ -134,7 +135,7 @@ def _lm_head_kernel(
         values = tl.zeros((BM, TILE), tl.float32)
         stop = K
         if count is not None:
-            stop = tl.where(tile * TILE < limit, K, 0)  # a tile without columns reads nothing
+            stop = tl.where(tile * TILE < limit, K, 0)  # a tile without existing columns reads nothing
         for first in range(0, stop, BK):
             if K % BK == 0:
                 x_part = tl.load(x_at + first, mask=(row < R)[:, None], other=0.0)
@@ -180,7 +181,7 @@ def _lm_head_kernel(
 
 
 def lm_head_scores(
-    x: torch.Tensor,  # [R, K], normed, or with a norm the scaled stream
+    x: torch.Tensor,  # [R, K]: normed states, or with `norm` scaled ones
     weight: Weight,  # [V, K]
     scores: Scores,
     *,
@@ -194,11 +195,12 @@ def lm_head_scores(
     processing: Processing | None = None,
     masks: Masks | None = None,
 ) -> None:
-    """Scores the vocabulary for every row: logits, processed, masked, over temperature, plus noise, each if given.
+    """Writes the scores of all columns for every row: logits with softcap, processed, masked, divided by temperature,
+    plus noise; each of these if given.
 
-    Rows of a truncated sequence get no noise here: `sample_scored` adds it to the tokens that truncation keeps.
-    token_ids [V] int32 or int64: the tokens of a trimmed head. The weight is then a copy of these rows of the head, or
-    with `gather` the whole head. count: one int32 on the device, how many columns exist; later ones may hold anything.
+    Adds no noise for rows of a truncated sequence: `sample_scored` adds it to the tokens that truncation keeps.
+    token_ids [V] int32 or int64: the tokens of a trimmed head; the weight is then a copy of their rows of the head, or
+    with `gather` the whole head. count [1] int32: number of columns that exist; the values of later ones are not used.
     """
     columns = weight.shape[0] if token_ids is None else token_ids.shape[0]
     _check_inputs(x, weight, softcap)
@@ -218,7 +220,7 @@ def lm_head_scores(
 
 
 def lm_head_logits(
-    x: torch.Tensor,  # [R, K], normed
+    x: torch.Tensor,  # [R, K], normed states
     weight: Weight,  # [V, K]
     logits_out: torch.Tensor,  # [R, V] float32
     *,
@@ -253,7 +255,8 @@ def _check_trimmed(weight: Weight, token_ids: torch.Tensor | None, gather: bool,
 
 
 def row_tile(rows: int) -> int:
-    """Rows of a program's tile: no more than needed, as padding costs time. It does not change the result."""
+    """Returns the number of rows of a program's tile: the least that is enough, up to 64, as padding costs time. Does
+    not change the result."""
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
@@ -295,7 +298,7 @@ def _launch(
 
 
 def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]:
-    """The tile's rows and columns per step, the weight's format, warps and stages."""
+    """Returns launch settings: rows of a tile, columns of K per block, format of the weight, warps, pipeline stages."""
     if isinstance(weight, QuantizedWeight):
         config = choose_weight_tile("head", weight, x.shape[0])
         settings = quantized_settings(x, weight, replace(config, block_m=bm or config.block_m), TILE)

@@ -1,22 +1,22 @@
-"""The target's choice [R] among the tokens that top-k, top-p and min-p keep, for all rows at once.
+"""Chooses a token for each of R rows among those that top-k, top-p and min-p keep: the target's choice.
 
-Input is `topk.Scores` over the whole vocabulary, written by `lm_head_topk` or `score_logits`. Rows of a sequence that
-is not truncated (greedy ones too) have their noise in the scores: the choice is the best score. Rows of a truncated
-sequence have scores without noise: the kernels find the kept tokens, add noise to them, and choose the best. Up to
-four launches do this:
+Input is `topk.Scores` over the whole vocabulary, written by `lm_head_topk` or `score_logits`. The scores of a sequence
+that is not truncated include the noise (of a greedy one, none): its choice is the best score. The scores of a truncated
+sequence have no noise: the kernels find the kept tokens, add noise to them, and choose the best. Up to four launches do
+this:
 
-1. `_mass_kernel`: the softmax denominator, in parts of SPAN columns, for rows with a top-p and no top-k.
-2. `_sort_kernel`, FIRST: sorts the 64 best tokens of a row. Decides untruncated rows, rows with a top-k up to 64, and
-   rows whose top-p or min-p cutoff lies among these tokens.
-3. `_sort_kernel` again with the 256 best tokens, for rows that are not decided yet.
-4. `_search_kernel`: searches the cutoff over the whole row by bisection, for rows that are not decided yet.
+1. `_mass_kernel`: sums the softmax denominator, in parts of SPAN columns, of rows with a top-p and no top-k.
+2. `_sort_kernel` with FIRST: sorts the 64 best tokens of each row. Decides rows of sequences that are not truncated,
+   rows with a top-k up to 64, and rows whose top-p or min-p cutoff lies among the 64 tokens.
+3. `_sort_kernel` again: sorts the 256 best tokens of rows that are not decided yet.
+4. `_search_kernel`: finds the cutoff by bisection over all columns of rows that are not decided yet.
 
 If every truncated sequence has a top-k up to 64 (`Truncation.small_top_k`), launch 2 decides all rows and runs alone.
 
-One program handles one row (launch 1: one part of a row), in an order that depends on the vocabulary alone, and which
-launch decides a row follows from its own scores and parameters: the choice does not depend on other rows. A row whose
-best score is infinite or NaN gets the choice -1. Kept tokens are counted as in `selfspec.sampling`: of equal scores the
-lower token ids stay, and the best token always stays.
+The choice of a row does not depend on other rows: one program handles one row (launch 1: one part of a row), in an
+order that depends on the vocabulary alone, and the row's own scores and parameters decide which launch decides it. A
+row whose best score is infinite or NaN gets the choice -1. As in `selfspec.sampling`, of equal scores at the cutoff the
+lower token ids are kept, and the best token is always kept.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from selfspec.kernels.topk import (
 from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
 
 SPAN = 4096  # columns that a program reads at once: 16 for each of 256 threads
-FIRST_SORTED = 64  # tokens that the first sorting launch sorts: enough for the usual top-k and top-p
+FIRST_SORTED = 64  # tokens of a row that the first sorting launch sorts: enough for the usual top-k and top-p
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class SampleWorkspace:
 
     scores: Scores
     masses: torch.Tensor  # [R, spans] float32: sums of exp(value - the row's largest value) over SPAN columns
-    undecided: torch.Tensor = field(repr=False)  # [R] int32: not 0 where a later launch has to decide
+    undecided: torch.Tensor = field(repr=False)  # [R] int32: not 0 for rows that a later launch must decide
 
     @classmethod
     def empty(
         cls, rows: int, vocabulary: int, device: torch.device | str, small_top_k: bool = False
     ) -> SampleWorkspace:
-        """small_top_k: as in `Truncation`; takes less memory."""
+        """Returns uninitialised buffers. small_top_k: as in `Truncation`; needs less memory."""
         return cls(
             Scores.empty(rows, vocabulary, FIRST_SORTED if small_top_k else MAX_WIDTH, device),
             torch.empty(rows, -(-vocabulary // SPAN), dtype=torch.float32, device=device),
@@ -85,7 +85,7 @@ class SampleWorkspace:
 def sample_reference(
     logits: torch.Tensor, noise: Noise, truncation: Truncation, processing: Processing | None = None
 ) -> torch.Tensor:
-    """The choice [R] for logits [R, V], by sorting whole rows; in float64 if the logits are."""
+    """Returns the choice [R] for logits [R, V] by sorting whole rows; computes in float64 if the logits are."""
     values = score_logits_reference(logits, noise, truncation, processing)
     truncated = truncation.on & (noise.temperature > 0)
     kept = values.clone()
@@ -94,13 +94,14 @@ def sample_reference(
         if truncated[sequence]:
             top_k, top_p, min_p = (part[sequence] for part in truncation.tensors)
             kept[row] = _keep_reference(values[row], int(top_k), top_p, min_p)
-    once_more = replace(noise, temperature=truncated.float())  # adds noise to truncated rows, at temperature 1
-    drawn = perturbed_reference(kept, torch.arange(values.shape[-1], device=values.device), once_more)
+    # Truncated rows are divided by the temperature already: adds noise to them at temperature 1, to others at 0 (none).
+    late_noise = replace(noise, temperature=truncated.float())
+    drawn = perturbed_reference(kept, torch.arange(values.shape[-1], device=values.device), late_noise)
     return torch.where(drawn.amax(-1).isfinite(), drawn.argmax(-1), -1)
 
 
 def _keep_reference(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Values [V] of one row, -inf where top-k, top-p or min-p removes them."""
+    """Returns the values [V] of one row, with -inf where top-k, top-p or min-p removes them."""
     best, order = values.sort(descending=True, stable=True)
     keep = torch.ones_like(best, dtype=torch.bool)
     if top_k >= 1:
@@ -113,12 +114,12 @@ def _keep_reference(values: torch.Tensor, top_k: int, top_p: torch.Tensor, min_p
     return torch.full_like(values, -torch.inf).scatter(-1, order, best.masked_fill(~keep, -torch.inf))
 
 
-# Parts of the kernels below.
+# Parts of the kernels below. NT and NS are the numbers of tiles and of spans, rounded up to powers of two.
 
 
 @jit
 def _load_bests(tile_keys, tile_count, NT: tl.constexpr):
-    """The int scores of the tiles' best columns [NT], and the row's largest value."""
+    """Returns the int scores [NT] of the best columns of a row's tiles, and the row's largest value."""
     index = tl.arange(0, NT)
     bests = (tl.load(tile_keys + index, mask=index < tile_count, other=-0x8000000000000000) >> 32).to(tl.int32)
     return bests, from_int_scores(tl.max(bests, 0))
@@ -126,19 +127,19 @@ def _load_bests(tile_keys, tile_count, NT: tl.constexpr):
 
 @jit
 def _mass(values, largest):
-    """exp(values - largest): 1 for the largest, even if it is infinite."""
+    """Returns exp(values - largest); for the largest value 1, even if it is infinite."""
     return tl.where(values == largest, 1.0, tl.exp(values - largest))
 
 
 @jit
 def _least_kept(largest, min_p):
-    """The smallest value that min-p keeps."""
+    """Returns the smallest value that min-p keeps; -inf without min-p."""
     return tl.where(min_p > 0, largest + log(min_p), float("-inf"))
 
 
 @jit
 def _best_with_noise(values, tokens, keep, noise, row, sequence, STREAM: tl.constexpr):
-    """The key of the best of the kept values, with noise."""
+    """Returns the key of the best token after noise is added to the kept values."""
     seeds, sample_indices, positions, _ = noise
     seed, index = tl.load(seeds + sequence), tl.load(sample_indices + sequence)
     noisy = values + gumbel_of(seed, index, tl.load(positions + row), tokens, STREAM)
@@ -153,7 +154,7 @@ def _mass_kernel(
     tile_keys, int_scores, masses, noise, truncation, tile_count, keys_stride, scores_stride, masses_stride, sequences,
     NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, span): sum of exp(value - largest) over SPAN columns, if the row has a top-p and no top-k."""
+    """Program (row, span): sums exp(value - largest) over SPAN columns, if the row has a top-p and no top-k."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -174,9 +175,9 @@ def _sort_best(
     tile_bests, int_scores, tile_list, candidates, k,
     SORTED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist: none of -inf.
-    Where a mask allows fewer than k tokens, to find the first of the others would take many passes over the row."""
-    LEAST: tl.constexpr = -0x7F800000  # the int score of the least finite number
+    """Returns the keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist. Columns
+    of -inf do not: where a mask allows fewer than k tokens, finding the best banned ones would take many passes."""
+    LEAST: tl.constexpr = -0x7F800000  # the int score of the least finite number: the one of -inf is lower
     count = gather_candidates(tile_bests, int_scores, None, tile_list, candidates, k, LEAST, CAPACITY, TILE, GROUP)
     found, rank = rank_candidates(candidates, count, CAPACITY)
     tl.store(candidates + CAPACITY + rank, found, mask=tl.arange(0, CAPACITY) < count)
@@ -191,14 +192,14 @@ def _sort_kernel(
     tile_keys, int_scores, tile_list, candidates, masses, undecided, tokens_out, noise, truncation, V, tile_count,
     spans, keys_stride, scores_stride, tile_list_stride, candidates_stride, masses_stride, out_stride, sequences,
     STREAM: tl.constexpr,
-    FIRST: tl.constexpr,  # the first sorting launch: takes all rows, and decides untruncated ones
-    MORE: tl.constexpr,  # launches follow that take the rows marked as undecided
-    SORTED: tl.constexpr,  # tokens that are sorted
+    FIRST: tl.constexpr,  # whether this is the first sorting launch, which takes all rows
+    MORE: tl.constexpr,  # whether launches follow, which take the rows marked as undecided
+    SORTED: tl.constexpr,  # tokens of a row that are sorted
     CAPACITY: tl.constexpr, NT: tl.constexpr, NS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): decides the row if its top-k is at most SORTED, or if it has none and its cutoff lies among its
-    SORTED best tokens."""
+    """Program (row): decides the row if its sequence is not truncated (with FIRST), if its top-k is at most SORTED, or
+    if it has no top-k and its cutoff lies among its SORTED best tokens."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -230,7 +231,7 @@ def _sort_kernel(
         if MORE:
             span = tl.arange(0, NS)
             of_row = tl.load(masses + row * masses_stride + span, mask=span < spans, other=0.0)
-            total = tl.where((top_k < 1) & (top_p < 1), tl.sum(of_row, 0), total)  # the rows that `_mass_kernel` summed
+            total = tl.where((top_k < 1) & (top_p < 1), tl.sum(of_row, 0), total)  # `_mass_kernel` summed these rows
         share = tl.math.div_rn(mass, tl.full((SORTED,), 1.0, tl.float32) * total)
         place = tl.arange(0, SORTED)
         limit = tl.where(top_p < 1, top_p, float("inf"))
@@ -239,7 +240,7 @@ def _sort_kernel(
         best = _best_with_noise(values, unpack_tokens(ordered), keep, noise, row, sequence, STREAM)
         tl.store(tokens_out + row * out_stride, tl.where(is_finite(highest), unpack_tokens(best), -1))
         if MORE:
-            # If the last sorted token is not kept, no token behind it is.
+            # If the last sorted token is not kept, no token after it is kept.
             last_kept = tl.sum((keep & (place == SORTED - 1)).to(tl.int32), 0)
             tl.store(undecided + row, tl.where((top_k < 1) & (V > SORTED), last_kept, 0))
 
@@ -249,7 +250,8 @@ def _sort_kernel(
 
 @jit
 def _amount_above(int_scores, columns, threshold, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
-    """The number, or with BY_MASS the mass, of a row's columns above a threshold; float32 counts below 2^24 exactly."""
+    """Returns the number, or with BY_MASS the mass, of a row's columns with an int score above a threshold. Numbers
+    below 2^24 are exact in float32."""
     total = tl.zeros((SPAN,), tl.float32)
     for first in range(0, columns, SPAN):
         column = first + tl.arange(0, SPAN)
@@ -263,7 +265,8 @@ def _amount_above(int_scores, columns, threshold, largest, BY_MASS: tl.constexpr
 
 @jit
 def _lowest_threshold(int_scores, columns, low, high, target, largest, BY_MASS: tl.constexpr, SPAN: tl.constexpr):
-    """The lowest threshold above `low` and up to `high` with less than `target` above it, and the amount above it."""
+    """Returns the lowest threshold in (low, high] for which the number, or with BY_MASS the mass, of the columns above
+    is less than `target`, and that number or mass."""
     low = low.to(tl.int64)
     high = high.to(tl.int64)
     above = tl.full((), 0.0, tl.float32)
@@ -280,7 +283,7 @@ def _lowest_threshold(int_scores, columns, low, high, target, largest, BY_MASS: 
 
 @jit
 def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: tl.constexpr):
-    """The lowest int score that top-k and top-p keep, and how many columns with just that score they keep."""
+    """Returns the lowest int score that top-k and top-p keep, and how many columns with just this score they keep."""
     cutoff = tl.full((), -0x7FFFFFFF, tl.int32)
     equals = tl.full((), 0x7FFFFFFF, tl.int32)
     if top_k >= 1:
@@ -312,7 +315,7 @@ def _search_kernel(
     keys_stride, scores_stride, out_stride, sequences,
     STREAM: tl.constexpr, NT: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): decides an undecided row. Finds the cutoff, then chooses among all kept columns."""
+    """Program (row): decides an undecided row: finds its cutoff, then chooses among all kept columns."""
     release(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -331,7 +334,7 @@ def _search_kernel(
     least = _least_kept(largest, min_p)
     best = tl.full((), -0x8000000000000000, tl.int64)
     seen = tl.full((), 0, tl.int32)  # columns at the cutoff so far
-    for first in range(0, columns, SPAN // 4):  # a quarter: noise takes many registers
+    for first in range(0, columns, SPAN // 4):  # a quarter of SPAN, because noise takes many registers
         column = first + tl.arange(0, SPAN // 4)
         score = tl.load(int_scores + column, mask=column < columns, other=-0x80000000)
         at_cutoff = (score == cutoff).to(tl.int32)
@@ -355,8 +358,8 @@ def sample(
     truncation: Truncation | None = None,
     processing: Processing | None = None,
 ) -> None:
-    """Writes the choice for every row of logits: the largest, or drawn among the tokens that truncation keeps; -1 where
-    the best score is infinite or NaN."""
+    """Writes the choice for every row of logits: the best token after processing and noise, among those that truncation
+    keeps; -1 where the best score is infinite or NaN."""
     score_logits(logits, work.scores, noise=noise, truncation=truncation, processing=processing)
     if truncation is None or noise is None:
         topk_tokens(work.scores, tokens_out[:, None], finite=True)
@@ -367,7 +370,8 @@ def sample(
 def sample_scored(
     vocabulary: int, tokens_out: torch.Tensor, work: SampleWorkspace, *, noise: Noise, truncation: Truncation
 ) -> None:
-    """The same for rows whose scores, written with the same noise and truncation, are in the workspace."""
+    """Writes the choice for every row of `work.scores`, which must have been written with the same noise and
+    truncation; see `sample`."""
     _check(vocabulary, tokens_out, work, noise, truncation)
     scores, rows, keys = work.scores, tokens_out.shape[0], work.scores.tile_keys
     int_scores, tile_list, candidates = scores.int_scores, scores.tile_list, scores.candidates

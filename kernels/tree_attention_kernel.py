@@ -1,16 +1,21 @@
 """The kernel of `tree_attention`: prefix programs, which sum ranges of committed keys for many nodes at once, and node
 programs, which sum each node's tail and merge it with the prefix.
 
-Both run in one launch, or with SEPARATE in two. In one launch a node program waits for prefix programs by spinning on a
-counter, which cannot deadlock: prefix programs never wait, and they start first, because their program numbers are
-lower. Where node programs could fill the GPU before all prefix programs have started, programs number themselves by
-tickets in the order in which they start; a program then waits only for lower tickets, which are running or done.
+The *prefix* of a node is the keys below its split point, its *tail* the keys from there to the node itself. Both kinds
+of programs run in one launch, or with SEPARATE in two. In one launch a node program waits for prefix programs by
+spinning on a counter, which cannot deadlock: prefix programs never wait, and they start first, because their program
+numbers are lower. Where node programs could fill the GPU before all prefix programs have started, programs number
+themselves by tickets in the order in which they start; a program then waits only for lower tickets, which are running
+or done. `wait` and `release` order launches: see `pdl`.
 
 Arguments that are passed on together:
   cache      keys, values, page_table, page_stride, slot_stride, head_stride, table_stride
-  rows_at    lengths, paths, depths, tree_stride, path_stride, batch, rows (nodes per sequence)
-  workspace  partials, stats, counters, ranges
-A *unit* is (sequence, key-value head, tile of nodes); it has one counter.
+  layout     lengths, paths, depths, tree_stride, path_stride, batch, rows (nodes per sequence)
+  workspace  partials, stats, counters, ranges (those that the workspace has space for, per sequence)
+Constants are explained at `tree_attention_kernel`.
+
+A *unit* is (sequence, key-value head, tile of nodes); it has one counter. A *partial* is the running softmax of one
+range, or with SEPARATE of one bundle, for one row; its m_i and l_i are in `stats`, its acc in `partials`.
 """
 
 from __future__ import annotations
@@ -34,8 +39,9 @@ from selfspec.kernels.triton_compat import jit, tl
 
 @jit
 def _ticket(counter):
-    """A number that no other program of this launch gets: 0 for the first to ask, and so on. The last one clears the
-    counter for the next launch, which cannot start before all programs of this one have asked and called `release`."""
+    """Returns a number that no other program of this launch gets, in the order of the calls, from 0. The last caller
+    clears the counter for the next launch, which cannot start before all programs of this one have called this function
+    and `release`."""
     program = tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
     if program == tl.num_programs(0) - 1:
         tl.atomic_xchg(counter, 0, sem="acq_rel", scope="gpu")
@@ -61,18 +67,18 @@ def _wait_for_prefix(counter, expected, packs):
 
 @jit
 def _prefix_program(
-    program, q, q_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    program, q, q_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one range of the prefix (SEPARATE: one bundle) for a unit: ROW_TILE rows, nodes times the GROUP query heads
-    of the key-value head. Stores a partial.
+    """Sums one range of the prefix (SEPARATE: one bundle) for the ROW_TILE rows of a unit: a row is a node and one of
+    the GROUP query heads of the key-value head. Stores a partial.
 
-    The launch has programs for as many ranges as any unit can have; each finds its range from the length, and those
-    beyond do nothing. A unit's last range comes first, as it is the longest.
+    The launch has programs for as many ranges as any unit can have; each finds its range from the sequence's length,
+    and programs past the last range do nothing. A unit's last range comes first, as it is the longest.
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    lengths, _, depths, _, _, batch, rows = rows_at
+    lengths, _, depths, _, _, batch, rows = layout
     partials, stats, counters, ranges = workspace
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tiles = tl.cdiv(rows, NODES_PER_TILE)
@@ -84,7 +90,7 @@ def _prefix_program(
     length = tl.load(lengths + b)
     count = tl.minimum(rows - first, NODES_PER_TILE)
     begin, end, low, high = prefix_of_tile(depths, length, first, count, WINDOW, ROW_TILE)
-    planned = high <= ranges
+    planned = high <= ranges  # else the context is longer than the launch allows: node programs write NaN
     low, high = partials_of(low, high, SEPARATE)
     index = high - 1 - program // units
     if (index >= low) & planned:
@@ -93,9 +99,9 @@ def _prefix_program(
         range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
-        real = (row < NODES_PER_TILE * GROUP) & (node < rows)
+        real = (row < NODES_PER_TILE * GROUP) & (node < rows)  # other rows only fill the tile
         position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
-        own_end = split_point_jit(position)  # [ROW_TILE]: each row sees the keys below
+        own_end = split_point_jit(position)  # [ROW_TILE]: each row sums keys below it
         column = tl.arange(0, DIM_PAD)
         inside = real[:, None] & (column < DIM)[None, :]
         query_head = head * GROUP + row % GROUP
@@ -108,12 +114,12 @@ def _prefix_program(
         # Split points and ranges are whole pages, so every key of every tile is committed.
         start = tl.maximum(range_start_jit(first_range), begin // KEY_TILE * KEY_TILE)
         stop = tl.minimum(range_start_jit(after_last), end)
-        bundle = (m_i, tl.zeros((ROW_TILE,), tl.float32), acc)  # the merged ranges before the one in progress
+        bundle = (m_i, tl.zeros((ROW_TILE,), tl.float32), acc)  # SEPARATE: the merged ranges before the current one
         pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
         wait(PDL)
         if SEPARATE:
-            release(PDL)  # not before `wait`: the node launch reads what this one waited for
+            release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting for them
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
             if SEPARATE:  # noqa: SIM102
@@ -141,19 +147,19 @@ def _prefix_program(
             tl.debug_barrier()  # all warps have stored before one thread counts the program
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
     elif SEPARATE:
-        wait(PDL)  # a launch that waits for this one also waits for all earlier ones
+        wait(PDL)  # so that the node launch, which waits for this one, also waits for all launches before it
 
 
-# Node programs. A program sums a pack of `count` nodes, up to PACK, in blocks of 64 keys: block i is the first 64 tail
-# keys of node i, block count + i the rest of its tail, for i below count.
+# Node programs. A program sums the tails of a *pack* of `count` nodes, up to PACK, in blocks of 64 keys: for i below
+# `count`, block i is the first 64 tail keys of the pack's node i, and block count + i is the rest of its tail.
 
 
 @jit
-def _tail_block(block, count, cache, rows_at, b, head, length, first, WINDOW: tl.constexpr):
-    """Offsets [64] of the keys of a block, found through the node's path from its root on, and which of them the node
-    sees."""
+def _tail_block(block, count, cache, layout, b, head, length, first, WINDOW: tl.constexpr):
+    """Returns the offsets [64] of a block's keys in the cache, and which of these keys its node sees. Finds keys from
+    the root on through the node's path."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    _, paths, depths, tree_stride, path_stride, _, _ = rows_at
+    _, paths, depths, tree_stride, path_stride, _, _ = layout
     node = first + block % count
     position = length + tl.load(depths + node)
     at = tl.maximum(split_point_jit(position), 0) + block // count * 64 + tl.arange(0, 64)
@@ -169,8 +175,9 @@ def _tail_block(block, count, cache, rows_at, b, head, length, first, WINDOW: tl
 
 @jit
 def _tail_blocks(count, depths, length, first, WINDOW: tl.constexpr, PACK: tl.constexpr):
-    """The first block of a pack, one past the last, and whether the nodes share their first 64 tail keys: if all tails
-    begin with the same committed keys, the pack reads them once, in block count - 1."""
+    """Returns the first block of a pack, one past the last, and whether the nodes share their first 64 tail keys: if
+    all tails begin with the same committed keys, the pack reads these once, as block count - 1, and skips the blocks
+    before."""
     if PACK == 1:
         position = length + tl.load(depths + first)
         return 0, tl.where(position - tl.maximum(split_point_jit(position), 0) >= 64, 2, 1), False
@@ -185,15 +192,15 @@ def _tail_blocks(count, depths, length, first, WINDOW: tl.constexpr, PACK: tl.co
 
 @jit
 def _sum_tails(
-    q_tile, cache, rows_at, b, head, first, blocks, near, next_near, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
+    q_tile, cache, layout, b, head, first, blocks, first_block, second_block, scale, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of each node of a pack over its tail, in position order; `near` and `next_near` are the first
-    two blocks."""
+    """Returns the running softmax of each row of a pack over its node's tail, in position order. `first_block` and
+    `second_block`: the results of `_tail_block` for the first two blocks."""
     keys, values = cache[0], cache[1]
     length, count, start, stop, shared = blocks
-    at, visible = near
-    next_at, next_visible = next_near
+    at, visible = first_block
+    next_at, next_visible = second_block
     column = tl.arange(0, DIM_PAD)
     place = tl.arange(0, 16) // GROUP  # [16]: the node of each row in its pack
     m_i = tl.full((16,), float("-inf"), tl.float32)
@@ -208,7 +215,7 @@ def _sum_tails(
         if PACK > 1:
             takes = ((place == block % count) | (shared & (block < count)))[:, None]
             seen = seen & takes
-            next_at, next_visible = _tail_block(block + 2, count, cache, rows_at, b, head, length, first, WINDOW)
+            next_at, next_visible = _tail_block(block + 2, count, cache, layout, b, head, length, first, WINDOW)
         m_i, l_i, acc = softmax_step(m_i, l_i, acc, q_tile, k, v, seen, scale)
         if PACK > 1:  # another node's infinite values times 0 would give NaN
             acc = tl.where(takes, acc, before)
@@ -216,13 +223,15 @@ def _sum_tails(
 
 
 @jit
-def _load_partial(workspace, of_text, row_at, row_count, real, first, index, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """The running softmax that a prefix program stored as partial `index` for 16 rows; an empty one for rows that are
-    not real, and for indices below `first`."""
+def _load_partial(
+    workspace, first_of_sequence, row_at, row_count, real, first, index, DIM: tl.constexpr, DIM_PAD: tl.constexpr
+):
+    """Returns the running softmax that a prefix program stored as partial `index` for 16 rows; an empty one for rows
+    that are not real, and for indices below `first`. `first_of_sequence`: number of the sequence's partial 0."""
     partials, stats, _, _ = workspace
     number = tl.zeros((16,), tl.int32) + index
     exists = real & (number >= first)
-    at = (of_text + number).to(tl.int64) * row_count + row_at
+    at = (first_of_sequence + number).to(tl.int64) * row_count + row_at
     column = tl.arange(0, DIM_PAD)
     inside = exists[:, None] & (column < DIM)[None, :]
     # .cg skips L1, which may hold a stale value of an earlier launch.
@@ -234,59 +243,60 @@ def _load_partial(workspace, of_text, row_at, row_count, real, first, index, DIM
 
 @jit
 def _merge_prefix(
-    workspace, of_text, row_at, row_count, real, low, high, scale,
+    workspace, first_of_sequence, row_at, row_count, real, low, high, scale,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SEPARATE: tl.constexpr,
 ):  # fmt: skip
-    """Merges the partials of ranges low to high - 1, first within each bundle, then the bundles in order.
+    """Returns the merged partials of ranges low to high - 1: merges ranges within each bundle, then bundles in order.
 
     Four partials are loaded at a time, so that their latencies overlap; the remaining ones one by one. With SEPARATE
     each partial is a whole bundle already.
     """
     first, after_last = partials_of(low, high, SEPARATE)
     m_i = tl.full((16,), float("-inf"), tl.float32)
-    nothing = (m_i, tl.zeros((16,), tl.float32), tl.zeros((16, DIM_PAD), tl.float32))
-    m_i, l_i, acc = nothing
+    empty = (m_i, tl.zeros((16,), tl.float32), tl.zeros((16, DIM_PAD), tl.float32))
+    m_i, l_i, acc = empty
     rest = after_last // 4 * 4
     for index in range(first // 4 * 4, rest, 4):
-        p0 = _load_partial(workspace, of_text, row_at, row_count, real, first, index, DIM, DIM_PAD)
-        p1 = _load_partial(workspace, of_text, row_at, row_count, real, first, index + 1, DIM, DIM_PAD)
-        p2 = _load_partial(workspace, of_text, row_at, row_count, real, first, index + 2, DIM, DIM_PAD)
-        p3 = _load_partial(workspace, of_text, row_at, row_count, real, first, index + 3, DIM, DIM_PAD)
+        p0 = _load_partial(workspace, first_of_sequence, row_at, row_count, real, first, index, DIM, DIM_PAD)
+        p1 = _load_partial(workspace, first_of_sequence, row_at, row_count, real, first, index + 1, DIM, DIM_PAD)
+        p2 = _load_partial(workspace, first_of_sequence, row_at, row_count, real, first, index + 2, DIM, DIM_PAD)
+        p3 = _load_partial(workspace, first_of_sequence, row_at, row_count, real, first, index + 3, DIM, DIM_PAD)
         if SEPARATE:
             m_i, l_i, acc = softmax_merge(*softmax_merge(m_i, l_i, acc, *p0, scale), *p1, scale)
             m_i, l_i, acc = softmax_merge(*softmax_merge(m_i, l_i, acc, *p2, scale), *p3, scale)
         else:
-            bundle = softmax_merge(*softmax_merge(*nothing, *p0, scale), *p1, scale)
+            bundle = softmax_merge(*softmax_merge(*empty, *p0, scale), *p1, scale)
             if bundle_of_jit(index + 2) > bundle_of_jit(index):  # bundles of two ranges
                 m_i, l_i, acc = softmax_merge(m_i, l_i, acc, *bundle, scale)
-                bundle = nothing
+                bundle = empty
             bundle = softmax_merge(*softmax_merge(*bundle, *p2, scale), *p3, scale)
             m_i, l_i, acc = softmax_merge(m_i, l_i, acc, *bundle, scale)
-    bundle = nothing
+    bundle = empty
     for index in range(tl.maximum(first, rest), after_last):
-        partial = _load_partial(workspace, of_text, row_at, row_count, real, first, index, DIM, DIM_PAD)
+        partial = _load_partial(workspace, first_of_sequence, row_at, row_count, real, first, index, DIM, DIM_PAD)
         if SEPARATE:
             m_i, l_i, acc = softmax_merge(m_i, l_i, acc, *partial, scale)
         else:
             if (index == bundle_start_jit(bundle_of_jit(index))) & (index > rest):
                 m_i, l_i, acc = softmax_merge(m_i, l_i, acc, *bundle, scale)
-                bundle = nothing
+                bundle = empty
             bundle = softmax_merge(*bundle, *partial, scale)
     return (m_i, l_i, acc) if SEPARATE else softmax_merge(m_i, l_i, acc, *bundle, scale)
 
 
 @jit
 def _node_program(
-    program, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW: tl.constexpr,
+    program, q, q_stride, out, out_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr,
     PACK: tl.constexpr, TAIL_STAGES: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums the tails of a pack of nodes for one key-value head, merges them with their prefix, and writes the result.
+    """Sums the tails of a pack of nodes for one key-value head, merges each with its node's prefix, and writes the
+    attended values.
 
-    With SEPARATE launches, `wait` comes after the tails: queries, keys and values are complete from the start, because
-    the prefix launch waited for them before it released this one.
+    With SEPARATE, `wait` comes after the tails are summed: queries, keys and values are complete from the start,
+    because the prefix launch waited for them before it released this one.
     """
-    lengths, _, depths, _, _, batch, rows = rows_at
+    lengths, _, depths, _, _, batch, rows = layout
     _, _, counters, ranges = workspace
     packs = tl.cdiv(rows, PACK)
     head = program % KV_HEADS
@@ -296,9 +306,9 @@ def _node_program(
     length = tl.load(lengths + b)
     start, stop, shared = _tail_blocks(count, depths, length, first, WINDOW, PACK)
     # The offsets of two blocks are found beforehand, so that all keys and values of a node are loaded at once.
-    near = _tail_block(start, count, cache, rows_at, b, head, length, first, WINDOW)
-    next_near = _tail_block(start + 1, count, cache, rows_at, b, head, length, first, WINDOW)
-    # Partials of the unit's tile of nodes, which this program waits for, and of its own nodes, which it merges.
+    first_block = _tail_block(start, count, cache, layout, b, head, length, first, WINDOW)
+    second_block = _tail_block(start + 1, count, cache, layout, b, head, length, first, WINDOW)
+    # Ranges of the unit's tile of nodes, for whose partials this program waits, and of its own nodes, which it merges.
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tile = first // NODES_PER_TILE
     nodes = tl.minimum(rows - tile * NODES_PER_TILE, NODES_PER_TILE)
@@ -309,7 +319,7 @@ def _node_program(
     row = tl.arange(0, 16)
     column = tl.arange(0, DIM_PAD)
     node = first + row // GROUP
-    real = (row < PACK * GROUP) & (node < rows)
+    real = (row < PACK * GROUP) & (node < rows)  # other rows only fill the tile
     inside = real[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row % GROUP
     at = (node * batch + b).to(tl.int64)
@@ -318,8 +328,8 @@ def _node_program(
         wait(PDL)
     q_tile = tl.load(q + (at * q_stride)[:, None] + in_row, mask=inside, other=0.0)
     tail_m, tail_l, tail_acc = _sum_tails(
-        q_tile, cache, rows_at, b, head, first, (length, count, start, stop, shared), near, next_near, scale, WINDOW,
-        GROUP, DIM, DIM_PAD, PACK, TAIL_STAGES,
+        q_tile, cache, layout, b, head, first, (length, count, start, stop, shared), first_block, second_block, scale,
+        WINDOW, GROUP, DIM, DIM_PAD, PACK, TAIL_STAGES,
     )  # fmt: skip
     if SEPARATE:
         wait(PDL)
@@ -345,33 +355,33 @@ def tree_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads per key-value head
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,  # rows of a prefix program
-    KEY_TILE: tl.constexpr,  # keys of a step of a prefix program; part of the result
-    SUM_COLUMNS: tl.constexpr,  # equal columns in which prefix programs sum weights
-    PACK: tl.constexpr,  # nodes of a node program
-    TAIL_STAGES: tl.constexpr,
+    KEY_TILE: tl.constexpr,  # keys that a prefix program adds at a time; another number gives other bits
+    SUM_COLUMNS: tl.constexpr,  # columns of l_i, all equal, in which prefix programs sum weights
+    PACK: tl.constexpr,  # nodes of a node program, at most
+    TAIL_STAGES: tl.constexpr,  # pipeline stages of the loop over a tail's blocks
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
     TICKETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs below `prefix_programs` are prefix programs, the others node programs.
+    """Runs programs below `prefix_programs` as prefix programs, the others as node programs.
 
-    Lengths, page tables and trees do not change during a pass and are read before earlier launches have ended.
+    Reads lengths, page tables and trees before earlier launches have ended: a pass does not change them.
     """
     SEPARATE: tl.constexpr = not (PREFIX and NODES)
     program = _ticket(counters) if TICKETS else tl.program_id(0)
     if NODES:
         release(PDL)  # early: the output projection prefetches its weights meanwhile
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
-    rows_at = (lengths, paths, depths, tree_stride, path_stride, batch, rows)
+    layout = (lengths, paths, depths, tree_stride, path_stride, batch, rows)
     workspace = (partials, stats, counters + 1, ranges)
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:
             _prefix_program(
-                program, q, q_stride, cache, rows_at, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
+                program, q, q_stride, cache, layout, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
                 KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:
             _node_program(
-                program - prefix_programs, q, q_stride, out, out_stride, cache, rows_at, workspace, scale, WINDOW,
+                program - prefix_programs, q, q_stride, out, out_stride, cache, layout, workspace, scale, WINDOW,
                 KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, PACK, TAIL_STAGES, SEPARATE, PDL,
             )  # fmt: skip

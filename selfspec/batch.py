@@ -263,7 +263,7 @@ class Batch:
             context = max(context, len(sequence.tokens) - depths[last] - 1)
             outcomes.append((None if sequence.is_finished or rule is not None else sequence.skill, last))
         self.scoring.apply_scores(self.governor)
-        seconds = step.seconds if step.enters_costs else None
+        seconds = step.seconds if step.is_cost_sample else None
         if step.governor is not None:  # sequences that joined or left since the launch may have brought another one
             step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
             if step.governor.copies(len(step.sequences)):

@@ -1,8 +1,8 @@
 """The one decoding loop: admits waiting sequences, prefills their prompts in chunks, and decodes them in batches.
 
-`generate`, `complete`, `stream` and the server submit requests from any thread. One thread per engine runs the loop
-while there is work; callers wait. The scheduler decides which sequences prefill and decode, a batch chooses the plan of
-each step, and a backend executes it.
+`generate`, `complete`, `stream` and the server submit requests from any thread and wait for them. One thread per engine
+runs the loop while there is work. The scheduler decides which sequences prefill and decode, a batch chooses the plan of
+each step, and a backend executes the step. A *pass of the loop* is one call of `Scheduler.step`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from selfspec.sequence import Request, Sequence
 from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES
 
-MAX_DECODING = 64  # sequences that decode together at most
-_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # positions of two steps, for which admission also needs free pages
+MAX_DECODING = 64  # sequences that prefill or decode at a time, at most
+_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # cache positions of two steps, for which admission needs free pages too
 
-BackendFactory = Callable[[bool], Backend]  # (whether acceptance is "rejection") -> a batch's backend
+BackendFactory = Callable[[bool], Backend]  # (whether acceptance is "rejection") -> the backend of a new batch
 
 
 class Scheduler:
@@ -44,16 +44,16 @@ class Scheduler:
         metrics: Metrics,
         new_backend: BackendFactory,
         max_decoding: int = MAX_DECODING,
-        before_first: Callable[[Request], None] | None = None,  # called once, with the first request
+        before_first: Callable[[Request], None] | None = None,  # called once, before the first admission
         prefix_reuse: bool = True,
     ) -> None:
         self.cache, self.drafters, self.metrics, self.max_decoding = cache, drafters, metrics, max_decoding
         self.prompt_pages = PromptPages(cache, prefix_reuse)
         self._new_backend, self._before_first = new_backend, before_first
         self._requests: set[Request] = set()  # requests that have not ended
-        self.waiting: deque[Sequence] = deque()
-        self.prefilling: dict[Batch, list[Sequence]] = {}
-        self.batches: dict[tuple, Batch] = {}
+        self.waiting: deque[Sequence] = deque()  # for admission
+        self.prefilling: dict[Batch, list[Sequence]] = {}  # admitted, by the batch that they will join
+        self.batches: dict[tuple, Batch] = {}  # by exit and acceptance rule
         self._thread = LoopThread(cache.keys.device)
         self._has_cancelled = False  # whether a request was cancelled since the loop last checked
         weakref.finalize(self, self._thread.close)
@@ -61,7 +61,7 @@ class Scheduler:
     # Called by any thread
 
     def submit(self, request: Request) -> None:
-        """Queues a request, for `wait` or `follow`. An interrupt while it is queued cancels it."""
+        """Queues a request, for `wait` or `follow`. An interrupt of this call cancels the request."""
         self._refuse_loop_thread()
         try:
             self._thread.put(self, request)
@@ -70,14 +70,18 @@ class Scheduler:
             raise
 
     def wait(self, request: Request) -> None:
-        """Blocks until the request has ended; raises its error. An interrupt of the wait cancels the request."""
+        """Blocks until the request has ended, then raises its error if it failed. An interrupt cancels the request."""
         for _ in self.follow(request, every_step=False):
             pass
 
     def follow(self, request: Request, every_step: bool = True) -> Generator[int, None, None]:
-        """Yields the number of new tokens of the request's first sequence whenever it has grown; raises the request's
-        error. Leaving early cancels the request. Closing this generator does not wait for the cancellation: the garbage
-        collector may close it on a thread that holds a lock which the loop needs."""
+        """Blocks until the request has ended, then raises its error if it failed. With `every_step` yields the number
+        of new tokens of the request's first sequence each time that number has grown.
+
+        An interrupt of the wait cancels the request and waits until its pages are free. Closing this generator cancels
+        the request without waiting: the garbage collector may close it on a thread that holds a lock which the loop
+        needs.
+        """
         try:
             for count in request.progress.follow(every_step):
                 yield count
@@ -93,12 +97,13 @@ class Scheduler:
 
     def cancel(self, request: Request, wait: bool = True) -> None:
         """Ends a request early and waits until its pages are free. On the loop's own thread, or with `wait` False,
-        returns at once; the loop then frees them in its next pass."""
+        returns at once; the next pass of the loop then frees the pages."""
         self._cancel(request)
         if wait and not self._thread.is_current:
             request.progress.wait_until_over()
 
     def _cancel(self, request: Request) -> None:
+        """Marks a request as cancelled, and wakes the loop, whose next pass ends it."""
         request.is_cancelled = self._has_cancelled = True
         self._thread.wake()
 
@@ -111,7 +116,7 @@ class Scheduler:
             )
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the loop's thread, between two passes of the loop, and returns its result."""
+        """Runs a function on the loop's thread at the start of a pass. Waits for its result and returns it."""
         self._refuse_loop_thread()
         call = Call(function)
         self._thread.put(self, call)
@@ -121,10 +126,13 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One pass of the loop: a prefill chunk and a step for every batch. Returns whether work is left.
+        """Runs one pass of the loop: for every batch one prefill pass and one step, then admission. Returns whether
+        work is left.
 
-        Admission comes last, while the step just launched runs: finding a prompt's domain takes about as long as a
-        step, so no pass delays running sequences by both routing and a first chunk."""
+        Admits last, while the device runs the steps just launched, because finding a prompt's domain takes about as
+        long as a step. The first prefill pass of an admitted prompt comes in the next pass of the loop, so that running
+        sequences never wait for both in one pass.
+        """
         self._take_arrivals()
         self._drop_cancelled()
         for batch in list(self.batches.values()):
@@ -134,12 +142,13 @@ class Scheduler:
             if not batch.running:
                 try:
                     batch.reset()
-                except Exception:  # of a step whose sequences have all ended
+                except Exception:  # the step in flight failed; its sequences have all ended, so no request fails
                     batch.abort()
         self._admit()
         return bool(self.waiting or self.prefilling or self._is_decoding)
 
     def _take_arrivals(self) -> None:
+        """Runs queued calls, and moves the sequences of queued requests to `waiting`."""
         while (arrived := self._thread.take()) is not None:
             if isinstance(arrived, Call):
                 arrived.run()
@@ -151,6 +160,7 @@ class Scheduler:
                 self._has_cancelled = True
 
     def _drop_cancelled(self) -> None:
+        """Ends cancelled requests."""
         if not self._has_cancelled:
             return
         self._has_cancelled = False
@@ -159,6 +169,7 @@ class Scheduler:
             self._remove(request)
 
     def _sequences(self) -> Iterator[Sequence]:
+        """Yields all sequences: waiting, prefilling and running."""
         yield from self.waiting
         for sequences in self.prefilling.values():
             yield from sequences
@@ -166,7 +177,7 @@ class Scheduler:
             yield from batch.running
 
     def _remove(self, request: Request) -> None:
-        """Takes a request's sequences out of all lists and ends the request, even if a backend fails to release one."""
+        """Removes a request's sequences from all lists and ends the request, even if a backend fails to release one."""
         try:
             for sequence in request.sequences:
                 if sequence in self.waiting:
@@ -186,11 +197,12 @@ class Scheduler:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Returns the pages of a request whose sequences have all ended, and wakes its caller."""
+        """Returns the pages of a request whose sequences are in no list any more, adds its acceptance to the metrics,
+        and wakes its caller."""
         try:
             for sequence in request.sequences:
                 if request.error is not None:
-                    self.cache.forget(sequence.kv)  # its values may not be finite
+                    self.cache.forget(sequence.kv)  # no prompt may reuse its pages: values may not be finite
                 self.cache.close(sequence.kv)
                 if sequence.prompt_kv is not None:
                     self.cache.close(sequence.prompt_kv)
@@ -210,21 +222,21 @@ class Scheduler:
 
     @property
     def _admitted(self) -> int:
-        """Number of sequences that prefill or decode."""
+        """Number of sequences that prefill or run in a batch."""
         prefilling = sum(len(sequences) for sequences in self.prefilling.values())
         return prefilling + sum(len(batch.running) for batch in self.batches.values())
 
     def _admit(self) -> None:
-        """Admits waiting sequences in order of arrival, while fewer than `max_decoding` are admitted and free pages
-        hold their prompts and two steps."""
+        """Admits waiting sequences in order of arrival, while fewer than `max_decoding` are admitted and enough pages
+        are free for their prompts and two steps. If none is admitted, admits the first one whatever is free."""
         spare = self._spare_pages() if self.waiting else 0
         while self.waiting and self._admitted < self.max_decoding:
             sequence = self.waiting[0]
             needed = self._pages_needed(sequence)
             if needed > spare and self._admitted:
-                return  # until running sequences free pages
+                return  # until admitted sequences free pages
             if sequence.swapped is not None and self.prefilling:
-                return  # its next steps would take the pages that these prompts were admitted with
+                return  # the steps of this sequence would take pages that prefilling prompts were admitted with
             try:
                 if self._before_first is not None:
                     before, self._before_first = self._before_first, None
@@ -235,7 +247,7 @@ class Scheduler:
                     self.cache.swap_in(sequence.kv, sequence.swapped)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._admitted:
-                    return  # admitted sequences hold the pages that it needs
+                    return  # until admitted sequences free the pages that this one needs
                 sequence.request.fail(_with_advice(error))
                 self._remove(sequence.request)
                 continue
@@ -249,7 +261,7 @@ class Scheduler:
 
     @staticmethod
     def _pages_needed(sequence: Sequence) -> int:
-        """Number of pages for a sequence's prompt, or for its swapped-out positions, and for two steps."""
+        """Returns the number of pages for two steps and for a sequence's prompt, or its swapped-out positions."""
         if sequence.swapped is not None:
             length = sequence.swapped.length
         else:
@@ -258,17 +270,19 @@ class Scheduler:
         return -(-(length + _STEP_POSITIONS) // PAGE_SIZE)
 
     def _spare_pages(self) -> int:
-        """Number of free pages, less those that prefilling prompts were admitted with and have not taken yet."""
+        """Returns the number of free pages, less those for which prefilling sequences were admitted and that they do
+        not have yet."""
         prefilling = (sequence for sequences in self.prefilling.values() for sequence in sequences)
         promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in prefilling)
         return self.cache.free_pages - sum(promised)
 
     def _batch(self, sequence: Sequence) -> Batch:
-        """The batch of the sequence's exit and acceptance rule; a new one if there is none."""
+        """Returns the batch of the sequence's exit and acceptance rule. If there is none, closes idle batches and makes
+        it."""
         request = sequence.request
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
-            exit = self.drafters.loaded_exit  # sequences that never draft join those that do
+            exit = self.drafters.loaded_exit  # sequences that never draft share a batch with those that do
         key = (exit_key(exit), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
@@ -276,12 +290,13 @@ class Scheduler:
         return self.batches[key]
 
     def close_idle_batches(self) -> None:
-        """Frees the device buffers of batches without sequences; on the loop's thread only."""
+        """Frees the device buffers of batches without sequences. Must be called on the loop's thread."""
         for key in [key for key, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Adds prefilled sequences to the batch; they decode from the next step on."""
+        """Adds prefilled sequences to the batch, which decodes them from its next step on. If that fails, fails all
+        requests of the batch."""
         try:
             batch.join(sequences)
         except Exception as error:
@@ -290,46 +305,59 @@ class Scheduler:
     # Prefill
 
     def _prefill(self, batch: Batch) -> None:
-        """Runs one prefill pass: one chunk of a long prompt, or several short prompts. The sequences of a request join
-        the batch together, once the prompts of all admitted ones are in the cache."""
-        sequences = members = self.prefilling.get(batch, [])
-        prompts = [sequence for sequence in sequences if not sequence.is_prefilled and sequence.parent is None]
+        """Runs one prefill pass, if a prompt of the batch is left to prefill. Then adds to the batch the sequences of
+        requests whose admitted sequences all have their prompts in the cache."""
+        prefilling = self.prefilling.get(batch, [])
         started = time.perf_counter()
-        if prompts:
-            uses_exit = _uses_exit(prompts[0])
-            together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
-            exit = batch.base_exit if uses_exit else None
-            for sequence in together:
-                self.prompt_pages.reuse(batch.backend, sequence, exit)
-            try:
-                for sequence in self._prefill_pass(batch, together, exit):
-                    sequence.is_prefilled = True
-                    self.prompt_pages.register(batch.backend, sequence)
-                    self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
-            except Exception as error:
-                if isinstance(error, CacheFull) and self._is_decoding:
-                    return  # the pages counted at its admission are taken; running sequences will free some
-                prompts[0].request.fail(_with_advice(error))
-                self._remove(prompts[0].request)
-                return
-        for sequence in sequences:
+        if not self._prefill_prompts(batch, prefilling):
+            return
+        self._join_prefilled(batch, prefilling)
+        seconds = time.perf_counter() - started
+        for sequence in prefilling:
+            sequence.elapsed_s += seconds
+
+    def _prefill_prompts(self, batch: Batch, prefilling: list[Sequence]) -> bool:
+        """Runs one prefill pass: over one chunk of a long prompt, or over several short prompts, all of them with or
+        all without the exit. Returns False if the pass failed."""
+        prompts = [sequence for sequence in prefilling if not sequence.is_prefilled and sequence.parent is None]
+        if not prompts:
+            return True
+        uses_exit = _uses_exit(prompts[0])
+        together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
+        exit = batch.base_exit if uses_exit else None
+        for sequence in together:
+            self.prompt_pages.reuse(batch.backend, sequence, exit)
+        try:
+            for sequence in self._prefill_pass(batch, together, exit):
+                sequence.is_prefilled = True
+                self.prompt_pages.register(batch.backend, sequence)
+                self.metrics.add_prompt(len(sequence.prompt), sequence.cached_tokens)
+        except Exception as error:
+            if isinstance(error, CacheFull) and self._is_decoding:
+                return False  # running sequences took pages that these prompts were admitted with; they will free some
+            prompts[0].request.fail(_with_advice(error))
+            self._remove(prompts[0].request)
+            return False
+        return True
+
+    def _join_prefilled(self, batch: Batch, prefilling: list[Sequence]) -> None:
+        """Gives further samples of prefilled prompts their pages, then adds to the batch the sequences of each request
+        whose admitted sequences are all prefilled."""
+        for sequence in prefilling:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)
-        for request in dict.fromkeys(sequence.request for sequence in sequences):
-            ready = [sequence for sequence in sequences if sequence.request is request]
+        for request in dict.fromkeys(sequence.request for sequence in prefilling):
+            ready = [sequence for sequence in prefilling if sequence.request is request]
             if all(sequence.is_prefilled for sequence in ready):
                 self.prompt_pages.hold_for_samples(ready)
-                sequences = [sequence for sequence in sequences if sequence.request is not request]
-                self._set_prefilling(batch, sequences)
+                prefilling = [sequence for sequence in prefilling if sequence.request is not request]
+                self._set_prefilling(batch, prefilling)
                 self._join(batch, ready)
-        seconds = time.perf_counter() - started
-        for sequence in members:
-            sequence.elapsed_s += seconds
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:
-        """Runs one prefill pass. If it fails with several prompts, runs the first one alone, so that an error belongs
-        to one request."""
+        """Runs a prefill pass over some of these prompts. Returns those that are then prefilled. If the pass fails with
+        several prompts, runs it for the first prompt alone, so that an error belongs to one request."""
         try:
             return batch.backend.prefill(sequences, exit)
         except Exception:
@@ -346,15 +374,16 @@ class Scheduler:
     # Decoding
 
     def _decode(self, batch: Batch) -> None:
-        """Runs one step of the batch. While too few pages are free, swaps its newest sequence to host memory and
-        tries again: admission would otherwise swap it back in before the step."""
+        """Runs one step of the batch. While too few pages are free for the step, swaps the batch's newest sequence to
+        host memory and tries again. Does so within one pass of the loop: admission, at its end, could swap the sequence
+        back in before the step."""
         started, members = time.perf_counter(), list(batch.running)
         callbacks = {sequence.request: sequence.request.callback_s for sequence in members}
-        is_over = False
-        while batch.running and not is_over:
+        has_stepped = False
+        while batch.running and not has_stepped:
             try:
                 batch.step()
-                is_over = True
+                has_stepped = True
             except CacheFull as error:
                 self._preempt(batch, error)
             except Exception as error:
@@ -365,7 +394,8 @@ class Scheduler:
             sequence.elapsed_s += seconds
 
     def _preempt(self, batch: Batch, error: CacheFull) -> None:
-        """Swaps the newest sequence to host memory; fails it with `error` if no other sequence is admitted."""
+        """Swaps the batch's newest sequence to host memory and puts it first in the queue; fails its request with
+        `error` if no other sequence is admitted. Swaps none if the batch is empty once its step in flight is read."""
         batch.drain()
         self._finish(batch)
         if self._admitted < 2:  # no other sequence will free pages
@@ -387,8 +417,8 @@ class Scheduler:
         self.waiting.appendleft(newest)
 
     def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
-        """Fails all requests of a batch after a failed step or join, whose error belongs to no single request. The
-        batch may hold some of the `joining` sequences and not others."""
+        """Fails all requests of a batch and of the `joining` sequences, some of which the batch may hold: the error of
+        a step or join belongs to no single request."""
         batch.abort()
         for request in {sequence.request for sequence in (*batch.running, *joining)}:
             request.fail(_with_advice(error))
@@ -427,12 +457,12 @@ class Scheduler:
 
 
 def _uses_exit(sequence: Sequence) -> bool:
-    """Whether this sequence drafts with an exit, so that prefill also fills the exit block's KV."""
+    """Returns whether the sequence drafts with an exit, so that prefill also fills the exit block's KV."""
     return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
 def _with_advice(error: Exception) -> Exception:
-    """Adds to an out-of-memory error what to do; returns other errors unchanged."""
+    """Returns for an out-of-memory error one that says what to do; other errors unchanged."""
     if is_out_of_memory(error):
         return CacheFull(f"out of memory during a step ({error}): build the engine with a smaller kv_cache_gb")
     return error

@@ -319,9 +319,9 @@ def test_the_time_of_a_step_with_a_grammar_is_not_typical_if_a_prompt_is_prefill
     batch.admit([follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}")])
     batch.step()
     batch.step()
-    assert batch.in_flight is not None and batch.in_flight.enters_costs
+    assert batch.in_flight is not None and batch.in_flight.is_cost_sample
     backend.prefill([sequence_of(prompt_of(5, 2), 1)], None)
-    assert not batch.in_flight.enters_costs
+    assert not batch.in_flight.is_cost_sample
 
 
 # Failures
@@ -575,14 +575,14 @@ def test_domains_are_found_and_prompts_scored_behind_steps_in_flight(
 
 
 @torch.inference_mode()
-def test_a_steps_time_enters_costs_only_if_it_was_launched_right_after_another_one() -> None:
+def test_a_steps_time_is_a_cost_sample_only_if_it_was_launched_right_after_another_one() -> None:
     exit, steps = accurate_exit(), []
     backend = cuda_backend(new_graphs(), overlaps=True)
     batch, launch = ScriptedBatch(backend, exit), backend.launch
 
     def recorded(*args: Any) -> Any:
         step = launch(*args)
-        steps.append(("drafting" if len(step.record.plan) else "plain", step.enters_costs))
+        steps.append(("drafting" if len(step.record.plan) else "plain", step.is_cost_sample))
         return step
 
     backend.launch = recorded  # type: ignore[method-assign]

@@ -121,7 +121,7 @@ class OverlappingBackend(HostBackend):
             index = self.all.index(sequence)
             tokens, last = scripted.tokens(index), scripted.outcomes[index][0]
             step.last_nodes.append(append_tokens(sequence, tokens, scripted.plan, last))
-        step.enters_costs = step.sequences == launched
+        step.is_cost_sample = step.sequences == launched
 
 
 class ScriptedBatch(Batch):

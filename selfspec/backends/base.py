@@ -24,7 +24,7 @@ class Step:
     record: StepRecord
     last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
     seconds: float = 0.0  # on the device, without time in callables, after reading
-    enters_costs: bool = True  # `seconds` holds this plan's work only: the governor averages it
+    is_cost_sample: bool = True  # `seconds` is the cost of this plan alone: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
     charge: float = 0.0  # plain steps that its launch charged

@@ -1,8 +1,11 @@
 """The CUDA backend of one batch: launches steps as captured graphs of Triton kernels, and reads their reports.
 
-One step is in flight: the host launches the next step before it reads this one. `placement.py` knows which sequence is
-in which slot, `graphs.py` captures, `step.py` is the step itself. On a CPU the same code runs with interpreted kernels,
-one step at a time. The caller decides which sequences decode, and with which plan.
+One step is in flight: the host launches the next step before it reads the step in flight. The caller decides which
+sequences decode, and with which plan. `placement.py` gives them slots, `graphs.py` captures steps, and `step.py` is the
+step itself. On a CPU the same code runs with interpreted kernels, one step at a time.
+
+A position is *unfilled* while the KV of the exit block is missing there: plain steps do not run the exit. A *masked
+step* has sequences with grammars; it is launched in parts, between which the host computes masks.
 """
 
 from __future__ import annotations
@@ -47,9 +50,10 @@ class CudaBackend:
         self._prompt_scores = PromptScoresInFlight(graphs.readbacks)
         self._exit_scores = ExitScoresInFlight(graphs.readbacks)
         self._masking = Masking(on_gpu=self.overlaps)
-        self._masked_step: MaskedStep | None = None  # has grammars; its choice is not launched yet
-        self._unfilled: dict[Sequence, int] = {}  # unfilled positions
-        self._top: int | None = None  # likeliest tokens that log probabilities list; None: no sequence wants any
+        self._masked_step: MaskedStep | None = None  # the newest one, until its choice is launched
+        self._unfilled: dict[Sequence, int] = {}  # number of unfilled positions; 0 if missing
+        # Likeliest tokens per position whose log probabilities are read; None: no sequence wants log probabilities.
+        self._top_logprobs: int | None = None
 
     def slots_for(self, sequences: int) -> int:
         return bucket(sequences)
@@ -57,9 +61,9 @@ class CudaBackend:
     # Steps
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:
-        """Launches a step and the copy of its report to the host. Waits for neither, unless callables process
-        logits."""
-        self._complete()
+        """Launches a step and the copy of its report to the host, without waiting for the device, unless callables
+        process logits. Of a masked step launches only the first part while another step is in flight."""
+        self._complete_masked_step()
         placement, plan = self._placement, record.plan
         placement.pages.reserve(sequences, plan, in_flight)
         self._place(sequences, exit, in_flight)
@@ -78,6 +82,7 @@ class CudaBackend:
         return step
 
     def _launch_captured(self, step: StepInFlight, exit: Exit | None, in_flight: Step | None) -> None:
+        """Launches a step as one graph."""
         device_step, replay = self._captured_step(step.sequences, step.record.plan, exit)
         readback = self.graphs.readbacks.take(device_step.report)
         self._times.start(step, readback, in_flight, self.overlaps)
@@ -88,23 +93,25 @@ class CudaBackend:
     def _captured_step(
         self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str, grammar_masks: bool = False
     ) -> tuple:
-        """Returns the step of these sequences and its launch, or those of `parts`; captures it on first use."""
+        """Returns the device step for these sequences, captured on first use, followed by its launch, or by the launch
+        of each of its `parts`."""
         size, captures = self._placement.size, self.graphs.captured.captures
         options = replace(self._placement.options, grammar_masks=grammar_masks)
         found = self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
         if self.graphs.captured.captures > captures:
-            self._times.note_slot_writes()
+            self._times.exclude_next_step()
         return found
 
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
+        """Runs a step in which Python callables process logits, and waits for their results."""
         parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
         self._send_logprobs(step, parts[0])
 
     def _launch_masked(self, step: StepInFlight, exit: Exit | None, in_flight: Step | None) -> None:
-        """Launches the first part of a step with grammars. The parts that need the previous step's tokens are launched
-        when these are read; `_complete` launches the rest."""
+        """Launches the first part of a masked step. `read` launches the parts that need the tokens of the step in
+        flight, without one this method does; `_complete_masked_step` launches the choice."""
         plan = step.record.plan
         device_step, *parts = self._captured_step(
             step.sequences, plan, exit, *DeviceStep.masked_parts(plan), grammar_masks=True
@@ -113,18 +120,19 @@ class CudaBackend:
         self._masked_step = MaskedStep(step, device_step, parts)
         self._masking.launch(self._masked_step)
         if in_flight is None:
-            self._continue()
+            self._continue_masked_step()
 
-    def _continue(self) -> None:
-        """Launches the passes of an unfinished masked step that need the previous tokens; of a plain step, all."""
+    def _continue_masked_step(self) -> None:
+        """Launches the parts of the masked step up to its choice; if its plan is `none`, also the choice. The tokens of
+        the step before must have been read."""
         if self._masked_step is not None and len(self._masked_step.plan):
             self._masking.draft(self._masked_step)
         else:
-            self._complete()
+            self._complete_masked_step()
 
-    def _complete(self) -> None:
-        """Launches the rest of an unfinished masked step: before all other work on the slots, and before pages of its
-        sequences may be given to others."""
+    def _complete_masked_step(self) -> None:
+        """Launches the remaining parts of the masked step, if there is one. Must come before all other work on the
+        slots, and before the pages of its sequences are given to others."""
         masked, self._masked_step = self._masked_step, None
         if masked is not None:
             self._masking.complete(masked)
@@ -133,12 +141,12 @@ class CudaBackend:
             masked.step.readback.send(masked.device_step.report)
 
     def _send_logprobs(self, step: StepInFlight, device_step: DeviceStep) -> None:
-        """Computes log probabilities after a step, where a sequence wants them, and copies them to the host. If there
-        is too little memory for them, fails the requests that want them."""
-        if self._top is None:
+        """Launches the log probabilities of a step's tokens and their copy to the host, if a sequence wants them. Fails
+        the requests that want them if the device has too little memory for them."""
+        if self._top_logprobs is None:
             return
         try:
-            packed = device_step.logprobs(self._top)
+            packed = device_step.logprobs(self._top_logprobs)
         except torch.OutOfMemoryError as error:
             message = f"out of memory for log probabilities ({error}): build the engine with a smaller kv_cache_gb"
             for sequence in step.sequences:
@@ -150,14 +158,14 @@ class CudaBackend:
 
     def read(self, step: Step) -> None:
         """Waits for the step's report and appends its tokens. Drops the tokens of sequences that have ended since the
-        step was launched."""
+        step was launched. Then continues the masked step that was launched after it, if there is one."""
         assert isinstance(step, StepInFlight) and step.readback is not None
         if self._masked_step is not None and self._masked_step.step is step:
-            self._complete()
+            self._complete_masked_step()
         reports, plan = step.readback.read(), step.record.plan
         kept, last_nodes, exit_nodes = [], [], []
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
-            last = step.appended.get(sequence)
+            last = step.appended.get(sequence)  # None: the sequence's tokens are not appended yet
             if sequence.is_finished and last is None:
                 continue
             report = reports[slot]
@@ -170,12 +178,13 @@ class CudaBackend:
             exit_nodes.append(report[EXIT_LAST])
         if step.logprobs is not None:
             self._add_logprobs(step, kept)
-        step.enters_costs = step.enters_costs and len(kept) == len(step.sequences)
+        step.is_cost_sample = step.is_cost_sample and len(kept) == len(step.sequences)
         step.sequences, step.last_nodes, step.exit_nodes = kept, last_nodes, exit_nodes
-        self._continue()
+        self._continue_masked_step()
         self._times.stop(step)
 
     def _add_logprobs(self, step: StepInFlight, kept: list[Sequence]) -> None:
+        """Waits for the step's log probabilities and adds them to the sequences that have not ended."""
         assert step.logprobs is not None
         packed, slots = step.logprobs.read(), dict(zip(step.sequences, step.slots, strict=True))
         self.graphs.readbacks.give_back(step.logprobs)
@@ -185,27 +194,27 @@ class CudaBackend:
     # Slots
 
     def _place(self, sequences: Seq[Sequence], exit: Exit | None, in_flight: Step | None) -> None:
-        """Gives the sequences slots and writes all changes to the device, if there are any."""
+        """Gives the sequences slots, and writes to the device what has changed since the newest step."""
         placement = self._placement
         if placement.is_current(sequences, exit):
             return
         if exit is not None and placement.size not in (0, bucket(len(sequences))):
-            # The layout of unfilled states depends on the number of slots: fill the KV first.
+            # The layout of unfilled states depends on the number of slots, which changes: fill the KV first.
             self.fill_exit(list(self._unfilled), exit, score=False, in_flight=in_flight)
         placement.place(sequences, exit)
         wanted = [sequence.request.logprobs for sequence in sequences if sequence.request.logprobs is not None]
-        self._top = max(wanted, default=None)
+        self._top_logprobs = max(wanted, default=None)
 
     def release(self, sequence: Sequence) -> None:
         try:
-            self._complete()
+            self._complete_masked_step()
         finally:  # a slot that is not freed would make all later steps fail
             self._placement.release(sequence)
             self._prompts.release(sequence)
             self._unfilled.pop(sequence, None)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Fills the exit's KV and copies the sequence's feature from its slot."""
+        """Fills the exit's KV of all sequences, and copies the sequence's feature from its slot."""
         slot, exit = self._placement.slot_of.get(sequence), self._placement.head_exit
         if slot is None:
             return
@@ -222,14 +231,15 @@ class CudaBackend:
         return self._prompts.prefill_kind(tokens)
 
     def prefill(self, sequences: Seq[Sequence], exit: Exit | None) -> list[Sequence]:
-        self._times.note_slot_writes()
+        self._times.exclude_next_step()
         if self._masked_step is not None:
-            self._masked_step.step.enters_costs = False  # the pass runs between its parts
+            self._masked_step.step.is_cost_sample = False  # the pass runs between the step's parts
         return self._prompts.run(sequences, exit, captures=self.overlaps)
 
     def score_prompts(self, sequences: Seq[Sequence], exit: Exit) -> bool:
-        """Launches one pass over all slots; its scores arrive with the next step. Does nothing while other scores are
-        in flight, or between the draft and the choice of a step with grammars."""
+        """Launches one pass over all slots, whose scores `prompt_scores` returns once they have arrived. Launches
+        nothing while other scores are in flight, between the draft and the choice of a masked step, or, for sequences
+        without a slot, while a masked step is in progress. Returns whether the pass was launched."""
         placement, ends, masked = self._placement, self._prompts.prompt_ends, self._masked_step
         scored = [sequence for sequence in sequences if sequence in ends]
         joining = [sequence for sequence in scored if sequence not in placement.slot_of]  # before their first step
@@ -237,8 +247,8 @@ class CudaBackend:
         if not scored or not may_run or self._prompt_scores.in_flight is not None:
             return False
         if joining:
-            with suppress(CacheFull):  # the first step takes its pages, or waits for them
-                placement.pages.reserve(joining, NONE, None)  # first, so that the slots are written once
+            with suppress(CacheFull):  # then the launch of the first step reserves them, or fails
+                placement.pages.reserve(joining, NONE, None)  # before `_place`, so that page tables are written once
             self._place([*placement.slot_of, *joining], exit, None)
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
@@ -252,7 +262,7 @@ class CudaBackend:
     def note_other_work(self) -> None:
         self._times.note_other_work()
         if self._masked_step is not None:
-            self._masked_step.step.enters_costs = False  # the work runs between its parts
+            self._masked_step.step.is_cost_sample = False  # the work runs between the step's parts
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         return self._prompt_scores.read()
@@ -264,12 +274,13 @@ class CudaBackend:
         return unfilled_capacity(max(self._placement.size, 1))
 
     def fill_exit(self, sequences: Seq[Sequence], exit: Exit, score: bool, in_flight: Step | None) -> None:
-        """Launches one pass over the unfilled positions of all slots."""
+        """Launches one pass over the unfilled positions of all slots, also of those that are not in `sequences`. With
+        `score` the pass scores drafts at the oldest of these positions, and its scores are copied to the host."""
         placement = self._placement
         placed = [sequence for sequence in sequences if sequence in placement.slot_of]
         if not placed:
             return
-        self._complete()
+        self._complete_masked_step()
         placement.idle_vacated_slots()
         self._times.note_other_work()
         longest = _max_length(placed)
@@ -278,12 +289,13 @@ class CudaBackend:
         counts = [self._unfilled.get(sequence, 0) for sequence in placed]
         self._unfilled.clear()
         if score:
-            # A step in flight is plain: a drafting step would have filled all positions before.
+            # A step in flight is plain: before a step that drafts, all positions are filled.
             unread = [] if in_flight is None else in_flight.sequences
             self._exit_scores.send(fill, placed, placement.slots(placed), counts, unread)
 
     def unfilled(self, sequence: Sequence) -> int:
-        """Counts a plain step in flight, whose position is not part of the sequence's length yet."""
+        """Returns the number of unfilled positions. Includes the position of a plain step in flight, which is not part
+        of the sequence's length yet."""
         return self._unfilled.get(sequence, 0)
 
     def exit_scores(self) -> list[tuple[Sequence, list[bool]]]:
@@ -291,8 +303,10 @@ class CudaBackend:
 
 
 def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) -> int:
-    """Appends a step's tokens: at once if none of them can end the sequence, else one by one up to its end. Returns the
-    node after which its last token was chosen: `last`, the last accepted node, or one before it if the sequence ended.
+    """Appends a step's tokens: all at once if none of them can end the sequence, else one by one until one ends it.
+
+    Returns the node after which the last appended token was chosen: `last`, the last accepted node, or a node above it
+    if the sequence ended early. A token of -1 (the logits were not finite) fails the request.
     """
     can_end = sequence.request.criteria or len(sequence.tokens) + len(tokens) >= sequence.max_length
     if not can_end and sequence.stop_tokens.isdisjoint(tokens) and min(tokens) >= 0:
@@ -306,5 +320,5 @@ def append_tokens(sequence: Sequence, tokens: list[int], plan: Plan, last: int) 
 
 
 def _max_length(sequences: Seq[Sequence]) -> int:
-    """Tokens that the longest of these sequences may have at its end."""
+    """Returns the number of tokens that the longest of these sequences may have at its end."""
     return max(sequence.max_length for sequence in sequences)

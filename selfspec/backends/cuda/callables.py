@@ -16,25 +16,27 @@ from selfspec.speculation.plan import Plan
 def run_with_callables(
     step: StepInFlight, parts: tuple[DeviceStep, Launch, Launch, Launch], readback: Readback
 ) -> None:
-    """Runs a step in its three captured parts: passes; choice; acceptance and commit.
+    """Runs a step in its three captured parts, `DeviceStep.PARTS`: passes; choice; acceptance and commit.
 
-    Depth by depth, the callables process the logits of the node that each sequence has reached, and the choice runs
-    again; where two nodes have one token path, both get the processed logits. Appends the tokens of sequences with
-    callables; `read` appends those of the others from the report.
+    Depth by depth, for every sequence with callables or a grammar: processes the logits of the node that the sequence
+    has reached, chooses again, appends the chosen token, and goes to the child that carries it. Where two nodes have
+    the same tokens from the root on, both get the processed logits. `CudaBackend.read` appends the tokens of the other
+    sequences from the report.
     """
     device_step, passes, choose, commit = parts
     size, seconds_before = device_step.slots.count, callback_seconds(step.sequences)
     readback.start()
     passes()
     plan = step.record.plan
-    drafted = device_step.metadata.tokens.tolist() if len(plan) else []
+    drafted = device_step.metadata.tokens.tolist() if len(plan) else []  # by row: node * size + slot
     parents = device_step.parents.tolist() if plan.beam else [[0]] * size
     trees = [plan.of_sequence(of_nodes) for _, *of_nodes in parents]  # by slot
     slots = zip(step.sequences, step.slots, strict=True)
+    # Sequences whose walk goes on: slot, and the reached nodes, which have the same tokens from the root on.
     walking = {sequence: (slot, [0]) for sequence, slot in slots if sequence.request.uses_host}
     while walking:
         for sequence, (slot, nodes) in walking.items():
-            first, *others = (device_step.logits[node * size + slot][None] for node in nodes)
+            first, *others = (device_step.logits[node * size + slot][None] for node in nodes)  # each [1, V]
             _process(sequence, first)
             for same in others:
                 same.copy_(first)
@@ -45,7 +47,7 @@ def run_with_callables(
             for sequence, (slot, nodes) in walking.items()
             if (carriers := _append(step, trees[slot], sequence, nodes, chosen[slot::size], drafted[slot::size]))
         }
-    if not step.appended:
+    if not step.appended:  # no sequence needed the host
         choose()
     commit()
     readback.send(device_step.report)
@@ -54,8 +56,9 @@ def run_with_callables(
 
 
 def _process(sequence: Sequence, logits: torch.Tensor) -> None:
-    """Applies built-in processing (with callables), the callables, then the grammar, in place on logits [1, V]. Without
-    callables the device does the built-in processing, which keeps banned tokens banned."""
+    """Processes logits [1, V] in place: with callables by the built-in processing and the callables; then by the
+    grammar. Without callables the captured choice does the built-in processing: it comes after the grammar then, but
+    tokens that the grammar bans stay banned."""
     values = logits
     if sequence.request.processors:
         values = process_logits(logits, [sequence.params], [sequence.tokens], [len(sequence.prompt)])
@@ -65,8 +68,8 @@ def _process(sequence: Sequence, logits: torch.Tensor) -> None:
 def _append(
     step: StepInFlight, tree: Plan, sequence: Sequence, nodes: list[int], chosen: list[int], drafted: list[int]
 ) -> list[int]:
-    """Appends the token chosen at nodes with one token path. Returns the children that carry it; none if the walk ends.
-    `chosen` and `drafted` are the sequence's tokens by node."""
+    """Appends the token chosen after `nodes`, which have the same tokens from the root on. Returns the children that
+    carry this token; none if the walk ends. `chosen` and `drafted` are the sequence's tokens by node."""
     token = chosen[nodes[0]]
     carriers = tree.matching_children(nodes, token, drafted) if sequence.drafts and len(tree) else []
     step.appended[sequence] = nodes[0]

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from selfspec.kernels.triton_compat import compiles_only
 
-MAX_THREADS = 16  # more do not help: only the compiler's passes release Python's lock
+MAX_THREADS = 16  # more do not help: of compiling, only the compiler's passes release Python's global lock
 PROGRESS_AFTER_S = 1.0  # seconds of compiling before a progress bar appears
 
 
@@ -21,17 +21,19 @@ class Compiler:
     """Compiles the kernels of launches without running them."""
 
     def __init__(self) -> None:
-        self.only_compiles = False  # within `together`: launches compile, and run nothing
+        self.only_compiles = False  # True within `together`: launches compile kernels and run none
 
     def compile(self, *launches: Callable[[], object]) -> None:
-        """Compiles the kernels of launches in parallel; within `together` only starts it."""
+        """Compiles the kernels of launches in parallel and waits for them. Within `together` starts the compilation
+        and returns; `together` waits."""
         with self.together():
             for launch in launches:
                 launch()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launches within this block only compile, in parallel; waits for all of them at the end of the outermost."""
+        """Within this block launches only compile their kernels, in parallel. Waits for all compilations at the end of
+        the outermost block."""
         if self.only_compiles:
             yield
             return

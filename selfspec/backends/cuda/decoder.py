@@ -1,7 +1,7 @@
 """The decoder's layers as a few kernels each, over buffers with fixed addresses, so that a CUDA graph can replay them.
 
 Rows are node-major: row = node * B + sequence, so the nodes of one depth, and the whole tree, are ranges of rows. Every
-kernel gives a row the same bits whichever other rows are in the pass. `step.py` combines passes into a step.
+kernel gives a row the same bits whatever other rows are in the pass. `step.py` combines passes into a step.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def is_supported(model: Decoder) -> bool:
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream of R rows, with two inputs of the RMSNorm that reads it next."""
+    """The residual stream of R rows, and two intermediate results of the RMSNorm that comes next."""
 
     states: torch.Tensor  # [R, hidden]
-    squares: torch.Tensor  # [R, T] float32: sums of squares of the states, by tile of columns
-    scaled: torch.Tensor  # [R, hidden]: states times the norm's weights
+    squares: torch.Tensor  # [R, T] float32: sums of squares of the states, one for each of T tiles of columns
+    scaled: torch.Tensor  # [R, hidden]: the states times the norm's weights, not divided by the root mean square
 
     @classmethod
     def empty(cls, rows: int, model: Decoder) -> Residual:
@@ -83,44 +83,48 @@ class Contexts(Protocol):
 
 
 class Tree:
-    """A plan as tensors on the device, for B sequences; its root is node 0, its n nodes are 1 to n. The nodes of a beam
-    are chosen in every step, for each sequence."""
+    """A plan as tensors on the device, for B sequences; the root is node 0, the n nodes are 1 to n. The nodes of a beam
+    are chosen in every step for each sequence, and written to these tensors."""
 
     def __init__(self, plan: Plan, sequences: int, device: torch.device, first_feature_row: int = 0) -> None:
+        """`first_feature_row`: row of the first sequence's root in the buffer of features."""
         self.plan, self.sequences, self.device = plan, sequences, device
         self.depths = self._ints(list(plan.depths))  # [n + 1]
-        self._parents = [*plan.parents, *[0] * sum(plan.beam)]
-        fixed = NONE.with_copy(plan.copied) if plan.beam else plan
+        self._parents = [*plan.parents, *[0] * sum(plan.beam)]  # of nodes 1 to n; 0 for a beam's, until chosen
+        fixed = NONE.with_copy(plan.copied) if plan.beam else plan  # the nodes that are the same in every step
         paths = [fixed.path(node) for node in range(len(fixed) + 1)] + [[0]] * sum(plan.beam)
-        all_paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])
+        all_paths = self._ints([path + [0] * (plan.depth + 1 - len(path)) for path in paths])  # [n + 1, depth + 1]
+        # [n + 1] int64: bit j - 1 is set if node j is on the path.
         ancestors = torch.tensor([sum(1 << node - 1 for node in path[1:]) for path in paths], device=device)
-        parents = self._ints([0, *self._parents])
+        parents = self._ints([0, *self._parents])  # [n + 1]
         expanded = [tensor.expand(sequences, *tensor.shape) for tensor in (parents, ancestors, all_paths)]
         parents, ancestors, self.paths = (tensor.clone() for tensor in expanded) if plan.beam else expanded
         self.tensors = TreeTensors(parents, ancestors, self.depths, self.paths, plan.copied)
-        self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)  # [(n + 1) * B]
-        self.beam: BeamTrees | None = None
+        # [(n + 1) * B]: for each row, the row of the previous position in the buffer of features.
+        self.previous_rows = self.parent_rows(range(len(plan) + 1), first_feature_row)
+        self.beam: BeamTrees | None = None  # None: the plan has no beam
         if plan.beam:
             log_prob_sums = torch.zeros(parents.shape, dtype=torch.float32, device=device)
             rows = torch.zeros_like(self.previous_rows)
             self.beam = BeamTrees(self.tensors, log_prob_sums, rows, self.previous_rows, first_feature_row)
 
     def parents(self, level: range) -> torch.Tensor:
-        """For each node of a level, the index of its parent among the nodes of the level above."""
+        """For each of a level's nodes, the index of the parent among the nodes of the level above."""
         above = self.plan.levels[self.plan.depths[level.start] - 1].start
         return self._ints([self.plan.parents[node - 1] - above for node in level])
 
     def ranks(self, level: range) -> torch.Tensor:
-        """For each node of a level, its rank among the draft tokens of its parent."""
+        """For each of a level's nodes, the rank of its token among the draft tokens of its parent."""
         return self._ints([self.plan.ranks[node - 1] for node in level])
 
     def rows(self, nodes: range) -> tuple[int, int]:
-        """First row of these nodes, and the one after the last."""
+        """The first row of these nodes, and one past the last."""
         return nodes.start * self.sequences, nodes.stop * self.sequences
 
     def parent_rows(self, nodes: range, first_node_row: int) -> torch.Tensor:
-        """For each row of these nodes, the row of its parent in a buffer whose row b belongs to the position before the
-        root of sequence b, and whose rows from `first_node_row` on are the tree's."""
+        """For each row of these nodes, the row of the position before it in a buffer: row b if the node is the root of
+        sequence b, else the row of its parent. Row b of the buffer is the position before that root; the rows from
+        `first_node_row` on are those of the tree."""
         parents = [first_node_row + self._parents[node - 1] * self.sequences if node else 0 for node in nodes]
         rows = [parent + sequence for parent in parents for sequence in range(self.sequences)]
         return torch.tensor(rows, device=self.device)
@@ -131,20 +135,20 @@ class Tree:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The M nodes of one pass, in each of its sequences."""
+    """The M nodes of one pass, for each of its B sequences."""
 
     metadata: RowMetadata  # of M * B rows: token, position, cache slot, rotation
-    paths: torch.Tensor  # [B, M, depth + 1]: nodes from the root to each node, which it attends to
+    paths: torch.Tensor  # [B, M, depth + 1]: the nodes from the root to each node: the node attends to these
     depths: torch.Tensor  # [M]
 
     @classmethod
     def chain(cls, model: Decoder, length: int, sequences: int) -> Nodes:
-        """`length` positions in a row, in each of `sequences` sequences."""
+        """Returns a chain of `length` nodes, root included, for each of `sequences` sequences."""
         tree = Tree(Plan.tree((1,) * (length - 1)), sequences, model.device)
         return cls(empty_metadata(model, length * sequences), tree.paths, tree.depths)
 
     def first(self, count: int) -> Nodes:
-        """The first `count` nodes, in all sequences."""
+        """Returns the first `count` nodes, for all sequences."""
         rows = count * (len(self.metadata.tokens) // len(self.depths))
         return Nodes(self.metadata.rows(0, rows), self.paths[:, :count], self.depths[:count])
 
@@ -154,7 +158,7 @@ def empty_metadata(model: Decoder, rows: int) -> RowMetadata:
 
 
 class Scratch:
-    """Buffers between kernels, shared by all passes because they run one after the other."""
+    """Buffers for values that one kernel hands to another. All passes share them, as they run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,8 +166,8 @@ class Scratch:
         self._outgrown: list[torch.Tensor] = []  # graphs captured before a buffer grew still write to them
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the buffer of this name and dtype. Allocates it with zeros on first use, and a larger one where it
-        is too small."""
+        """Returns a view of the buffer of this name and dtype. Allocates the buffer with zeros on first use, and a
+        larger one if it is too small."""
         count = prod(shape)
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < count:
@@ -174,7 +178,8 @@ class Scratch:
         return held[:count].view(shape)
 
     def take_like(self, sizes: Any, name: str = "") -> Any:
-        """Buffers shaped like a tensor, or like each tensor of a dataclass, which may be on the meta device."""
+        """Returns a buffer shaped like a tensor, or a dataclass of buffers shaped like each of its tensors, which may
+        be on the meta device."""
         if sizes is None or isinstance(sizes, torch.Tensor):
             return None if sizes is None else self.take(f"scores {name}", *sizes.shape, dtype=sizes.dtype)
         return type(sizes)(**{part: self.take_like(size, part) for part, size in vars(sizes).items()})
@@ -190,10 +195,10 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, contexts: Contexts, max_context: int) -> None:
         self.model, self.cache, self.scratch, self.contexts = model, cache, scratch, contexts
-        self.max_context, self.ranges = max_context, ranges_for(max_context)
+        self.max_context, self.ranges = max_context, ranges_for(max_context)  # ranges of keys: see `tree_attention`
 
     def with_contexts(self, contexts: Contexts) -> FusedDecoder:
-        """Returns this decoder over rows that attend to other contexts."""
+        """Returns a copy of this decoder whose rows attend to other contexts."""
         other = copy(self)
         other.contexts = contexts
         return other
@@ -216,8 +221,7 @@ class FusedDecoder:
         return source
 
     def _input_norm(self, index: int) -> torch.Tensor | None:
-        """Weights of the norm that reads the input of layer `index`; None after the last layer, whose output is normed
-        by a kernel of its own."""
+        """Weights of the first norm of layer `index`; None past the last layer, whose output `final_norm` norms."""
         return self.model.layers[index].attention_norm if index < len(self.model.layers) else None
 
     def run_layer(
@@ -230,8 +234,9 @@ class FusedDecoder:
         nodes: Nodes,
         next_weight: torch.Tensor | None,
     ) -> None:
-        """Runs one decoder layer. `source` is scaled for the layer's first norm; `cache_layer` is the layer of the KV
-        cache; `target` is scaled by `next_weight`, the weights of the norm that reads it, unless None."""
+        """Runs one decoder layer over `source` and writes to `target`, which may be `source`. `cache_layer`: index of
+        the KV cache's layer. `source` must be scaled by the weights of the layer's first norm; scales `target` by
+        `next_weight`, the weights of the norm that comes next, unless None."""
         config, (rows, _) = self.model.config, source.states.shape
         q = self._take("q", rows, config.num_heads * config.head_dim)
         attended = self._take("attended", rows, config.num_heads * config.head_dim)
@@ -260,15 +265,16 @@ class FusedDecoder:
         )  # fmt: skip
 
     def next_norm(self, weight: torch.Tensor, residual: Residual) -> NextNorm:
-        """Makes a kernel that writes `residual.states` also write its squares, and its states scaled by `weight`."""
+        """Returns the argument by which a kernel that writes `residual.states` also writes `residual.squares`, and to
+        `residual.scaled` the states times `weight`."""
         return NextNorm(weight, self.model.config.norm_offset, residual.squares, residual.scaled)
 
     def _norm(self, residual: Residual) -> Norm:
         return Norm(self.model.config.norm_eps, residual.squares)
 
     def rms_norm(self, states: torch.Tensor, weight: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Writes the RMSNorm of the states to `out`: with the model's epsilon and offset; without a weight, also
-        without offset."""
+        """Writes the RMSNorm of the states to `out`, with the model's epsilon and weight offset; without a weight, with
+        the epsilon of the dtype."""
         config = self.model.config
         if weight is None:
             rms_norm(states, None, torch.finfo(states.dtype).eps, 0.0, out)
@@ -276,8 +282,9 @@ class FusedDecoder:
             rms_norm(states, weight, config.norm_eps, config.norm_offset, out)
 
     def final_norm(self, last: Residual, out: torch.Tensor, middle: Residual | None = None, **unfilled: Any) -> None:
-        """Writes the model's final norm of the last layer's states to `out` [R, hidden]; with the `middle` layer's
-        states the features [R, 2 * hidden]. `unfilled`: see the kernel."""
+        """Writes the model's final norm of the last layer's states to `out` [R, hidden], or with the `middle` layer's
+        states the features to `out` [R, 2 * hidden]. `unfilled`: the arguments `hidden` and `unfilled` of the kernel.
+        """
         config, of_middle = self.model.config, None if middle is None else middle.states
         final_norm(last.states, self.model.norm, config.norm_eps, config.norm_offset, out, of_middle, **unfilled)
 
@@ -305,7 +312,7 @@ class FusedDecoder:
         target: Residual,
         next_norm: NextNorm | None,
     ) -> None:
-        """target = source + layer(x); the product is normed first in families that have an `out_norm`."""
+        """Writes source + layer(x) to `target`; with `out_norm` first norms the product, as some families do."""
         if out_norm is None:
             linear(x, layer.weight, target.states, bias=layer.bias, residual=source.states, next_norm=next_norm)
             return
@@ -321,7 +328,8 @@ class FusedDecoder:
 
 
 def head_logits(model: Decoder, states: torch.Tensor) -> torch.Tensor:
-    """The model's logits [R, V] in float32 after normed final states [R, hidden], with the bits of a step's choice."""
+    """Returns the model's logits [R, V], float32, for normed final states [R, hidden]: bit for bit those from which a
+    step chooses."""
     logits = torch.empty(len(states), model.config.vocab_size, dtype=torch.float32, device=states.device)
     lm_head_logits(states, model.head.weight, logits, softcap=model.config.logit_softcap)
     return logits

@@ -1,8 +1,9 @@
 """An exit's passes as kernels: the features that it reads, its block's keys and values, and its ranked draft tokens.
 
-The feature of a position is FEATURE_STATES states of the full model there, normed: the one the LM head reads, and the
-one after the exit's `feature_layer`. The exit reads it at the next position. `step.py`, `exit_scoring.py`,
-`prompt_scoring.py` and `kernel_prefill.py` decide which rows these passes run over.
+The *feature* of a position is FEATURE_STATES = 2 normed states of the full model at that position, side by side
+[2 * hidden]: the final state, which the LM head reads, and the state after the exit's `feature_layer`. The exit reads
+the feature of the previous position. `step.py`, `step_draft.py`, `exit_scoring.py`, `prompt_scoring.py` and
+`kernel_prefill.py` decide which rows these passes run over.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-DRAFT_HEAD_STEP = 4096  # tokens: steps are captured for multiples of so many head rows, so that domains share graphs
-PROMPT_TOKENS = 1024  # head rows for the prompts' own tokens, at least; tokens beyond the capacity are not drafted
+_HEAD_ROWS_MULTIPLE = 4096  # steps are captured for multiples of this number of head rows: domains share graphs
+_PROMPT_HEAD_ROWS = 1024  # head rows for the prompts' own tokens, at least; tokens that do not fit are not drafted
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The LM head rows that an exit drafts from, as token ids in a buffer with a fixed address."""
+    """The LM head rows that an exit drafts from: their token ids, in a buffer with a fixed address."""
 
     tokens: torch.Tensor  # [capacity] int32
     count: torch.Tensor  # [1] int32: how many of them are in use
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> DraftHead:
-        """Filled with token 0, so that a step can run once before it is captured."""
+        """Returns a head filled with token 0, so that a step can run once before it is captured."""
         ints = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
         ints[:1].fill_(capacity)
         return cls(ints[1:], ints[:1])
@@ -50,11 +51,13 @@ class DraftHead:
 
 
 def draft_head_capacity(exit: Exit, model: Decoder) -> int:
-    """Head rows that steps with this exit are captured for: those of all domains together and PROMPT_TOKENS more,
-    rounded up. Batches of one domain and of several share graphs; rows past `count` are skipped."""
+    """Returns the number of head rows that steps with this exit are captured for: those of all domains together plus
+    _PROMPT_HEAD_ROWS, rounded up to a multiple, at most the vocabulary. So batches of one domain and of several share
+    graphs; steps skip the rows past `DraftHead.count`."""
     assert exit.head_rows is not None
-    of_domain = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.largest
-    return min(-(-(of_domain + PROMPT_TOKENS) // DRAFT_HEAD_STEP) * DRAFT_HEAD_STEP, model.config.vocab_size)
+    rows = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.largest
+    multiple = _HEAD_ROWS_MULTIPLE
+    return min(-(-(rows + _PROMPT_HEAD_ROWS) // multiple) * multiple, model.config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,17 @@ class SlotExit:
 
     exit: Exit
     head: DraftHead | None  # None: the whole LM head
-    features: torch.Tensor | None  # [rows, 2 * hidden]: row b of slot b's newest position; then of each node
-    first_node_row: int  # row of the first slot's root in `features`; nodes follow, node-major
-    unfilled: SlotUnfilled  # states of unfilled positions
+    # [rows, 2 * hidden]: row b is the position before slot b's root; from `first_node_row` on come roots and nodes,
+    # node-major. None without an exit block.
+    features: torch.Tensor | None
+    first_node_row: int  # row of the first slot's root in `features`
+    unfilled: SlotUnfilled  # the exit's inputs at unfilled positions
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Input of an exit's LM head at R rows: normed; or, after a block, scaled, with the squares to norm it by."""
+    """Input of an exit's LM head at R rows: without a block normed states; with a block states scaled by the norm's
+    weights, and the squares by which the head norms them."""
 
     values: torch.Tensor  # [R, hidden]
     squares: torch.Tensor  # [R, T] float32; unused without a block
@@ -87,15 +93,15 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class PreviousFeatures:
-    """The features one position before each of R rows: row r's is row `rows[r]` of `features`, or row r if None."""
+    """The features of the positions before R rows: for row r, row `rows[r]` of `features`."""
 
-    features: torch.Tensor  # [..., 2 * hidden]; after drafted tokens [..., hidden], a head input of the exit
-    rows: torch.Tensor | None  # [R] int64
-    squares: torch.Tensor | None = None  # [..., T] of a head input that is scaled, not normed
+    features: torch.Tensor  # [F, 2 * hidden]; while drafting [F, hidden]: the exit's own head inputs replace features
+    rows: torch.Tensor | None  # [R] int64; None: row r is row r of `features`
+    squares: torch.Tensor | None = None  # [F, T] of head inputs that are scaled, not normed
 
 
 class FusedExit:
-    """An exit over the rows of a decoder's passes."""
+    """The passes of an exit over rows of a decoder."""
 
     def __init__(self, decoder: FusedDecoder, exit: Exit) -> None:
         self.decoder, self.exit = decoder, exit
@@ -111,8 +117,9 @@ class FusedExit:
     ) -> None:
         """Runs the states after layer N through the rest of the model and writes the features [R, 2 * hidden].
 
-        `middle` and `last` are buffers for the states up to the feature layer and after it. Without `last`, `middle`
-        serves for both, which saves memory and costs one launch. With `unfilled` also keeps the rows' states there.
+        `middle` is the buffer for the states up to the feature layer, `last` for the states after it. Without `last`,
+        `middle` serves for both, which saves memory and costs one launch. With `unfilled` also saves there the states
+        after layer N and the features that `features` held before.
         """
         decoder, hidden, layers = self.decoder, states.states.shape[1], self.decoder.model.config.num_layers
         at_middle = decoder.run(range(self.exit.layer, self.exit.feature_layer), states, middle, nodes)
@@ -126,8 +133,9 @@ class FusedExit:
             decoder.final_norm(at_last, features, at_middle, hidden=kept, unfilled=unfilled)
 
     def fill_metadata(self, nodes: Nodes, newest_tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Fills the metadata of rows with given states. Of each sequence only the first `counts` [B] rows
-        get a cache slot; the others write no keys and values. The embeddings of `newest_tokens` go to scratch."""
+        """Fills the metadata of rows whose states after layer N are given: positions, cache slots and rotations. Only
+        the first `counts` [B] rows of each sequence get a cache slot; the others write no keys and values. The
+        embeddings of `newest_tokens`, which the kernel computes too, are not used."""
         decoder, model = self.decoder, self.decoder.model
         unused = self.block_residual(len(nodes.metadata.tokens))
         embed_rope(
@@ -137,7 +145,7 @@ class FusedExit:
         )  # fmt: skip
 
     def fill(self, states: torch.Tensor, previous: PreviousFeatures, nodes: Nodes) -> None:
-        """Writes the block's keys and values of all rows, from the states after layer N [R, hidden]."""
+        """Writes the block's keys and values of all rows from the states after layer N [R, hidden]."""
         block = self.exit.block
         assert block is not None
         source = self._block_input(block, states, previous)
@@ -147,8 +155,9 @@ class FusedExit:
     def read(
         self, states: torch.Tensor, previous: PreviousFeatures | None, nodes: Nodes, head_input: HeadInput
     ) -> torch.Tensor:
-        """Runs the exit over the states after layer N [R, hidden]; writes `head_input` and the block's keys and values.
-        Returns the exit's states before its norm, in scratch that the next call overwrites."""
+        """Runs the exit's block over the states after layer N [R, hidden]; writes `head_input` and the block's keys and
+        values. Returns the states [R, hidden] before the exit's norm, in scratch that the next call overwrites; without
+        a block the given states."""
         exit, block = self.exit, self.exit.block
         assert exit.norm is not None
         if block is None:
@@ -175,8 +184,8 @@ class FusedExit:
         processing: Processing | None,
         masks: Masks | None = None,
     ) -> Ranking:
-        """Scores the draft tokens after each row, of which the best `width` can be ranked; in scratch that the next
-        call overwrites."""
+        """Scores the draft tokens after each row. Returns a ranking of the best `width` of them per row, in scratch
+        that the next call overwrites."""
         model, scratch = self.decoder.model, self.decoder.scratch
         tokens = None if head is None else head.tokens
         columns = model.config.vocab_size if tokens is None else len(tokens)
@@ -189,7 +198,7 @@ class FusedExit:
         return Ranking(scores, width, tokens)
 
     def _block_input(self, block: ExitBlock, states: torch.Tensor, previous: PreviousFeatures) -> Residual:
-        """The block's input: the states after layer N plus the projected features of the previous positions."""
+        """Returns the block's input: the states after layer N plus the projected features of the previous positions."""
         residual, norm = self.block_residual(len(states)), block.layer.attention_norm
         if block.feature_weight is None:
             residual.states.copy_(states)
@@ -205,18 +214,17 @@ class FusedExit:
         return residual
 
     def _norm(self, squares: torch.Tensor | None) -> Norm | None:
-        """The norm of a head input that is scaled; None where it is normed already: without squares or a block."""
+        """Returns the norm that a scaled head input still needs; None for a normed one: without squares or a block."""
         if squares is None or self.exit.block is None:
             return None
         return Norm(self.decoder.model.config.norm_eps, squares)
 
     def head_input(self, rows: int) -> HeadInput:
-        """A head input in scratch, which the next one overwrites."""
+        """Returns a head input in scratch, which the next call overwrites."""
         return HeadInput(self._scratch("head input", rows), self._squares("head input", rows))
 
     def block_residual(self, rows: int) -> Residual:
-        """The residual stream of the exit block, in scratch: between the block's passes other passes may overwrite
-        it."""
+        """Returns the residual stream of the exit block, in scratch that other passes overwrite between the block's."""
         return self.scratch_residual("exit block", rows)
 
     def scratch_residual(self, name: str, rows: int) -> Residual:
@@ -233,12 +241,13 @@ class FusedExit:
 
 
 def feature_buffer(model: Decoder, rows: int) -> torch.Tensor:
-    """Zeros for the features of `rows` positions, [rows, 2 * hidden]."""
+    """Returns zeros for the features of `rows` positions, [rows, 2 * hidden]."""
     return torch.zeros(rows, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype, device=model.device)
 
 
 def prompt_end_buffer(model: Decoder, prompts: int) -> torch.Tensor:
-    """Zeros for the states of prompts' last positions [PROMPT_END, prompts, 4 * hidden], by which the exit is scored:
-    the state after layer N, the feature of the previous position, and the model's normed final state."""
+    """Returns zeros for the states by which the exit is scored on prompts, [PROMPT_END, prompts, 4 * hidden]: at each
+    prompt's last positions the state after layer N, the feature of the previous position, and the model's normed final
+    state."""
     width = (2 + FEATURE_STATES) * model.config.hidden_size
     return torch.zeros(PROMPT_END, prompts, width, dtype=model.dtype, device=model.device)

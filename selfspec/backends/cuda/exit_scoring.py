@@ -1,8 +1,8 @@
 """Fills the exit block's KV for plainly decoded tokens, many at a time, and scores the exit's drafts at some of them.
 
-Plain steps keep the states that the exit needs and count them as unfilled. One pass over all slots fills the exit's KV
-from them and, to score the exit, drafts one token after the oldest of these positions. The host compares these tokens
-with the decoded ones; the governor reads the scores.
+Plain steps do not run the exit: they save the states that the exit reads, and their positions stay *unfilled*. One pass
+over all slots then fills the exit's KV at the unfilled positions and, to score the exit, drafts one token after each of
+the oldest ones. The host compares the drafted tokens with the decoded ones; the governor reads the scores.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Nodes, Tree
 from selfspec.backends.cuda.exit import FusedExit, PreviousFeatures, SlotExit
 from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import Slots, StepOptions
-from selfspec.backends.cuda.step import SlotSampling
+from selfspec.backends.cuda.step_draft import SlotSampling
 from selfspec.kernels.final_norm import unfilled_capacity
 from selfspec.kernels.topk import topk_tokens
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import NONE
 
-_MIN_POSITIONS = 4  # of each sequence that are scored at once
-_SCORED_ROWS = 64  # rows of a scoring pass; a pass over 64 takes about as long as over 16
+_MIN_POSITIONS = 4  # positions of each sequence that a pass scores, at least
+_SCORED_ROWS = 64  # rows that a pass scores if _MIN_POSITIONS allows: a pass over 64 takes about as long as over 16
 
 
 def scored_positions(slots: int) -> int:
-    """Positions of each sequence that are scored at once, the oldest unfilled ones."""
+    """Returns how many of each sequence's unfilled positions, the oldest ones, a pass over `slots` slots scores."""
     return min(unfilled_capacity(slots), max(_MIN_POSITIONS, _SCORED_ROWS // slots))
 
 
@@ -45,7 +45,7 @@ class ExitFill:
         self.sampling = SlotSampling(slots, replace(options, processes=False), Tree(NONE, slots.count, model.device))
         scored = scored_positions(slots.count) if scores else 0
         self.scored = self.nodes.first(scored)
-        # The best draft token after each position that is scored, position-major.
+        # The best draft token after each scored position, position-major.
         self.report = torch.zeros(scored * slots.count, 1, dtype=torch.int32, device=model.device)
 
     @property
@@ -71,25 +71,26 @@ class ExitFill:
 
 
 @dataclass(frozen=True)
-class _InFlight:
-    """A pass that scores, and the positions that it scores."""
+class _ScoringPass:
+    """A pass that scores and whose scores have not been read, and the positions that it scores."""
 
     sequences: list[Sequence]
     slots: list[int]  # of the sequences
     counts: list[int]  # unfilled positions of each sequence
-    ends: list[int]  # tokens that each sequence has at the end of them
+    ends: list[int]  # tokens of each sequence up to the one after its newest unfilled position
     size: int  # slots of the pass
     readback: Readback
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the drafts have arrived, and the decoded tokens that they are compared with."""
+        """Whether both the drafts and the decoded tokens that they are compared with have arrived on the host."""
         sequences = zip(self.sequences, self.ends, strict=True)
         arrived = (sequence.is_finished or len(sequence.tokens) >= end for sequence, end in sequences)
         return self.readback.is_done and all(arrived)
 
     def scores(self, drafts: list[list[int]]) -> list[tuple[Sequence, list[bool]]]:
-        """Of sequences that have not ended: at each scored position, whether the draft is the decoded token."""
+        """Returns, for sequences that have not ended, whether the draft at each scored position is the decoded token.
+        `drafts`: the pass's report, [scored positions * slots, 1]."""
         scores = []
         for sequence, slot, count, end in zip(self.sequences, self.slots, self.counts, self.ends, strict=True):
             positions = min(count, scored_positions(self.size))
@@ -102,11 +103,11 @@ class _InFlight:
 
 
 class ExitScoresInFlight:
-    """Passes that score and whose scores have not been read."""
+    """The passes whose scores have not been read."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[_ScoringPass] = []
 
     def send(
         self,
@@ -116,15 +117,15 @@ class ExitScoresInFlight:
         counts: list[int],
         unread: list[Sequence],
     ) -> None:
-        """Copies the report of a pass to the host, without waiting. `counts` are the sequences' unfilled positions;
-        `unread` the sequences of a plain step that was launched before the pass and has not been read."""
+        """Launches the copy of a pass's report to the host. `counts`: numbers of the sequences' unfilled positions.
+        `unread`: the sequences of a plain step that was launched before the pass and has not been read."""
         readback = self._readbacks.take(fill.report)
         readback.send(fill.report)
         ends = [len(sequence.tokens) + (sequence in unread) for sequence in sequences]
-        self._in_flight.append(_InFlight(sequences, slots, counts, ends, fill.count, readback))
+        self._in_flight.append(_ScoringPass(sequences, slots, counts, ends, fill.count, readback))
 
     def read(self) -> list[tuple[Sequence, list[bool]]]:
-        """Scores that have arrived since the last call, in the order of their passes."""
+        """Returns the scores that have arrived since the last call, in the order of their passes."""
         arrived: list[tuple[Sequence, list[bool]]] = []
         while self._in_flight and self._in_flight[0].is_comparable:
             scored = self._in_flight.pop(0)

@@ -1,7 +1,7 @@
 """Captures steps and prefill passes as CUDA graphs on first use, and keeps them for all batches.
 
-Also owns the other device memory that outlives a batch: slot buffers, scratch, pinned memory for results, and the page
-that idle slots write to. `backend.py` decides which graph to replay and reads its results.
+Also owns the other memory that outlives a batch: slot buffers, scratch, pinned memory for results, and the page that
+idle slots write to. `backend.py` decides which graph to replay and reads its results.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ from selfspec.backends.cuda.prompt_scoring import PromptScore
 from selfspec.backends.cuda.readback import Readback, Readbacks
 from selfspec.backends.cuda.slots import SlotBuffers, Slots, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
-from selfspec.backends.cuda.torch_prefill import SMALLEST, TorchPrefill
+from selfspec.backends.cuda.torch_prefill import MIN_ROWS, TorchPrefill
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.router import EMBEDDED_TOKENS, Embedded, embed_prompts
 from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES, SPARE_POSITIONS, Plan
 
-MAX_GRAPHS = 512  # kept at a time; the least recently used one is dropped first
-MIN_CONTEXT = 8192  # least context in positions that a graph covers, so that most sequences share graphs
+MAX_GRAPHS = 512  # steps and passes that are kept; the least recently used one is dropped first
+MIN_CONTEXT = 8192  # positions that every graph covers at least, so that most sequences share graphs
 
-Launch = Callable[[], None]
+Launch = Callable[[], None]  # launches a step, a part of one, or a pass, without waiting for it
 
 
 class GraphCache:
-    """The MAX_GRAPHS steps and passes that were used most recently, by key, each with its captured launches. Keeps
-    their tensors alive as long as the graphs that use them."""
+    """The MAX_GRAPHS most recently used steps and passes, by key, each with its captured launches. Keeps each step or
+    pass, whose tensors its graphs use, as long as the graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.compiler = Compiler()
-        self.entries: OrderedDict[tuple, tuple] = OrderedDict()
-        self.captures = 0  # steps and passes that were captured so far; without a GPU none is
+        self.entries: OrderedDict[tuple, tuple] = OrderedDict()  # key -> (step or pass, launch, ...); oldest use first
+        self.captures = 0  # steps and passes captured so far; stays 0 without a GPU
         self._device = device
         self._pool: Any = None  # memory pool that all graphs share
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
 
     def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> tuple:
-        """Returns the step or pass of `key` and its captured launches. On first use builds it and captures its methods
-        named `launches`; they run on the slots of `buffers`, if any. Within `Compiler.together` only compiles."""
+        """Returns the step or pass of `key`, followed by its captured launches. On first use calls `build` and captures
+        the methods of its result that `launches` names. `buffers`: the slots that they run on; None: none. Within
+        `Compiler.together` only compiles their kernels and returns launches that do nothing."""
         found = self.entries.get(key)
         if found is None and self.compiler.only_compiles:
             made = build()
@@ -79,9 +80,12 @@ class GraphCache:
         self.entries.popitem(last=False)
 
     def _capture(self, buffers: SlotBuffers | None, launches: Sequence[Launch]) -> Sequence[Launch]:
-        """Compiles, captures and replays launches once with all slots idle, since a first replay costs 0.3 ms; then
-        restores the slots. Work launched before and after stays in order on the stream. Without a GPU returns the
-        launches themselves."""
+        """Compiles the kernels of the launches, captures each launch as a graph, and returns the replays of the graphs.
+
+        Before, runs each launch once, and after, replays each graph once, as a first replay takes 0.3 ms longer: both
+        with all slots idle, whose values are then restored. Work launched before and after stays in order on the
+        stream. Without a GPU returns the launches themselves.
+        """
         if self._device.type != "cuda":
             return launches
         self.captures += 1
@@ -108,12 +112,12 @@ class Graphs:
     """The steps and prefill passes of one model, built and captured on first use."""
 
     def __init__(self, model: Decoder, cache: Cache, context: int, max_batch: int) -> None:
-        self.model, self.cache, self.context = model, cache, context
+        self.model, self.cache, self.context = model, cache, context  # context: tokens of the longest sequence
         self.capacity = bucket(max_batch)  # slots of a batch
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
-        # Tokens of the longest prompt that the decode kernels prefill; 0: interpreted, they would be too slow.
+        # Tokens of the longest prompt that the decode kernels prefill; 0 for interpreted kernels, which are too slow.
         self.max_kernel_prompt = longest_kernel_prompt(model) if model.device.type == "cuda" else 0
-        self.step_class: Callable[..., DeviceStep] = DeviceStep
+        self.step_class: Callable[..., DeviceStep] = DeviceStep  # benchmarks replace it by a subclass
         self.captured = GraphCache(model.device)
         self._buffers: list[SlotBuffers] = []
         self._free_buffers: list[SlotBuffers] = []
@@ -126,9 +130,9 @@ class Graphs:
         return self._idle_kv.pages[0]
 
     def take_buffers(self) -> SlotBuffers:
-        """Slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
+        """Returns slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
         if self._free_buffers:
-            # Most steps are captured for the first buffers.
+            # The lowest number: for these buffers most steps are captured.
             buffers = min(self._free_buffers, key=lambda buffers: buffers.number)
             self._free_buffers.remove(buffers)
             return buffers
@@ -137,6 +141,7 @@ class Graphs:
         return self._buffers[-1]
 
     def give_back(self, buffers: SlotBuffers) -> None:
+        """Makes all slots idle and keeps the buffers for a later batch."""
         buffers.slots.idle()
         self._free_buffers.append(buffers)
 
@@ -153,8 +158,8 @@ class Graphs:
         self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int,
         *parts: str,
     ) -> tuple:  # fmt: skip
-        """A step of the first `count` slots with this plan, for sequences of up to `longest` tokens, and the launch of
-        the whole step, or of each of these `parts` of it."""
+        """Returns the step of the first `count` slots with this plan, for sequences of up to `longest` tokens, followed
+        by the launch of the whole step, or of each of its `parts`."""
         max_context = self._max_context(longest)
 
         def build() -> DeviceStep:
@@ -171,8 +176,8 @@ class Graphs:
     def exit_fill(
         self, buffers: SlotBuffers, count: int, exit: Exit, options: StepOptions, longest: int, scores: bool
     ) -> tuple[ExitFill, Launch]:
-        """The pass that fills the exit's KV for unfilled positions of the first `count` slots and, with `scores`,
-        drafts at some of them; for sequences of up to `longest` tokens."""
+        """Returns the pass that fills the exit's KV at the unfilled positions of the first `count` slots and, with
+        `scores`, drafts at the oldest of them, for sequences of up to `longest` tokens; and its launch."""
         drafting = (_drafting_key(exit, self.model), options) if scores else None
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
         key = ("fill", buffers.number, count, max_context, exit_key(exit), drafting)
@@ -183,8 +188,8 @@ class Graphs:
         return self.captured.find(key, buffers, build, "launch")
 
     def prompt_score(self, buffers: SlotBuffers, count: int, exit: Exit, longest: int) -> tuple[PromptScore, Launch]:
-        """The pass that compares exit and model at the ends of the prompts, of up to `longest` tokens, in the first
-        `count` slots."""
+        """Returns the pass that compares exit and model at the last positions of the prompts in the first `count`
+        slots, for sequences of up to `longest` tokens; and its launch."""
         slots, max_context = buffers.slots.first(count), self._max_context(longest)
         key = ("prompt score", buffers.number, count, max_context, exit_key(exit))
 
@@ -197,8 +202,8 @@ class Graphs:
         return FusedDecoder(self.model, self.cache, self.scratch, slots, max_context)
 
     def _max_context(self, longest: int) -> int:
-        """Positions that a graph covers if sequences reach `longest` tokens: a power of two, so that few sizes are
-        captured, and spare positions for nodes."""
+        """Returns the positions that a graph for sequences of up to `longest` tokens covers: a power of two, so that
+        few sizes are captured, plus SPARE_POSITIONS for nodes."""
         return min(bucket(longest, MIN_CONTEXT), bucket(self.context)) + SPARE_POSITIONS
 
     # Prefill
@@ -206,8 +211,9 @@ class Graphs:
     def torch_prefill(
         self, exit: Exit | None, count: int, end: int, keeps_states: bool = False
     ) -> tuple[TorchPrefill, Launch]:
-        """The pass of PyTorch operations over a chunk of `count` prompt tokens that ends before position `end`."""
-        rows = bucket(count, SMALLEST)
+        """Returns the pass of PyTorch operations over a chunk of `count` prompt tokens that ends before position `end`,
+        and its launch. `keeps_states`: see `TorchPrefill`."""
+        rows = bucket(count, MIN_ROWS)
         slots = bucket(end - count + rows, PAGE_SIZE)
         key = ("torch prefill", rows, slots, keeps_states, exit_key(exit))
         parts = self.model, self.cache, exit, rows, slots, self.idle_page, keeps_states
@@ -216,14 +222,16 @@ class Graphs:
     def kernel_prefill(
         self, exit: Exit | None, lengths: Sequence[int], end: int = 0, keeps_states: bool = False
     ) -> tuple[KernelPrefill, Launch]:
-        """The pass of decode kernels over the next `lengths` tokens of some prompts; `end` as for `pass_size`."""
+        """Returns the pass of decode kernels over the next `lengths` tokens of some prompts, and its launch. `end`: see
+        `pass_size`; `keeps_states`: see `KernelPrefill`."""
         size, parts = pass_size(lengths, end), (self.model, self.cache, self.scratch)
         key = ("kernel prefill", *size, keeps_states, exit_key(exit))
         build = partial(KernelPrefill, *parts, *size, self.idle_page, exit=exit, keeps_states=keeps_states)
         return self.captured.find(key, None, build, "launch")
 
     def prompt_embedding(self, lengths: Sequence[int], layer: int) -> tuple[PromptEmbedding, Launch]:
-        """The pass that sums the states of prompts of these lengths after `layer` layers, for the router."""
+        """Returns the pass that sums the states of prompts of these lengths after `layer` layers, for the router, and
+        its launch."""
         size, parts = pass_size(lengths), (self.model, self.cache, self.scratch)
         key = ("prompt embedding", *size, layer)
         build = partial(PromptEmbedding, *parts, *size, self.idle_page, layer=layer)
@@ -231,7 +239,8 @@ class Graphs:
 
     @torch.inference_mode()
     def embed_prompts(self, prompts: Sequence[Sequence[int]], layer: int) -> Embedded:
-        """Launches the passes that embed prompts, see `profiles.router`. Takes pages for them and returns them."""
+        """Launches the passes that embed prompts for the router, from up to EMBEDDED_TOKENS last tokens of each. Takes
+        cache pages for the KV of each pass and returns them; raises CacheFull if too few are free."""
         if self.max_kernel_prompt < EMBEDDED_TOKENS:
             return embed_prompts(self.model, self.cache, prompts, layer)
         ends = [prompt[-EMBEDDED_TOKENS:] for prompt in prompts]
@@ -252,14 +261,14 @@ class Graphs:
                 sums.append(readback.array()[: sum(segments(len(end)) for end in group)].copy())
                 self.readbacks.give_back(readback)
             first_segments = [0, *accumulate(map(segments, lengths[:-1]))]
-            by_prompt = np.add.reduceat(np.concatenate(sums), first_segments)
+            by_prompt = np.add.reduceat(np.concatenate(sums), first_segments)  # [prompts, hidden]
             return torch.from_numpy(by_prompt / np.array(lengths, dtype=by_prompt.dtype)[:, None])
 
         return Embedded(read, lambda: sent[-1][0].is_done)
 
     def _send_segment_sums(self, prompts: Sequence[Sequence[int]], layer: int) -> Readback:
-        """Sums the states of each segment of some prompts in one pass, [segments, hidden], and copies the sums to the
-        host, without waiting."""
+        """Launches one pass that sums the states of each segment of some prompts, and the copy of the sums
+        [segments, hidden] to the host."""
         kvs = [self.cache.open() for _ in prompts]
         try:
             for kv, prompt in zip(kvs, prompts, strict=True):
@@ -276,7 +285,7 @@ class Graphs:
 
 
 def _drafting_key(exit: Exit | None, model: Decoder) -> tuple:
-    """Identifies an exit, and the number of rows of the head that steps with it are captured for."""
+    """Returns a key of the exit and of the number of head rows that steps with it are captured for."""
     if exit is None or exit.head_rows is None:
         return exit_key(exit), None
     return exit_key(exit), draft_head_capacity(exit, model)

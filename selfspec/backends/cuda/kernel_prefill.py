@@ -1,9 +1,9 @@
-"""Prefills prompts in passes of the kernels that decode, several prompts or a part of one, captured as a CUDA graph.
+"""Prefills prompts with the decode kernels, several prompts or a part of one in a pass, captured as a CUDA graph.
 
-A prompt is cut into segments of up to 64 positions. To the kernels a segment is a chain of nodes whose committed
+A pass cuts prompts into *segments* of up to 64 positions. To the kernels a segment is a chain of nodes whose committed
 context is the prompt before it: in every layer all segments write their keys and values before any of them attends. A
-row gets the same bits in any pass, and in any step that decodes it: a position's KV depends on the tokens up to it
-alone. `torch_prefill.py` handles longer prompts.
+row gets the same bits in any pass, and in any step that decodes it: the KV of a position depends on the tokens up to
+that position alone. `torch_prefill.py` handles longer prompts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # positions: largest end position of a captured pass
+SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # tokens: passes are captured for prompts of up to these lengths
 SMALL_MODEL = 2048  # hidden size; above it PyTorch's matrix products are faster for prompts over SHORT
-SEGMENT = PAGE_SIZE  # positions
-SHORTEST_SEGMENT = 16  # positions of a segment in passes whose prompts are no longer
-MAX_SEGMENTS = 16  # in a pass
-MAX_TOKENS = MAX_SEGMENTS * SEGMENT  # of a prompt, in a pass
+SEGMENT = PAGE_SIZE  # positions of a segment
+SHORTEST_SEGMENT = 16  # positions of a segment in a pass whose prompts have no more tokens than this
+MAX_SEGMENTS = 16  # segments of a pass
+MAX_TOKENS = MAX_SEGMENTS * SEGMENT  # tokens of a pass, at most
 
 
 class Prompt(NamedTuple):
@@ -44,25 +44,25 @@ class Prompt(NamedTuple):
 
 
 def longest_kernel_prompt(model: Decoder) -> int:
-    """Tokens of the longest prompt that the kernels prefill."""
+    """Returns the number of tokens of the longest prompt that the decode kernels prefill."""
     return LONGEST if model.config.hidden_size <= SMALL_MODEL else SHORT
 
 
 def segments(tokens: int) -> int:
-    """Number of segments that `tokens` tokens of a prompt are cut into."""
+    """Returns the number of segments into which `tokens` tokens of a prompt are cut."""
     return -(-tokens // SEGMENT)
 
 
 def next_part(tokens: int) -> int:
-    """Number of a prompt's remaining `tokens` tokens that the next pass takes. The last pass of a prompt has at least
-    PROMPT_END tokens, unless the prompt is shorter: it keeps the states by which the exit is scored."""
+    """Returns how many of a prompt's remaining `tokens` tokens the next pass takes. Leaves at least PROMPT_END tokens
+    to the last pass, which keeps the states by which the exit is scored, unless the prompt is shorter."""
     if tokens <= MAX_TOKENS:
         return tokens
     return MAX_TOKENS if tokens - MAX_TOKENS >= PROMPT_END else MAX_TOKENS - SEGMENT
 
 
 def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
-    """Groups prompts of these lengths, in order, so that each group fits into a pass."""
+    """Yields groups of consecutive prompts, given their lengths, so that each group fits into a pass."""
     start = taken = 0
     for index, length in enumerate(lengths):
         if taken + segments(length) > MAX_SEGMENTS:
@@ -74,17 +74,17 @@ def groups_per_pass(lengths: Sequence[int]) -> Iterator[range]:
 
 
 def pass_size(lengths: Sequence[int], end: int = 0) -> tuple[int, int, int]:
-    """The size that a pass over `lengths` tokens of some prompts is captured for, one of few: number of segments (a
-    power of two), positions per segment, positions of the longest prompt. `end`: greatest position after a part; 0: all
-    parts begin their prompts."""
+    """Returns the size, one of few, for which a pass over `lengths` tokens of some prompts is captured: number of
+    segments (a power of two), positions per segment, tokens of the longest prompt. `end`: the largest number of tokens
+    from a prompt's first one to the last one in this pass; 0 if all prompts begin in this pass."""
     count, end = sum(map(segments, lengths)), max(end, *lengths)
     segment = SHORTEST_SEGMENT if end <= SHORTEST_SEGMENT else SEGMENT
     return bucket(count), segment, next(size for size in (SHORT, MEDIUM, LONGEST) if end <= size)
 
 
 def sizes_to_capture(prompts: int, longest: int) -> Iterator[tuple[list[int], int]]:
-    """Yields, for each pass size that up to `prompts` prompts of up to two segments, or a part of one prompt of up to
-    `longest` tokens, may need: part lengths and the last end."""
+    """Yields arguments of `pass_size`, one pair for each size that is needed for passes over up to `prompts` prompts of
+    up to two segments, or over a part of one prompt of up to `longest` tokens."""
     most = min(max(2 * prompts, segments(SHORT)), MAX_SEGMENTS)
     for power in range((most - 1).bit_length() + 1):
         yield [SEGMENT] * (1 << power), 0
@@ -94,7 +94,8 @@ def sizes_to_capture(prompts: int, longest: int) -> Iterator[tuple[list[int], in
 
 
 class PromptPass:
-    """A pass over up to `count` segments of prompts of up to `longest` tokens; its rows are node-major."""
+    """A pass over up to `count` segments, of `segment` positions each, of prompts of up to `longest` tokens. Its rows
+    are node-major: row = position in the segment * count + number of the segment."""
 
     def __init__(
         self, model: Decoder, cache: Cache, scratch: Scratch, count: int, segment: int, longest: int, idle_page: int
@@ -104,7 +105,8 @@ class PromptPass:
         self.inputs = PassInputs(count, segment, longest, idle_page, model.device)
         self.nodes = Nodes.chain(model, segment, count)
         self.decoder = FusedDecoder(model, cache, scratch, self.inputs, longest)
-        self._parents = torch.zeros_like(self.nodes.depths)  # node i's token is token i of its segment
+        # To `embed_rope` the token of node i is the one of rank i after parent 0: column i of the segment's tokens.
+        self._parents = torch.zeros_like(self.nodes.depths)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -112,7 +114,7 @@ class PromptPass:
         return [*self.inputs.tensors, *vars(self.nodes.metadata).values()]
 
     def load(self, prompts: Sequence[Prompt]) -> None:
-        """Copies the tokens and pages of the prompts of the next launch to the device."""
+        """Copies the tokens and pages of the next launch's prompts to the device."""
         self.inputs.load(prompts)
 
     def _embed(self) -> Residual:
@@ -137,9 +139,9 @@ class PromptPass:
 
 
 class PassInputs:
-    """The inputs of a pass over prompt segments, copied to the device as one tensor.
+    """The inputs of a pass over prompt segments, copied to the device as one int64 tensor, and there to an int32 one.
 
-    Segments without a prompt write to the idle page. All parts begin at multiples of 16 bytes, so that one compiled
+    Segments without a prompt write to the idle page. All inputs begin at multiples of 16 bytes, so that one compiled
     kernel serves every size.
     """
 
@@ -150,7 +152,9 @@ class PassInputs:
             "lengths": (count,),  # positions of the prompt before each segment
             "filled": (count,),  # positions of each segment that hold a token
             "pages": (count, longest // PAGE_SIZE),
-            "previous": (count,),  # row of the feature before each segment; row i below `count`: before the pass
+            # Row of the feature of the position before each segment, among `count` rows of positions before the pass
+            # and then the pass's rows.
+            "previous": (count,),
             "last": (count,),  # row of each prompt's last token
             "end": (count, PROMPT_END),  # rows of each prompt's last tokens, -1 where it has fewer
         }
@@ -160,7 +164,7 @@ class PassInputs:
             size = int(np.prod(shape))
             self._parts[name] = slice(total, total + size), shape
             total += (size + 3) // 4 * 4
-        self._without_prompts = np.zeros(total, dtype=np.int64)
+        self._without_prompts = np.zeros(total, dtype=np.int64)  # the inputs of a pass over no prompt
         idle = self._views(self._without_prompts)
         idle["pages"][:], idle["previous"][:], idle["end"][:] = idle_page, np.arange(count), -1
         self._int64 = torch.zeros(total, dtype=torch.int64, device=device)
@@ -173,6 +177,7 @@ class PassInputs:
         self.load([])
 
     def _views(self, whole: torch.Tensor | np.ndarray) -> dict:
+        """Returns views of the inputs in a tensor or array of all, by name."""
         return {name: whole[part].reshape(shape) for name, (part, shape) in self._parts.items()}
 
     @property
@@ -180,19 +185,20 @@ class PassInputs:
         return [self._int64, self._int32]
 
     def load(self, prompts: Sequence[Prompt]) -> None:
+        """Cuts the prompts into segments and copies the inputs to the device, without waiting."""
         host = host_tensor(self._int64, self._int64.device)
         inputs = host.numpy()
         inputs[:] = self._without_prompts
         parts = self._views(inputs)
-        at = 0
+        at = 0  # the next segment
         for number, prompt in enumerate(prompts):
             first, length = at, len(prompt.tokens)
             for offset in range(0, length, self.segment):
                 some = prompt.tokens[offset : offset + self.segment]
                 parts["tokens"][at, : len(some)] = some
                 parts["lengths"][at], parts["filled"][at] = prompt.start + offset, len(some)
-                held = prompt.pages[: parts["pages"].shape[1]]
-                parts["pages"][at, : len(held)] = held
+                pages = prompt.pages[: parts["pages"].shape[1]]
+                parts["pages"][at, : len(pages)] = pages
                 if offset:
                     parts["previous"][at] = self.count + self._row(at - 1, self.segment - 1)
                 at += 1
@@ -203,26 +209,28 @@ class PassInputs:
         self._int64.copy_(host, non_blocking=True)
 
     def rows_of(self, first: int, length: int) -> torch.Tensor:
-        """The rows of a prompt of `length` tokens, on the host, given the number of its first segment."""
+        """Returns the rows [length] of the first `length` tokens of a prompt, on the host; `first`: number of the
+        prompt's first segment."""
         position = torch.arange(length)
         return self._row(first + position // self.segment, position % self.segment)
 
     def _row(self, segment: Any, position: Any) -> Any:
-        """The row of a segment's position; of integers or arrays."""
+        """Returns the row of a position in a segment; takes integers or arrays."""
         return position * self.count + segment
 
     def convert(self) -> None:
-        """Part of the captured pass: converts the inputs of kernels to int32."""
+        """Converts the inputs to int32 on the device, as kernels read them; part of the captured pass."""
         self._int32.copy_(self._int64)
 
 
 class PromptEmbedding(PromptPass):
-    """Sums the states of each segment after `layer` layers: the router's prompt embeddings before division."""
+    """Sums the normed states of each segment after `layer` layers. A prompt's embedding for the router is the sum over
+    its segments, divided by its number of tokens."""
 
     def __init__(self, *size: Any, layer: int) -> None:
         super().__init__(*size)
         self.layer = layer
-        self.sums = torch.zeros(self.count, self.model.config.hidden_size, device=self.model.device)
+        self.sums = torch.zeros(self.count, self.model.config.hidden_size, device=self.model.device)  # float32
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -237,21 +245,22 @@ class PromptEmbedding(PromptPass):
 
 
 class KernelPrefill(PromptPass):
-    """Runs prompts through all layers. With an exit also fills its KV, and keeps the feature of each prompt's last
-    position in the pass and the states of its last positions; with `keeps_states` the normed final states of all rows,
-    for log probabilities."""
+    """Fills the KV of prompts in all layers. With an exit also fills the exit's KV, and keeps for each prompt the
+    feature of its last position in the pass and the states at its last PROMPT_END positions. With `keeps_states` also
+    keeps the normed final states of all rows, for log probabilities."""
 
     def __init__(self, *size: Any, exit: Exit | None, keeps_states: bool = False) -> None:
         super().__init__(*size)
         model, self.exit = self.model, exit
         self.final_states = self._take("final", model.config.hidden_size) if keeps_states else None
-        self.features = feature_buffer(model, self.count)  # of each prompt's last position
-        self.before = feature_buffer(model, self.count)  # row i: before segment i, if it is the first of its prompt
-        self._before_is_set = False  # `before` holds values
+        self.features = feature_buffer(model, self.count)  # of each prompt's last position in the pass
+        # Row i: feature of the position before segment i, if that is the prompt's first segment in the pass.
+        self.before = feature_buffer(model, self.count)
+        self._before_is_set = False  # whether `before` holds values other than zero
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
-        # For each row, the row of the previous position's feature: the same number, since the `count` rows of `before`
-        # come before the features of the pass's rows. `launch` replaces those of the segments' first positions.
+        # For each row the row of the previous position's feature, if the `count` rows of `before` come before the rows
+        # of the pass: the same number. `launch` replaces those of the segments' first positions.
         self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
@@ -270,7 +279,7 @@ class KernelPrefill(PromptPass):
 
     def launch(self) -> None:
         decoder, exit, layers = self.decoder, self.exit, self.model.config.num_layers
-        # Before the first kernel: later ones may start early and read it without waiting.
+        # Before the first kernel: kernels after it may start early, and read these rows without waiting.
         self._previous_rows[: self.count].copy_(self.inputs.previous)
         residual = self._embed()
         if exit is None and self.final_states is not None:
@@ -282,7 +291,7 @@ class KernelPrefill(PromptPass):
             decoder.write_kv(last, spec, layers - 1, residual, self.nodes, None)
             return
         residual = decoder.run(range(exit.layer), residual, residual, self.nodes)
-        features = self._take("features", self.features.shape[1], self.count + self.rows)
+        features = self._take("features", self.features.shape[1], self.count + self.rows)  # [count + R, 2 * hidden]
         features[: self.count].copy_(self.before)
         fused_exit = FusedExit(decoder, exit)
         fused_exit.verify(residual, fused_exit.block_residual(self.rows), self.nodes, features[self.count :])

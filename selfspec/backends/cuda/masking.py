@@ -1,9 +1,10 @@
-"""Steps of sequences with grammars: the host computes masks of the root, then of the drafted nodes, while the device
-runs.
+"""Masked steps: steps of sequences with grammars. The host computes the masks of the roots, then those of the drafted
+nodes, while the device runs.
 
-The step is captured in parts. The first part is launched before the previous step is read: the passes of a plain step,
-or the root's pass of a step that drafts with the exit. Once the previous step is read, the host computes the roots'
-masks and the forced tokens, which the following parts read. During verify it computes the masks of the nodes.
+A masked step is captured in parts. The first part is launched before the previous step is read: the passes of a plain
+step, or the root's pass of a step that drafts with the exit. Once the previous step is read, the host computes the
+roots' masks and the forced tokens, which the following parts read. During verify the host computes the masks of the
+nodes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from selfspec.speculation.plan import Plan
 
 @dataclass
 class MaskedStep:
-    """A step with grammars whose choice is not launched yet."""
+    """A masked step whose choice is not launched yet."""
 
     step: StepInFlight
     device_step: DeviceStep
-    parts: list[Launch]  # that are left to launch
+    parts: list[Launch]  # those left to launch, in order
     has_drafted: bool = False  # `Masking.draft` has launched the parts before the choice
-    roots: list[tuple[Sequence, int]] = field(default_factory=list)  # sequences whose root has a mask, and their slots
+    # Sequences whose root has a mask, with their slots; the mask of the i-th of them has number i.
+    roots: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def plan(self) -> Plan:
@@ -47,13 +49,14 @@ class Masking:
         self._drafted = torch.cuda.Event() if on_gpu else None  # after the newest copy of drafted tokens to the host
 
     def launch(self, masked: MaskedStep) -> None:
-        """Launches the passes that need neither masks nor forced tokens."""
+        """Launches the first part, the passes that need neither masks nor forced tokens. A plan that only copies has no
+        such part."""
         if masked.plan.uses_exit or not len(masked.plan):
             masked.parts.pop(0)()
 
     def draft(self, masked: MaskedStep) -> None:
-        """Computes the roots' masks and forced tokens, and launches the other passes, unless that is done. A grammar
-        that fails ends its request."""
+        """Computes the roots' masks and the forced tokens, and launches the rest of draft and verify; does nothing if
+        that is done. A grammar that fails ends its request."""
         if masked.has_drafted:
             return
         masked.has_drafted = True
@@ -77,17 +80,17 @@ class Masking:
             masked.parts.pop(0)()
 
     def complete(self, masked: MaskedStep) -> None:
-        """Computes the nodes' masks and launches the choice. Rows without a mask may be followed by any token."""
+        """Computes the nodes' masks and launches the choice. After rows without a mask any token may be chosen."""
         self.draft(masked)
         if len(masked.plan):
             self._mask_nodes(masked)
         masked.parts.pop(0)()
         if not masked.plan.copied:
             for sequence, _ in masked.roots:
-                sequence.forced(0)  # updates the share of tokens that copied nodes would have carried
+                sequence.forced(0)  # counts the forced tokens, which copied nodes of a plan would have carried
 
     def _mask_nodes(self, masked: MaskedStep) -> None:
-        """Computes the masks of the nodes on allowed paths."""
+        """Waits for the drafted tokens. Computes the masks of the nodes whose tokens from the root on are allowed."""
         if self._drafted is not None:
             self._drafted.synchronize()
         masks, size = masked.masks, masked.device_step.slots.count
@@ -97,7 +100,7 @@ class Masking:
             trees = [masked.plan.of_sequence(parents) for _, *parents in masks.host_parents.tolist()]
         used = len(masked.roots)  # masks that are written
         for index, (sequence, slot) in enumerate(masked.roots):
-            # As at the launch: `sequence.drafts` may have changed since, when other sequences joined.
+            # The rule at the launch decides: `sequence.drafts` may have changed since, when other sequences joined.
             if sequence not in masked.step.reasons and sequence.grammar is not None:
                 with sequence.request.callback():
                     rows = sequence.grammar.node_masks(trees[slot], drafted[slot::size], bits[index], bits[used:])

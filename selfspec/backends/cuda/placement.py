@@ -1,6 +1,6 @@
-"""Decides which sequence of a batch takes which slot, reserves pages ahead, and writes both to the device.
+"""Gives the sequences of a batch slots, reserves their pages ahead, and writes both to the device.
 
-`slots.py` is the device side of it. Steps are launched by `backend.py`.
+`slots.py` holds the device's tensors. `backend.py` launches steps.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, Plan
 
-RESERVED_POSITIONS = 256  # positions after a step whose pages are reserved with it, so that page tables seldom change
+# Positions after a step whose pages are reserved together with the step's, so that page tables are seldom written.
+RESERVED_POSITIONS = 256
 
 
 class PagesAhead:
-    """Takes pages before steps need them, and keeps which page tables on the device are out of date."""
+    """Reserves pages before steps need them, and records which page tables on the device are out of date."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._owned: set[Sequence] = set()  # sequences whose partly filled page no other sample shares
+        self._owned: set[Sequence] = set()  # sequences that share their partly filled page with no other sample
         self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
 
     def reserve(self, sequences: Seq[Sequence], plan: Plan, in_flight: Step | None) -> None:
-        """Takes pages for the next step and, if there are more, for RESERVED_POSITIONS positions after it. Raises
-        CacheFull if there are too few for the step."""
-        # Cache slots of root and nodes, and the longest paths that this step and the step in flight may commit.
+        """Reserves pages for the next step and, if enough are free, for RESERVED_POSITIONS positions after it. Raises
+        CacheFull if too few are free for the step."""
+        # Positions: cache slots of root and nodes, and the longest paths that this step and the one in flight commit.
         needed = plan.depth + len(plan) + 2 + (0 if in_flight is None else in_flight.record.plan.depth + 1)
         short = [
             sequence
@@ -55,20 +56,20 @@ class PagesAhead:
 
 
 class SlotPlacement:
-    """Which sequence of a batch is in which slot, as last written to the device."""
+    """Gives sequences slots. Records what was last written to each slot, and writes only what has changed."""
 
     def __init__(self, graphs: Graphs, buffers: SlotBuffers, times: StepTimes) -> None:
-        self._idle_page, self._buffers, self._times = graphs.idle_page, buffers, times
+        self._buffers, self._times = buffers, times
         self.pages = PagesAhead(graphs.cache)
         self.slot_of: dict[Sequence, int] = {}
         self.size = 0  # slots of the newest step: a power of two
         self.options = StepOptions()  # of the newest step
         self.head_exit: Exit | None = None  # the exit whose head rows are in the buffers
-        self._free = list(reversed(range(graphs.capacity)))  # the lowest is taken first
+        self._free = list(reversed(range(graphs.capacity)))  # free slots, the lowest last: it is taken first
         self._vacated: list[int] = []  # slots whose sequences have left since the newest step
         self._placed: list[Sequence] = []  # sequences of the newest step
-        self._drafting: dict[Sequence, bool] = {}  # whether drafts are accepted, as written to the slots
-        self._texts: set[Sequence] = set()  # sequences whose text is in their slot
+        self._drafting: dict[Sequence, bool] = {}  # whether the sequence accepts drafts, as written to its slot
+        self._texts: set[Sequence] = set()  # sequences whose text is written to their slot
 
     def slots(self, sequences: Seq[Sequence]) -> list[int]:
         return [self.slot_of[sequence] for sequence in sequences]
@@ -78,7 +79,8 @@ class SlotPlacement:
         return sequences == self._placed and exit is self.head_exit and not self.pages.changed
 
     def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
-        """Gives every sequence one of the first `size` slots, and writes all changes since the newest step."""
+        """Gives every sequence one of the first `size` slots, and writes to the device what has changed since the
+        newest step."""
         self._placed = list(sequences)
         joined = [sequence for sequence in sequences if sequence not in self.slot_of]
         idle = dict.fromkeys(self._vacated)
@@ -89,7 +91,7 @@ class SlotPlacement:
         self._write(joined, list(idle), exit)
         self.size = bucket(len(sequences))
         self._compact()
-        if joined:  # unchanged when sequences leave: avoids new captures
+        if joined:  # when sequences only leave, the options stay, so that no step is captured for fewer of them
             self.options = StepOptions.of([sequence.params for sequence in sequences])
         if exit is not self.head_exit or joined:
             self._fill_head(exit)
@@ -97,7 +99,8 @@ class SlotPlacement:
         self._write_changed_pages()
 
     def idle_vacated_slots(self) -> None:
-        """Makes the slots of sequences that have left idle. Their pages may be in use by other sequences."""
+        """Makes idle the slots whose sequences have left: a pass would write to their pages, which other sequences may
+        have taken."""
         self._write([], self._vacated, None)
 
     def release(self, sequence: Sequence) -> None:
@@ -113,21 +116,21 @@ class SlotPlacement:
         self.pages.release(sequence)
 
     def write_texts(self, sequences: Seq[Sequence]) -> None:
-        """Writes the texts that the slots lack, before the first step that copies from them."""
+        """Writes the text of each sequence to its slot, once, before the first step that copies from it."""
         for sequence in sequences:
             if sequence not in self._texts:
-                self._times.note_slot_writes()
+                self._times.exclude_next_step()
                 self._buffers.slots.write_text(self.slot_of[sequence], sequence.tokens)
                 self._texts.add(sequence)
 
     def _write(self, joined: list[Sequence], idle: list[int], exit: Exit | None) -> None:
-        """Writes the slots of sequences that join, and slots that become idle."""
+        """Writes the slots of sequences that join, with their features for the exit, and slots that become idle."""
         if not joined and not idle:
             return
-        self._times.note_slot_writes()
+        self._times.exclude_next_step()
         store, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
-        pages = [*(sequence.kv.pages for sequence in joined), *([self._idle_page] for _ in idle)]
+        pages = [*(sequence.kv.pages for sequence in joined), *([store.idle_page] for _ in idle)]
         at = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
@@ -139,11 +142,11 @@ class SlotPlacement:
             self._write_features(joined, at[: len(joined)])
 
     def _compact(self) -> None:
-        """Moves sequences from slots beyond the first `size` to free ones below."""
+        """Moves sequences from slots beyond the first `size` to free slots below."""
         beyond = [sequence for sequence, slot in self.slot_of.items() if slot >= self.size]
         if not beyond:
             return
-        self._times.note_slot_writes()
+        self._times.exclude_next_step()
         free = sorted((slot for slot in self._free if slot < self.size), reverse=True)
         sources, targets = self.slots(beyond), [free.pop() for _ in beyond]
         self._buffers.slots.move(sources, targets, self._buffers.features)
@@ -152,8 +155,8 @@ class SlotPlacement:
         self._free = sorted({*self._free, *sources} - {*targets}, reverse=True)
 
     def _write_features(self, joined: list[Sequence], at: torch.Tensor) -> None:
-        """Writes the features that the exit reads in the first step of sequences that join, whose slots are `at`; zeros
-        if there is none."""
+        """Writes the features that the exit reads in the first step of sequences that join; zeros for a sequence
+        without one. `at` [joined]: their slots, on the device."""
         features, rows = self._buffers.features, []
         for sequence in joined:
             feature = sequence.previous_feature
@@ -161,7 +164,7 @@ class SlotPlacement:
         features.index_copy_(0, at, torch.stack(rows))
 
     def _fill_head(self, exit: Exit | None) -> None:
-        """Writes the rows of the LM head that the exit drafts from."""
+        """Writes the token ids of the head rows that the exit drafts from."""
         self.head_exit = exit
         if exit is not None and exit.head_rows is not None:
             head = self._buffers.exit(exit, self.size).head
@@ -169,7 +172,7 @@ class SlotPlacement:
             head.fill(exit.head_rows)
 
     def _write_drafting(self, sequences: Seq[Sequence], joined: list[Sequence]) -> None:
-        """Writes which sequences accept drafts, where that has changed; `_write` did it for those that joined."""
+        """Writes whether sequences accept drafts, where that has changed; `_write` does so for those that join."""
         changed = [sequence for sequence in sequences if self._drafting.get(sequence) != sequence.drafts]
         self._drafting.update({sequence: sequence.drafts for sequence in changed})
         changed = [sequence for sequence in changed if sequence not in joined]

@@ -1,4 +1,4 @@
-"""Prefill on the host's side: which prompts share a pass, and which pass runs them."""
+"""Chooses which prompts share a prefill pass, and runs it with the decode kernels or with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
-LONGEST_CAPTURED_PROMPT = 8192  # positions; beyond, launching a chunk takes less time than running it: no gain
+# Positions up to which chunks are captured: beyond, launching a chunk's operations takes less time than running them.
+LONGEST_CAPTURED_PROMPT = 8192
 
-
-# A row of the kernels gets the same bits in any pass. PyTorch's operations give equal bits in passes of equal shape,
-# which whole chunks that begin at the same position are.
+# The decode kernels give a row the same bits in any pass. PyTorch operations give the same bits only in passes of the
+# same shape, which whole chunks from the same start position have: these are the units in which pages are reused.
 KERNELS = PrefillKind("kernels", PAGE_SIZE, decode_writes_same_bits=True)
 CHUNKS = PrefillKind("chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
 
 
 class PromptPrefill:
-    """Prefills prompts together or in parts by the decode kernels, and longer ones alone, chunk by chunk.
-
-    The length of a prompt alone decides which of the two runs it, so its KV depends on nothing else.
+    """Prefills prompts of up to `Graphs.max_kernel_prompt` tokens with the decode kernels, several or a part of one in
+    a pass, and longer prompts with PyTorch operations, one chunk at a time. The KV of a prompt depends on its tokens
+    alone, because its length alone decides which of the two runs.
     """
 
     def __init__(self, graphs: Graphs) -> None:
@@ -42,8 +42,9 @@ class PromptPrefill:
         return KERNELS if tokens - 1 <= self.graphs.max_kernel_prompt else CHUNKS
 
     def run(self, sequences: Seq[Sequence], exit: Exit | None, captures: bool) -> list[Sequence]:
-        """Runs one pass over the first sequences, as many as fit into it. Returns those whose prompts are then in the
-        cache, all but the last token. `captures`: chunks of longer prompts run as CUDA graphs."""
+        """Launches one pass over the prompts of the first sequences, as many as fit into it. Returns the sequences
+        whose prompts are then in the cache, all but the last token. `captures`: chunks of longer prompts run as CUDA
+        graphs."""
         first, longest = sequences[0], self.graphs.max_kernel_prompt + 1
         if len(first.prompt) == 1:
             return [first]
@@ -62,7 +63,7 @@ class PromptPrefill:
         return [sequence for sequence in group if sequence.kv.length == len(sequence.prompt) - 1]
 
     def _prefill_together(self, sequences: list[Sequence], lengths: list[int], exit: Exit | None) -> None:
-        """Runs one pass over the next `lengths` tokens of each prompt."""
+        """Launches one pass of the decode kernels over the next `lengths` tokens of the sequences' prompts."""
         kvs = [sequence.kv for sequence in sequences]
         ends = [kv.length + length for kv, length in zip(kvs, lengths, strict=True)]
         for kv, end in zip(kvs, ends, strict=True):
@@ -87,7 +88,8 @@ class PromptPrefill:
             self.cache.extend(kv, length)
 
     def _prefill_chunk(self, sequence: Sequence, exit: Exit | None, captures: bool) -> list[Sequence]:
-        """Runs a chunk of one prompt as PyTorch operations, captured up to LONGEST_CAPTURED_PROMPT positions."""
+        """Runs the next chunk of one prompt with PyTorch operations, captured if `captures` is true and the chunk ends
+        within LONGEST_CAPTURED_PROMPT positions. Returns the sequence if that was the prompt's last chunk."""
         kv, context = sequence.kv, sequence.prompt[:-1]
         chunk = context[kv.length : kv.length + PREFILL_CHUNK]
         end = kv.length + len(chunk)
@@ -110,8 +112,9 @@ class PromptPrefill:
         return [sequence] if kv.length == len(context) else []
 
     def _add_logprobs(self, sequences: list[Sequence], states: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Adds the log probabilities of the prompts' tokens after those in the cache, where requests ask for them, from
-        the final states that they follow: of each prompt the given rows of `states`. Waits for the device once."""
+        """Adds log probabilities of prompt tokens to the sequences whose requests ask for them. `rows`: for each
+        sequence, the rows of the normed final `states` [R, hidden] at its positions in this pass, the first of which is
+        `sequence.kv.length`; the tokens are those that follow these positions. Waits for the device once."""
         given = zip(sequences, rows, strict=True)
         asked = [(sequence, own) for sequence, own in given if sequence.request.prompt_logprobs is not None]
         some = states.index_select(0, torch.cat([own for _, own in asked]).to(states.device))

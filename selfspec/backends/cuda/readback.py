@@ -15,26 +15,29 @@ from selfspec.sequence import Sequence
 
 
 class Readback:
-    """A copy of one result in pinned memory, and device events for its arrival and the time of its work."""
+    """Host memory for one result (pinned for a GPU), with device events for its arrival and for the time of the work
+    that makes it. Used again for other results of the same shape and dtype."""
 
     def __init__(self, like: torch.Tensor) -> None:
         on_gpu = like.device.type == "cuda"
         self.like = like.shape, like.dtype
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
-        self._array = self._copy.numpy()  # the same memory: numpy lists it faster
+        self._array = self._copy.numpy()  # the same memory: numpy converts it to lists faster than torch
+        # Recorded when the clock starts, and when the result has arrived; None without a GPU.
         self._own_start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
-        self._began = self._own_start
-        self._clock = [0.0, 0.0]  # seconds at start and end on the host, used without a GPU
+        self._began = self._own_start  # the event at which the measured time starts
+        self._clock = [0.0, 0.0]  # seconds of the host's clock at start and end, used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
-        """Starts the clock: now, or with `after` when that result arrives, since the device is busy until then."""
+        """Starts the clock: now, or with `after` at the arrival of its result, until which the device runs earlier
+        work."""
         self._clock[0] = time.perf_counter()
         self._began = self._own_start if after is None else after._event
         if self._own_start is not None and after is None:
             self._own_start.record()
 
     def send(self, result: torch.Tensor) -> None:
-        """Copies the result to the host after the work launched before; does not wait."""
+        """Launches the copy of the result to the host; does not wait for it."""
         self._copy.copy_(result, non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -57,7 +60,7 @@ class Readback:
 
     @property
     def seconds(self) -> float:
-        """Seconds on the device from start to arrival; call after `read`."""
+        """Seconds on the device from the clock's start to the arrival of the result. Call after `read`."""
         if self._began is None or self._event is None:
             return self._clock[1] - self._clock[0]
         return self._began.elapsed_time(self._event) / 1e3
@@ -70,7 +73,7 @@ class Readbacks:
         self._free: dict[tuple, list[Readback]] = {}
 
     def take(self, like: torch.Tensor) -> Readback:
-        """A readback for results of this shape and dtype."""
+        """Returns a readback for results of this shape and dtype."""
         free = self._free.get((like.shape, like.dtype))
         return free.pop() if free else Readback(like)
 
@@ -82,51 +85,54 @@ class Readbacks:
 class StepInFlight(Step):
     """A step that was launched and whose report has not been read."""
 
-    slots: list[int] = field(default_factory=list)  # of its sequences
-    readback: Readback | None = None
-    callback_s: float = 0.0  # seconds of it in callables
+    slots: list[int] = field(default_factory=list)  # by sequence
+    readback: Readback | None = None  # of the report
+    callback_s: float = 0.0  # seconds in callables, part of the measured time
     logprobs: Readback | None = None  # packed log probabilities by slot and depth; None: no sequence wants them
     # Last accepted nodes of sequences with callables, whose tokens were appended while the step ran.
     appended: dict[Sequence, int] = field(default_factory=dict)
 
 
 class StepTimes:
-    """Measures the time of each step, and decides whether it enters the costs of the step's plan."""
+    """Measures the time of each step, and decides whether that time is a sample of the cost of the step's plan."""
 
     def __init__(self, readbacks: Readbacks) -> None:
         self._readbacks = readbacks
         self._newest: Readback | None = None  # of the step launched last, unless other work was launched after it
-        self._has_slot_writes = False  # since the newest step
-        self._last_read: Readback | None = None
+        self._excludes_next = False  # the time of the next step is no sample of its plan's cost
+        self._last_read: Readback | None = None  # kept for one step more, whose time may start at its arrival
 
     def note_other_work(self) -> None:
-        """Marks the next step as not following the newest: other work was launched between them."""
+        """Makes the next step's clock start at its launch, not at the arrival of the newest step's report: other work
+        was launched between them."""
         self._newest = None
 
-    def note_slot_writes(self) -> None:
-        """Excludes the next step's time from costs: slots were written, prompts prefilled or its graphs captured."""
-        self._newest, self._has_slot_writes = None, True
+    def exclude_next_step(self) -> None:
+        """Excludes the next step's time from the costs of plans: slots were written, prompts prefilled or the step
+        captured."""
+        self._newest, self._excludes_next = None, True
 
     def start(self, step: StepInFlight, readback: Readback, in_flight: Step | None, overlaps: bool) -> None:
-        """Starts a step's clock right before its launch; `in_flight` is not read yet."""
+        """Starts a step's clock right before its launch; `in_flight` is the step before, if it is not read yet."""
         previous = in_flight.readback if isinstance(in_flight, StepInFlight) else None
-        is_late = previous is not None and previous.is_done and overlaps  # the device is idle
+        is_late = previous is not None and previous.is_done and overlaps  # the device has been idle since
         follows = previous is not None and previous is self._newest and not is_late
-        step.enters_costs = self._enters_costs(step, previous, overlaps)
+        step.is_cost_sample = self._is_cost_sample(step, previous, overlaps)
         readback.start(previous if follows else None)
         step.readback, self._newest = readback, readback
 
-    def _enters_costs(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
-        """True if a step's time is its plan's cost: launched after another step, no slot written between, and, if
-        plain, no other pass between (a pass that fills the exit's KV is part of the cost of drafting). Measuring steps
-        always count: the governor has no other times yet."""
-        written, self._has_slot_writes = self._has_slot_writes, False
+    def _is_cost_sample(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
+        """Returns whether the step's time will be the cost of its plan: another step is in flight, since whose launch
+        `exclude_next_step` was not called and, if the new step is plain, no other pass was launched. A step that drafts
+        may follow another pass, as filling the exit's KV is part of the cost of drafting. Returns True without overlap,
+        and for measuring steps, as the governor has no other times yet."""
+        excluded, self._excludes_next = self._excludes_next, False
         if not overlaps or step.record.reason == MEASURING:
             return True
-        return previous is not None and not written and (len(step.record.plan) > 0 or previous is self._newest)
+        return previous is not None and not excluded and (len(step.record.plan) > 0 or previous is self._newest)
 
     def stop(self, step: StepInFlight) -> None:
-        """Sets the seconds of a step that was read."""
+        """Sets `seconds` of a step that was read, without the time in callables."""
         readback = step.readback
         assert readback is not None
         step.seconds = max(0.0, readback.seconds - step.callback_s)

@@ -1,8 +1,8 @@
 """The device side of a batch: one slot per sequence, with its length, pages, newest token and sampling parameters.
 
 Captured steps read and write the first 1, 2, 4, ... slots, so that few sizes are captured. The host writes a slot when
-a sequence joins or leaves; writes run on the stream after the steps launched before them. `placement.py` decides which
-sequence takes which slot.
+a sequence joins or leaves; the device runs these writes after the steps that were launched before them. `placement.py`
+gives sequences slots.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAX_INT32 = 2**31 - 1
 _INTS = ("lengths", "newest_tokens", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
-_PAGES_AT = len(_FIELDS) + MAX_STOPS  # where the pages of a slot begin in a row of `SlotWrite`
+_PAGES_AT = len(_FIELDS) + MAX_STOPS  # column of a row of `SlotWrite` from which on the slot's pages come
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
 def bucket(count: int, least: int = 1) -> int:
-    """The number of slots, rows or positions that graphs for `count` of them are captured for: the next power of two,
-    at least `least`."""
+    """Rounds a number of slots, rows or positions up to a power of two, at least `least`: the sizes that graphs are
+    captured for."""
     return max(least, 1 << (count - 1).bit_length())
 
 
@@ -47,14 +47,14 @@ class Slots:
     store: SlotStore  # all slots of the batch
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
-    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position; complete once the host has written the first ones
+    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position: steps add theirs, `write_text` those from before
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
     lengths: torch.Tensor  # [B] int32, as all fields down to `min_length`: committed positions
     newest_tokens: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
-    sample_indices: torch.Tensor
+    sample_indices: torch.Tensor  # of each sequence among the samples of its prompt
     active: torch.Tensor  # IDLE, PLAIN or DRAFTING
     lengths_before: torch.Tensor  # committed positions before the newest step
-    unfilled: torch.Tensor  # number of unfilled positions, the newest ones
+    unfilled: torch.Tensor  # number of unfilled positions (see `exit_scoring.py`): the newest ones
     top_k: torch.Tensor  # below 1: off
     min_length: torch.Tensor  # stop tokens are banned at positions below it
     temperature: torch.Tensor  # [B] float32, as all fields after it; 0: greedy
@@ -66,13 +66,13 @@ class Slots:
 
 
 class SlotWrite:
-    """The values of `count` slots that are written at once, as one tensor and as views of its parts: a header with the
-    slots' numbers and seeds, 64 bits each, then a row of int32 for each slot."""
+    """Values for `count` slots that are copied to the device as one int32 tensor, with views of its parts: a header
+    with the slots' numbers and seeds, 64 bits each, then a row for each slot: fields, stop tokens, pages."""
 
     fields, stops, pages = slice(0, len(_FIELDS)), slice(len(_FIELDS), _PAGES_AT), slice(_PAGES_AT, None)  # of a row
 
     def __init__(self, count: int, pages: int, device: torch.device) -> None:
-        self._count, self._header = count, 2 * 2 * count  # int32 numbers of the header
+        self._count, self._header = count, 2 * 2 * count  # length of the header: two int64 per slot, in int32
         self.whole = torch.zeros(self._header + count * (_PAGES_AT + pages), dtype=torch.int32, device=device)
         rows = self.whole[self._header :].view(count, -1)
         self.at, self.seeds = self.whole[: self._header].view(torch.int64).view(2, count)
@@ -99,10 +99,10 @@ class SlotStore:
         self._counts: torch.Tensor | None = None  # [capacity, V] int32, allocated on first use
         self._biased: set[int] = set()  # slots whose bias may differ from 0
         self._views: dict[int, Slots] = {}
-        self._writes: dict[int, SlotWrite] = {}  # by number of slots
+        self._writes: dict[int, SlotWrite] = {}  # by number of slots that are written
 
     def first(self, count: int) -> Slots:
-        """The first `count` slots; the same object for every call."""
+        """Returns views of the first `count` slots; for equal counts the same object."""
         if count not in self._views:
             fields = {}
             for index, name in enumerate(_FIELDS):
@@ -114,15 +114,15 @@ class SlotStore:
 
     @property
     def counts(self) -> torch.Tensor:
-        """[capacity, V]: bit 0 is set if the token occurs in the prompt; the other bits count how often it was
-        generated."""
+        """[capacity, V] int32: bit 0 is set if the token occurs in the prompt; the other bits are the number of times
+        it was generated."""
         if self._counts is None:
             self._counts = torch.zeros(self.capacity, self.vocabulary, dtype=torch.int32, device=self.device)
         return self._counts
 
     @property
     def bias(self) -> torch.Tensor:
-        """[capacity, V]: added to the logits; -inf bans the token."""
+        """[capacity, V] float32: added to the logits; -inf bans the token."""
         if self._bias is None:
             self._bias = torch.zeros(self.capacity, self.vocabulary, dtype=torch.float32, device=self.device)
         return self._bias
@@ -130,8 +130,8 @@ class SlotStore:
     def write(
         self, slots: Seq[int], states: Seq[SlotState | None], seeds: Seq[int], pages: Seq[Seq[int]]
     ) -> torch.Tensor:
-        """Writes several slots in one copy: a state for a sequence that joins, None for a slot that becomes idle.
-        Returns the numbers of the slots on the device, valid until the next call."""
+        """Writes several slots with one copy to the device. The state of a slot that becomes idle is None. Returns the
+        slots' numbers [count] on the device, valid until the next call."""
         written = self._slot_write(len(slots))
         host = host_tensor(written.whole, self.device)
         header, rows = written.parts(host.numpy())
@@ -154,7 +154,7 @@ class SlotStore:
 
     @staticmethod
     def _pack(fields: np.ndarray, stops: np.ndarray, state: SlotState | None) -> None:
-        """Writes a slot's fields, floats by their bits, and its stop tokens."""
+        """Writes the fields and stop tokens of a slot to a host row. Float fields keep their bits in the int32 row."""
         stops[:] = -1
         values = _IDLE_VALUES if state is None else vars(state)
         fields[: len(_INTS)] = [values.get(name, 0) for name in _INTS]
@@ -163,7 +163,7 @@ class SlotStore:
             stops[: len(state.stops)] = state.stops
 
     def write_pages(self, slots: Seq[int], pages: Seq[Seq[int]]) -> None:
-        """Writes the page tables of sequences that have taken pages."""
+        """Writes the page tables of slots whose sequences have taken pages."""
         rows = torch.from_numpy(_rectangle(pages))
         at = self._to_device(torch.tensor(slots))
         self.page_table[:, : rows.shape[1]].index_copy_(0, at, self._to_device(rows))
@@ -186,14 +186,14 @@ class SlotStore:
         counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
 
     def clear_processing(self, slot: int) -> None:
-        """Zeroes the bias of a slot whose sequence processes no logits. Its penalties are off, so its counts stay."""
+        """Zeroes the bias of a slot whose sequence processes no logits. Leaves the counts, which change nothing without
+        penalties."""
         if slot in self._biased:
             self._biased.remove(slot)
             self.bias[slot].zero_()
 
     def write_text(self, slot: int, tokens: Seq[int]) -> None:
-        """Writes the first tokens of a slot's text. Steps have written those that followed since the sequence joined, a
-        step in flight included."""
+        """Writes the first tokens of a slot's text. Steps write those that they emit, a step in flight included."""
         self.texts[slot, : len(tokens)].copy_(self._to_device(torch.tensor(tokens, dtype=torch.int32)))
 
     def write_drafting(self, slots: Seq[int], drafts: Seq[bool]) -> None:
@@ -203,7 +203,7 @@ class SlotStore:
         row.index_copy_(0, self._to_device(torch.tensor(slots)), self._to_device(values))
 
     def move(self, sources: Seq[int], targets: Seq[int], *others: torch.Tensor) -> None:
-        """Moves slots to idle ones, with the same rows of `others`; the sources become idle."""
+        """Moves the values of slots to idle slots, and rows of `others` likewise; the source slots become idle."""
         self._biased.update(target for source, target in zip(sources, targets, strict=True) if source in self._biased)
         source, target = (self._to_device(torch.tensor(numbers)) for numbers in (sources, targets))
         rows = [self.seeds, self.stops, self.page_table, self.texts, *others]
@@ -217,11 +217,11 @@ class SlotStore:
 
     @property
     def changing(self) -> list[torch.Tensor]:
-        """Tensors that steps or `idle` change."""
+        """Tensors that a step of idle slots or `idle` changes."""
         return [self._fields, self.page_table]
 
     def idle(self) -> None:
-        """Makes all slots idle: steps then write their KV to the idle page, which belongs to no sequence."""
+        """Makes all slots idle: steps then write KV to the idle page, which belongs to no sequence."""
         for name in _ZERO_IN_IDLE_SLOTS:
             self._fields[_FIELDS.index(name)].zero_()
         self.page_table.fill_(self.idle_page)
@@ -237,13 +237,13 @@ class SlotStore:
 
 
 def _rectangle(pages: Seq[Seq[int]]) -> np.ndarray:
-    """Rows of a page table as wide as the longest of them; entries past a row's pages are not read."""
+    """Returns rows of a page table, all as wide as the longest; entries past a row's pages are never read."""
     width = max(map(len, pages))
     return np.array([[*row, *[row[0]] * (width - len(row))] for row in pages], dtype=np.int32)
 
 
 def host_tensor(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An uninitialised host tensor of this shape and dtype, pinned for a GPU: copies from it do not wait."""
+    """Returns an uninitialised host tensor of this shape and dtype, pinned for a GPU so that copies do not wait."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
 
@@ -254,7 +254,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The values of a slot for a sequence that joins; fields as in `Slots`."""
+    """The values of a slot for a sequence that joins; fields as in `Slots`, stop tokens unpadded."""
 
     lengths: int
     newest_tokens: int
@@ -275,7 +275,8 @@ class SlotState:
         cls, params: SamplingParams, length: int, newest_token: int, sample_index: int, prompt: int, drafts: bool,
         processed: bool,
     ) -> SlotState:  # fmt: skip
-        """`prompt` is the number of prompt tokens. `processed` is False if the host processes the sequence's logits."""
+        """Returns the values for a sequence. `prompt`: number of prompt tokens; `processed`: whether the device
+        processes the sequence's logits, not the host."""
         shortest = max(params.min_length, prompt + params.min_new_tokens if params.min_new_tokens else 0)
         return cls(
             lengths=length,
@@ -306,21 +307,21 @@ class ProcessingState:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Optional parts of a captured step, which at least one sequence of the batch needs. They change speed, not
-    results."""
+    """The optional parts that a captured step has, because a sequence of the batch needs them. A part that no sequence
+    needs costs time and changes no result."""
 
-    samples: bool = False
-    truncates: bool = False  # top-k, top-p or min-p
-    small_top_k: bool = True  # every sequence that truncates has a top-k up to 64
+    samples: bool = False  # noise
+    truncates: bool = False  # top-k, top-p and min-p
+    small_top_k: bool = True  # no other truncation than with a top-k up to 64, which costs less time
     processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
-    grammar_masks: bool = False  # grammars, whose masks the host computes between the parts of a step
+    grammar_masks: bool = False  # masks of grammars, which the host computes between the parts of a step
 
     @classmethod
-    def of(cls, every: Seq[SamplingParams]) -> StepOptions:
-        """One of four, so that few steps are captured: greedy; greedy with processing; sampling without truncation or
-        with a top-k up to 64; sampling with any truncation and with processing."""
-        sampling = [params for params in every if params.do_sample]
-        processes = any(params.changes_logits for params in every)
+    def of(cls, batch: Seq[SamplingParams]) -> StepOptions:
+        """Returns one of four combinations, so that few steps are captured: greedy; greedy with processing; sampling,
+        truncated with a top-k up to 64 or not at all; sampling with any truncation and with processing."""
+        sampling = [params for params in batch if params.do_sample]
+        processes = any(params.changes_logits for params in batch)
         truncating = [params for params in sampling if params.top_k or params.top_p < 1 or params.min_p > 0]
         small_top_k = all(1 <= params.top_k <= 64 for params in truncating)
         if not sampling:
@@ -337,15 +338,15 @@ class SlotBuffers:
     """All slots of a batch and the exit's buffers for them. Captured graphs hold their addresses."""
 
     def __init__(self, number: int, model: Decoder, capacity: int, pages: int, idle_page: int) -> None:
-        self.number, self.model = number, model  # the number identifies graphs of these buffers
+        self.number, self.model = number, model  # the number is part of the keys of graphs that use these buffers
         self.slots = SlotStore(capacity, pages, model.config.vocab_size, model.device, idle_page)
-        self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # of each slot, then of each node of a step
+        self.features = feature_buffer(model, capacity + MAX_STEP_ROWS)  # see `SlotExit.features`
         self._unfilled: dict[int, SlotUnfilled] = {}  # by number of slots, as `_prompt_ends`
         self._prompt_ends: dict[int, torch.Tensor] = {}
         self._heads: dict[int, DraftHead] = {}  # by capacity
 
     def exit(self, exit: Exit, count: int) -> SlotExit:
-        """The exit with its buffers for the first `count` slots."""
+        """Returns the exit with its buffers for the first `count` slots."""
         head = None if exit.head_rows is None else self._head(draft_head_capacity(exit, self.model))
         features = None if exit.block is None else self.features
         return SlotExit(exit, head, features, self.slots.capacity, self._unfilled_states(count))
@@ -362,13 +363,14 @@ class SlotBuffers:
         return self._unfilled[count]
 
     def prompt_end(self, count: int) -> torch.Tensor:
-        """States of prompts' last positions for the first `count` slots, [PROMPT_END, count, 4 * hidden]."""
+        """Returns the `prompt_end_buffer` of the first `count` slots, [PROMPT_END, count, 4 * hidden]."""
         if count not in self._prompt_ends:
             self._prompt_ends[count] = prompt_end_buffer(self.model, count)
         return self._prompt_ends[count]
 
     def save_and_idle(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes all slots idle. Returns the tensors that this and a step of idle slots change, each with a copy."""
+        """Makes all slots idle. Returns the tensors that this and a step of idle slots change, each with a copy of its
+        values before."""
         unfilled = [tensor for states in self._unfilled.values() for tensor in (states.hidden, states.previous)]
         changed = [*self.slots.changing, self.features[: self.slots.capacity], *unfilled]
         saved = [(tensor, tensor.clone()) for tensor in changed]

@@ -1,6 +1,6 @@
-"""Buffers that a step with grammars exchanges with the host: masks and forced tokens in, drafted tokens out.
+"""Buffers that a masked step exchanges with the host: masks and forced tokens in, drafted tokens out.
 
-`masking.py` fills and reads the host's side; the copies are part of the step's captured launches.
+`masking.py` writes and reads the host's buffers; the copies to and from the device are part of the captured launches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from selfspec.kernels.logits_processing import Masks
 class StepMasks:
     """Buffers of a step of B slots and R = B * (n + 1) rows, in pinned memory and on the device.
 
-    To the device goes one tensor of int32: for each row the number of its mask, -1: none; the tokens that grammars
-    force, for the copied nodes, node-major; the masks' bits. Its parts begin at multiples of 16 bytes, so that one
-    compiled kernel serves all sizes.
+    One int32 tensor is copied to the device. Its parts: for each row the number of its mask, -1 for none; the tokens
+    that grammars force, for the copied nodes, node-major; the masks, one bit per token. The parts begin at multiples of
+    16 bytes, so that one compiled kernel serves all sizes.
     """
 
     def __init__(self, tree: Tree, vocabulary: int, scratch: Scratch) -> None:
@@ -38,14 +38,14 @@ class StepMasks:
 
     @cached_property
     def host_views(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The host's side in parts: number of the mask of each row; forced tokens [copied nodes, B]; masks [R, words].
-        The host writes them after it has read the previous step, whose masks are on the device by then."""
+        """The parts of the host's tensor: mask numbers [R]; forced tokens [copied nodes, B]; masks [R, words], uint32.
+        The host may write them once it has read the previous step, whose masks have been copied by then."""
         words, copied, count = self._host.numpy(), self._copied, self._sequences
         forced = words[self._forced_start :][: copied * count].reshape(copied, count)
         return words[: self._rows], forced, words[self._masks_start :].view(np.uint32).reshape(self._rows, -1)
 
     def load(self, count: int) -> None:
-        """Copies the rows' numbers, the forced tokens and the first `count` masks to the device."""
+        """Copies the mask numbers, the forced tokens and the first `count` masks to the device."""
         end = self._masks_start + count * self._mask_words
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
@@ -56,7 +56,7 @@ class StepMasks:
             self.host_parents.copy_(parents, non_blocking=True)
 
     def first(self, rows: int) -> Masks:
-        """The masks of the first rows."""
+        """The masks of the first `rows` rows."""
         return Masks(self._device[:rows], self._device[self._masks_start :].view(self._rows, -1))
 
     @property

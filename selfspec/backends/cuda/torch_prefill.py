@@ -1,7 +1,7 @@
 """Prefills one chunk of a longer prompt with PyTorch operations, captured as a CUDA graph for a few sizes.
 
 Runs the operations of the reference backend; the graph only removes the host's time between them. A chunk is padded to
-the next size, so a prompt's KV depends on its tokens and length alone, never on other prompts or plans. Padding writes
+the next size, so the KV of a prompt depends on its tokens alone, never on other prompts or plans. Padding rows write
 to the idle page. `kernel_prefill.py` handles shorter prompts.
 """
 
@@ -18,11 +18,11 @@ from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, position_features
 from selfspec.speculation.exit_scoring import PROMPT_END
 
-SMALLEST = max(32, PROMPT_END)  # rows: chunks are padded to at least this many
+MIN_ROWS = max(32, PROMPT_END)  # rows to which chunks are padded, at least
 
 
-class Causal:
-    """The layout of a chunk's rows, as `cache.layout.Rows` gives it, in tensors of fixed shape for a captured graph."""
+class ChunkLayout:
+    """The layout of a chunk's rows, like `cache.layout.Rows`, but with tensors of fixed shape for a captured graph."""
 
     is_causal = True
 
@@ -32,7 +32,8 @@ class Causal:
         self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """[1, M, S] bool: a row attends to the slots up to its own; each slot holds the position of its number."""
+        """Returns [1, M, S] bool: a row attends to the cache slots up to its own, within the window. Slot i is position
+        i, as a prompt has no other nodes."""
         if window not in self._masks:
             slot, position = torch.arange(self.slots, device=self.positions.device), self.positions[..., None]
             visible = slot <= position
@@ -41,8 +42,8 @@ class Causal:
 
 
 class TorchPrefill:
-    """The pass over a chunk of up to `rows` prompt tokens, with up to `slots` cache slots from the prompt's first
-    position to the chunk's last. With an exit also fills its KV, and keeps features and states for the next chunk. With
+    """The pass over a chunk of up to `rows` prompt tokens that ends within the prompt's first `slots` positions. With
+    an exit also fills the exit's KV, and keeps the feature and the states that the next chunk needs. With
     `keeps_states` also keeps the normed final states of all rows, for log probabilities."""
 
     def __init__(
@@ -57,14 +58,15 @@ class TorchPrefill:
     ) -> None:
         self.model, self.cache, self.slots, self._idle_page = model, cache, slots, idle_page
         self.exit = exit
-        # Tokens; start and number of tokens; pages: one tensor, copied to the device at once.
+        # One tensor for one copy to the device: tokens; start position and number of tokens; pages.
         self.inputs = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
         self.tokens, self.page_table = self.inputs[None, :rows], self.inputs[None, rows + 2 :]
-        self.span = self.inputs[rows : rows + 2]
+        self.span = self.inputs[rows : rows + 2]  # start position, number of tokens
         self.load([0], 0, [])
         width = FEATURE_STATES * model.config.hidden_size
-        self.feature = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)  # before, then after the chunk
-        self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # of the prompt before the chunk, then with the chunk
+        # Of the last position before the chunk; after the launch, of the chunk's last position.
+        self.feature = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
+        self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # likewise of the last PROMPT_END positions
         self.final_states = torch.zeros_like(model.embed(self.tokens)[0]) if keeps_states else None
 
     @property
@@ -83,18 +85,19 @@ class TorchPrefill:
         self.inputs.copy_(to_device(inputs, self.inputs.device), non_blocking=True)
 
     def load_previous(self, feature: torch.Tensor | None, prompt_end: torch.Tensor | None = None) -> None:
-        """Copies the feature of the position before the chunk and the prompt end up to it; None at the first chunk."""
+        """Sets `feature` and `prompt_end` to those of the prompt before the chunk. Both are None for the first chunk:
+        sets `feature` to zeros then, and leaves `prompt_end`, of which that chunk reads nothing."""
         self.feature.zero_() if feature is None else self.feature[0, 0].copy_(feature)
         if prompt_end is not None:
             self.prompt_end.copy_(prompt_end)
 
-    def _layout(self) -> Causal:
+    def _layout(self) -> ChunkLayout:
         row = torch.arange(self.tokens.shape[1], device=self.inputs.device)
         positions = self.span[0] + row
         page = self.page_table[0, (positions // PAGE_SIZE).clamp(max=self.page_table.shape[1] - 1)]
         is_token = row < self.span[1]
         flat = torch.where(is_token, page * PAGE_SIZE, self._idle_page * PAGE_SIZE) + positions % PAGE_SIZE
-        return Causal(positions[None], flat, self.page_table, self.slots)
+        return ChunkLayout(positions[None], flat, self.page_table, self.slots)
 
     def launch(self) -> None:
         model, exit, layers = self.model, self.exit, self.model.config.num_layers
@@ -118,9 +121,10 @@ class TorchPrefill:
             self.final_states.copy_(final_states)
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
-        """Keeps the states [rows, ...] of the prompt's last PROMPT_END positions up to the chunk's end."""
+        """Writes to `prompt_end` the states [rows, ...] of the last PROMPT_END positions up to the chunk's end, the
+        first of which may belong to the chunk before."""
         index, begin = torch.arange(PROMPT_END, device=self.inputs.device), self.span[1] - PROMPT_END
-        rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + index  # below 0: of the chunk before
+        rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + index  # below 0: rows of the chunk before
         before = self.prompt_end.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))
         of_chunk = torch.cat([state.index_select(0, rows.clamp(min=0)) for state in states], dim=1)
         self.prompt_end.copy_(torch.where(rows[:, None] < 0, before, of_chunk))

@@ -24,25 +24,25 @@ from selfspec.speculation.plan import Plan
 class ExpectedStep(NamedTuple):
     """A step that requests are expected to need."""
 
-    sequences: int
+    sequences: int  # number of sequences
     plan: Plan
     exit: Exit | None
     params: SamplingParams
-    masks: bool = False  # of sequences with grammars
+    masks: bool = False  # whether it is a masked step, of sequences with grammars
 
 
 class WarmUp:
-    """Captures prefill passes, and steps on slot buffers that it takes and gives back."""
+    """Captures steps and prefill passes before requests need them. Takes slot buffers for them and gives them back."""
 
     def __init__(self, graphs: Graphs, longest: int, most_scored: int) -> None:
         self.graphs = graphs
         self.longest = longest  # tokens that sequences are expected to reach
-        self.most_scored = most_scored  # the exit is scored on prompts in batches up to this many sequences
+        self.most_scored = most_scored  # sequences of the largest batch in which the exit is scored on prompts
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Within this block `prepare` and `prepare_prompts` only compile; all kernels are compiled in parallel when it
-        ends. Does nothing for interpreted kernels."""
+        """Within this block `prepare` and `prepare_prompts` only compile kernels, all in parallel; waits for them at
+        the end of the block. Does nothing for interpreted kernels."""
         if not self.graphs.max_kernel_prompt:
             yield
             return
@@ -50,7 +50,8 @@ class WarmUp:
             yield
 
     def prepare(self, step: ExpectedStep) -> None:
-        """Captures a step and, if it is plain, the passes that fill and score the exit's KV and that score prompts."""
+        """Captures a step and, if it is plain and has an exit, the passes that fill the exit's KV, with and without
+        scoring drafts, and the pass that scores the exit on prompts."""
         graphs, exit, options = self.graphs, step.exit, StepOptions.of([step.params])
         size, buffers = bucket(step.sequences), graphs.take_buffers()
         try:
@@ -59,7 +60,7 @@ class WarmUp:
                 return
             for scores in (False, True):
                 graphs.exit_fill(buffers, size, exit, options, self.longest, scores)
-            if size // 2 < self.most_scored:
+            if size // 2 < self.most_scored:  # more than size // 2 sequences use `size` slots
                 graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
             graphs.give_back(buffers)
@@ -71,19 +72,21 @@ class WarmUp:
 
     @property
     def compiles(self) -> bool:
-        """Whether this is within `compiling`, and kernels are not interpreted."""
+        """True within `compiling`, unless kernels are interpreted."""
         return self.graphs.captured.compiler.only_compiles
 
     def compile_logprobs(self) -> None:
-        """Within `compiling`, compiles the kernels of log probabilities, one for each number of rows in a tile."""
+        """Within `compiling`, compiles the kernels of log probabilities for all numbers of rows in a tile; elsewhere
+        does nothing."""
         graphs, hidden = self.graphs, self.graphs.model.config.hidden_size
         for rows in (8, 16, 32, 64) if self.compiles else ():
             states = torch.empty(rows, hidden, dtype=graphs.model.dtype, device=graphs.model.device)
             graphs.captured.compiler.compile(partial(head_logits, graphs.model, states))
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
-        """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts
-        need several passes, captures the first only; longer prompts need no kernels to prefill."""
+        """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts need
+        several passes of one kind, captures only the first. Captures none for prompts that PyTorch operations prefill.
+        """
         graphs, size = self.graphs, bucket(step.sequences)
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_kernel_prompt + 1]
         short = [min(length, MAX_TOKENS) for length in short]
@@ -101,8 +104,8 @@ class WarmUp:
             graphs.give_back(buffers)
 
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
-        """Captures passes over up to `batch` short prompts, and over parts of one longer prompt; with `router_layer`
-        also those that embed prompts for the router."""
+        """Captures the passes of decode kernels over up to `batch` short prompts, and over parts of one longer prompt;
+        with `router_layer` also the passes that embed prompts for the router."""
         graphs = self.graphs
         if not graphs.max_kernel_prompt:
             return
@@ -113,5 +116,5 @@ class WarmUp:
 
 
 def _first_pass(lengths: Sequence[int]) -> Sequence[int]:
-    """Those of the first prompts that fit into one pass."""
+    """Returns the lengths of the first prompts, as many as fit into one pass."""
     return lengths[: next(groups_per_pass(lengths)).stop]
