@@ -186,8 +186,6 @@ class Metrics:
         self, accepted_by_depth: Sequence[int], reached_by_depth: Sequence[int], drafted: int = 0
     ) -> None:
         """Adds a finished sequence's accepted nodes and reached depths, from depth 1 on, and its drafted tokens."""
-        if len(accepted_by_depth) != len(reached_by_depth):
-            raise ValueError(f"{len(accepted_by_depth)} depths accepted but {len(reached_by_depth)} reached")
         with self._lock:
             self._drafted += drafted
             _add(self._accepted, accepted_by_depth)

@@ -83,12 +83,6 @@ class TestTotals:
         assert summary.accept_rate_by_depth == [4 / 6, 2 / 4, 1 / 2, 1]
         assert summary.accept_rate == 8 / 13
 
-    def test_different_numbers_of_accepted_and_reached_depths_are_refused(self):
-        metrics = Metrics()
-        with pytest.raises(ValueError, match="2 depths accepted but 1 reached"):
-            metrics.add_acceptance([1, 1], [1])
-        assert metrics.summary().accepted_by_depth == []
-
     def test_plan_changes_are_counted_and_those_to_plain_decoding_by_reason(self):
         summary = busy().summary()
         assert summary.mode_changes == 5

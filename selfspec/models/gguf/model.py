@@ -148,7 +148,7 @@ class GgufModel:
         """Returns a weight, or a range of its rows, as it is stored, in Hugging Face's layout."""
         source, heads, rows = self.tensors[self.gguf_name(part)], self._interleaved_heads(part), rows or slice(None)
         data = source.data[rows] if heads is None else source.data[_halves(torch.arange(part.shape[0]), heads)[rows]]
-        return read_blocks(f"{source.name} of {self.path}", data, source.tensor_type, (len(data), part.shape[1]))
+        return read_blocks(f"{source.name} of {self.path}", data, source.tensor_type)
 
     def expand(self, part: Part, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Returns a tensor in a 16- or 32-bit dtype and in Hugging Face's layout."""

@@ -13,20 +13,6 @@ from typing import Any
 
 _USE = "Use a checkpoint in compressed-tensors, GPTQ or AWQ format with 4 or 8 bits, a GGUF file, or the 16-bit one"
 
-# Formats that are refused, by their usual names.
-_REFUSED = {
-    "bitsandbytes": "bitsandbytes (nf4, fp4, int8)",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-    "hqq": "HQQ",
-    "aqlm": "AQLM (2 bit)",
-    "vptq": "VPTQ (2 bit)",
-    "quip": "QuIP (2 bit)",
-    "bitnet": "BitNet (ternary)",
-    "mxfp4": "MXFP4",
-    "nvfp4": "NVFP4",
-}
-
 _LINEAR = re.compile(r"(_proj|lm_head)$")  # names of the linear modules of the supported families
 
 
@@ -79,10 +65,9 @@ def read_quantization_config(config: Mapping[str, Any]) -> Format:
     """Returns the format that a quantization_config describes; raises ValueError for one that is not supported."""
     method = _text(config, "quant_method", "compressed-tensors" if "config_groups" in config else None)
     readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "fp8": _fp8}
-    if method in readers:
-        return readers[method](config)
-    name = _REFUSED.get(method, repr(method))
-    raise ValueError(f"quantization_config.quant_method is {method!r}: selfspec does not read {name}. {_USE}.")
+    if method not in readers:
+        raise _bad("quant_method", method, "selfspec does not read this format")
+    return readers[method](config)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Format:

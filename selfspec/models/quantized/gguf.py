@@ -28,20 +28,13 @@ def is_native(kind: GGMLQuantizationType) -> bool:
     return kind in _READERS
 
 
-def read_blocks(name: str, data: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, int]) -> QuantizedTensor:
-    """Returns the weight [N, K] whose blocks are the bytes [N, bytes of a row]; rows are those of the file.
+def read_blocks(name: str, data: np.ndarray, kind: GGMLQuantizationType) -> QuantizedTensor:
+    """Returns the weight [N, K] whose blocks, of a native type, are the bytes [N, bytes of a row]; rows are those of
+    the file.
 
     Takes several times the weight's 8 bit size; to take less, read some rows at a time.
     """
-    if not is_native(kind):
-        raise ValueError(f"{name} is stored as {kind.name}, which is not read as it is; expand it to 16 bit")
-    (n, k), (columns, size) = shape, GGML_QUANT_SIZES[kind]
-    if k % columns or data.dtype != np.uint8 or data.shape != (n, k // columns * size):
-        raise ValueError(
-            f"{name} is {list(data.shape)} {data.dtype}, which is no {kind.name} weight of {n} rows and {k} columns; "
-            "download the file again"
-        )
-    blocks = torch.from_numpy(np.array(data)).view(n, -1, size)  # copies: the file is mapped
+    blocks = torch.from_numpy(np.array(data)).view(len(data), -1, GGML_QUANT_SIZES[kind][1])  # copies the mapped file
     return _READERS[kind](blocks).check_values(name)
 
 

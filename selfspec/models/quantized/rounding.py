@@ -33,14 +33,8 @@ def quantize(weight: torch.Tensor, bits: int, group: int | None = None) -> Quant
 
     Beside the result it takes about 90 MB, whatever the weight's size.
     """
-    if bits not in _RANGES:
-        raise ValueError(f"bits={bits} is not supported; weights are quantized to 4 or 8 bits")
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise ValueError(f"a {weight.dtype} tensor of shape {list(weight.shape)} is no weight to quantize")
     n, k = weight.shape
     group = k if group is None else group
-    if group < 1 or k % group:
-        raise ValueError(f"{k} columns cannot be divided into groups of {group}; use a group size that divides {k}")
     q = torch.empty(n, k, dtype=torch.uint8 if bits == 4 else torch.int8, device=weight.device)
     scale = torch.empty(n, k // group, dtype=torch.bfloat16, device=weight.device)
     zero = torch.zeros(n, k // group, dtype=q.dtype, device=weight.device)
