@@ -22,7 +22,7 @@ from selfspec.cache.size import cache_pages, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Mode, Rules
 from selfspec.memory import free_device_bytes
-from selfspec.memory_plan import Limits, MemoryPlan, limit_to_plan, on_meta, plan_memory, plan_of
+from selfspec.memory_plan import limit_to_plan, plan_memory
 from selfspec.metrics import Metrics, Summary
 from selfspec.models import loading
 from selfspec.models.decoder import Decoder
@@ -309,16 +309,6 @@ class Engine:
             "exits": self.drafters.nbytes,
             "graphs": 0 if self._graphs is None else self._graphs.nbytes,
         }
-
-    def memory_plan(
-        self, max_length: int | None = None, max_batch: int | None = None, memory_gb: float | None = None
-    ) -> MemoryPlan:
-        """Bytes that an engine with these weights and limits will take, by what takes them; allocates nothing. For
-        weights that are not loaded: `selfspec.plan_memory`."""
-        model, limits = on_meta(self.model), Limits(max_length, max_batch, None, memory_gb)
-        held = self.memory()
-        free = free_device_bytes(self.device) + sum(nbytes for name, nbytes in held.items() if name != "cache_used")
-        return plan_of(model, "as loaded", self.device, self.profile, limits, free, self.has_kernels)
 
     def metrics(self) -> Summary:
         """Totals over all requests so far: speeds, accept rates, plans, and reasons for plain decoding."""

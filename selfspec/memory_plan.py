@@ -1,6 +1,7 @@
 """MemoryPlan: the bytes that an engine will take, from headers and shapes alone, and the settings that fit a limit.
 
-Reads no weights. The KV cache has the size that `cache.size` gives it; `scratch` computes buffers of steps.
+Reads no weights. The KV cache has the size that `cache.size` gives it. Slot buffers and captured steps are built as for
+a warm-up but on PyTorch's meta device.
 """
 
 from __future__ import annotations
@@ -8,24 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
+from transformers import GenerationConfig
 
-from selfspec.buffer_sizes import graphs_nbytes, prefill_nbytes
-from selfspec.cache.kv_cache import page_nbytes
+from selfspec.backends.torch_backend import PREFILL_CHUNK
+from selfspec.cache.kv_cache import Cache, page_nbytes
 from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
+from selfspec.drafters import Drafters
+from selfspec.governor.rules import Rules
 from selfspec.logprobs import logprobs_nbytes
 from selfspec.memory import free_device_bytes, limit_memory
 from selfspec.models.decoder import Decoder
+from selfspec.models.linear import EXPANDED_TOGETHER, EXPANDING_NBYTES
 from selfspec.models.loading import pick_device
 from selfspec.models.pretrained import Weights, stored_weights
 from selfspec.models.quantized.folder import BITS
 from selfspec.profiles.profile import Profile
+from selfspec.profiles.router import Embedded
 from selfspec.scheduler import MAX_DECODING
+from selfspec.speculation.exit import Exit
+
+if TYPE_CHECKING:
+    from selfspec.backends.cuda.graphs import Graphs
 
 # Memory that CUDA takes outside of PyTorch's allocator. Estimates: measure them on each new kind of GPU as nvidia-smi's
 # memory of the process less torch.cuda.memory_reserved(), after the first request and after a warm-up.
@@ -53,7 +64,7 @@ class Limits:
 class MemoryPlan:
     """Bytes of each part of an engine's memory, for one way to hold the weights."""
 
-    weights_as: str  # a value of `dtype` or `quantize`, "as stored" (a quantized folder), "as loaded" (by an engine)
+    weights_as: str  # a value of `dtype` or `quantize`, "as stored" (a quantized folder)
     weights: int
     exits: int
     cache: int
@@ -87,42 +98,32 @@ def plan_memory(
     """Returns the plan of an engine that `Engine.from_pretrained` builds with these arguments, then those of the other
     ways to hold the same weights. Reads headers only; `profile` 'auto' is found by the model's sizes."""
     device, limits = pick_device(device), Limits(max_length, max_batch, kv_cache_gb, memory_gb)
-    ways = stored_weights(path_or_name, device, dtype, quantize)
-    return [_plan_unread(way, device, profile, limits, kernels) for way in ways]
+    return [
+        _plan(way, device, profile, limits, kernels) for way in stored_weights(path_or_name, device, dtype, quantize)
+    ]
 
 
-def _plan_unread(
+def _plan(
     way: Weights, device: torch.device, profile: Profile | str | Path | None, limits: Limits, kernels: bool | None
 ) -> MemoryPlan:
+    """Returns the plan for one way to hold the weights."""
+    model = way.model
     if profile == "auto":
-        profile = Profile.find(way.model)
+        profile = Profile.find(model)
     elif isinstance(profile, str | Path):
         profile = Profile.load(profile)
-    free = free_device_bytes(device)
-    return plan_of(way.model, way.name, device, profile, limits, free, _runs_kernels(way.model, device, kernels))
-
-
-def plan_of(
-    model: Decoder,
-    weights_as: str,
-    device: torch.device,
-    profile: Profile | None,
-    limits: Limits,
-    free: int,  # bytes on the device before the weights are loaded
-    kernels: bool,
-) -> MemoryPlan:
-    """Returns the plan of one model, which may be on the meta device."""
+    free, has_kernels = free_device_bytes(device), _runs_kernels(model, device, kernels)
     config, size = model.config, page_nbytes(model.config, model.dtype)
     wanted = min(config.context, limits.max_length or config.context)
     batch = limits.max_batch or USUAL_BATCH
     of_passes = prefill_nbytes(model), logprobs_nbytes(config.vocab_size)  # temporary tensors
-    buffers = sum(of_passes) if kernels else max(of_passes)  # those of captured passes cannot be used by others
+    buffers = sum(of_passes) if has_kernels else max(of_passes)  # those of captured passes cannot be used by others
     cuda = CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
-    if kernels:
+    if has_kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
         buffers, cuda = buffers + of_graphs, cuda + (graphs * GRAPH_NBYTES if device.type == "cuda" else 0)
     available = free if limits.memory_gb is None else min(free, int(limits.memory_gb * 1e9))
-    exits = _exits_nbytes(model, profile, kernels)
+    exits = _exits_nbytes(model, profile, has_kernels)
     left = available - cuda - model.nbytes
     if limits.memory_gb is not None:  # then the cache, which takes SHARE of it, gets at most what all others leave
         left = min(left, int((left - exits - buffers) / SHARE))
@@ -135,7 +136,7 @@ def plan_of(
     longest = {batch: min(wanted, longest_sequence(pages(wanted, batch), batch)) for batch in BATCHES}
     total = model.nbytes + exits + held * size + buffers + cuda
     fits = total <= available and (limits.max_length is None or context >= wanted)
-    return MemoryPlan(weights_as, model.nbytes, exits, held * size, buffers, cuda, available, context, longest, fits)
+    return MemoryPlan(way.name, model.nbytes, exits, held * size, buffers, cuda, available, context, longest, fits)
 
 
 def _runs_kernels(model: Decoder, device: torch.device, kernels: bool | None) -> bool:
@@ -168,6 +169,65 @@ def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int
     return sum(profile.exit(model, layer).nbytes for layer in layers) + rows * row
 
 
+def prefill_nbytes(model: Decoder) -> int:
+    """Bytes of the temporary tensors of a prefill chunk at their peak, in the MLP: its input and output, gate and
+    up projection, the activated gate and its product with up; and of quantized weights that are expanded."""
+    config = model.config
+    width = 3 * config.hidden_size + 4 * config.intermediate_size
+    expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
+    return PREFILL_CHUNK * width * model.dtype.itemsize + expanding
+
+
+def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_batch: int, batch: int) -> tuple[int, int]:
+    """Bytes of slot buffers, captured steps and their scratch, and the number of graphs, once `Engine.warmup(batch)`
+    has captured the greedy steps of a model on the meta device."""
+    from selfspec.backends.cuda.graphs import Graphs  # these import Triton
+    from selfspec.backends.cuda.kernel_prefill import longest_kernel_prompt
+    from selfspec.backends.cuda.warmup import WarmUp
+    from selfspec.warmup import Expected, expected_steps
+
+    drafters = Drafters(model, profile, lambda *_: Embedded(lambda: torch.empty(0)), kernels=True)
+    graphs = Graphs(model, Cache(model.config, model.device, model.dtype, 1), context, max_batch)
+    expected = Expected(batch, None, (0.0,), context)
+    rules = Rules().for_device("cuda")
+    preparing = WarmUp(graphs, context, rules.max_tree_batch)
+    exits: dict[Exit | None, None] = {None: None}
+    for step in dict.fromkeys(expected_steps(drafters, rules, GenerationConfig(), expected)):
+        preparing.prepare(step)
+        exits[step.exit] = None
+    graphs.max_kernel_prompt = longest_kernel_prompt(model)
+    for exit in exits:
+        preparing.prepare_prompts(exit, batch, profile.router_layer if profile is not None and profile.routes else None)
+    return graphs.nbytes + _scratch_nbytes(graphs), len(graphs.captured.entries)
+
+
+def _scratch_nbytes(graphs: Graphs) -> int:
+    """Bytes of scratch that all captured steps and passes take. Sizes each buffer for the pass with most rows, so
+    buffers that this pass does not use are not counted exactly."""
+    from selfspec.backends.cuda.step import DeviceStep
+    from selfspec.kernels.topk import Scores
+    from selfspec.kernels.tree_attention import workspace_size
+
+    config, itemsize = graphs.model.config, graphs.model.dtype.itemsize
+    rows, partials, scores = 0, 0, 0
+    for made, *_ in graphs.captured.entries.values():
+        is_step = isinstance(made, DeviceStep)
+        sequences, nodes = (made.slots.count, len(made.plan) + 1) if is_step else (made.count, len(made.nodes.depths))
+        rows = max(rows, sequences * nodes)
+        attention = sequences, nodes, config.num_heads, config.head_dim, made.decoder.ranges
+        partials = max(partials, workspace_size(*attention))
+        if is_step and made.exit is not None:
+            columns = config.vocab_size if made.exit.head is None else len(made.exit.head.tokens)
+            drafting = sequences * max(len(level) for level in made.plan.levels)
+            ranked = Scores.empty(drafting, columns, 2, "meta")  # two or more tokens of a row are ranked
+            scores = max(scores, sum(tensor.nbytes for tensor in vars(ranked).values() if tensor is not None))
+    # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams and features of two
+    # states. Of an exit: residual streams of its block and of the last layer, its output, the head's input.
+    layer = 2 * config.num_heads * config.head_dim + config.intermediate_size
+    states = config.sandwich_norms + 4 + 2 + 2 + 1 + 1
+    return rows * (layer + states * config.hidden_size) * itemsize + 4 * partials + scores
+
+
 def limit_to_plan(plans: list[MemoryPlan], device: torch.device) -> float:
     """Limits GPU memory to that of the first plan; returns the size of its KV cache in 10^9 bytes. Raises ValueError,
     with all plans, if it does not fit."""
@@ -198,16 +258,6 @@ def _what_fits(plans: list[MemoryPlan]) -> str:
 def _argument(plan: MemoryPlan) -> str:
     """The argument of `Engine.from_pretrained` that holds the weights as in this plan."""
     return f"{'quantize' if plan.weights_as in BITS else 'dtype'}={plan.weights_as!r}"
-
-
-def on_meta(model: Decoder) -> Decoder:
-    """Returns a model's shapes, on PyTorch's meta device."""
-    tensors = {"embedding": model.embedding.weight, "norm": model.norm}
-    if model.head is not model.embedding:
-        tensors["head"] = model.head.weight
-    for index, layer in enumerate(model.layers):
-        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
-    return Decoder(model.config, {name: tensor.to("meta") for name, tensor in tensors.items()})
 
 
 def table(plans: Sequence[MemoryPlan]) -> Table:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from selfspec import Engine, buffer_sizes, generate, plan_memory
+from selfspec import Engine, generate, plan_memory
 from selfspec.cache.kv_cache import page_nbytes
 from selfspec.commands import serve
 from selfspec.engine import slow_weights
-from selfspec.memory_plan import MemoryPlan, limit_to_plan, on_meta
+from selfspec.memory_plan import MemoryPlan, graphs_nbytes, limit_to_plan
 from selfspec.models import loading, pretrained
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Profile
@@ -62,8 +62,6 @@ def test_the_plan_is_what_the_engine_allocates(name: str, tmp_path: Path, monkey
     assert plan.total == plan.weights + plan.cache + plan.buffers
     logits = 64 * 4 * engine.model.config.vocab_size
     assert plan.buffers >= 2 * logits, "logits and log probabilities of 64 positions"
-    loaded = engine.memory_plan(max_length=256, max_batch=2)
-    assert (loaded.weights, loaded.cache, loaded.buffers) == (plan.weights, plan.cache, plan.buffers)
     if name in ("bfloat16", "GGUF like Q4_K_M"):  # the other ways to hold the same weights
         assert [plan.weights_as for plan in others][-2:] == ["int8", "int4"]
         dtype = "bfloat16" if name == "bfloat16" else "auto"
@@ -102,6 +100,16 @@ def test_the_exits_of_a_profile_are_planned_by_the_models_sizes(
     assert engine.memory()["exits"] == pytest.approx(plan.exits, rel=0.02) and plan.exits > 0
 
 
+def on_meta(model: Decoder) -> Decoder:
+    """Returns a model's shapes, on PyTorch's meta device."""
+    tensors = {"embedding": model.embedding.weight, "norm": model.norm}
+    if model.head is not model.embedding:
+        tensors["head"] = model.head.weight
+    for index, layer in enumerate(model.layers):
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
+    return Decoder(model.config, {name: tensor.to("meta") for name, tensor in tensors.items()})
+
+
 def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +124,7 @@ def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
     engine.warmup(batch=2, max_length=256)
     for entry in list(engine._graphs.captured.entries.values()):  # type: ignore[union-attr]
         entry[0].launch()  # takes scratch memory
-    planned, graphs = buffer_sizes.graphs_nbytes(on_meta(model), profile, 256, 2, 2)
+    planned, graphs = graphs_nbytes(on_meta(model), profile, 256, 2, 2)
     assert graphs == len(engine._graphs.captured.entries)  # type: ignore[union-attr]
     assert planned == pytest.approx(engine.memory()["graphs"], rel=0.05)
 
