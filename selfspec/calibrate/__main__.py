@@ -62,9 +62,8 @@ def calibrate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from selfspec.calibrate.display import Display
+    from selfspec.calibrate.display import Display, show
     from selfspec.calibrate.run import Calibration
-    from selfspec.calibrate.tables import show
 
     console = Console(highlight=False)
     if not console.is_terminal:

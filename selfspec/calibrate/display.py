@@ -1,4 +1,5 @@
-"""Prints the progress of a calibration: a live line for the running stage, and one line for each finished stage."""
+"""Prints the progress of a calibration, a live line for the running stage and one line for each finished stage, and its
+outcome: tables, the verdict, and the line of Python that uses the profile."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from selfspec.calibrate.report import verdict
+from selfspec.calibrate.trial import COMPARED_CHAIN
+from selfspec.governor.rules import DEFAULT_TREE
+from selfspec.profiles.profile import Profile
+from selfspec.speculation.plan import Plan
+
+_GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
 
 
 class Stage:
@@ -61,3 +72,72 @@ class Display:
     def elapsed(self) -> float:
         """Seconds since the display was made."""
         return time.perf_counter() - self.started
+
+
+def show(profile: Profile, console: Console, model: str, loading: str = "") -> None:
+    """Prints the tables, the verdict, and how to use the profile where it drafts; `loading` as in Settings."""
+    for title, table in (_rates_table(profile), _choice_table(profile), _compared_table(profile)):
+        console.print(f"\n{title}", soft_wrap=True, highlight=False)
+        console.print(table)
+    lines = [verdict(profile), f"profile.json, exits.safetensors and report.html are in {profile.folder}"]
+    if profile.drafts:
+        lines.append(f'use it:  Engine.from_pretrained("{model}"{loading}, profile="{profile.folder}")')
+    else:
+        lines.append('profile="auto" prefers any other profile of this model that drafts')
+    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+
+
+def _rates_table(profile: Profile) -> tuple[str, Table]:
+    layers = sorted({layer for choice in profile.domains.values() for layer in choice.exits})
+    title = f"Accept rate of {DEFAULT_TREE} by exit layer (* chosen for {profile.objective}, + highest accept rate)"
+    table = Table()
+    table.add_column("domain")
+    for layer in layers:
+        table.add_column(f"layer {layer}", justify="right")
+    for name, choice in profile.domains.items():
+        cells = []
+        for layer in layers:
+            marks = "*" * (layer == choice.exit_layer) + "+" * (layer == choice.most_accepting_exit)
+            cells.append(f"{choice.exits[layer].accept_rate:.1%} {marks:<2}" if layer in choice.exits else "")
+        table.add_row(escape(name), *cells)
+    return title, table
+
+
+def _choice_table(profile: Profile) -> tuple[str, Table]:
+    table = Table()
+    table.add_column("domain")
+    for heading in ("exit", "head", "plan", "top-1", "top-4", "tokens/step", "expected", "measured", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for name, choice in profile.domains.items():
+        planned = choice.plans[_GREEDY][_ONE]
+        run, rates = planned.measured, choice.exits[choice.exit_layer]
+        plan = Plan.parse(run.plan if run else planned.plan)
+        shape = f"{len(plan)} nodes, depth {plan.depth}" if len(plan) else "none"
+        shape += " (slower)" if run and planned.plan == "none" else ""
+        table.add_row(
+            escape(name),
+            str(choice.exit_layer),
+            str(choice.head_rows or "all"),
+            shape,
+            f"{rates.top1:.2f}",
+            f"{rates.top4:.2f}",
+            f"{run.tokens_per_cycle:.2f}" if run else "",
+            f"{planned.expected.speedup:.2f}x" if planned.expected else "",
+            f"{run.speedup:.2f}x" if run else "",
+            f"{run.plain_tokens_per_second:.0f} -> {run.tokens_per_second:.0f}" if run else "",
+        )
+    return "Chosen for one greedy sequence", table
+
+
+def _compared_table(profile: Profile) -> tuple[str, Table]:
+    table = Table()
+    for heading in ("domain", "accept rate", "tokens/step", "speed-up"):
+        table.add_column(heading, justify="left" if heading == "domain" else "right")
+    for name, choice in profile.domains.items():
+        pair = (choice.chain, choice.plans[_GREEDY][_ONE].measured)
+        cells = [
+            (f"{run.accept_rate:.1%}", f"{run.tokens_per_cycle:.2f}", f"{run.speedup:.2f}") if run else ("-",) * 3
+            for run in pair
+        ]
+        table.add_row(escape(name), *(f"{chain} | {tree}" for chain, tree in zip(*cells, strict=True)))
+    return f"{COMPARED_CHAIN} | the chosen plan, one greedy sequence", table

@@ -11,13 +11,13 @@ import torch
 from selfspec.calibrate import heads
 from selfspec.calibrate.choice import Candidate, Choice, Measured, Paths, candidates, choose
 from selfspec.calibrate.display import Display
+from selfspec.calibrate.heads import Trained
 from selfspec.calibrate.measuring import Measurement
 from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.setup import Setup
-from selfspec.calibrate.trained import Trained
-from selfspec.calibrate.trial import BEAMS, SETTINGS, Trials, trial_length
+from selfspec.calibrate.trial import BEAMS, COMPARED_CHAIN, SETTINGS, Trials, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
@@ -34,7 +34,6 @@ from selfspec.profiles.profile import (
 )
 from selfspec.profiles.router import Router, distances, prompt_embeddings
 
-COMPARED_CHAIN = "chain:4"
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
 
 

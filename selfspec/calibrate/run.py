@@ -18,11 +18,11 @@ from selfspec.calibrate.choice import Measured, Paths, choose
 from selfspec.calibrate.corpus import Corpus, Document, text_features
 from selfspec.calibrate.display import Display, Stage
 from selfspec.calibrate.duration import Duration, expected_duration
+from selfspec.calibrate.heads import Trained
 from selfspec.calibrate.measuring import Answers, Measurement, measure
 from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
 from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.timing import step_costs
-from selfspec.calibrate.trained import Trained
 from selfspec.calibrate.training import Trainer
 from selfspec.calibrate.writing import Writer
 from selfspec.engine import Engine

@@ -35,6 +35,7 @@ SETTINGS = (
     Setting("0", "5-16", 16, 0.5),
 )
 BEAMS = (3, 5, 8, 12)  # nodes per depth: from 3, of which 5 depths fill a tile of 16 rows, to 12, of which 5 fill 64
+COMPARED_CHAIN = "chain:4"  # tried beside the chosen plan of one greedy sequence
 _SHORTEST, _LONGEST = 16, 96  # tokens of an answer
 _WARM_UP_TOKENS = 4  # generated before a timed run where no step is captured
 _BEAM_STEP_TOKENS = 2.0  # new tokens of a step that drafts a beam, for the estimate of the time

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
+from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from selfspec import __version__
@@ -20,7 +24,6 @@ from selfspec.serve.errors import ApiError
 from selfspec.serve.generating import Generating
 from selfspec.serve.limits import KeyCheck, Limits, check_limits, read_limited
 from selfspec.serve.metrics_text import metrics_text
-from selfspec.serve.page import page_response
 from selfspec.serve.prompts import tokenize_chat, tokenize_text
 from selfspec.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from selfspec.serve.service import Service
@@ -71,7 +74,31 @@ def _service(request: Request) -> Service:
 
 
 async def _page(_: Request) -> Response:
-    return page_response()
+    """Returns the page, one file, and a policy that lets the browser load and run nothing but its own style and
+    script."""
+    html = files("selfspec.serve").joinpath("page.html").read_text("utf-8")
+    policy = {
+        "default-src": "'none'",
+        "style-src": _digest("style", html),
+        "script-src": _digest("script", html),
+        "connect-src": "'self'",
+        "img-src": "data:",  # the empty icon
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    headers = {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def _digest(tag: str, html: str) -> str:
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 async def _chat(request: Request) -> Response:
