@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfspec import Engine
+from selfspec import Engine, plan_memory
 from selfspec.request import SUPPORTED
 from selfspec.speculation.exit import Exit
 from tests.profiles import choice_of, profile_of
@@ -78,7 +78,7 @@ def test_a_misspelt_argument_is_refused_with_those_that_it_is_close_to(engine):
 
 def test_the_page_of_the_python_api_names_every_argument():
     page = (Path(__file__).parent.parent / "docs/python.md").read_text(encoding="utf-8")
-    calls = Engine.from_pretrained, Engine.from_model, Engine.generate, Engine.warmup, Engine.memory_plan
+    calls = Engine.from_pretrained, Engine.from_model, Engine.generate, Engine.warmup, plan_memory
     named = {name for call in calls for name in inspect.signature(call).parameters} - {"self", "generation_kwargs"}
     assert not [name for name in sorted({*named, *SUPPORTED}) if not re.search(rf"\b{name}\b", page)]
 
