@@ -42,7 +42,7 @@ from selfspec.request_builder import RequestBuilder
 from selfspec.results import Completion, GenerateOutput, Stream, completion_of, output_of, to_tensor
 from selfspec.scheduler import MAX_DECODING, Scheduler
 from selfspec.sequence import Request
-from selfspec.text import Message, Prompt, is_messages
+from selfspec.text import Message, Prompt, encode, is_messages
 from selfspec.warn import WarnOnce
 
 if TYPE_CHECKING:
@@ -342,7 +342,8 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer: pass one to Engine.from_model, or call generate() with token ids")
         self._check_shared_weights()
-        return self._requests.build_for_text(self.tokenizer, self.generation_config, prompts, options)
+        tokens = [encode(self.tokenizer, prompt) for prompt in prompts]
+        return self._requests.build_for_tokens(self.tokenizer, self.generation_config, tokens, options)
 
     def _run(self, request: Request) -> None:
         self.scheduler.submit(request)

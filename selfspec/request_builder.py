@@ -29,7 +29,6 @@ from selfspec.request import (
 from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import Plan
-from selfspec.text import Prompt, encode
 from selfspec.warn import WarnOnce
 
 DEFAULT_COMPLETION_TOKENS = 512  # new tokens of complete() and stream() where no length is given
@@ -94,14 +93,6 @@ class RequestBuilder:
         if not policy.permanent_reason:
             request.find_drafter = partial(self.drafters.drafter, speculation, prompts, policy, layer)
         return request
-
-    def build_for_text(
-        self, tokenizer: Any, model_config: GenerationConfig, prompts: Sequence[Prompt], options: dict[str, Any]
-    ) -> Request:
-        """Tokenizes the prompts and builds a request with `options`, the keyword arguments of a call."""
-        return self.build_for_tokens(
-            tokenizer, model_config, [encode(tokenizer, prompt) for prompt in prompts], options
-        )
 
     def build_for_tokens(
         self, tokenizer: Any, model_config: GenerationConfig, tokens: list[list[int]], options: dict[str, Any]
