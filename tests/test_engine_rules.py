@@ -97,7 +97,7 @@ class TestRules:
         )
         assert {(stats.plan, stats.disabled_reason) for stats in every} == {("tree:2,2", None)}
 
-    @pytest.mark.parametrize(("rows", "plan"), [(1, "tree:4,2,2,1"), (4, "tree:4,2,2,1"), (5, "chain:5")])
+    @pytest.mark.parametrize(("rows", "plan"), [(1, "tree:4,2,2,1"), (4, "tree:4,2,2,1"), (5, "chain:4")])
     def test_an_exit_without_a_plan_gets_the_default_for_its_batch(self, engine, rows, plan):
         every = stats_of(engine, prompts(rows), exit_layer=2, max_new_tokens=24)
         assert {stats.plan for stats in every} == {plan}

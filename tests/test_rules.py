@@ -129,14 +129,10 @@ def test_goodput_holds_for_good_only_where_no_batch_pays() -> None:
 # Plans
 
 
-@pytest.mark.parametrize(
-    ("temperature", "tree", "chain"),
-    [(None, "tree:4,2,2,1", "chain:5"), (0.3, "tree:4,2,2,1", "chain:5"), (0.31, "tree:4,2,2", "chain:4"),
-     (0.71, "tree:4,2", "chain:3"), (1.01, "tree:4", "chain:2"), (1.5, "tree:4", "chain:2")],
-)  # fmt: skip
-def test_the_default_plan_is_shorter_at_higher_temperatures(temperature: float | None, tree: str, chain: str) -> None:
-    sampling = GREEDY if temperature is None else sampled(temperature)
-    assert [choose(batch, sampling)[0] for batch in (1, 4, 5, 16)] == [tree, tree, chain, chain]
+def test_the_default_plan_is_a_tree_and_in_larger_batches_its_first_chain() -> None:
+    tree, chain = "tree:4,2,2,1", "chain:4"
+    for sampling in (GREEDY, sampled(1.2)):
+        assert [choose(batch, sampling)[0] for batch in (1, 4, 5, 16)] == [tree, tree, chain, chain]
 
 
 @pytest.mark.parametrize("mode", [None, "force"])
@@ -145,11 +141,6 @@ def test_a_tree_becomes_the_chain_of_its_first_ranks_above_the_tree_batch_unless
     for source in ({"plan": TREE}, {"plans": {16: TREE}}):
         assert [choose(batch, mode=mode, **source)[0] for batch in (4, 5)] == ["tree:3,2,1", chain]
         assert choose(2, mode=mode, rules=Rules(max_tree_batch=1), **source)[0] == chain
-
-
-def test_plans_of_a_request_or_profile_are_not_shortened_by_temperature() -> None:
-    assert choose(sampling=sampled(1.2), plan=TREE) == ("tree:3,2,1", None)
-    assert choose(sampling=sampled(1.2), plans=profiled(BANDS)) == ("tree:4,2", None)
 
 
 @pytest.mark.parametrize("mode", [None, True, "force"], ids=str)

@@ -20,7 +20,6 @@ NO_PROFILE = "no_profile"  # why no exit drafts: no profile was found and no exi
 BATCHES = {"1": 1, "2-4": 4, "5-16": 16}  # batch sizes with plans of their own, and the largest of each band
 TEMPERATURES = {"0": 0.0, "0.7": 0.7, "1": 1.0}  # temperatures with plans of their own; 0 is greedy
 DEFAULT_TREE = Plan.parse("tree:4,2,2,1")
-DEFAULT_CHAIN = Plan.parse("chain:5")
 
 
 @dataclass(frozen=True)
@@ -126,24 +125,12 @@ class Policy:
         reason = self.reason(batch)
         if reason is not None:
             return NONE, reason
-        if self.mode == "force" or batch <= self.rules.max_tree_batch:
-            return self._planned(batch, DEFAULT_TREE), None
-        return self._planned(batch, DEFAULT_CHAIN).first_chain(), None
-
-    def _planned(self, batch: int, default: Plan) -> Plan:
-        """The request's plan, else the profile's, else the default; forcing skips a profile's plan `none`."""
-        return self.plan or self._profiled(batch) or self._shallower(default)
+        # Forcing skips a profile's plan `none`.
+        plan = self.plan or self._profiled(batch) or DEFAULT_TREE
+        has_tree = self.mode == "force" or batch <= self.rules.max_tree_batch
+        return plan if has_tree else plan.first_chain(), None
 
     def _profiled(self, batch: int) -> Plan | None:
         """The profile's plan for the smallest band of batch sizes that holds this batch."""
         sizes = sorted(self.plans)
         return self.plans[next((size for size in sizes if batch <= size), sizes[-1])] if sizes else None
-
-    def _shallower(self, plan: Plan) -> Plan:
-        """Truncates a default plan by temperature, as fewer drafts are accepted: one depth less above 0.3, two above
-        0.7, three above 1.0."""
-        if not self.sampling.do_sample:
-            return plan
-        fewer = sum(self.sampling.temperature > bound for bound in (0.3, 0.7, 1.0))
-        least = 2 if plan.is_chain else 1
-        return plan.truncated(max(least, plan.depth - fewer))
