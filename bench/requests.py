@@ -22,8 +22,8 @@ import transformers
 from bench import synthetic
 from selfspec import Engine
 from selfspec.models import loading
-from selfspec.progress import Progress
 from selfspec.request import read_settings, split_options
+from selfspec.sequence import Progress
 from selfspec.speculation.exit import Exit
 from selfspec.text import encode
 

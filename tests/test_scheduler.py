@@ -31,9 +31,8 @@ from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE, CacheFull, page_nbytes
-from selfspec.progress import Progress
 from selfspec.request import SpeculationRequest, read_settings
-from selfspec.sequence import Request
+from selfspec.sequence import Progress, Request
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import IRREGULAR, endless, random_prompt, silence
 from tests.strategies import SETTINGS
@@ -584,7 +583,7 @@ def test_an_interrupt_while_waiting_cancels_the_request(engine: Engine, monkeypa
     for waits in (1, 2, 3):
         options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "stopping_criteria": [Sleeps(0.005)]}
         with Beside(engine), monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("selfspec.progress.SimpleQueue", Interrupted)
+            patch.setattr("selfspec.sequence.SimpleQueue", Interrupted)
             left[0] = waits
             "".join(engine.stream("abcdef", **options, **PLAIN))
         assert_all_pages_free(engine)

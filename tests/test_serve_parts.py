@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from selfspec.sequence import Request, Sequence
-from selfspec.serve import streaming
+from selfspec.serve import generating
 from selfspec.serve.errors import ApiError
 from selfspec.serve.following import LONGEST_PAUSE_S, PAUSE, ChoiceText, Wakeups
 from selfspec.serve.generating import Generating
@@ -156,7 +156,7 @@ def test_a_wake_up_of_the_event_loop_sets_all_events_and_the_next_one_waits_unti
 @pytest.mark.parametrize("read", [0, 4])
 def test_a_client_that_stops_reading_is_cancelled_and_its_pages_are_freed(tmp_path, monkeypatch, read):
     """Already at the response's head, or after some events."""
-    monkeypatch.setattr(streaming, "STALLED_S", 0.05)
+    monkeypatch.setattr(generating, "STALLED_S", 0.05)
     engine = tiny_engine(tmp_path, max_position_embeddings=2048)
     service = Service(engine)
     sent: list[Any] = []

@@ -1,15 +1,17 @@
-"""Answers one chat or text completion, whole or in events; ends it when its client disconnects."""
+"""Answers one chat or text completion, whole or in server-sent events; ends it when its client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.sequence import Sequence
 from selfspec.serve.answers import Answer, Collected, Usage
@@ -20,10 +22,11 @@ from selfspec.serve.logprobs import ChoiceLogprobs
 from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
-from selfspec.serve.streaming import Events, Stalled, unless_disconnected
 from selfspec.serve.tools import ToolCallParser, ToolForm
 
 _log = logging.getLogger(__name__)
+
+STALLED_S = 1.0  # seconds that a write may wait for a client that reads nothing, once all buffers are full
 
 
 class Generating(Response):
@@ -141,3 +144,57 @@ def _refusal(refusal: ApiError, events: Events) -> ASGIApp:
         await events.end()
 
     return send_event if events.is_started else refusal.response()
+
+
+class Stalled(Exception):
+    """The client has stopped reading."""
+
+
+class Events:
+    """A response of server-sent events; its headers go out with the first event. Writes raise Stalled."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def write(self, *events: dict[str, Any]) -> None:
+        """Sends the events in one write."""
+        if events:
+            await self._write(b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events), True)
+
+    async def end(self) -> None:
+        await self._write(b"data: [DONE]\n\n", False)
+
+    async def _write(self, data: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await self._start()
+                message: Message = {"type": "http.response.body", "body": data, "more_body": more}
+                await self._send(message)
+        except TimeoutError:
+            raise Stalled from None
+
+    async def _start(self) -> None:
+        """Sends the headers, once. The server first waits for the client to read what went before on its connection."""
+        if not self.is_started:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.is_started = True
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs the work; cancels it when the client disconnects, or when this call is cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
