@@ -229,18 +229,6 @@ def check_quantize(quantize: str | None, checkpoint: Checkpoint, folder: Path) -
         raise ValueError(f"{folder} is quantized already; leave out quantize={quantize!r}")
 
 
-def _empty_fused(parts: tuple[Part, ...], device: torch.device, dtype: torch.dtype, too_large: str) -> torch.Tensor:
-    """Allocates a fused tensor; raises OutOfMemoryError with the message `too_large` if that fails."""
-    try:
-        return torch.empty(_fused_shape(parts), device=device, dtype=dtype)
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(too_large) from error
-
-
-def _numel(part: Part) -> int:
-    return torch.Size(part.shape).numel()
-
-
 def _fused_shape(parts: tuple[Part, ...]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
@@ -323,12 +311,14 @@ def _adopt_group(parts: tuple[Part, ...], parameters: list[torch.nn.Parameter]) 
     if shared is not None:
         return shared
     first = parameters[0]
-    needed = sum(_numel(part) for part in parts) * first.dtype.itemsize
-    too_large = (
-        f"fusing {', '.join(part.name for part in parts)} into one tensor needs {needed / 1e6:.1f} MB, more than is "
-        f"free on {first.device}; free memory there, or move the model to the CPU. The model is still usable"
-    )
-    fused = _empty_fused(parts, first.device, first.dtype, too_large)
+    try:
+        fused = torch.empty(_fused_shape(parts), device=first.device, dtype=first.dtype)
+    except torch.OutOfMemoryError as error:
+        needed = sum(parameter.nbytes for parameter in parameters)
+        raise torch.OutOfMemoryError(
+            f"fusing {', '.join(part.name for part in parts)} into one tensor needs {needed / 1e6:.1f} MB, more than "
+            f"is free on {first.device}; free memory there, or move the model to the CPU. The model is still usable"
+        ) from error
     for parameter, target in zip(parameters, _slices(fused, parts), strict=True):
         target.copy_(parameter.data)
         parameter.data = target
