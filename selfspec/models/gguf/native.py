@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType
 from selfspec.models.decoder import Decoder, Part
 from selfspec.models.gguf.model import GgufModel
 from selfspec.models.linear import Weight
-from selfspec.models.loading import loading_bar, pick_dtype
+from selfspec.models.loading import pick_dtype
 from selfspec.models.quantized.gguf import is_native, unread_blocks
 from selfspec.models.quantized.tensor import join, pack
+from selfspec.models.shards import byte_progress
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def load_native(source: GgufModel, device: torch.device, dtype: torch.dtype | st
     dtype = pick_dtype(dtype, device, torch.bfloat16)
     tensors: dict[str, Weight] = {}
     expanded: list[str] = []
-    with torch.inference_mode(False), loading_bar() as progress:
+    with torch.inference_mode(False), byte_progress() as progress:
         task = progress.add_task("Loading weights", total=sum(_nbytes(source, parts) for parts in groups.values()))
         for name, parts in groups.items():
             try:
