@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # memory of the process less torch.cuda.memory_reserved(), after the first request and after a warm-up.
 CUDA_CONTEXT_NBYTES = 500 * 10**6  # bytes: context, libraries, loaded kernels
 GRAPH_NBYTES = 10**6  # bytes of one captured graph in the driver and in its memory pool
+# Parts of PyTorch's segments (20 MiB or one tensor each) that no tensor takes: one segment of weights, one of passes
+# and one of captured graphs, which share none. Without them a model of 127 MB did not load within its plan on an H200.
+SEGMENTS_NBYTES = 3 * 20 * 2**20
 
 BATCHES = (1, 4, 16)  # sequences for which the longest context is given: the largest batches of a profile's bands
 
@@ -69,7 +72,7 @@ class MemoryPlan:
     exits: int
     cache: int
     buffers: int  # of captured steps, slots and temporary tensors
-    cuda: int  # outside of PyTorch: context, kernels, graphs
+    cuda: int  # outside of tensors: context, kernels, graphs, unused parts of PyTorch's segments
     available: int  # the limit, or else all that is free now
     context: int  # tokens of the longest sequence
     longest: dict[int, int]  # tokens of each of so many sequences of one length that the cache holds, by their number
@@ -118,7 +121,7 @@ def _plan(
     batch = limits.max_batch or USUAL_BATCH
     of_passes = prefill_nbytes(model), logprobs_nbytes(config.vocab_size)  # temporary tensors
     buffers = sum(of_passes) if has_kernels else max(of_passes)  # those of captured passes cannot be used by others
-    cuda = CUDA_CONTEXT_NBYTES if device.type == "cuda" else 0
+    cuda = CUDA_CONTEXT_NBYTES + SEGMENTS_NBYTES if device.type == "cuda" else 0
     if has_kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
         buffers, cuda = buffers + of_graphs, cuda + (graphs * GRAPH_NBYTES if device.type == "cuda" else 0)
@@ -235,7 +238,7 @@ def limit_to_plan(plans: list[MemoryPlan], device: torch.device) -> float:
     if not plan.fits:
         raise ValueError(f"{_what_fits(plans)}\n{as_text(plans)}")
     if device.type == "cuda":
-        limit_memory((plan.available - plan.cuda) / 1e9, device)
+        limit_memory((plan.available - plan.cuda + SEGMENTS_NBYTES) / 1e9, device)
     return plan.cache / 1e9
 
 

@@ -33,7 +33,7 @@ MIB = 2**20
 # 127 MB in bfloat16. What is fused of an MLP, 32 MiB, finds no place in what is left of torch's segments of 20 MiB.
 WIDE = {
     "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16,
-    "vocab_size": 4096,
+    "vocab_size": 4096, "max_position_embeddings": 2048,
 }  # fmt: skip
 
 
