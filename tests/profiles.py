@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from selfspec import Profile
+from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder, Layer
 from selfspec.profiles.profile import DomainChoice, ModelIdentity, PlanChoice
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
@@ -37,10 +38,9 @@ def random_rows(count: int, seed: int = 0) -> torch.Tensor:
 
 def choice_of(exit_layer: int, plans: str | dict[str, str], **entries: Any) -> DomainChoice:
     """A domain with one plan for all batches, or plans by batch; equal at every temperature."""
-    choice = DomainChoice.of(exit_layer, plans if isinstance(plans, str) else "none")
-    if isinstance(plans, dict):
-        of_batch = {batch: PlanChoice(plan=plan) for batch, plan in plans.items()}
-        choice = choice.model_copy(update={"plans": dict.fromkeys(choice.plans, of_batch)})
+    by_batch = plans if isinstance(plans, dict) else dict.fromkeys(BATCHES, plans)
+    of_batch = {batch: PlanChoice(plan=plan) for batch, plan in by_batch.items()}
+    choice = DomainChoice(exit_layer=exit_layer, plans=dict.fromkeys(TEMPERATURES, of_batch))
     return choice.model_copy(update=entries)
 
 

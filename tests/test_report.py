@@ -24,6 +24,7 @@ from selfspec.profiles.profile import (
     Spread,
 )
 from selfspec.speculation.plan import Plan
+from tests.profiles import choice_of
 
 MODEL = ModelIdentity(model_type="qwen3", num_layers=28, hidden_size=2048, vocab_size=151936, fingerprint=[0.5, 1.5])
 NAME = "models/<qwen3>"
@@ -225,13 +226,13 @@ def test_the_page_ends_with_the_lines_of_python_that_use_the_profile(folder, tmp
 
 @pytest.mark.parametrize(("plan", "says_depth"), [("chain:4", True), ("chain:5", False)])
 def test_columns_of_a_deep_tree_are_labelled_by_numbers_alone(plan, says_depth, tmp_path):
-    html = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path).text
+    html = page_of(profile_of(default=choice_of(2, plan)), tmp_path).text
     assert ("depth 1 1 node" in " ".join(html.split())) == says_depth
 
 
 @pytest.mark.parametrize("plan", ["chain:3", "none", "tree:4,2"])
 def test_the_page_of_a_profile_that_was_not_measured_says_so(plan, tmp_path):
-    page = page_of(profile_of(default=DomainChoice.of(2, plan)), tmp_path)
+    page = page_of(profile_of(default=choice_of(2, plan)), tmp_path)
     assert "were not measured" in page.text
     assert "has no comparison of exits" in page.text
     assert len(page.of_class("node")) == len(Plan.parse(plan))
@@ -253,7 +254,7 @@ def test_the_page_of_a_profile_that_was_not_measured_says_so(plan, tmp_path):
 )
 def test_missing_parts_are_left_out(missing, tmp_path):
     choice = domain_choice("code", 0.7).model_copy(update=missing)
-    page = page_of(profile_of(code=choice, other=DomainChoice.of(1, "chain:2")), tmp_path)
+    page = page_of(profile_of(code=choice, other=choice_of(1, "chain:2")), tmp_path)
     assert "Use" in page.text
 
 

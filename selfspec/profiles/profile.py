@@ -165,11 +165,6 @@ class DomainChoice(Entry):
     direction: list[float] = []  # the router's score of an embedding: its product with this vector, plus the offset
     offset: float = 0.0
 
-    @classmethod
-    def of(cls, exit_layer: int, plan: str) -> DomainChoice:
-        """One plan for every batch and temperature."""
-        return cls(exit_layer=exit_layer, plans={t: {b: PlanChoice(plan=plan) for b in BATCHES} for t in TEMPERATURES})
-
     def check(self) -> None:
         """Raises ValueError for a plan that cannot be parsed, an unknown temperature or batch, or shares above 1."""
         if not self.plans or not all(self.plans.values()):
