@@ -116,7 +116,7 @@ def held_by(model: Decoder, profile: Profile | None, batch: int, length: int, pl
 
 
 @pytest.mark.parametrize(("batch", "length", "plan"), [(1, 150, "tree:4,2,2,1"), (4, 60, "chain:4")])
-def test_a_trained_exit_costs_its_weights_its_cache_and_one_per_cent(
+def test_a_trained_exit_costs_its_weights_its_cache_and_two_per_cent(
     small: Decoder, trained: Profile, batch: int, length: int, plan: str
 ) -> None:
     """Prompts fill a pass of four segments in both cases. The cache has a layer for the exit also without one, so its
@@ -127,7 +127,7 @@ def test_a_trained_exit_costs_its_weights_its_cache_and_one_per_cent(
     assert on.drafted > 0 == off.drafted
     assert on.reported["weights"] == off.reported["weights"] and on.reported["cache"] == off.reported["cache"]
     exit_cache = on.reported["cache"] // (small.config.num_layers + 1)
-    assert on.peak - off.peak <= exit_weights + exit_cache + 0.01 * off.peak
+    assert on.peak - off.peak <= exit_weights + exit_cache + 0.02 * off.peak
     for held in (off, on):
         own = sum(held.reported[name] for name in ("weights", "cache", "exits", "graphs"))
         assert held.after == pytest.approx(own, rel=0.02)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import pytest
 import torch
 
 from selfspec import Engine
 from tests.tiny import tiny_model
+
+pytest.importorskip("triton")
+
+from selfspec.backends.cuda.kernel_prefill import LONGEST, pass_size  # noqa: E402
+from selfspec.backends.cuda.warmup import WarmUp  # noqa: E402
 
 
 def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
@@ -17,3 +27,18 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     captured = len(engine._graphs.captured.entries)
     engine.generate(prompt.repeat(2, 1), **settings)  # type: ignore[arg-type]
     assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"
+
+
+def test_passes_over_prompts_are_captured_with_the_largest_first() -> None:
+    """Then no scratch buffer of a captured pass is outgrown by that of a later one."""
+    captured: list[int] = []
+
+    class Graphs:
+        max_kernel_prompt = context = LONGEST
+
+        def kernel_prefill(self, exit: None, lengths: Sequence[int], end: int) -> None:
+            captured.append(prod(pass_size(lengths, end)))
+
+    graphs: Any = Graphs()
+    WarmUp(graphs, LONGEST, 0).prepare_prompts(None, 4, None)
+    assert len(set(captured)) > 3 and captured == sorted(captured, reverse=True)

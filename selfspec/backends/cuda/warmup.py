@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.kernel_prefill import MAX_TOKENS, groups_per_pass, sizes_to_capture
+from selfspec.backends.cuda.kernel_prefill import MAX_TOKENS, groups_per_pass, pass_size, sizes_to_capture
 from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.profiles.router import EMBEDDED_TOKENS
@@ -105,11 +106,13 @@ class WarmUp:
 
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
         """Captures the passes of decode kernels over up to `batch` short prompts, and over parts of one longer prompt;
-        with `router_layer` also the passes that embed prompts for the router."""
+        with `router_layer` also the passes that embed prompts for the router. The largest passes first: scratch buffers
+        then never grow, and captured graphs would keep the ones that were too small."""
         graphs = self.graphs
         if not graphs.max_kernel_prompt:
             return
-        for lengths, end in sizes_to_capture(batch, min(graphs.max_kernel_prompt, bucket(graphs.context))):
+        sizes = sizes_to_capture(batch, min(graphs.max_kernel_prompt, bucket(graphs.context)))
+        for lengths, end in sorted(sizes, key=lambda size: prod(pass_size(*size)), reverse=True):
             graphs.kernel_prefill(exit, lengths, end)
             if router_layer is not None and max(end, *lengths) <= EMBEDDED_TOKENS:
                 graphs.prompt_embedding(lengths, router_layer)
