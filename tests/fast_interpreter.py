@@ -14,7 +14,7 @@ import numpy as np
 
 def patch_interpreter() -> None:
     """Applies all patches to Triton's interpreter in this process."""
-    from triton.language import core, semantic
+    from triton.language import core
     from triton.runtime import interpreter
 
     pass_semantic_directly(interpreter)
@@ -22,13 +22,12 @@ def patch_interpreter() -> None:
     sum_dots_in_order()
     cache_types()
     compare_names(core, interpreter)
-    cache_constants(core, semantic.TritonSemantic)
 
 
 def pass_semantic_directly(interpreter: Any) -> None:
     """Makes patched functions of the language call what is below the check of `@builtin`, which asks for the argument
     that the patch passes, and copy no keyword arguments."""
-    if not hasattr(interpreter, "_patch_attr") or not hasattr(interpreter, "interpreter_semantic"):
+    if not _has((interpreter, name) for name in ("_patch_attr", "_LangPatchScope", "interpreter_semantic")):
         return
     passed = interpreter.interpreter_semantic
 
@@ -89,6 +88,7 @@ def cache_types() -> None:
     if _has(names) and tuple(set(vars(value)) for value in made) == expected:
         _share_shapes(core)
         _cache_conversions(core, semantic.TritonSemantic, interpreter)
+        _cache_constants(core, semantic.TritonSemantic)
 
 
 def _has(names: Iterable[tuple[Any, str]]) -> bool:
@@ -185,27 +185,7 @@ def _cache_conversions(core: Any, of_two: Any, interpreter: Any) -> None:
     of_two.broadcast_impl_value, of_two.computation_type_impl = broadcast_unlike, cached_common_type
 
 
-def compare_names(core: Any, interpreter: Any) -> None:
-    """Makes questions about a type's kind and size lookups by its name instead of scans of lists."""
-    dtype = core.dtype
-    if not _has([(dtype, "SINT_TYPES"), (dtype, "UINT_TYPES"), (dtype, "FP_TYPES")]):
-        return
-    ints, floats = frozenset(dtype.SINT_TYPES + dtype.UINT_TYPES), frozenset(dtype.FP_TYPES)
-    is_equal = dtype.__eq__
-    dtype.is_int, dtype.is_floating = lambda self: self.name in ints, lambda self: self.name in floats
-    dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
-    if hasattr(interpreter, "_validate_np_data_size"):
-        fits = interpreter._validate_np_data_size
-        sizes = {name: max(dtype(name).primitive_bitwidth // 8, 1) for name in ints | floats}  # bytes
-
-        def fits_by_name(array: Any, of_elements: Any) -> bool:
-            size = sizes.get(of_elements.name)
-            return fits(array, of_elements) if size is None else array.itemsize <= size
-
-        interpreter._validate_np_data_size = fits_by_name
-
-
-def cache_constants(core: Any, of_two: Any) -> None:
+def _cache_constants(core: Any, of_two: Any) -> None:
     """Makes two operands of one type and shape skip all conversions, and makes a number that meets a tensor become the
     tensor that it became when it last met one of that type and shape. The data of these tensors is read-only."""
     names = "binary_op_type_checking_impl", "to_tensor", "scalar_constant"
@@ -261,3 +241,23 @@ def _is_key(value: Any) -> bool:
     """Whether a value is a number that identifies its constant: 0.0 and -0.0 are one key of a dict, and a NaN is
     none."""
     return type(value) is int or (type(value) is float and value != 0 and value == value)
+
+
+def compare_names(core: Any, interpreter: Any) -> None:
+    """Makes questions about a type's kind and size lookups by its name instead of scans of lists."""
+    dtype = core.dtype
+    if not _has([(dtype, "SINT_TYPES"), (dtype, "UINT_TYPES"), (dtype, "FP_TYPES")]):
+        return
+    ints, floats = frozenset(dtype.SINT_TYPES + dtype.UINT_TYPES), frozenset(dtype.FP_TYPES)
+    is_equal = dtype.__eq__
+    dtype.is_int, dtype.is_floating = lambda self: self.name in ints, lambda self: self.name in floats
+    dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
+    if hasattr(interpreter, "_validate_np_data_size"):
+        fits = interpreter._validate_np_data_size
+        sizes = {name: max(dtype(name).primitive_bitwidth // 8, 1) for name in ints | floats}  # bytes
+
+        def fits_by_name(array: Any, of_elements: Any) -> bool:
+            size = sizes.get(of_elements.name)
+            return fits(array, of_elements) if size is None else array.itemsize <= size
+
+        interpreter._validate_np_data_size = fits_by_name

@@ -61,6 +61,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     masked = DeviceStep(decoder, slots, copying, exit, replace(few, grammar_masks=True))
     yield "a tree with forced nodes and masks", masked.launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
+    few_copies = DeviceStep(decoder, slots, Plan.parse("copy:3"), None, StepOptions())
+    yield "few copied nodes without an exit", few_copies.launch
     copies = Plan.parse("copy:15")
     yield "copied nodes of everything without an exit", DeviceStep(decoder, slots, copies, None, everything).launch
     yield "a beam", DeviceStep(decoder, slots, Plan.parse("beam:4,8"), exit, few).launch
