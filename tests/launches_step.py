@@ -54,17 +54,20 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     tree = Plan.parse("tree:4,2")
     yield "a tree", DeviceStep(decoder, slots, tree, exit, few).launch
     yield "a plain step that keeps unfilled states", DeviceStep(decoder, slots, NONE, exit, few).launch
-    yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, tree, exit, everything).launch
-    copying = Plan.parse("tree:4,2+copy:8")
+    short = Plan.parse("tree:4")  # the second level of `a tree` has the same kernels with more rows
+    yield "a tree of everything that a request may ask for", DeviceStep(decoder, slots, short, exit, everything).launch
+    copying = Plan.parse("tree:4+copy:8")
     yield "a tree with copied nodes", DeviceStep(decoder, slots, copying, exit, few).launch
     masked = DeviceStep(decoder, slots, copying, exit, replace(few, grammar_masks=True))
     yield "a tree with forced nodes and masks", masked.launch
     yield "a greedy step without an exit", DeviceStep(decoder, slots, NONE, None, StepOptions()).launch
+    few_copies = DeviceStep(decoder, slots, Plan.parse("copy:3"), None, StepOptions())
+    yield "few copied nodes without an exit", few_copies.launch
     copies = Plan.parse("copy:15")
-    yield "copied nodes without an exit", DeviceStep(decoder, slots, copies, None, StepOptions()).launch
+    yield "copied nodes of everything without an exit", DeviceStep(decoder, slots, copies, None, everything).launch
     yield "a beam", DeviceStep(decoder, slots, Plan.parse("beam:4,8"), exit, few).launch
     fill = ExitFill(decoder, slots, exit, few, scores=True)
     yield "a pass that fills and scores the exit", fill.launch
-    parts = DeviceStep(decoder, slots, tree, exit, everything)
+    parts = DeviceStep(decoder, slots, short, exit, everything)
     yield "passes for callables", parts.launch_passes
     yield "the choice after callables", parts.choose_processed

@@ -19,7 +19,10 @@ from tests.tiny import tiny_model
 ROOT = Path(__file__).parents[1]
 SECTIONS = list(bench_all.SECTIONS)
 
-pytestmark = pytest.mark.filterwarnings("ignore:drafting only")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:drafting only"),
+    pytest.mark.xdist_group("bench_all"),  # one run of all sections serves most tests
+]
 
 
 @pytest.fixture(scope="module")

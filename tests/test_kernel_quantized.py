@@ -122,7 +122,7 @@ def test_rows_are_dequantized_to_the_values_of_the_tensor(tensor: QuantizedTenso
         assert torch.equal(out, tensor.dequantize()[rows])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(tensors(), st.integers(1, 40), st.sampled_from([torch.float16, torch.float32]))
 def test_linear_equals_the_matmul_with_the_dequantized_weight(
     tensor: QuantizedTensor, rows: int, dtype: torch.dtype
