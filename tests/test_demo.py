@@ -213,5 +213,5 @@ def test_the_shipped_profile_is_valid_for_the_file_as_it_is_stored(native, profi
 
 def test_the_file_as_it_is_stored_gives_the_expanded_models_greedy_tokens(engine, native, batch) -> None:
     input_ids, mask = (tensor[:1, -40:] for tensor in batch)
-    options = {**GREEDY, "max_new_tokens": 2, "attention_mask": mask, "speculative_decoding": False}
+    options = {**GREEDY, "max_new_tokens": 3, "attention_mask": mask, "speculative_decoding": False}
     assert torch.equal(native.generate(input_ids, **options), engine.generate(input_ids, **options))

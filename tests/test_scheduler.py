@@ -377,7 +377,7 @@ def work(engine: Engine, index: int) -> Any:
 
 
 def test_calls_from_eight_threads_get_the_tokens_of_calls_one_after_another() -> None:
-    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 5)
+    engine, calls = new_engine(pages=16, max_batch=6), range(8 * 10)
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda index: work(engine, index), calls))
     assert_all_pages_free(engine)
