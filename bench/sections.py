@@ -223,17 +223,17 @@ class Section:
     seconds: float
 
 
-# Budgets add up to 398 s; loading, and items that end after their budget, take up to two minutes more. Sections with
+# Budgets add up to 470 s; loading, and items that end after their budget, may take a minute more. Sections with
 # engines of their own come after memory, whose figures are those of the engine that the others share.
 SECTIONS = {
     "startup": Section("Start-up", startup, result_tables.startup, 35),
-    "decode": Section("Decoding", decoding, tables.decode, 90),
-    "short": Section("Short requests", short_requests, result_tables.short_requests, 18),
-    "options": Section("Options", request_options, tables.options, 38),
+    "decode": Section("Decoding", decoding, tables.decode, 115),
+    "short": Section("Short requests", short_requests, result_tables.short_requests, 25),
+    "options": Section("Options", request_options, tables.options, 45),
     "serving": Section("Serving", serve, tables.serving, 40),
-    "server": Section("Server", http, result_tables.http, 40),
-    "exactness": Section("Exactness", compare, tables.exactness, 50),
+    "server": Section("Server", http, result_tables.http, 45),
+    "exactness": Section("Exactness", compare, tables.exactness, 55),
     "memory": Section("Memory", memory, result_tables.memory, 0),
-    "no_profile": Section("Without a profile", unprofiled, result_tables.unprofiled, 25),
-    "quantized": Section("Quantized weights", quantized, result_tables.quantized, 62),
+    "no_profile": Section("Without a profile", unprofiled, result_tables.unprofiled, 35),
+    "quantized": Section("Quantized weights", quantized, result_tables.quantized, 75),
 }

@@ -1,8 +1,9 @@
 """Launch settings of the fused matmuls for weights in any format: tiles, stages and kernel arguments.
 
 For dense weights these are the functions of `gemm_common`. In a program of a quantized weight each warp keeps the sums
-of 16 or 32 weight rows over a part of K in its registers. Tiles and splits are the fastest on an H200 at the shapes of
-Llama-8B in int4, int8 and Q4_K (`python -m bench.quantized --sweep`); not measured on other GPUs.
+of 16 or 32 weight rows over a part of K in its registers. Tiles and splits were chosen by sweeps on an H200 at the
+shapes of Llama-8B in int4, int8 and Q4_K (`python -m bench.quantized --sweep`), and by the registers that sm_86 spills;
+no other GPU was measured.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from selfspec.kernels.triton_compat import use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-_LEAST_WARPS, _MOST_WARPS = 4, 16  # of a program: one for each scheduler of an SM; each thread has 128 registers
-_FEW_WEIGHT_ROWS = 4096
+_LEAST_WARPS, _MOST_WARPS = 4, 16  # of a program: one per scheduler of an SM; so many that a thread has 128 registers
+_FEW_WEIGHT_ROWS = 4096  # weight rows up to which more warps are faster than longer ones on an H200's 132 SMs
 _PREFETCH_WORDS = 128  # of 32 bits, of each weight row, while a launch waits for the one before it
 
 
@@ -38,9 +39,9 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
 
 
 def rows_of_warp(weight: QuantizedWeight, block_m: int) -> int:
-    """Weight rows that a warp multiplies with the x that it loads, in a tile of `block_m` rows of x. With 32 it loads x
-    half as often; with 16 there are more warps, which few rows of x and few weight rows need, and more registers for
-    scales (with 32, Q4_K spills 112 bytes per thread on sm_86)."""
+    """Returns the weight rows of a warp, 16 or 32, in a tile of `block_m` rows of x. With 32 a warp loads x half as
+    often; with 16 there are more warps, which few rows of x and few weight rows need, and more registers for scales
+    (with 32, Q4_K spills 112 bytes per thread on sm_86)."""
     is_wide = block_m > 16 or (block_m == 16 and weight.shape[0] > _FEW_WEIGHT_ROWS)
     return 2 * TILE_ROWS if is_wide and not _has_many_scales(weight) else TILE_ROWS
 
@@ -52,7 +53,7 @@ def _has_many_scales(weight: QuantizedWeight) -> bool:
 
 def choose_splits(kind: str, n: int, k: int) -> int:
     """Parts of K, summed by warps of their own. Sums depend on it: it must depend on nothing but the weight's shape and
-    use. Few weight rows need many splits to occupy the GPU, many rows few, so that each warp sums long."""
+    use. Few weight rows need many splits to occupy the GPU; with many, few splits let each warp sum more columns."""
     if kind in ("head", "qkv_norm") or n > 2 * _FEW_WEIGHT_ROWS:
         return 2
     return 8 if n <= _FEW_WEIGHT_ROWS < k and kind == "linear" else 4

@@ -130,8 +130,8 @@ def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
 @jit
 def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr, READ_ONCE: tl.constexpr = False):
     """Loads COUNT neighbouring elements of SIZE bytes at pointers [4, 8, B, ROWS / 8, 1]. Of the axes but the last one,
-    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones. READ_ONCE: the L1
-    cache drops them before others."""
+    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones. READ_ONCE: marks
+    their cache lines in L1 to be evicted first."""
     EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
     SHAPE: tl.constexpr = (4, 8, at.shape[2], at.shape[3], COUNT)
     ALL: tl.constexpr = COUNT * SIZE

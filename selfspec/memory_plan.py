@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 CUDA_CONTEXT_NBYTES = 500 * 10**6  # bytes: context, libraries, loaded kernels
 GRAPH_NBYTES = 10**6  # bytes of one captured graph in the driver and in its memory pool
 # Parts of PyTorch's segments (20 MiB or one tensor each) that no tensor takes: one segment of weights, one of passes
-# and one of captured graphs, which share none. Without them a model of 127 MB did not load within its plan on an H200.
+# and one of captured graphs: PyTorch shares no segment between these. Without them a model of 127 MB did not load
+# within its plan on an H200.
 SEGMENTS_NBYTES = 3 * 20 * 2**20
 
 BATCHES = (1, 4, 16)  # sequences for which the longest context is given: the largest batches of a profile's bands
@@ -72,7 +73,7 @@ class MemoryPlan:
     exits: int
     cache: int
     buffers: int  # of captured steps, slots and temporary tensors
-    cuda: int  # outside of tensors: context, kernels, graphs, unused parts of PyTorch's segments
+    cuda: int  # in no tensor: context, kernels, graphs, unused parts of PyTorch's segments
     available: int  # the limit, or else all that is free now
     context: int  # tokens of the longest sequence
     longest: dict[int, int]  # tokens of each of so many sequences of one length that the cache holds, by their number

@@ -375,8 +375,8 @@ class Scheduler:
 
     def _decode(self, batch: Batch) -> None:
         """Runs one step of the batch. While too few pages are free for the step, swaps the batch's newest sequence to
-        host memory and tries again. Does so within one pass of the loop: admission, at its end, could swap the sequence
-        back in before the step."""
+        host memory and tries again in the same pass of the loop, since admission at the end of the pass could swap the
+        sequence back in before the step."""
         started, members = time.perf_counter(), list(batch.running)
         callbacks = {sequence.request: sequence.request.callback_s for sequence in members}
         has_stepped = False

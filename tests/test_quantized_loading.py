@@ -158,7 +158,7 @@ def test_damaged_folders_are_refused_before_weights_are_read(tmp_path: Path) -> 
             resolve(path)
         assert str(path) in str(raised.value)
     content = json.loads((path / "config.json").read_text())
-    refused = {"HQQ": {"quant_method": "hqq"}, "bits": {"quant_method": "gptq", "bits": 3}, "must be an object": "int4"}
+    refused = {"hqq": {"quant_method": "hqq"}, "bits": {"quant_method": "gptq", "bits": 3}, "must be an object": "int4"}
     for message, config in refused.items():
         (path / "config.json").write_text(json.dumps({**content, "quantization_config": config}))
         with pytest.raises(ValueError, match=message):

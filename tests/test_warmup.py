@@ -12,11 +12,6 @@ import torch
 from selfspec import Engine
 from tests.tiny import tiny_model
 
-pytest.importorskip("triton")
-
-from selfspec.backends.cuda.kernel_prefill import LONGEST, pass_size  # noqa: E402
-from selfspec.backends.cuda.warmup import WarmUp  # noqa: E402
-
 
 def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     hf = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2, head_dim=16, max_position_embeddings=64)
@@ -31,6 +26,10 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
 
 def test_passes_over_prompts_are_captured_with_the_largest_first() -> None:
     """Then no scratch buffer of a captured pass is outgrown by that of a later one."""
+    pytest.importorskip("triton")
+    from selfspec.backends.cuda.kernel_prefill import LONGEST, pass_size
+    from selfspec.backends.cuda.warmup import WarmUp
+
     captured: list[int] = []
 
     class Graphs:

@@ -6,7 +6,6 @@ Counts the passes through the model in each stage and the rows (tokens) of these
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -114,14 +113,8 @@ def training_step_seconds(setup: Setup) -> float:
     corpus = Corpus.empty(recipe.rows, recipe.length)
     corpus.documents.fill_(1)
     corpus.predicts.fill_(True)
-    features = torch.zeros(*corpus.tokens.shape, FEATURE_STATES * model.config.hidden_size, dtype=model.dtype)
+    shape = *corpus.tokens.shape, FEATURE_STATES * model.config.hidden_size
+    features = torch.zeros(shape, dtype=model.dtype, device=setup.resources.states_on)
     head_rows = torch.arange(heads.largest_head(setup.vocabulary), device=model.device)
     layers = setup.layers[: setup.resources.exits_together]
-    trainer = Trainer(model, layers, corpus, features, head_rows, replace(recipe, warmup=1), steps=4)
-    times = []
-    for _ in range(2):
-        started = time.perf_counter()
-        trainer.train_step()
-        trainer.seen.cpu()  # waits for the device
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return Trainer(model, layers, corpus, features, head_rows, replace(recipe, warmup=1), steps=4).seconds_per_step()

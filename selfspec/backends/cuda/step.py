@@ -118,7 +118,7 @@ class DeviceStep:
 
     def draft_root(self) -> None:
         """Drafts the first level: the root, and copied nodes unless they wait for forced tokens."""
-        self.draft.run_root()
+        self.draft.run_first_level()
 
     def draft_masked(self) -> None:
         """Copies masks and forced tokens to the device, drafts the levels that wait for them, and copies the nodes'
@@ -126,9 +126,9 @@ class DeviceStep:
         assert self.masks is not None
         self.masks.load(self.slots.count)
         if self.plan.uses_exit:
-            self.draft.run_children()
+            self.draft.run_other_levels()
         else:
-            self.draft.run_root()
+            self.draft.run_first_level()
         self.masks.send(self.metadata.tokens, self.parents)
 
     # Verify

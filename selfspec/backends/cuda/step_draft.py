@@ -93,15 +93,15 @@ class StepDraft:
 
     def run(self) -> None:
         """Runs all levels."""
-        self.run_root()
-        self.run_children()
+        self.run_first_level()
+        self.run_other_levels()
 
-    def run_root(self) -> None:
+    def run_first_level(self) -> None:
         """Runs the first level: the root and the copied nodes. With masks and an exit, copied nodes run with the
         second level, once the host has written forced tokens."""
         self._run_level(self._levels[0], None)
 
-    def run_children(self) -> None:
+    def run_other_levels(self) -> None:
         """Runs the other levels: ranks the children of the level above, then runs them."""
         for above, level in pairwise(self._levels):
             assert self.exit is not None
@@ -186,9 +186,9 @@ class _Level:
     def __init__(self, tree: Tree, nodes: range) -> None:
         first = tree.plan.copied + 1  # of the nodes that the exit drafts
         self.nodes, self.rows = nodes, tree.rows(nodes)
-        self.given = range(nodes.start, min(nodes.stop, first))  # root and copied nodes: their tokens are given
+        self.given = range(nodes.start, min(nodes.stop, first))  # root and copied nodes: known before the draft
         self.drafted = range(max(nodes.start, first), nodes.stop)  # drafted by the exit
-        self.expanded = self.drafted or range(1)  # nodes whose children the exit ranks: never those of copied nodes
+        self.expanded = self.drafted or range(1)  # nodes whose children the exit ranks: copied nodes have none
         self.width, self.expanded_rows = tree.plan.width(self.expanded), tree.rows(self.expanded)
         # Of drafted nodes: parents and ranks (not in a beam), and the rows of `head_input` that their parents have.
         self.parents = self.ranks = self.parent_rows = None

@@ -106,8 +106,8 @@ class WarmUp:
 
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
         """Captures the passes of decode kernels over up to `batch` short prompts, and over parts of one longer prompt;
-        with `router_layer` also the passes that embed prompts for the router. The largest passes first: scratch buffers
-        then never grow, and captured graphs would keep the ones that were too small."""
+        with `router_layer` also the passes that embed prompts for the router. The largest passes come first: otherwise
+        scratch buffers grow, and graphs captured before keep the smaller ones."""
         graphs = self.graphs
         if not graphs.max_kernel_prompt:
             return
