@@ -61,6 +61,9 @@ class IdleBackend:
     def prefill(self, sequences: Seq[Sequence], exit: Any) -> list[Sequence]:
         return list(sequences)
 
+    def capture_s(self, sequences: Seq[Sequence], plan: Plan, exit: Any) -> float:
+        return 0.0
+
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Any, before: Step | None) -> Step:
         seconds = 1e-3 * (1 + 0.1 * record.plan.depth)
         lasts = [self._last(record.plan) for _ in sequences]

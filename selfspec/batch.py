@@ -220,8 +220,12 @@ class Batch:
         else:
             assert self.governor is not None
             skills = [sequence.skill for sequence in self.running if sequence.drafts]
-            plan, reason = self.governor.choose(skills, len(self.running), self._context, self._in_use)
+            size, context = len(self.running), self._context
+            plan, reason = self.governor.choose(skills, size, context, self._in_use, self._capture_s)
         return self._bounded(plan), reason
+
+    def _capture_s(self, plan: Plan) -> float:
+        return self.backend.capture_s(self.running, self._bounded(plan), self.exit)
 
     def _ungoverned_policy(self) -> Policy | None:
         """The policy of the first sequence that may draft and is not governed: its request has a plan or forces one."""

@@ -610,3 +610,31 @@ def test_a_steps_time_is_a_cost_sample_only_if_it_was_launched_right_after_anoth
         ("plain", False), ("plain", True), ("plain", True), ("plain", False), ("drafting", True), ("plain", True),
         ("plain", False), ("drafting", False), ("drafting", True),
     ]  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["captured", "with a grammar", "with a processor"])
+def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_next(kind: str) -> None:
+    """Also for a sequence that joins and has no slot yet; a step that is captured already takes no such time."""
+    exit, backend, told = accurate_exit(), cuda_backend(new_graphs()), []
+    captured, batch = backend.graphs.captured, ScriptedBatch(backend, exit)
+
+    def capture(_: Any, launches: Any) -> Any:  # as on a GPU
+        captured.captures, captured.shortest_s = captured.captures + 1, 0.05
+        return launches
+
+    def captured_steps() -> int:
+        return sum(key[0] == "step" for key in captured.entries)
+
+    captured._capture = capture  # type: ignore[method-assign]
+    for joined, params in enumerate([SamplingParams(), SamplingParams(do_sample=True), SamplingParams(), None]):
+        if params is not None:
+            processors = [penalise_last] if "processor" in kind else []
+            sequence = sequence_of(prompt_of(4, joined), 30, params, exit=exit, processors=processors)
+            batch.admit([follow(sequence, "[a-z]+") if "grammar" in kind else sequence])
+        for batch.plan in (Plan.parse("chain:1"), NONE, Plan.parse("chain:1")):
+            before, seconds = captured_steps(), backend.capture_s(batch.running, batch.plan, batch.exit)
+            batch.step()
+            told.append((seconds, captured_steps() - before))
+    assert told[0] == (0.0, 1)  # the first capture: how long one takes is not known yet
+    assert set(told[1:]) == {(0.0, 0), (0.05, 1)}

@@ -220,6 +220,59 @@ def test_the_reason_is_ood_where_every_text_is_unlike_calibration(skills: tuple[
     assert choose(governor, *map(skilled, skills)) == (NONE, reason)
 
 
+# Captures
+
+
+def test_without_a_captured_plan_the_fastest_one_is_drafted_and_captured_at_once() -> None:
+    governor = governor_of()
+    plan, _ = choose(governor, skilled(1.0))
+    assert governor.choose([skilled(1.0)], 1, CONTEXT, NONE, lambda plan: 1e9) == (plan, None)
+
+
+@pytest.mark.parametrize("captured", ["chain:1", "tree:4"])
+def test_a_faster_plan_is_captured_once_it_would_have_saved_the_time_of_its_capture(captured: str) -> None:
+    governor, ready = governor_of(), {Plan.parse(captured)}
+    fastest, _ = choose(governor, skilled(1.0))
+    saving = 1 - max(1.0, speed(governor, Plan.parse(captured), 1.0)) / speed(
+        governor, fastest, 1.0
+    )  # a plain step: 1 s
+    chosen = []
+    while (
+        plan := governor.choose([skilled(1.0)], 1, CONTEXT, NONE, lambda plan: 9.9 * (plan not in ready))[0]
+    ) != fastest:
+        chosen.append(plan)
+    assert set(chosen) == ready and len(chosen) == int(9.9 / saving)
+    ready.add(fastest)
+    assert governor.choose([skilled(1.0)], 1, CONTEXT, fastest, lambda plan: 9.9 * (plan not in ready))[0] == fastest
+
+
+def test_steps_are_plain_until_a_capture_pays_if_the_captured_plans_are_slower_than_plain_decoding() -> None:
+    governor, slow = governor_of(), Plan.parse("chain:1")
+    for plan in governor.candidates.table(1).plans:
+        set_cost(governor, plan, 3.0 if plan == slow else governor.candidates.cost(plan, 1))
+    governor.budget.charge(0.1)
+    reasons = [
+        governor.choose([skilled(1.0)], 1, CONTEXT, NONE, lambda plan: 2.0 * (plan != slow))[1] for _ in range(10)
+    ]
+    assert reasons[0] == "goodput" and reasons[-1] is None
+
+
+@given(st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0]), max_size=200), st.floats(0.1, 30))
+def test_captures_after_the_first_take_no_more_time_than_they_would_have_saved(
+    texts: list[float], seconds: float
+) -> None:
+    governor, captured, saved = governor_of(), set[Plan](), 0.0
+    for skill in texts:
+        fastest, _ = choose(governor, skilled(skill))
+        plan, _ = governor.choose([skilled(skill)], 1, CONTEXT, NONE, lambda plan: seconds * (plan not in captured))
+        if len(plan) and plan not in captured:
+            captured.add(plan)
+            saved += 1.0  # at most, by the step that captures
+        elif len(fastest):
+            saved += 1 - max(1.0, speed(governor, plan, skill)) / max(1.0, speed(governor, fastest, skill))
+    assert seconds * (len(captured) - 1) <= saved + 1e-6
+
+
 # Sequences
 
 

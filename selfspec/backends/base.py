@@ -14,6 +14,7 @@ from selfspec.cache.prefixes import PrefillKind
 from selfspec.history import StepRecord
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
+from selfspec.speculation.plan import Plan
 
 
 @dataclass(eq=False)
@@ -70,6 +71,11 @@ class Backend(Protocol):
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
         """Returns scores that have arrived since the last call: the share of positions at which the exit's best token
         is the model's, and the number of positions."""
+        ...
+
+    def capture_s(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> float:
+        """Seconds that `launch` will take, before it launches this step, to capture it as a graph; 0 if it is captured,
+        or needs no capture."""
         ...
 
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:

@@ -7,7 +7,7 @@ plans, so choices change only the speed. The hard rules come first: `rules.Polic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
@@ -56,16 +56,25 @@ class Governor:
         self.candidates, self.costs, self.rules, self.budget = candidates, costs, rules, budget
         self._lengths: tuple[tuple, list[float]] = ((), [])  # the newest mean lengths, and what they were computed for
 
-    def choose(self, skills: Sequence[Skill], batch: int, context: int, in_use: Plan) -> tuple[Plan, str | None]:
+    def choose(
+        self,
+        skills: Sequence[Skill],
+        batch: int,
+        context: int,
+        in_use: Plan,
+        capture_s: Callable[[Plan], float] = lambda plan: 0.0,
+    ) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
         draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step that was not
-        measuring."""
+        measuring; `capture_s` gives the seconds that capturing a plan's step takes first, 0 once it is captured."""
         bucket = self.costs.bucket(batch, context)
         if bucket.wants_plain:
             return NONE, MEASURING
         table = self.candidates.table(batch)
         speeds = self._speeds(skills, batch, table, bucket)
         best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
+        if best is not None:
+            best = self._until_captured(best, speeds, table.plans, batch, bucket, capture_s)
         if best is not None and speeds[best] > 0:
             needed = 1.0 if len(in_use) else 1 + self.rules.start_gain
             probes = not len(in_use) and self.budget.is_full and self.candidates.acceptance is not None
@@ -74,6 +83,27 @@ class Governor:
         if self.candidates.acceptance is None:
             return NONE, NO_PROFILE
         return NONE, "ood" if all(skill.is_ood for skill in skills) else "goodput"
+
+    def _until_captured(
+        self,
+        best: int,
+        speeds: Sequence[float],
+        plans: Sequence[Plan],
+        batch: int,
+        bucket: CostBucket,
+        capture_s: Callable[[Plan], float],
+    ) -> int:
+        """The fastest plan, `best`, if it is captured, or else the fastest of those that are: until `best` would have
+        saved the time that its capture takes, so that captures take no more time than they save. With no plan captured
+        `best` at once."""
+        seconds = capture_s(plans[best])
+        captured = [number for number, plan in enumerate(plans) if not capture_s(plan)] if seconds else []
+        if not captured:
+            return best
+        fastest = max(captured, key=speeds.__getitem__)
+        assert bucket.plain is not None
+        saved = bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
+        return best if self.costs.add_saving(batch, plans[best], saved) >= seconds else fastest
 
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
         """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than

@@ -90,21 +90,33 @@ class CudaBackend:
         self._send_logprobs(step, device_step)
         readback.send(device_step.report)
 
-    def _captured_step(
-        self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None, *parts: str, grammar_masks: bool = False
-    ) -> tuple:
+    def capture_s(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> float:
+        return self.graphs.captured.seconds_to_capture(self.graphs.step_key(*self._settings(sequences, plan, exit)))
+
+    def _captured_step(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> tuple:
         """Returns the device step for these sequences, captured on first use, followed by its launch, or by the launch
-        of each of its `parts`."""
-        size, captures = self._placement.size, self.graphs.captured.captures
-        options = replace(self._placement.options, grammar_masks=grammar_masks)
-        found = self.graphs.step(self._buffers, size, plan, exit, options, _max_length(sequences), *parts)
+        of each of its parts."""
+        captures = self.graphs.captured.captures
+        found = self.graphs.step(*self._settings(sequences, plan, exit))
         if self.graphs.captured.captures > captures:
             self._times.exclude_next_step()
         return found
 
+    def _settings(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> tuple:
+        """Returns the arguments of `Graphs.step` for these sequences, which need not have slots yet."""
+        parts: tuple[str, ...] = ()
+        has_callables = any(sequence.request.processors for sequence in sequences)
+        has_masks = not has_callables and any(sequence.request.uses_host for sequence in sequences)
+        if has_callables:
+            parts = DeviceStep.PARTS
+        elif has_masks:
+            parts = DeviceStep.masked_parts(plan)
+        options = replace(self._placement.options_of(sequences), grammar_masks=has_masks)
+        return self._buffers, bucket(len(sequences)), plan, exit, options, _max_length(sequences), *parts
+
     def _launch_with_callables(self, step: StepInFlight, exit: Exit | None) -> None:
         """Runs a step in which Python callables process logits, and waits for their results."""
-        parts = self._captured_step(step.sequences, step.record.plan, exit, *DeviceStep.PARTS)
+        parts = self._captured_step(step.sequences, step.record.plan, exit)
         self._times.note_other_work()
         run_with_callables(step, parts, self.graphs.readbacks.take(parts[0].report))
         self._send_logprobs(step, parts[0])
@@ -113,9 +125,7 @@ class CudaBackend:
         """Launches the first part of a masked step. `read` launches the parts that need the tokens of the step in
         flight, without one this method does; `_complete_masked_step` launches the choice."""
         plan = step.record.plan
-        device_step, *parts = self._captured_step(
-            step.sequences, plan, exit, *DeviceStep.masked_parts(plan), grammar_masks=True
-        )
+        device_step, *parts = self._captured_step(step.sequences, plan, exit)
         self._times.start(step, self.graphs.readbacks.take(device_step.report), in_flight, self.overlaps)
         self._masked_step = MaskedStep(step, device_step, parts)
         self._masking.launch(self._masked_step)

@@ -6,10 +6,12 @@ idle slots write to. `backend.py` decides which graph to replay and reads its re
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,7 @@ class GraphCache:
         self.compiler = Compiler()
         self.entries: OrderedDict[tuple, tuple] = OrderedDict()  # key -> (step or pass, launch, ...); oldest use first
         self.captures = 0  # steps and passes captured so far; stays 0 without a GPU
+        self.shortest_s = inf  # seconds that the fastest capture took: one that compiles kernels takes much longer
         self._device = device
         self._pool: Any = None  # memory pool that all graphs share
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
@@ -74,6 +77,11 @@ class GraphCache:
         self.entries.move_to_end(key)
         return found
 
+    def seconds_to_capture(self, key: tuple) -> float:
+        """Returns the seconds that capturing the step or pass of `key` will take if its kernels are compiled: as long
+        as the fastest capture so far. 0 if it is captured, and without a GPU."""
+        return 0.0 if key in self.entries or not self.captures else self.shortest_s
+
     def _evict(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a graph may not be running when it is destroyed
@@ -88,7 +96,7 @@ class GraphCache:
         """
         if self._device.type != "cuda":
             return launches
-        self.captures += 1
+        self.captures, started = self.captures + 1, time.perf_counter()
         saved = [] if buffers is None else buffers.save_and_idle()
         try:
             self.compiler.compile(*launches)
@@ -105,6 +113,7 @@ class GraphCache:
         finally:
             for tensor, before in saved:
                 tensor.copy_(before)
+        self.shortest_s = min(self.shortest_s, time.perf_counter() - started)
         return [graph.replay for graph in graphs]
 
 
@@ -169,9 +178,16 @@ class Graphs:
             decoder = self._decoder(slots, max_context)
             return self.step_class(decoder, slots, plan, None if exit is None else buffers.exit(exit, count), options)
 
-        launches = parts or ("launch",)
-        key = "step", launches, buffers.number, count, plan, _drafting_key(exit, self.model), options, max_context
-        return self.captured.find(key, buffers, build, *launches)
+        key = self.step_key(buffers, count, plan, exit, options, longest, *parts)
+        return self.captured.find(key, buffers, build, *(parts or ("launch",)))
+
+    def step_key(
+        self, buffers: SlotBuffers, count: int, plan: Plan, exit: Exit | None, options: StepOptions, longest: int,
+        *parts: str,
+    ) -> tuple:  # fmt: skip
+        """Returns the key under which `captured` keeps the step with these settings."""
+        exits, max_context = _drafting_key(exit, self.model), self._max_context(longest)
+        return "step", parts, buffers.number, count, plan, exits, options, max_context
 
     def exit_fill(
         self, buffers: SlotBuffers, count: int, exit: Exit, options: StepOptions, longest: int, scores: bool

@@ -78,10 +78,17 @@ class SlotPlacement:
         """Whether a step of these sequences can be launched without writing slots."""
         return sequences == self._placed and exit is self.head_exit and not self.pages.changed
 
+    def options_of(self, sequences: Seq[Sequence]) -> StepOptions:
+        """Returns the options of a step of these sequences. While none joins they stay as they are, also if sequences
+        leave, so that no step is captured for fewer options."""
+        if all(sequence in self.slot_of for sequence in sequences):
+            return self.options
+        return StepOptions.of([sequence.params for sequence in sequences])
+
     def place(self, sequences: Seq[Sequence], exit: Exit | None) -> None:
         """Gives every sequence one of the first `size` slots, and writes to the device what has changed since the
         newest step."""
-        self._placed = list(sequences)
+        self._placed, options = list(sequences), self.options_of(sequences)
         joined = [sequence for sequence in sequences if sequence not in self.slot_of]
         idle = dict.fromkeys(self._vacated)
         self._vacated = []
@@ -91,8 +98,7 @@ class SlotPlacement:
         self._write(joined, list(idle), exit)
         self.size = bucket(len(sequences))
         self._compact()
-        if joined:  # when sequences only leave, the options stay, so that no step is captured for fewer of them
-            self.options = StepOptions.of([sequence.params for sequence in sequences])
+        self.options = options
         if exit is not self.head_exit or joined:
             self._fill_head(exit)
         self._write_drafting(sequences, joined)
