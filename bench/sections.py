@@ -223,8 +223,9 @@ class Section:
     seconds: float
 
 
-# Budgets add up to 470 s; loading, and items that end after their budget, may take a minute more. Sections with
-# engines of their own come after memory, whose figures are those of the engine that the others share.
+# Budgets add up to 470 s; loading, and items that end after their budget, may take a minute more. Memory's
+# figures are those of the engine that most sections share, before exactness forces large trees in large batches, whose
+# buffers stay.
 SECTIONS = {
     "startup": Section("Start-up", startup, result_tables.startup, 35),
     "decode": Section("Decoding", decoding, tables.decode, 115),
@@ -232,8 +233,8 @@ SECTIONS = {
     "options": Section("Options", request_options, tables.options, 45),
     "serving": Section("Serving", serve, tables.serving, 40),
     "server": Section("Server", http, result_tables.http, 45),
-    "exactness": Section("Exactness", compare, tables.exactness, 55),
     "memory": Section("Memory", memory, result_tables.memory, 0),
+    "exactness": Section("Exactness", compare, tables.exactness, 55),
     "no_profile": Section("Without a profile", unprofiled, result_tables.unprofiled, 35),
     "quantized": Section("Quantized weights", quantized, result_tables.quantized, 75),
 }

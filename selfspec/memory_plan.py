@@ -129,8 +129,8 @@ def _plan(
     available = free if limits.memory_gb is None else min(free, int(limits.memory_gb * 1e9))
     exits = _exits_nbytes(model, profile, has_kernels)
     left = available - cuda - model.nbytes
-    if limits.memory_gb is not None:  # then the cache, which takes SHARE of it, gets at most what all others leave
-        left = min(left, int((left - exits - buffers) / SHARE))
+    if limits.memory_gb is not None:  # then the cache, which takes SHARE of it, gets all that the others leave
+        left = int((left - exits - 2 * buffers) / SHARE)  # steps that `buffers` does not count need some as well
 
     def pages(context: int, sequences: int | None) -> int:
         return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, left)
