@@ -2,8 +2,8 @@
 
 Plain decoding writes each answer once (forced texts are taken as given). The exit then drafts at each of its tokens, as
 in calibration; the ranks of the answer's tokens in these drafts determine which nodes any plan accepts at any position.
-Plain decoding, every candidate plan and the governor are simulated with the step times in the profile. Host time,
-prefill and graph captures are left out.
+Plain decoding, every candidate plan and the governor are simulated with the step times in the profile. Host time and
+prefill are left out; so are graph captures unless `--capture-ms` gives their time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -186,12 +186,31 @@ def fixed(texts: Sequence[Text], plan: Plan, seconds: Seconds) -> float:
     return total
 
 
+@dataclass
+class Captures:
+    """The captured steps of a process, and the seconds that one more takes."""
+
+    seconds: float = 0.0
+    steps: set[tuple[int, Plan]] = field(default_factory=set)  # (slots, plan)
+
+    def needed(self, slots: int, plan: Plan) -> float:
+        """Seconds until the step is captured; plain steps are."""
+        return self.seconds if len(plan) and (slots, plan) not in self.steps else 0.0
+
+
 class Governed:
     """A batch with a governor, which chooses each plan while the previous step is in flight."""
 
     def __init__(
-        self, texts: Sequence[Text], timing: DomainTiming, costs: Costs, budget: Budget, noise: float = 0.0
+        self,
+        texts: Sequence[Text],
+        timing: DomainTiming,
+        costs: Costs,
+        budget: Budget,
+        noise: float = 0.0,
+        captures: Captures | None = None,
     ) -> None:
+        self.captures = captures or Captures()
         self.governor = Governor(timing.candidates, costs, timing.rules, budget)
         self.timing, self.running = timing, Texts(texts)
         self.skills = [Skill(UNFAMILIAR) if text.is_unfamiliar else Skill() for text in texts]
@@ -232,10 +251,13 @@ class Governed:
         return self.total
 
     def _launch(self, in_use: Plan) -> Plan:
-        active = self.running.active
+        active, slots = self.running.active, 1 << (len(self.running.active) - 1).bit_length()
         self._score(active)
-        plan = self.governor.choose([self.skills[number] for number in active], len(active), _CONTEXT, in_use)[0]
+        skills, needed = [self.skills[number] for number in active], partial(self.captures.needed, slots)
+        plan = self.governor.choose(skills, len(active), _CONTEXT, in_use, needed)[0]
         self.governor.charge_step(plan, len(active), _CONTEXT)
+        self.total += needed(plan)
+        self.captures.steps.add((slots, plan))
         if len(plan) and self._unfilled:
             self.total += self.timing.candidates.score_cost * self.timing.seconds(len(active), NONE)
         self._unfilled = 0 if len(plan) else self._unfilled + 1
@@ -263,7 +285,7 @@ class Governed:
 
 
 def compare(
-    texts: Sequence[Text], size: int, timing_of: Callable[[str], DomainTiming], noise: float = 0.0
+    texts: Sequence[Text], size: int, timing_of: Callable[[str], DomainTiming], noise: float, capture_s: float
 ) -> dict[str, Any]:
     """Compares the modes in batches of `size` texts; the first texts fill up the last batch. Fixed plans are the
     candidates of the domain that most texts have."""
@@ -275,8 +297,10 @@ def compare(
     best, costs = min(totals, key=lambda plan: totals[plan]), Costs()
     budget = Budget(timing.rules.budget, timing.rules.budget_refill)
     timings = [timing_of(_most_frequent([text.domain for text in batch])) for batch in batches]
+    captures = Captures(capture_s)
     governed = [
-        Governed(batch, timing, costs, budget, noise).run() for batch, timing in zip(batches, timings, strict=True)
+        Governed(batch, timing, costs, budget, noise, captures).run()
+        for batch, timing in zip(batches, timings, strict=True)
     ]
     return {
         "batch": size,
@@ -306,6 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--max-new-tokens", type=int, default=128, help="of each text (default: 128)")
     add("--max-step", type=float, help="longest step of the governor, in plain steps (default: by device)")
     add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of measured step times")
+    add("--capture-ms", type=float, default=0.0, help="of each step's capture on first use (default: all are captured)")
     args = parser.parse_args(arguments)
     engine, console = Engine.from_pretrained(args.model, profile=args.profile), Console(width=110)
     device = profile_of(engine).device
@@ -321,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_texts(args.texts, recorded)
         timing_of = cache(partial(DomainTiming.of, engine, prompts.temperature, args.max_step))
         for size in args.batch if texts else ():
-            found = compare(texts, size, timing_of, args.noise)
+            found = compare(texts, size, timing_of, args.noise, args.capture_ms / 1e3)
             results.append({"set": prompts.name, **found})
             names = ("best_fixed_against_plain", "governor_against_plain", "governor_against_best_fixed")
             speeds = [f"{found[name]:.2f}x" for name in (*names, "worst_batch_against_plain")]
