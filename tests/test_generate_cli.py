@@ -57,6 +57,11 @@ def test_weights_are_rounded_on_request(folder, run):
     assert text == answer(rounded, "hello") + "\n"
 
 
+def test_a_malformed_plan_is_refused_before_weights_are_read(run, monkeypatch):
+    monkeypatch.setattr(Engine, "from_pretrained", None)
+    assert "'tre:4' is malformed" in run("hello", "--plan", "tre:4", code=2)[1]
+
+
 def test_the_text_is_streamed(folder, engine, monkeypatch):
     """Pieces are flushed as they come: more than one write, together the whole text."""
     writes: list[str] = []

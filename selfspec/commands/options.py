@@ -57,8 +57,11 @@ def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(args: argparse.Namespace, prefix_reuse: bool = True) -> Engine:
-    from selfspec.engine import Engine  # imports torch
+    from selfspec.engine import Engine  # these import torch
+    from selfspec.speculation.plan import Plan
 
+    if getattr(args, "plan", None) is not None:
+        Plan.parse(args.plan)  # before the weights: a malformed plan must not cost their loading
     engine = Engine.from_pretrained(args.model, **model_arguments(args), prefix_reuse=prefix_reuse)
     if engine.tokenizer is None:
         raise ValueError(f"the folder of {args.model} holds no tokenizer: save the model's tokenizer.json there")
