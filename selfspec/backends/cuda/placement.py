@@ -91,7 +91,7 @@ class SlotPlacement:
         self._write(joined, list(idle), exit)
         self.size = bucket(len(sequences))
         self._compact()
-        if joined:  # when sequences only leave, the options stay, so that no other step is captured
+        if joined:  # when sequences only leave, the options stay, so that no step is captured for fewer of them
             self.options = StepOptions.of([sequence.params for sequence in sequences])
         if exit is not self.head_exit or joined:
             self._fill_head(exit)
