@@ -227,7 +227,7 @@ class Bench:
         exit = engine.drafters.trimmed_exit(mode.options["domain"])
         sampling = Task(prompts.new_tokens, prompts.temperature).sampling
         params = read_settings(engine.generation_config, None, dict(sampling)).resolve(1).params
-        warm_up = WarmUp(engine._graphs, engine.context, most_scored=0)
+        warm_up = WarmUp(engine._graphs, engine.context, max_scored_batch=0)
         for sequences in (1 << power for power in range((size - 1).bit_length() + 1)):
             warm_up.prepare(ExpectedStep(sequences, plan, exit, params))
 

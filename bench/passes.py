@@ -58,7 +58,7 @@ def plan_of(tokens: int) -> Plan:
 def compile_passes(graphs: Graphs, tokens: Sequence[int], contexts: Sequence[int]) -> None:
     """Compiles the kernels of all passes in parallel; each pass would compile its own when it is captured."""
     buffers = graphs.take_buffers()
-    with graphs.captured.compiler.together():
+    with graphs.captured.compiler.compiling():
         for length, count in product(contexts, dict.fromkeys(tokens)):
             graphs.step(buffers, 1, plan_of(count), None, StepOptions(), length + count)
     graphs.give_back(buffers)

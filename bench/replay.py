@@ -244,7 +244,7 @@ class Governed:
             for number, *_ in outcomes if self.governor.copies(count) else ():
                 text = running.texts[number]
                 end = text.prompt + running.positions[number]
-                self.skills[number].copied = self.copying[number].read(text.tokens[:end], text.prompt)
+                self.skills[number].copying_level = self.copying[number].read(text.tokens[:end], text.prompt)
             self.total += seconds
             self.plans.append(plan)
             plan = following

@@ -140,7 +140,7 @@ def _open_shape(args: argparse.Namespace, limits: dict[str, Any]) -> Target:
     if args.quantize:
         exit = engine.drafters.exits[layer]
         engine = Engine(synthetic.rounded(engine.model, args.quantize), **limits)
-        engine.drafters.exits[layer] = Exit(engine.model, layer).offering(exit.head_rows, [])
+        engine.drafters.exits[layer] = Exit(engine.model, layer).with_head_rows(exit.head_rows, [])
     prompts = synthetic.random_prompts(engine.model, args.limit, args.prompt_tokens).tolist()
     drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": layer}
     return Target(args.shape, engine, {"random": prompts}, drafts, found)

@@ -239,7 +239,7 @@ def tune_exit(engine: Engine, exit_layer: int, wanted: Agreement, used: int | No
     `used` tokens, by default a quarter of all. Returns the tuned values."""
     model = engine.model
     rows = keep_to(model, used or model.config.vocab_size // 4)
-    engine.drafters.exits[exit_layer] = exit = Exit(model, exit_layer).offering(rows, [])
+    engine.drafters.exits[exit_layer] = exit = Exit(model, exit_layer).with_head_rows(rows, [])
     tunable = Tunable(model, exit_layer)
     found = tune(tunable, wanted, lambda: own_text_agreement(engine, exit_layer))
     tuned = {"exit_layer": exit_layer, "damping": tunable.damping, "hard_share": tunable.hard_share, **asdict(found)}

@@ -79,7 +79,7 @@ def _tanh(x):
 @jit(do_not_specialize=["R", "sequences", "first_node", "path_stride"])
 def _lm_head_kernel(
     x,  # [R, K]
-    weight,  # [V, K]; with GATHER the whole head, of which column i is row token_ids[i]
+    weight,  # [V, K]: row i gives column i; with GATHER the whole head, of which row token_ids[i] gives column i
     token_ids,  # [V] tokens of a trimmed head, or None
     count,  # [1] how many of the V columns exist, or None: all
     tile_keys,  # [R, tiles], or None
@@ -91,7 +91,8 @@ def _lm_head_kernel(
     processing,  # Processing.tensors, or None
     masks,  # Masks.tensors, or None
     softcap,  # float, or None
-    R, V, x_stride, weight_stride, keys_stride, scores_stride, logits_stride, squares_stride,
+    R, V,  # rows; columns: the tokens of the vocabulary or of a trimmed head
+    x_stride, weight_stride, keys_stride, scores_stride, logits_stride, squares_stride,
     sequences, first_node, path_stride,
     K: tl.constexpr,
     T: tl.constexpr, CHUNKS: tl.constexpr, EPS: tl.constexpr, SHRINK: tl.constexpr,  # of the norm, see `gemm_common`
@@ -107,8 +108,8 @@ def _lm_head_kernel(
     if count is not None:
         limit = tl.minimum(tl.load(count), V).to(tl.int32)
     exists = column < limit
-    # Columns from V on read row 0 of the weight, and their results are dropped. Rows from R on are not read at all:
-    # every program would read the same cache lines again.
+    # Columns from V on read row 0 of the weight, and their results are dropped. Rows of x from R on are not read: row 0
+    # in their place would make every program read the same cache lines again.
     source = tl.where(column < V, column, 0).to(tl.int64)
     if GATHER:
         source = tl.load(token_ids + column, mask=exists, other=0).to(tl.int64)
@@ -305,6 +306,6 @@ def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]
         return {name: value for name, value in settings.items() if name != "BN"}
     bm, bk = bm or row_tile(x.shape[0]), BLOCK_K_BYTES // x.element_size()
     stage_bytes = (bm + TILE) * bk * x.element_size()
-    warps, stages = (2, 4) if x.shape[1] <= 2048 and bm == 16 else (4, 5)  # short sums of few rows: bound by latency
+    warps, stages = (2, 4) if x.shape[1] <= 2048 and bm == 16 else (4, 5)  # few rows, short K: bound by latency
     stages = min(stages, SHARED_BYTES // stage_bytes)
     return {"BM": bm, "BK": bk, "FORMAT": None, "num_warps": warps, "num_stages": stages}

@@ -28,7 +28,7 @@ class Format:
     tile_rows: int  # rows whose bytes of a unit, or of half a unit, are neighbours
     super_columns: int  # columns that share a super scale
     rows: int  # of the weight
-    splits: int  # parts of K that are summed by warps of their own
+    splits: int  # into which K is divided; each is summed by its own warps
     low: str | None  # PTX that converts words to columns of a unit's first half; None: converted by Triton
     high: str | None
     ones: str | None  # PTX that gives ones

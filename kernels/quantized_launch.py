@@ -21,19 +21,19 @@ from selfspec.kernels.triton_compat import use_pdl
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
-_LEAST_WARPS, _MOST_WARPS = 4, 16  # of a program: one per scheduler of an SM; so many that a thread has 128 registers
-_FEW_WEIGHT_ROWS = 4096  # weight rows up to which more warps are faster than longer ones on an H200's 132 SMs
-_PREFETCH_WORDS = 128  # of 32 bits, of each weight row, while a launch waits for the one before it
+_MIN_WARPS, _MAX_WARPS = 4, 16  # of a program: one per scheduler of an SM; more leave a thread under 128 registers
+_FEW_WEIGHT_ROWS = 4096  # up to so many weight rows, more warps with shorter sums are faster (H200, 132 SMs)
+_PREFETCH_WORDS = 128  # 32-bit words per weight row, prefetched into L2 while a launch waits for the one before it
 
 
 def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
-    """The tile for `rows` rows and a weight; kind as of `choose_tile`, or "head" for the LM head."""
+    """The tile for `rows` rows of x and a weight; `kind`: as in `choose_tile`, or "head" for the LM head."""
     n, k = weight.shape
     if not isinstance(weight, QuantizedWeight):
         return choose_tile(kind, n, k, rows)
     splits = choose_splits(kind, n, k)
     block_m = 8 if rows <= 8 else 16 if rows <= 16 or _has_many_scales(weight) else 32
-    width = rows_of_warp(weight, block_m) * max(1, _LEAST_WARPS // splits)
+    width = rows_of_warp(weight, block_m) * max(1, _MIN_WARPS // splits)
     width = max(width, columns_per_square(n) if kind == "linear" else HEAD_TILE if kind == "head" else TILE_ROWS)
     return TileConfig(width, block_k=0, stages=1, warps=splits, block_m=block_m, prefetch=_PREFETCH_WORDS)
 
@@ -47,13 +47,14 @@ def rows_of_warp(weight: QuantizedWeight, block_m: int) -> int:
 
 
 def _has_many_scales(weight: QuantizedWeight) -> bool:
-    """Whether scales and sums of x take the registers that the sums of 32 rows need."""
+    """Whether scales and sums of x take so many registers that a warp has none left for the sums of 32 rows."""
     return weight.parts > 2 or weight.minimum is not None
 
 
 def choose_splits(kind: str, n: int, k: int) -> int:
-    """Parts of K, summed by warps of their own. Sums depend on it: it must depend on nothing but the weight's shape and
-    use. Few weight rows need many splits to occupy the GPU; with many, few splits let each warp sum more columns."""
+    """Returns the number of splits of K, each of which is summed by its own warps. It decides the order of summation,
+    so it depends on nothing but the weight's shape and use. Few weight rows need many splits to occupy the GPU; with
+    many rows, few splits let each warp sum more columns."""
     if kind in ("head", "qkv_norm") or n > 2 * _FEW_WEIGHT_ROWS:
         return 2
     return 8 if n <= _FEW_WEIGHT_ROWS < k and kind == "linear" else 4
@@ -62,7 +63,7 @@ def choose_splits(kind: str, n: int, k: int) -> int:
 def weight_settings(
     x: torch.Tensor, weight: Weight, norm: Norm | None, config: TileConfig, block_n: int | None = None
 ) -> dict[str, Any]:
-    """Constexpr arguments and launch options of a matmul; block_n: instead of the config's."""
+    """Constexpr arguments and launch options of a matmul; `block_n` replaces the config's."""
     if not isinstance(weight, QuantizedWeight):
         return launch_settings(x, weight, norm, config, block_n) | {"FORMAT": None}
     pdl = use_pdl(x)
@@ -82,13 +83,13 @@ def quantized_settings(x: torch.Tensor, weight: QuantizedWeight, config: TileCon
     """The tile, the weight's format and the warps of a matmul or the LM head; config.warps are its splits."""
     if x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         raise ValueError("the rows of x must begin at multiples of 16 bytes; copy x to a tensor of its own")
-    side = min(max(1, block_n // rows_of_warp(weight, config.block_m)), _MOST_WARPS // config.warps)
+    row_warps = min(max(1, block_n // rows_of_warp(weight, config.block_m)), _MAX_WARPS // config.warps)
     return {
         "BM": config.block_m,
         "BN": block_n,
-        "BK": side,
+        "BK": row_warps,
         "FORMAT": format_of(weight, x.dtype, config.warps),
-        "num_warps": config.warps * side,
+        "num_warps": config.warps * row_warps,
         "num_stages": 1,
     }
 

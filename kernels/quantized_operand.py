@@ -1,6 +1,4 @@
-"""Operands of a matmul with a quantized weight: loads, conversion to the tensor cores' operands, and scales. See
-`quantized_tile`.
-"""
+"""Parts of `quantized_tile`: loads words, scales and x, converts them to operands of tensor cores, applies scales."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 @jit
 def fp8_value(byte):
-    """The values of e4m3 bytes, given as integers, in float32."""
+    """Returns the float32 values of e4m3 bytes, given as integers."""
     size = (byte & 127).to(tl.int32)
     value = ((size & 7) << 20 | (size >> 3) << 23).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return tl.where(byte > 127, -value, value)
@@ -20,9 +18,9 @@ def fp8_value(byte):
 
 
 @jit
-def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
-    """Runs PTX on words (and on zeros to subtract); returns 4 tensors of pairs. Triton takes no constexpr tuple of
-    dtypes, so both calls are written out."""
+def _run_ptx(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
+    """Runs PTX on `words`: a list of words and, for some formats, zeros to subtract. Returns 4 tensors of pairs. Triton
+    takes no constexpr tuple of dtypes, so both calls are written out."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             PTX, CONSTRAINTS, words, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -35,7 +33,7 @@ def _run(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexp
 
 @jit
 def _number(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr):
-    """The number that begins at bit SHIFT of each word, in float32; of 4 bits less its zero."""
+    """Returns in float32 the number that begins at bit SHIFT of each word; of a 4-bit number subtracts its zero."""
     if FORMAT.kind == "int4":
         return (word >> SHIFT & 15).to(tl.float32) - zeros
     elif FORMAT.kind == "fp8":
@@ -52,47 +50,49 @@ def _pair(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr, DTYPE: tl.cons
 
 @jit
 def number_pairs(words, zeros, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Pairs of words [..., 2]: two of the first word, two of the second. HIGH: from the high 4 bits of each byte."""
+    """Converts two words [..., 2] to 4 tensors of pairs: two of the first word, two of the second. HIGH: takes the high
+    4 bits of each byte."""
     PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
     if PTX is None:
         SHIFT: tl.constexpr = 4 if HIGH and FORMAT.kind == "int4" else 0
         first, second = tl.split(words)
         if FORMAT.has_zeros:
-            less, _ = tl.split(tl.broadcast_to(zeros.to(tl.float32)[:, :, :, :, None], words.shape))
+            minus, _ = tl.split(tl.broadcast_to(zeros.to(tl.float32)[:, :, :, :, None], words.shape))
         else:
-            less = FORMAT.zero
+            minus = FORMAT.zero
         return (
-            _pair(first, SHIFT, less, FORMAT, DTYPE), _pair(first, SHIFT + 8, less, FORMAT, DTYPE),
-            _pair(second, SHIFT, less, FORMAT, DTYPE), _pair(second, SHIFT + 8, less, FORMAT, DTYPE),
+            _pair(first, SHIFT, minus, FORMAT, DTYPE), _pair(first, SHIFT + 8, minus, FORMAT, DTYPE),
+            _pair(second, SHIFT, minus, FORMAT, DTYPE), _pair(second, SHIFT + 8, minus, FORMAT, DTYPE),
         )  # fmt: skip
     elif FORMAT.has_zeros:
-        less = zeros * 0x10001 + FORMAT.minus_base
-        return _run(PTX, "=r,=r,=r,=r,r,r,r,r", [words, tl.broadcast_to(less[:, :, :, :, None], words.shape)], DTYPE)
+        minus = tl.broadcast_to((zeros * 0x10001 + FORMAT.minus_base)[:, :, :, :, None], words.shape)
+        return _run_ptx(PTX, "=r,=r,=r,=r,r,r,r,r", [words, minus], DTYPE)
     else:
-        return _run(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
+        return _run_ptx(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
 
 
 @jit
 def one_pairs(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Pairs of ones. They are made from the words, so that the compiler gives x the same layout in both of its dots."""
+    """Returns pairs of ones, made from words so that the compiler gives x the same layout in both of its dots."""
     PTX: tl.constexpr = FORMAT.ones
     if PTX is None:
         one = tl.full(words.shape, 1.0, DTYPE)
         return one, one, one, one
     else:
-        return _run(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
+        return _run_ptx(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
 
 
 @jit
 def operand(pairs, B: tl.constexpr, ROWS: tl.constexpr):
-    """Pairs [4, 8, B, ROWS / 8, 2] to [B, ROWS, 32] in an order of columns that moves no number between threads."""
+    """Joins 4 pairs [4, 8, B, ROWS / 8, 2] to [B, ROWS, 32], in an order of columns that moves no number between
+    threads."""
     v = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))  # [..., column, word, pair]
     return _ordered(tl.trans(v, 0, 1, 2, 3, 5, 6, 4), B, ROWS)
 
 
 @jit
 def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
-    """[4, 8, B, ROWS / 8, word, pair, column] to [B, ROWS, 32]. In Triton 3.6 a thread holds 4 neighbouring
+    """Reorders [4, 8, B, ROWS / 8, word, pair, column] to [B, ROWS, 32]. In Triton 3.6 a thread holds 4 neighbouring
     columns of a dot's operand, in later versions 2."""
     if IS_TRITON_3_6:
         return tl.reshape(tl.trans(v, 2, 3, 1, 5, 0, 4, 6), (B, ROWS, 32))
@@ -102,7 +102,7 @@ def _ordered(v, B: tl.constexpr, ROWS: tl.constexpr):
 
 @jit
 def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
-    """x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], in the order of columns of `operand`."""
+    """Reorders x [4, 8, B, BM / 8, 4 words or 8 numbers] to [B, 32, BM], with the columns in the order of `operand`."""
     if v.dtype == tl.int32:
         if tl.bfloat16 == DTYPE:
             first, second = tl.inline_asm_elementwise(
@@ -129,9 +129,9 @@ def x_operand(v, B: tl.constexpr, BM: tl.constexpr, DTYPE: tl.constexpr):
 
 @jit
 def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr, READ_ONCE: tl.constexpr = False):
-    """Loads COUNT neighbouring elements of SIZE bytes at pointers [4, 8, B, ROWS / 8, 1]. Of the axes but the last one,
-    Triton 3.6 distributes the first ones over the threads of a warp, later versions the last ones. READ_ONCE: marks
-    their cache lines in L1 to be evicted first."""
+    """Loads COUNT neighbouring elements of SIZE bytes at pointers [4, 8, B, ROWS / 8, 1]. Triton 3.6 distributes the
+    first axes over the threads of a warp, later versions the last ones before COUNT. READ_ONCE: L1 evicts the loaded
+    cache lines first."""
     EVICT: tl.constexpr = "evict_first" if READ_ONCE else ""
     SHAPE: tl.constexpr = (4, 8, at.shape[2], at.shape[3], COUNT)
     ALL: tl.constexpr = COUNT * SIZE
@@ -152,11 +152,11 @@ def load_lanes(at, mask, COUNT: tl.constexpr, SIZE: tl.constexpr, READ_ONCE: tl.
 
 
 @jit
-def by_lane(rows, SPLITS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr):
-    """Arranges values of COUNT rows by lane // 4 and warp: [1, 8, SPLITS * SIDE, COUNT / SIDE / 8, 1]."""
-    EIGHTS: tl.constexpr = COUNT // SIDE // 8
-    v = tl.broadcast_to(tl.reshape(rows, (1, SIDE, EIGHTS, 8)), (SPLITS, SIDE, EIGHTS, 8))
-    return tl.trans(tl.reshape(v, (SPLITS * SIDE, EIGHTS, 8)), 2, 0, 1)[None, :, :, :, None]
+def by_lane(rows, SPLITS: tl.constexpr, ROW_WARPS: tl.constexpr, COUNT: tl.constexpr):
+    """Arranges COUNT values, one per row, by lane // 4 and warp: [1, 8, warps, COUNT / ROW_WARPS / 8, 1]."""
+    EIGHTS: tl.constexpr = COUNT // ROW_WARPS // 8
+    v = tl.broadcast_to(tl.reshape(rows, (1, ROW_WARPS, EIGHTS, 8)), (SPLITS, ROW_WARPS, EIGHTS, 8))
+    return tl.trans(tl.reshape(v, (SPLITS * ROW_WARPS, EIGHTS, 8)), 2, 0, 1)[None, :, :, :, None]
 
 
 @jit
@@ -170,9 +170,9 @@ def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
 
 
 @jit
-def load_of_groups(source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads the value of each column's group of COLUMNS columns; PARTS groups of a row are neighbours in `source`. 0 if
-    `source` is None."""
+def load_group_values(source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr):
+    """Loads for each column the value of its group of COLUMNS columns; 0 if `source` is None. Of each row PARTS
+    consecutive groups are neighbours in `source`."""
     if source is None:
         return tl.zeros(inside.shape, tl.int8)
     else:
@@ -186,8 +186,8 @@ def _load_scales(
     source, default, column, rows, COLUMNS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the PARTS values of the step from `column` on: [4, 8, B, rows / 8, PARTS] or, if they have 32 bits or more
-    together, [..., 32-bit words], one register each. Returns `default` if `source` is None."""
+    """Loads the values of the PARTS groups of the step from `column` on: [4, 8, B, rows / 8, PARTS] or, if they have 32
+    bits or more together, as 32-bit words [..., words]. Returns `default` if `source` is None."""
     if source is None:
         return default
     else:
@@ -221,7 +221,7 @@ def _load_zeros(source, default, column, rows, K: tl.constexpr, RAGGED: tl.const
 
 @jit
 def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
-    """Element J of the COUNT on the last axis."""
+    """Returns element J of the last axis, which has COUNT elements."""
     if COUNT == 1:
         return tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3]))
     else:
@@ -236,7 +236,7 @@ def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
 
 @jit
 def zero_of(v, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Zero J of a step's 4-bit groups, as `_load_zeros` loads them: [4, 8, B, rows / 8]."""
+    """Returns the zero of 4-bit group J of a step [4, 8, B, rows / 8] from what `_load_zeros` loaded."""
     if FORMAT.parts < 4:
         return _pick(v, 0, 1) >> (8 * J) & 15
     else:
@@ -245,7 +245,7 @@ def zero_of(v, J: tl.constexpr, FORMAT: tl.constexpr):
 
 @jit
 def bits_of(v, J: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Value J of PARTS values of WIDTH bits, in the lowest bits of integers; the bits above belong to later values."""
+    """Returns value J of PARTS values of WIDTH bits, in the lowest bits of integers; bits above are of other values."""
     if PARTS * WIDTH < 32:
         return _pick(v, J, PARTS).to(tl.int32)
     else:
@@ -255,7 +255,7 @@ def bits_of(v, J: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
 
 @jit
 def _value(v, source, J: tl.constexpr, PARTS: tl.constexpr):
-    """Value J of PARTS values of `source`, in float32."""
+    """Returns in float32 value J of the PARTS values that were loaded from `source`."""
     TYPE: tl.constexpr = source.dtype.element_ty
     WIDTH: tl.constexpr = TYPE.primitive_bitwidth
     if PARTS * WIDTH < 32:
@@ -275,7 +275,7 @@ def _value(v, source, J: tl.constexpr, PARTS: tl.constexpr):
 
 @jit
 def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Scales, zeros, minimums, super scales and super minimums of a step."""
+    """Loads scales, zeros, minimums, super scales and super minimums of a step."""
     GROUP: tl.constexpr = FORMAT.group
     PARTS: tl.constexpr = FORMAT.parts
     SUPER: tl.constexpr = FORMAT.super_columns
@@ -291,8 +291,8 @@ def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr,
 
 @jit
 def add_scaled(sums, part, x_sums, scales, J: tl.constexpr, weight, FORMAT: tl.constexpr):
-    """sums + scale * part - (scale * zero + minimum) * x_sums, for group J of a step; all multiply-adds are fused in
-    every compilation."""
+    """Returns sums + scale * part - (scale * zero + minimum) * x_sums, for group J of a step. Multiply-adds are fused
+    explicitly, so that every compilation rounds alike."""
     PARTS: tl.constexpr = FORMAT.parts
     B: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]

@@ -1,15 +1,17 @@
-"""The loop over K of a matmul with a quantized weight (see `quantized_weight`), for kernels of matmuls and LM head.
+"""The loop over K of a matmul with a quantized weight, for kernels of matmuls and LM head. `quantized_weight` explains
+units (64 columns), steps (128 columns) and groups (columns that share a scale).
 
 The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
 scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, are not subtracted from the numbers:
 (scale * zero + minimum) times the sum of x over the group is subtracted from the sums.
 
-A program's warps divide K among them, and may divide the weight rows of its tile: warp b of SPLITS * SIDE sums part
-b // SIDE of K for part b % SIDE of the weight rows. The parts of K are added as a balanced tree. The bits of a row of x
-depend only on the weight's shape and format (`splits` follows from the shape): with every tile, each warp executes the
-same instruction in the same order, since Triton compiles a dot of three dimensions to `mma`, never to `wgmma`.
+A program's warps divide K into SPLITS splits, and the weight rows of its tile among ROW_WARPS warps: warp b sums split
+b // ROW_WARPS of K for part b % ROW_WARPS of the weight rows. The splits are added as a balanced tree. The result of a
+row of x depends on that row and the weight alone (SPLITS follows from the weight's shape): with every tile, each warp
+executes the same instruction in the same order, since Triton compiles a dot of three dimensions to `mma`, never to
+`wgmma`.
 
-No operand goes through shared memory, and no warp waits for another one until parts of K are added. Tensors have the
+No operand goes through shared memory, and no warp waits for another one until the splits are added. Tensors have the
 axes (lane % 4, lane // 4, warp, rows / 8, ...): the compiler distributes the first two axes over the threads of a warp
 and the third one over the warps (see `load_lanes`). So each thread itself loads the numbers that it passes to the
 tensor cores, two steps of the loop ahead. Another distribution of these axes would cost time only. The last axis must
@@ -26,8 +28,8 @@ from selfspec.kernels.quantized_operand import (
     by_lane,
     fp8_value,
     load_all_scales,
+    load_group_values,
     load_lanes,
-    load_of_groups,
     number_pairs,
     one_pairs,
     operand,
@@ -39,7 +41,7 @@ from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
 
 @jit
 def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads x of the 32 columns of a quarter of a step: [4, 8, B, BM / 8, 4 words or 8 numbers]."""
+    """Loads x at 32 columns, a quarter of a step: [4, 8, B, BM / 8, 4 words or 8 numbers]. `place`: see `_sum`."""
     _, _, x_at, first, lane_column = place
     column = step * FORMAT.step + QUARTER * FORMAT.half
     PER_ELEMENT: tl.constexpr = 2 if x_at.dtype.element_ty == tl.int32 else 1
@@ -53,8 +55,8 @@ def _load_x(place, step, QUARTER: tl.constexpr, K: tl.constexpr, RAGGED: tl.cons
 
 @jit
 def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads the words of the two units from `column` on, each [4, 8, B, rows / 8, 2]: 2 units or (8 bits) 4 halves. L1
-    drops them first, and so keeps x, which every warp of a program reads."""
+    """Loads the words of the two units from `column` on: one tensor [4, 8, B, rows / 8, 2] for each unit or, with 8
+    bits, for each half of a unit. L1 evicts them first, and so keeps x, which every warp of a program reads."""
     has_first = None
     has_second = None
     if RAGGED:
@@ -73,7 +75,7 @@ def _load_words(at, column, WORDS: tl.constexpr, K: tl.constexpr, RAGGED: tl.con
 def _load_step(
     place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Loads a step: words, scales of groups, x if AHEAD. If scales or x are not loaded, unused words replace them."""
+    """Loads a step: words, scales of groups and, if AHEAD, x. Returns words in place of scales and x not loaded."""
     weight_at, rows, _, first, _ = place
     WORDS: tl.constexpr = FORMAT.tile_rows * FORMAT.half // 4  # words of 16 rows of a unit (8 bits: of half a unit)
     PARTS: tl.constexpr = 2 if FORMAT.kind == "int4" else 4
@@ -95,8 +97,8 @@ def _load_step(
 
 @jit
 def _zeros(scales, QUARTER: tl.constexpr, FORMAT: tl.constexpr):
-    """Zeros of a quarter of a step [4, 8, B, rows / 8]; if there are none, unused scales. Of two groups of 16 columns
-    the first one's columns are in the threads with lane % 4 < 2."""
+    """Returns the zeros of a quarter of a step [4, 8, B, rows / 8]; scales, which are not used, if there are no zeros.
+    Of two groups of 16 columns the threads with lane % 4 < 2 have the first."""
     PARTS: tl.constexpr = FORMAT.parts
     if not FORMAT.has_zeros:
         return scales[0]
@@ -112,7 +114,7 @@ def _add_step(
     sums, x_sums, loaded, place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a step to `sums` [B, ROWS, BM], scaled by group. With one scale per row: unscaled, and x to `x_sums`."""
+    """Adds a step, scaled by group, to `sums` [B, ROWS, BM]; with one scale per row unscaled, and x to `x_sums`."""
     words, scales, x = loaded
     B: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
@@ -160,7 +162,7 @@ def _add_step(
 
 @jit
 def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    """Adds [SPLITS, BN, BM] to [BM, BN] as a balanced tree: additions have two operands, which fixes their rounding."""
+    """Adds the splits [SPLITS, BN, BM] to [BM, BN] as a balanced tree of additions, which fixes their rounding."""
     for level in tl.static_range(4):
         if (SPLITS >> level) > 1:
             sums = tl.sum(tl.reshape(sums, (SPLITS >> (level + 1), 2, BN, BM)), axis=1)
@@ -170,20 +172,20 @@ def _add_splits(sums, SPLITS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
 @jit
 def _sum(
     x, weight, x_rows, weight_rows, weight_stride,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROW_WARPS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of each warp, before `_add_splits`: [SPLITS * SIDE, BN / SIDE, BM]."""
+    """The sums of each warp, before `_add_splits`: [SPLITS * ROW_WARPS, BN / ROW_WARPS, BM]."""
     STEP: tl.constexpr = FORMAT.step
     SPLITS: tl.constexpr = FORMAT.splits
-    B: tl.constexpr = SPLITS * SIDE
-    STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # steps of a split
+    B: tl.constexpr = SPLITS * ROW_WARPS
+    STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # in a split
     RAGGED: tl.constexpr = STEPS * SPLITS * STEP != K
     WORDS: tl.constexpr = STEP // 8 if FORMAT.kind == "int4" else STEP // 4  # words of a row in a step
     AHEAD: tl.constexpr = BM == 8  # load x two steps ahead; x of more rows would take too many registers
     dtype: tl.constexpr = x.dtype.element_ty
     lane = tl.arange(0, 4)[:, None, None, None, None]
-    first = (tl.arange(0, B) // SIDE * (STEPS * STEP))[None, None, :, None, None]  # first column of a warp
-    rows = by_lane(weight_rows.to(tl.int64), SPLITS, SIDE, BN)
+    first = (tl.arange(0, B) // ROW_WARPS * (STEPS * STEP))[None, None, :, None, None]  # first column of a warp
+    rows = by_lane(weight_rows.to(tl.int64), SPLITS, ROW_WARPS, BN)
     words = rows // FORMAT.tile_rows * weight_stride + rows % FORMAT.tile_rows * (FORMAT.half // 4)
     weight_at = weight[0] + (words + (first // STEP) * (FORMAT.tile_rows * WORDS) + lane * 2)
     x_rows = by_lane(x_rows.to(tl.int64), 1, 1, BM)
@@ -192,7 +194,7 @@ def _sum(
     else:  # two numbers at a time, which the loop keeps in one register
         x_at = x.to(tl.pointer_type(tl.int32), bitcast=True) + (x_rows // 2 + first // 2 + lane * 4)
     place = (weight_at, rows, x_at, first, lane * 8)  # where a thread reads words, scales and x
-    sums = tl.zeros((B, BN // SIDE, BM), tl.float32)
+    sums = tl.zeros((B, BN // ROW_WARPS, BM), tl.float32)
     x_sums = sums
     even = _load_step(place, weight, 0, K, AHEAD, RAGGED, FORMAT)
     odd = even
@@ -216,20 +218,20 @@ def _sum(
 @jit
 def quantized_sums(
     x, weight, x_rows, weight_rows, weight_stride, is_needed,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SIDE: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROW_WARPS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight^T of BM rows, given by their offsets, and BN weight rows, given by their indices: [BM, BN] float32.
+    """Returns x @ weight^T [BM, BN] float32 of BM rows, given by offsets, and BN weight rows, given by indices.
 
-    weight: the tuple of `weight_tensors`. SIDE: number of warps that divide the weight rows. is_needed: if 0, the sums
-    are 0 and nothing is read; None: the same as 1.
+    weight: the tuple of `weight_tensors`. ROW_WARPS: warps among which the weight rows are divided. is_needed: if 0,
+    nothing is read and the sums are 0; None: the same as 1.
     """
     SPLITS: tl.constexpr = FORMAT.splits
     if is_needed is None:
-        sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, SIDE, FORMAT)
+        sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, ROW_WARPS, FORMAT)
     else:
-        sums = tl.zeros((SPLITS * SIDE, BN // SIDE, BM), tl.float32)
+        sums = tl.zeros((SPLITS * ROW_WARPS, BN // ROW_WARPS, BM), tl.float32)
         if is_needed:
-            sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, SIDE, FORMAT)
+            sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, ROW_WARPS, FORMAT)
     return _add_splits(tl.reshape(sums, (SPLITS, BN, BM)), SPLITS, BN, BM)
 
 
@@ -255,7 +257,7 @@ def weight_tile(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICING: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """`matmul_tile` for a weight in any format (None: dense); weight rows are given by indices and by offsets. With a
-    quantized weight BK is SIDE of `quantized_sums`."""
+    quantized weight BK has the number of ROW_WARPS (see `quantized_sums`)."""
     if FORMAT is None:
         return matmul_tile(
             x, weight, squares, real, x_rows, weight_offsets, squares_rows, K, T, CHUNKS, EPS, SHRINK, BM, BN, BK,
@@ -290,14 +292,14 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
         q = fp8_value(bits & 255)
     else:
         q = (bits << 24 >> 24).to(tl.float32)
-    scale = load_of_groups(weight[1], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
+    scale = load_group_values(weight[1], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
     if weight[2] is not None:
-        scale *= load_of_groups(weight[2], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
-    zero = load_of_groups(weight[3], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32) + FORMAT.zero
+        scale *= load_group_values(weight[2], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
+    zero = load_group_values(weight[3], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32) + FORMAT.zero
     value = mul_rounded(q - zero, scale)
     if weight[4] is not None:
-        minimum = load_of_groups(weight[4], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
+        minimum = load_group_values(weight[4], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
         if weight[5] is not None:
-            minimum *= load_of_groups(weight[5], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
+            minimum *= load_group_values(weight[5], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
         value -= minimum
     return value

@@ -127,7 +127,7 @@ def _load_bests(tile_keys, tile_count, NT: tl.constexpr):
 
 @jit
 def _mass(values, largest):
-    """Returns exp(values - largest); for the largest value 1, even if it is infinite."""
+    """Returns exp(values - largest), the unnormalized probability; 1 for the largest value, even if it is infinite."""
     return tl.where(values == largest, 1.0, tl.exp(values - largest))
 
 
@@ -175,8 +175,8 @@ def _sort_best(
     tile_bests, int_scores, tile_list, candidates, k,
     SORTED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Returns the keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist. Columns
-    of -inf do not: where a mask allows fewer than k tokens, finding the best banned ones would take many passes."""
+    """Returns the keys [SORTED] of a row's k best columns, best first, and which of the SORTED entries exist. Skips
+    columns of -inf: where a mask allows fewer than k tokens, finding the best banned ones would take many passes."""
     LEAST: tl.constexpr = -0x7F800000  # the int score of the least finite number: the one of -inf is lower
     count = gather_candidates(tile_bests, int_scores, None, tile_list, candidates, k, LEAST, CAPACITY, TILE, GROUP)
     found, rank = rank_candidates(candidates, count, CAPACITY)
@@ -283,20 +283,20 @@ def _lowest_threshold(int_scores, columns, low, high, target, largest, BY_MASS: 
 
 @jit
 def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: tl.constexpr):
-    """Returns the lowest int score that top-k and top-p keep, and how many columns with just this score they keep."""
+    """Returns the lowest int score that top-k and top-p keep, and how many columns with this score they keep."""
     cutoff = tl.full((), -0x7FFFFFFF, tl.int32)
-    equals = tl.full((), 0x7FFFFFFF, tl.int32)
+    num_at_cutoff = tl.full((), 0x7FFFFFFF, tl.int32)
     if top_k >= 1:
         k = tl.minimum(top_k, V)
         cutoff, above = _lowest_threshold(
             int_scores, columns, cutoff - 1, highest, k.to(tl.float32), largest, False, SPAN
         )  # fmt: skip
-        equals = k - above.to(tl.int32)
+        num_at_cutoff = k - above.to(tl.int32)
     if top_p < 1:
-        # A token is kept if (mass above it) / (mass that top-k keeps) < top_p.
+        # A token is kept if (mass of higher scores) / (mass that top-k keeps) < top_p.
         if top_k >= 1:
             at_cutoff = _mass(from_int_scores(cutoff), largest)
-            count = equals.to(tl.float32)
+            count = num_at_cutoff.to(tl.float32)
             total = tl.math.fma(count, at_cutoff, _amount_above(int_scores, columns, cutoff, largest, True, SPAN))
         else:
             total = _amount_above(int_scores, columns, cutoff - 1, largest, True, SPAN)
@@ -304,9 +304,9 @@ def _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN: t
         lowest, above = _lowest_threshold(int_scores, columns, cutoff - 1, highest, target, largest, True, SPAN)
         each = _mass(from_int_scores(lowest), largest)
         fitting = tl.ceil(tl.minimum(tl.math.div_rn(target - above, tl.maximum(each, 1e-30)), 1e9)).to(tl.int32)
-        equals = tl.minimum(tl.where(lowest == cutoff, equals, 0x7FFFFFFF), tl.maximum(fitting, 1))
+        num_at_cutoff = tl.minimum(tl.where(lowest == cutoff, num_at_cutoff, 0x7FFFFFFF), tl.maximum(fitting, 1))
         cutoff = lowest
-    return cutoff, equals
+    return cutoff, num_at_cutoff
 
 
 @jit(do_not_specialize=["sequences"])
@@ -330,7 +330,7 @@ def _search_kernel(
     if is_finite(highest) == 0:
         tl.store(tokens_out + row * out_stride, -1)
         return
-    cutoff, equals = _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN)
+    cutoff, num_at_cutoff = _find_cutoff(int_scores, columns, highest, largest, V, top_k, top_p, SPAN)
     least = _least_kept(largest, min_p)
     best = tl.full((), -0x8000000000000000, tl.int64)
     seen = tl.full((), 0, tl.int32)  # columns at the cutoff so far
@@ -339,7 +339,7 @@ def _search_kernel(
         score = tl.load(int_scores + column, mask=column < columns, other=-0x80000000)
         at_cutoff = (score == cutoff).to(tl.int32)
         values = from_int_scores(score)
-        keep = (score > cutoff) | ((score == cutoff) & (seen + tl.cumsum(at_cutoff, 0) <= equals))
+        keep = (score > cutoff) | ((score == cutoff) & (seen + tl.cumsum(at_cutoff, 0) <= num_at_cutoff))
         keep = keep & (values >= least)
         seen += tl.sum(at_cutoff, 0)
         best = tl.maximum(best, _best_with_noise(values, column, keep, noise, row, sequence, STREAM))

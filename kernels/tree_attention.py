@@ -111,35 +111,35 @@ def tree_attention(
     nodes that share a program read common keys once. For short keys the second launch costs more than it gains; other
     shapes would spill registers in two launches.
     """
-    batch, rows, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
+    batch, nodes, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
     group, pdl, large_shared = q.shape[1] // (kv_heads * dim), use_pdl(q), shared_bytes(q) > _LARGE_SHARED_BYTES
-    row_tile = row_tile or (16 if rows * group <= 16 else 64)
+    row_tile = row_tile or (16 if nodes * group <= 16 else 64)
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if separate is None:
         separate = row_tile == 64 and pdl and large_shared and dim == 128 and 64 % group == 0 and window is None
     separate = separate and ranges > 0
-    many_rows, full_pack = batch * rows * group > _MANY_ROWS, 16 // group  # nodes whose queries fill 16 rows
-    pack = pack or _pack(full_pack, separate, many_rows, batch * rows * kv_heads)
+    many_rows, full_pack = batch * nodes * group > _MANY_ROWS, 16 // group  # nodes whose queries fill 16 rows
+    pack = pack or _pack(full_pack, separate, many_rows, batch * nodes * kv_heads)
     if full_pack % pack:
         raise ValueError(f"pack must divide {full_pack}, not be {pack}")
-    tiles = -(-rows // (row_tile // 16 * full_pack))
+    tiles = -(-nodes // (row_tile // 16 * full_pack))
     prefix_programs = _most_partials(ranges, window, separate) * batch * kv_heads * tiles
-    node_programs = batch * -(-rows // pack) * kv_heads
+    node_programs = batch * -(-nodes // pack) * kv_heads
     if tickets is None:
         tickets = _need_tickets(q, node_programs)
-    partials = batch * ranges * rows * kv_heads * group
+    partials = batch * ranges * nodes * kv_heads * group
     sums, stats = workspace[: partials * dim], workspace[partials * dim :]
     stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, large_shared=large_shared)
-    for prefix, nodes in [(True, False), (False, True)] if separate else [(True, True)]:
-        tree_attention_kernel[(prefix_programs * prefix + node_programs * nodes,)](
+    for runs_prefix, runs_nodes in [(True, False), (False, True)] if separate else [(True, True)]:
+        tree_attention_kernel[(prefix_programs * runs_prefix + node_programs * runs_nodes,)](
             q, q.stride(0), out, out.stride(0), keys, values, *keys.stride()[:3], page_table, page_table.stride(0),
-            lengths, paths, *paths.stride()[:2], depths, batch, rows, sums, stats, counters, ranges,
-            prefix_programs if prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
-            DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=prefix, NODES=nodes, TICKETS=tickets and not separate,
-            PDL=pdl,
-            **(_tiles(dim, keys.element_size()) | stages(prefix, nodes)),
+            lengths, paths, *paths.stride()[:2], depths, batch, nodes, sums, stats, counters, ranges,
+            prefix_programs if runs_prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
+            DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=runs_prefix, NODES=runs_nodes,
+            TICKETS=tickets and not separate, PDL=pdl,
+            **(_tiles(dim, keys.element_size()) | stages(runs_prefix, runs_nodes)),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """The kernel of `tree_attention`: prefix programs, which sum ranges of committed keys for many nodes at once, and node
 programs, which sum each node's tail and merge it with the prefix.
 
-The *prefix* of a node is the keys below its split point, its *tail* the keys from there to the node itself. Both kinds
-of programs run in one launch, or with SEPARATE in two. In one launch a node program waits for prefix programs by
+The *prefix* of a node is the keys below its split point, its *tail* the keys from there to the node itself. A prefix is
+summed in fixed *ranges* of positions; consecutive ranges are merged in *bundles* (see `tree_attention_common`). Both
+kinds of programs run in one launch, or with SEPARATE in two. In one launch a node program waits for prefix programs by
 spinning on a counter, which cannot deadlock: prefix programs never wait, and they start first, because their program
 numbers are lower. Where node programs could fill the GPU before all prefix programs have started, programs number
 themselves by tickets in the order in which they start; a program then waits only for lower tickets, which are running
@@ -10,8 +11,8 @@ or done. `wait` and `release` order launches: see `pdl`.
 
 Arguments that are passed on together:
   cache      keys, values, page_table, page_stride, slot_stride, head_stride, table_stride
-  layout     lengths, paths, depths, tree_stride, path_stride, batch, rows (nodes per sequence)
-  workspace  partials, stats, counters, ranges (those that the workspace has space for, per sequence)
+  layout     lengths, paths, depths, tree_stride, path_stride, batch, nodes (per sequence)
+  workspace  partials, stats, counters, ranges (as many per sequence as the workspace has space for)
 Constants are explained at `tree_attention_kernel`.
 
 A *unit* is (sequence, key-value head, tile of nodes); it has one counter. A *partial* is the running softmax of one
@@ -71,37 +72,37 @@ def _prefix_program(
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one range of the prefix (SEPARATE: one bundle) for the ROW_TILE rows of a unit: a row is a node and one of
-    the GROUP query heads of the key-value head. Stores a partial.
+    """Sums one range of the prefix (SEPARATE: one bundle) for the ROW_TILE rows of a unit, and stores a partial. A row
+    is one of the GROUP query heads of a key-value head, of one node.
 
     The launch has programs for as many ranges as any unit can have; each finds its range from the sequence's length,
     and programs past the last range do nothing. A unit's last range comes first, as it is the longest.
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
-    lengths, _, depths, _, _, batch, rows = layout
+    lengths, _, depths, _, _, batch, nodes = layout
     partials, stats, counters, ranges = workspace
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
-    tiles = tl.cdiv(rows, NODES_PER_TILE)
+    tiles = tl.cdiv(nodes, NODES_PER_TILE)
     units = batch * KV_HEADS * tiles
     unit = program % units
     first = unit % tiles * NODES_PER_TILE
     head = unit // tiles % KV_HEADS
     b = unit // (tiles * KV_HEADS)
     length = tl.load(lengths + b)
-    count = tl.minimum(rows - first, NODES_PER_TILE)
+    count = tl.minimum(nodes - first, NODES_PER_TILE)
     begin, end, low, high = prefix_of_tile(depths, length, first, count, WINDOW, ROW_TILE)
-    planned = high <= ranges  # else the context is longer than the launch allows: node programs write NaN
+    fits = high <= ranges  # else the context is longer than the workspace allows: node programs write NaN
     low, high = partials_of(low, high, SEPARATE)
     index = high - 1 - program // units
-    if (index >= low) & planned:
+    if (index >= low) & fits:
         first_range = bundle_start_jit(index) if SEPARATE else index
         after_last = bundle_start_jit(index + 1) if SEPARATE else index + 1
         range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
-        real = (row < NODES_PER_TILE * GROUP) & (node < rows)  # other rows only fill the tile
+        real = (row < NODES_PER_TILE * GROUP) & (node < nodes)  # other rows only fill the tile
         position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
-        own_end = split_point_jit(position)  # [ROW_TILE]: each row sums keys below it
+        own_end = split_point_jit(position)  # [ROW_TILE]: each row sums the keys below it
         column = tl.arange(0, DIM_PAD)
         inside = real[:, None] & (column < DIM)[None, :]
         query_head = head * GROUP + row % GROUP
@@ -139,7 +140,7 @@ def _prefix_program(
         l_row = tl.max(l_i, 1)
         if SEPARATE:
             m_i, l_row, acc = softmax_merge(*bundle, m_i, l_row, acc, scale)
-        partial = ((b * ranges + index).to(tl.int64) * rows + node) * (KV_HEADS * GROUP) + query_head
+        partial = ((b * ranges + index).to(tl.int64) * nodes + node) * (KV_HEADS * GROUP) + query_head
         tl.store(partials + partial[:, None] * DIM + column[None, :], acc, mask=inside)
         tl.store(stats + partial * 2, m_i, mask=real)
         tl.store(stats + partial * 2 + 1, l_row, mask=real)
@@ -156,8 +157,8 @@ def _prefix_program(
 
 @jit
 def _tail_block(block, count, cache, layout, b, head, length, first, WINDOW: tl.constexpr):
-    """Returns the offsets [64] of a block's keys in the cache, and which of these keys its node sees. Finds keys from
-    the root on through the node's path."""
+    """Returns the offsets [64] of a block's keys in the cache, and which of these keys its node sees. The node's path
+    gives the cache slots of the root and the nodes."""
     _, _, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     _, paths, depths, tree_stride, path_stride, _, _ = layout
     node = first + block % count
@@ -175,9 +176,8 @@ def _tail_block(block, count, cache, layout, b, head, length, first, WINDOW: tl.
 
 @jit
 def _tail_blocks(count, depths, length, first, WINDOW: tl.constexpr, PACK: tl.constexpr):
-    """Returns the first block of a pack, one past the last, and whether the nodes share their first 64 tail keys: if
-    all tails begin with the same committed keys, the pack reads these once, as block count - 1, and skips the blocks
-    before."""
+    """Returns a pack's first block, one past its last, and whether its nodes share their first 64 tail keys. They do if
+    all tails begin with the same 64 committed keys: the pack then reads only block count - 1 of the first `count`."""
     if PACK == 1:
         position = length + tl.load(depths + first)
         return 0, tl.where(position - tl.maximum(split_point_jit(position), 0) >= 64, 2, 1), False
@@ -195,14 +195,15 @@ def _sum_tails(
     q_tile, cache, layout, b, head, first, blocks, first_block, second_block, scale, WINDOW: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PACK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns the running softmax of each row of a pack over its node's tail, in position order. `first_block` and
-    `second_block`: the results of `_tail_block` for the first two blocks."""
+    """Returns the running softmax of each row of a pack over its node's tail, in position order. `blocks`: the length,
+    the pack's `count` and the results of `_tail_blocks`; `first_block` and `second_block`: the results of `_tail_block`
+    for the first two blocks."""
     keys, values = cache[0], cache[1]
     length, count, start, stop, shared = blocks
     at, visible = first_block
     next_at, next_visible = second_block
     column = tl.arange(0, DIM_PAD)
-    place = tl.arange(0, 16) // GROUP  # [16]: the node of each row in its pack
+    node_of_row = tl.arange(0, 16) // GROUP  # [16]: the node of each row, counted within the pack
     m_i = tl.full((16,), float("-inf"), tl.float32)
     l_i = tl.zeros((16, 8), tl.float32)
     acc = tl.zeros((16, DIM_PAD), tl.float32)
@@ -213,12 +214,12 @@ def _sum_tails(
         seen, before = visible[None, :], acc
         at, visible = next_at, next_visible
         if PACK > 1:
-            takes = ((place == block % count) | (shared & (block < count)))[:, None]
-            seen = seen & takes
+            in_block = ((node_of_row == block % count) | (shared & (block < count)))[:, None]  # rows of its node
+            seen = seen & in_block
             next_at, next_visible = _tail_block(block + 2, count, cache, layout, b, head, length, first, WINDOW)
         m_i, l_i, acc = softmax_step(m_i, l_i, acc, q_tile, k, v, seen, scale)
         if PACK > 1:  # another node's infinite values times 0 would give NaN
-            acc = tl.where(takes, acc, before)
+            acc = tl.where(in_block, acc, before)
     return m_i, tl.max(l_i, 1), acc
 
 
@@ -296,30 +297,30 @@ def _node_program(
     With SEPARATE, `wait` comes after the tails are summed: queries, keys and values are complete from the start,
     because the prefix launch waited for them before it released this one.
     """
-    lengths, _, depths, _, _, batch, rows = layout
+    lengths, _, depths, _, _, batch, nodes = layout
     _, _, counters, ranges = workspace
-    packs = tl.cdiv(rows, PACK)
+    packs = tl.cdiv(nodes, PACK)
     head = program % KV_HEADS
     first = program // KV_HEADS % packs * PACK
     b = program // (KV_HEADS * packs)
-    count = tl.minimum(rows - first, PACK) if PACK > 1 else 1
+    count = tl.minimum(nodes - first, PACK) if PACK > 1 else 1
     length = tl.load(lengths + b)
     start, stop, shared = _tail_blocks(count, depths, length, first, WINDOW, PACK)
-    # The offsets of two blocks are found beforehand, so that all keys and values of a node are loaded at once.
+    # The offsets of two blocks are found ahead, so that all keys and values of a node are loaded at once.
     first_block = _tail_block(start, count, cache, layout, b, head, length, first, WINDOW)
     second_block = _tail_block(start + 1, count, cache, layout, b, head, length, first, WINDOW)
-    # Ranges of the unit's tile of nodes, for whose partials this program waits, and of its own nodes, which it merges.
+    # Ranges of the unit's tile of nodes, for whose partials this program waits, and of the pack, which it merges.
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tile = first // NODES_PER_TILE
-    nodes = tl.minimum(rows - tile * NODES_PER_TILE, NODES_PER_TILE)
-    _, _, low, high = prefix_of_tile(depths, length, tile * NODES_PER_TILE, nodes, WINDOW, ROW_TILE)
-    planned = high <= ranges
+    tile_nodes = tl.minimum(nodes - tile * NODES_PER_TILE, NODES_PER_TILE)
+    _, _, low, high = prefix_of_tile(depths, length, tile * NODES_PER_TILE, tile_nodes, WINDOW, ROW_TILE)
+    fits = high <= ranges
     low, high = partials_of(low, high, SEPARATE)
     _, _, own_low, own_high = prefix_of_tile(depths, length, first, count, WINDOW, 16 if PACK > 1 else 1)
     row = tl.arange(0, 16)
     column = tl.arange(0, DIM_PAD)
     node = first + row // GROUP
-    real = (row < PACK * GROUP) & (node < rows)  # other rows only fill the tile
+    real = (row < PACK * GROUP) & (node < nodes)  # other rows only fill the tile
     inside = real[:, None] & (column < DIM)[None, :]
     query_head = head * GROUP + row % GROUP
     at = (node * batch + b).to(tl.int64)
@@ -334,29 +335,29 @@ def _node_program(
     if SEPARATE:
         wait(PDL)
     else:
-        unit = (b * KV_HEADS + head) * tl.cdiv(rows, NODES_PER_TILE) + tile
-        _wait_for_prefix(counters + unit, tl.where(planned, high - low, 0), tl.cdiv(nodes, PACK))
+        unit = (b * KV_HEADS + head) * tl.cdiv(nodes, NODES_PER_TILE) + tile
+        _wait_for_prefix(counters + unit, tl.where(fits, high - low, 0), tl.cdiv(tile_nodes, PACK))
     m_i, l_i, acc = _merge_prefix(
-        workspace, b * ranges, node * (KV_HEADS * GROUP) + query_head, rows * (KV_HEADS * GROUP), real,
-        own_low, tl.where(planned, own_high, own_low), scale, DIM, DIM_PAD, SEPARATE,
+        workspace, b * ranges, node * (KV_HEADS * GROUP) + query_head, nodes * (KV_HEADS * GROUP), real,
+        own_low, tl.where(fits, own_high, own_low), scale, DIM, DIM_PAD, SEPARATE,
     )  # fmt: skip
     _, l_i, acc = softmax_merge(m_i, l_i, acc, tail_m, tail_l, tail_acc, scale)
-    result = tl.where(planned, acc / tl.where(real, l_i, 1.0)[:, None], float("nan"))
+    result = tl.where(fits, acc / tl.where(real, l_i, 1.0)[:, None], float("nan"))
     tl.store(out + (at * out_stride)[:, None] + in_row, result.to(out.dtype.element_ty), mask=inside)
 
 
 # These numbers change between launches but change no code: specializing on them would only compile more.
-@jit(do_not_specialize=["table_stride", "tree_stride", "path_stride", "batch", "rows", "ranges", "prefix_programs"])
+@jit(do_not_specialize=["table_stride", "tree_stride", "path_stride", "batch", "nodes", "ranges", "prefix_programs"])
 def tree_attention_kernel(
     q, q_stride, out, out_stride, keys, values, page_stride, slot_stride, head_stride, page_table, table_stride,
-    lengths, paths, tree_stride, path_stride, depths, batch, rows, partials, stats, counters, ranges, prefix_programs,
+    lengths, paths, tree_stride, path_stride, depths, batch, nodes, partials, stats, counters, ranges, prefix_programs,
     scale,
     WINDOW: tl.constexpr,  # 0: no window
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads per key-value head
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,  # rows of a prefix program
-    KEY_TILE: tl.constexpr,  # keys that a prefix program adds at a time; another number gives other bits
-    SUM_COLUMNS: tl.constexpr,  # columns of l_i, all equal, in which prefix programs sum weights
+    KEY_TILE: tl.constexpr,  # keys that a prefix program adds at a time; decides the bits of the result
+    SUM_COLUMNS: tl.constexpr,  # columns of l_i in which prefix programs sum the softmax weights; all columns are equal
     PACK: tl.constexpr,  # nodes of a node program, at most
     TAIL_STAGES: tl.constexpr,  # pipeline stages of the loop over a tail's blocks
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
@@ -371,7 +372,7 @@ def tree_attention_kernel(
     if NODES:
         release(PDL)  # early: the output projection prefetches its weights meanwhile
     cache = (keys, values, page_table, page_stride, slot_stride, head_stride, table_stride)
-    layout = (lengths, paths, depths, tree_stride, path_stride, batch, rows)
+    layout = (lengths, paths, depths, tree_stride, path_stride, batch, nodes)
     workspace = (partials, stats, counters + 1, ranges)
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:

@@ -33,17 +33,17 @@ class Batch:
 
     def __init__(self, backend: Backend, exit: Exit | None, drafters: Drafters, metrics: Metrics) -> None:
         self.backend, self.drafters, self.metrics = backend, drafters, metrics
-        self.base_exit = exit  # over the whole head
+        self.base_exit = exit  # drafts from the whole LM head
         self.running: list[Sequence] = []
         self.in_flight: Step | None = None  # launched and not read yet
         self._unread: list[Step] = []  # launched steps, at most 2
-        self.exit: Exit | None = None  # over the head rows that its sequences draft from; None: none drafts
+        self.exit: Exit | None = None  # drafts from the head rows of its sequences; None: no sequence has an exit
         self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
         self.scoring = BatchScoring(backend, drafters)
         self._costs = drafters.costs(None)  # measured costs of batches of this kind
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
         self._last_read_plan: Plan | None = None  # plan of the newest step that was read
-        self._in_use = NONE  # plan of the newest launched step that was not measuring
+        self._in_use = NONE  # plan of the newest launched step whose reason was not MEASURING
 
     # Membership
 
@@ -71,7 +71,7 @@ class Batch:
         self._last_read_plan, self._in_use = None, NONE
 
     def _update(self, joined: bool) -> None:
-        """Applies the rules to the changed members, and finds their exit, costs and governor."""
+        """Applies the rules after sequences joined, left or were routed; finds the batch's exit, costs and governor."""
         if not self.running:
             self.exit = self.governor = None
             return
@@ -268,11 +268,11 @@ class Batch:
             outcomes.append((None if sequence.is_finished or rule is not None else sequence.skill, last))
         self.scoring.apply_scores(self.governor)
         seconds = step.seconds if step.is_cost_sample else None
-        if step.governor is not None:  # sequences that joined or left since the launch may have brought another one
+        if step.governor is not None:  # the one at the launch: `_update` may have replaced the batch's since
             step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
             if step.governor.copies(len(step.sequences)):
                 for sequence in step.sequences:
-                    sequence.skill.copied = sequence.copying.read(sequence.tokens, len(sequence.prompt))
+                    sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
             self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
         if record.chosen != self._last_read_plan:

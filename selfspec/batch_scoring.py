@@ -20,18 +20,18 @@ from selfspec.speculation.plan import Plan
 
 
 class BatchScoring:
-    """Counts the plain steps of one batch, and launches these passes when they are due."""
+    """Counts the plain steps of one batch, and launches passes that fill and score its exit and route its prompts."""
 
     def __init__(self, backend: Backend, drafters: Drafters) -> None:
         self._backend, self._drafters = backend, drafters
         self.unfilled = 0  # plain steps since the exit's KV was filled, the one in flight included
         self._unscored = 0  # plain steps since the exit was scored, the one in flight included
-        self.prompts: list[Sequence] = []  # first samples whose prompt is neither scored nor routed yet
+        self.prompts: list[Sequence] = []  # one sequence per prompt that is neither scored nor routed yet
         self._routing: list[tuple[list[Request], Embedded]] = []  # requests whose domain is being found
 
     def reset(self) -> None:
         """Drops the counts, prompts and results of sequences that have all left. Waits for their embeddings, since
-        reading them returns their memory to its pool."""
+        reading them returns their pinned memory to its pool."""
         self.unfilled = self._unscored = 0
         self.prompts = []
         routing, self._routing = self._routing, []
@@ -41,7 +41,7 @@ class BatchScoring:
         self.apply_scores(None)
 
     def limit_unfilled(self) -> None:
-        """Limits the count to what the backend holds, after sequences joined or left."""
+        """Limits the count to the backend's `max_unfilled`, after sequences joined or left."""
         self.unfilled = min(self.unfilled, self._backend.max_unfilled)
 
     def count_step(self, plan: Plan, exit: Exit | None) -> None:
@@ -59,12 +59,12 @@ class BatchScoring:
     ) -> None:
         """Fills the exit's KV and scores the exit at plainly decoded tokens if a score is due; only fills it if the
         backend cannot hold more unfilled positions."""
-        most, scores = float(self._backend.max_unfilled), False
+        limit, is_due = float(self._backend.max_unfilled), False
         if governor is not None and governor.may_score and self._unscored >= governor.score_interval:
-            most, scores = min(most, governor.score_interval), True
-        if exit is not None and self.unfilled >= most:
-            self.fill_exit(sequences, exit, scores, in_flight)
-            if scores and governor is not None:
+            limit, is_due = min(limit, governor.score_interval), True
+        if exit is not None and self.unfilled >= limit:
+            self.fill_exit(sequences, exit, is_due, in_flight)
+            if is_due and governor is not None:
                 self._unscored = 0
                 governor.charge_score()
                 self.apply_scores(governor)
@@ -131,10 +131,10 @@ class BatchScoring:
             if governor is not None:
                 governor.observe_score(sequence.skill, right)
         for sequence, (share, positions) in self._backend.prompt_scores().items():
-            usual = _prompt_agreement(sequence)
+            calibrated = _prompt_agreement(sequence)
             for sample in sequence.request.sequences:
-                if usual is not None and sequence in (sample, sample.parent):
-                    sample.skill.observe_prompt(share, positions, usual)
+                if calibrated is not None and sequence in (sample, sample.parent):
+                    sample.skill.observe_prompt(share, positions, calibrated)
 
 
 def is_unrouted(request: Request) -> bool:

@@ -43,7 +43,7 @@ Embed = Callable[[Sequence[Sequence[int]], int], Embedded]  # (prompts, layer) -
 class Drafter:
     """What one request drafts with."""
 
-    exit: Exit | None  # over the whole head; None: drafts copied tokens only
+    exit: Exit | None  # with the whole LM head; None: drafts copied tokens only
     head_rows: HeadRows | None = None  # of its domain; None: the full head
     candidates: PlanCandidates | None = None  # the governor's plans; None: the policy chooses the plan
     prompt_agreement: float | None = None  # calibration's mean share of prompt positions at which exit and model agree
@@ -62,27 +62,27 @@ class Drafters:
         profile: Profile | None,
         embed: Embed,
         kernels: bool = False,
-        time_rows: Callable[[], RowCost] | None = None,  # called if the profile lacks costs; None: as on a GPU
+        time_rows: Callable[[], RowCost] | None = None,  # called if the profile lacks costs; None: `gpu_rows`
     ) -> None:
         self.model, self.profile = model, profile
         self._embed, self._kernels, self._time_rows = embed, kernels, time_rows
         self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
-        self.exits: dict[int, Exit] = {}  # by layer, over the whole head
+        self.exits: dict[int, Exit] = {}  # by layer; they draft from the whole LM head
         self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: all domains together
         self._costs: dict[Hashable, Costs] = {}  # by `Batch._cost_kind`
         self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
-        self._last_domain: str | None = None  # the domain found last
-        self._shares_exit = lru_cache(maxsize=64)(self._have_one_exit)  # by temperature
+        self._last_domain: str | None = None  # of the request routed last
+        self._domains_share_exit = lru_cache(maxsize=64)(self._compare_domains)  # by temperature
         self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
         self._copying = cache(self._make_copying)  # by rules
-        self._in_use: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # trimmed exits in use, by id
+        self._trimmed_exits: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # those in use, by id
 
     @property
     def nbytes(self) -> int:
-        """Bytes of exits and heads. Copies each dict first: the loop may change it on another thread."""
+        """Bytes of exits and trimmed heads. Copies each dict first: the loop may change it on another thread."""
         copies = [rows.copy for rows in list(self.head_rows.values()) if rows is not None and rows.copy is not None]
-        trimmed = [exit for reference in self._in_use.valuerefs() if (exit := reference()) is not None]
+        trimmed = [exit for reference in self._trimmed_exits.valuerefs() if (exit := reference()) is not None]
         own = sum(exit.nbytes for exit in list(self.exits.values())) + sum(exit.head_nbytes for exit in trimmed)
         return own + sum(copy.nbytes for copy in copies)
 
@@ -101,7 +101,8 @@ class Drafters:
         self, request: SpeculationRequest, prompts: list[list[int]], policy: Policy, layer: int | None
     ) -> Drafter | None:
         """Returns the request's drafter, None if nothing will be drafted; sets `policy.plans`. If all domains share an
-        exit, returns that of the domain found last, with `reroute`: routing first would delay the first step."""
+        exit, returns the drafter of the domain of the request routed last, with `reroute`: routing this request first
+        would delay its first step."""
         if self.profile is None:
             if policy.only_copies:
                 return Drafter(None, candidates=self.copying_candidates(policy.rules))
@@ -113,14 +114,14 @@ class Drafters:
         reroute = partial(self._route, policy, layer)
         is_governed = layer is None and policy.mode != "force" and policy.plan is None
         likely = self._last_domain or self.profile.route(None)
-        if is_governed and policy.new_tokens == 1:  # drafts nothing: its exit fills KV for requests that reuse pages
+        if is_governed and policy.new_tokens == 1:  # drafts nothing; fills the exit's KV in case pages are reused
             return self._drafter_of_domain(likely, policy, layer)
-        if self._kernels and is_governed and self._shares_exit(policy.temperature):
+        if self._kernels and is_governed and self._domains_share_exit(policy.temperature):
             found = self._drafter_of_domain(likely, policy, layer)
             return None if found is None else replace(found, reroute=reroute)
         return reroute(self.prompt_embeddings(prompts))
 
-    def _have_one_exit(self, temperature: float) -> bool:
+    def _compare_domains(self, temperature: float) -> bool:
         """Whether all domains have the same exit and can be governed, so that only head rows and plans depend on the
         domain."""
         assert self.profile is not None
@@ -137,7 +138,7 @@ class Drafters:
         return None if found is None else replace(found, unfamiliar=unfamiliar)
 
     def _drafter_of_domain(self, domain: str, policy: Policy, layer: int | None) -> Drafter | None:
-        """The drafter of a domain, with its exit or that after `layer` layers; None if nothing will be drafted. Sets
+        """The drafter of a domain, with its exit or the one after `layer` layers; None if nothing will be drafted. Sets
         `policy.plans` if no governor chooses."""
         assert self.profile is not None
         choice, candidates = self.profile.choice(domain), None
@@ -150,8 +151,8 @@ class Drafters:
                 if policy.permanent_reason:
                     return None
         widest = widest_rank(policy.possible_plans) if candidates is None else candidates.widest_rank
-        usual = choice.prompt_agreement
-        agreement = None if usual is None or candidates is None else usual.mean
+        calibrated = choice.prompt_agreement
+        agreement = None if calibrated is None or candidates is None else calibrated.mean
         exit = self.exit(layer)
         rows = self.head_rows_of(domain) if exit.block is not None else None
         return self._checked(Drafter(exit, rows, candidates, agreement), widest)
@@ -167,7 +168,7 @@ class Drafters:
         return drafter
 
     def exit(self, layer: int) -> Exit:
-        """The exit after this many layers, over the whole head."""
+        """The exit after this many layers, with the whole LM head."""
         if layer not in self.exits:
             self.exits[layer] = self.profile.exit(self.model, layer) if self.profile else Exit(self.model, layer)
         return self.exits[layer]
@@ -194,20 +195,20 @@ class Drafters:
             names = [domain] if domain is not None else list(self.profile.domains)
             rows = [self.profile.head_rows(self.model, name) for name in names]
             trimmed = [ids for ids in rows if ids is not None]
-            whole = len(trimmed) < len(rows)
-            ids = None if whole else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()
-            together = None if domain is None else self.head_rows_of(None)
-            self.head_rows[domain] = None if ids is None else HeadRows(ids, 0 if together is None else len(together))
+            needs_full = len(trimmed) < len(rows)
+            ids = None if needs_full else trimmed[0] if len(trimmed) == 1 else torch.cat(trimmed).unique()
+            of_all = None if domain is None else self.head_rows_of(None)
+            self.head_rows[domain] = None if ids is None else HeadRows(ids, 0 if of_all is None else len(of_all))
         return self.head_rows[domain]
 
     def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:
-        """The exit over the head rows that sequences of one batch draft from: those of their domain, or of all domains
+        """The exit with the head rows that sequences of one batch draft from: those of their domain, or of all domains
         if they have several, and those of the prompts' own tokens, which sequences often repeat."""
         rows = {id(drafter.head_rows): drafter.head_rows for drafter in drafters}
         shared = next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
-        trimmed = exit if None in rows.values() else exit.offering(shared, prompts)
+        trimmed = exit if None in rows.values() else exit.with_head_rows(shared, prompts)
         if trimmed.head_rows is not None:
-            self._in_use[id(trimmed)] = trimmed
+            self._trimmed_exits[id(trimmed)] = trimmed
         return trimmed
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Embedded:
@@ -334,14 +335,14 @@ class Drafters:
         return [plan for plan in [policy.choose(batch)[0]] if len(plan)]
 
     def _expected_exits(self, domain: str, batch: int) -> list[Exit]:
-        """The domain's exit and, for several sequences, that of all domains."""
+        """The exit with the domain's head rows and, for several sequences, with those of all domains together."""
         trimmed = self.trimmed_exit(domain)
         if batch == 1 or trimmed.block is None:
             return [trimmed]
-        return [trimmed, self.exit(trimmed.layer).offering(self.head_rows_of(None), [])]
+        return [trimmed, self.exit(trimmed.layer).with_head_rows(self.head_rows_of(None), [])]
 
     def trimmed_exit(self, domain: str) -> Exit:
-        """The exit of a domain over its head rows."""
+        """The exit of a domain with the domain's head rows."""
         assert self.profile is not None
         exit = self.exit(self.profile.choice(domain).exit_layer)
-        return exit.offering(self.head_rows_of(domain), []) if exit.block is not None else exit
+        return exit.with_head_rows(self.head_rows_of(domain), []) if exit.block is not None else exit

@@ -29,7 +29,7 @@ from selfspec.speculation.exit import Exit, exit_key
 from selfspec.speculation.plan import MAX_NODES
 
 MAX_DECODING = 64  # sequences that prefill or decode at a time, at most
-_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # cache positions of two steps, for which admission needs free pages too
+_STEP_POSITIONS = 2 * (MAX_NODES + 1)  # cache positions of two steps; admission needs free pages for them too
 
 BackendFactory = Callable[[bool], Backend]  # (whether acceptance is "rejection") -> the backend of a new batch
 
@@ -130,8 +130,8 @@ class Scheduler:
         work is left.
 
         Admits last, while the device runs the steps just launched, because finding a prompt's domain takes about as
-        long as a step. The first prefill pass of an admitted prompt comes in the next pass of the loop, so that running
-        sequences never wait for both in one pass.
+        long as a step. Prefill of an admitted prompt starts in the next pass of the loop, so that running sequences do
+        not wait for admission and prefill of one prompt in the same pass.
         """
         self._take_arrivals()
         self._drop_cancelled()
@@ -228,7 +228,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admits waiting sequences in order of arrival, while fewer than `max_decoding` are admitted and enough pages
-        are free for their prompts and two steps. If none is admitted, admits the first one whatever is free."""
+        are free for their prompts and two steps. If no sequence is admitted, admits the first one however few
+        pages are free."""
         spare = self._spare_pages() if self.waiting else 0
         while self.waiting and self._admitted < self.max_decoding:
             sequence = self.waiting[0]
@@ -236,7 +237,7 @@ class Scheduler:
             if needed > spare and self._admitted:
                 return  # until admitted sequences free pages
             if sequence.swapped is not None and self.prefilling:
-                return  # the steps of this sequence would take pages that prefilling prompts were admitted with
+                return  # its steps could take the pages that prefilling prompts were admitted with
             try:
                 if self._before_first is not None:
                     before, self._before_first = self._before_first, None
@@ -270,8 +271,8 @@ class Scheduler:
         return -(-(length + _STEP_POSITIONS) // PAGE_SIZE)
 
     def _spare_pages(self) -> int:
-        """Returns the number of free pages, less those for which prefilling sequences were admitted and that they do
-        not have yet."""
+        """Returns the number of free pages, less those that prefilling sequences were admitted with and have not taken
+        yet."""
         prefilling = (sequence for sequences in self.prefilling.values() for sequence in sequences)
         promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in prefilling)
         return self.cache.free_pages - sum(promised)
@@ -282,7 +283,7 @@ class Scheduler:
         request = sequence.request
         exit: Exit | None = request.drafter.exit if request.drafter is not None else None
         if exit is None and not request.rejection:
-            exit = self.drafters.loaded_exit  # sequences that never draft share a batch with those that do
+            exit = self.drafters.loaded_exit  # so that sequences that never draft join the batch of those that do
         key = (exit_key(exit), request.rejection)
         if key not in self.batches:
             self.close_idle_batches()
@@ -341,8 +342,8 @@ class Scheduler:
         return True
 
     def _join_prefilled(self, batch: Batch, prefilling: list[Sequence]) -> None:
-        """Gives further samples of prefilled prompts their pages, then adds to the batch the sequences of each request
-        whose admitted sequences are all prefilled."""
+        """Gives the other samples of a prefilled prompt (`num_return_sequences`) its pages, then adds to the batch the
+        sequences of each request whose admitted sequences are all prefilled."""
         for sequence in prefilling:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)

@@ -69,5 +69,5 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     fill = ExitFill(decoder, slots, exit, few, scores=True)
     yield "a pass that fills and scores the exit", fill.launch
     parts = DeviceStep(decoder, slots, short, exit, everything)
-    yield "passes for callables", parts.launch_passes
+    yield "passes for callables", parts.run_passes_and_head
     yield "the choice after callables", parts.choose_processed

@@ -154,10 +154,10 @@ def test_the_best_plan_is_the_best_of_all_trees(
     for size in range(1, len(nodes) + 1):
         for tree in all_trees(nodes, size):
             tokens = 1 + accepted_by(tree, ranks) / len(ranks)
-            speeds.append(tokens * cost.plain / cost.of(max(map(len, tree)), size, head_rows))
+            speeds.append(tokens * cost.plain / cost.seconds(max(map(len, tree)), size, head_rows))
     best = Paths(ranks).best(cost, head_rows, as_chain)
     assert best.speedup == pytest.approx(max(speeds))
-    own = cost.of(best.plan.depth, len(best.plan), head_rows)
+    own = cost.seconds(best.plan.depth, len(best.plan), head_rows)
     tokens = 1 + np.mean([walk(best.plan, path)[0] for path in ranks])
     assert best.tokens_per_cycle == pytest.approx(tokens)
     assert tokens * cost.plain / own == pytest.approx(best.speedup), "the plan has its expected speed-up"
@@ -190,18 +190,18 @@ def test_a_plan_can_be_rebuilt_from_its_rank_paths(plan: Plan) -> None:
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
     cost = linear_cost(plain=10.0, cycle=1.0, depth=2.0, node=0.5, head_row=0.01, head_rows=100)
-    assert cost.of(0, 0) == 10
-    assert cost.of(0, 0, 30) == 10
-    assert cost.of(3, 7) == pytest.approx(10 + 1 + 3 * 2 + 7 * 0.5)
-    assert cost.of(3, 7, 100) == cost.of(3, 7)
-    assert cost.of(3, 7, 40) == pytest.approx(cost.of(3, 7) - 3 * 60 * 0.01)
-    assert cost.of(3, 7, 150) == pytest.approx(cost.of(3, 7) + 3 * 50 * 0.01)
+    assert cost.seconds(0, 0) == 10
+    assert cost.seconds(0, 0, 30) == 10
+    assert cost.seconds(3, 7) == pytest.approx(10 + 1 + 3 * 2 + 7 * 0.5)
+    assert cost.seconds(3, 7, 100) == cost.seconds(3, 7)
+    assert cost.seconds(3, 7, 40) == pytest.approx(cost.seconds(3, 7) - 3 * 60 * 0.01)
+    assert cost.seconds(3, 7, 150) == pytest.approx(cost.seconds(3, 7) + 3 * 50 * 0.01)
 
 
 def test_costs_between_measured_numbers_of_nodes_are_interpolated() -> None:
     cost = StepCost(plain=1.0, depth=0.5, drafting=((1, 2.0), (3, 3.0), (11, 4.0)))
-    assert [cost.of(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
-    assert cost.of(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "extrapolated from the last two"
+    assert [cost.seconds(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
+    assert cost.seconds(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "extrapolated from the last two"
 
 
 # Choosing for a domain
@@ -362,10 +362,10 @@ def test_the_costs_of_parts_follow_from_the_times_of_whole_steps(engine: Engine,
     for exit in exits:
         cost = costs[exit.layer]
         assert cost.head_row == pytest.approx(batch * HEAD_ROW) and cost.head_rows == exit.vocabulary
-        assert cost.of(0, 0) == PLAIN * batch
+        assert cost.seconds(0, 0) == PLAIN * batch
         for plan, head in product(map(Plan.parse, ("chain:1", "chain:3", "tree:1,2")), (1, 25, 101)):
             offered = Exit(engine.model, exit.layer, head_rows=torch.arange(head))
-            assert cost.of(plan.depth, len(plan), head) == pytest.approx(sum_of_parts(offered, plan, batch))
+            assert cost.seconds(plan.depth, len(plan), head) == pytest.approx(sum_of_parts(offered, plan, batch))
 
 
 @pytest.mark.parametrize("rows", [(None, None), (80, 80, 80)], ids=str)
@@ -396,8 +396,8 @@ def test_with_kernels_steps_on_both_sides_of_full_tiles_are_timed(engine: Engine
     exit = exits_over(engine, None)[0]
     for nodes in (16 // batch - 1, 16 // batch, 32 // batch - 1, 32 // batch):
         exact = by_tiles(exit, Plan.tree((nodes,)), batch)
-        assert timed(True).of(1, nodes) == pytest.approx(exact)
-    assert timed(False).of(1, 32 // batch - 1) > by_tiles(exit, Plan.tree((32 // batch - 1,)), batch)
+        assert timed(True).seconds(1, nodes) == pytest.approx(exact)
+    assert timed(False).seconds(1, 32 // batch - 1) > by_tiles(exit, Plan.tree((32 // batch - 1,)), batch)
 
 
 def test_the_cost_of_a_head_row_is_never_negative(engine: Engine) -> None:

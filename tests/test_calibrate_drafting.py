@@ -166,7 +166,7 @@ def test_measured_ranks_give_the_accepted_length_of_every_step(family: str, trim
     prompt, plan = random_prompt(13), Plan.parse("tree:6,2,2")
     head_rows = torch.arange(0, VOCABULARY, 2) if trimmed else None
     (measured,) = measure(engine.model, [exit], head_rows, answers_to(engine, [prompt], 0.0), seed=0)
-    texts = decoding(engine, [prompt], str(plan), exit.offering(head_rows, [prompt]), new_tokens=40).prefill()
+    texts = decoding(engine, [prompt], str(plan), exit.with_head_rows(head_rows, [prompt]), new_tokens=40).prefill()
     row, advances = texts.sequences[0], []
     while row.new_tokens < len(measured.ranks):
         path, node, expected = measured.ranks[row.new_tokens].tolist(), 0, 1

@@ -29,13 +29,13 @@ STEP = StepCost(plain=2.0, depth=0.5, drafting=((1, 2.2), (3, 2.4), (7, 3.0)), h
     ids=["plain", "measured", "between", "between later", "last", "past the last"],
 )
 def test_a_step_costs_its_parts(depth: int, nodes: int, seconds: float) -> None:
-    assert STEP.of(depth, nodes) == pytest.approx(seconds)
+    assert STEP.seconds(depth, nodes) == pytest.approx(seconds)
 
 
 def test_a_smaller_head_makes_each_depth_cheaper_and_never_free_of_cost() -> None:
-    assert STEP.of(2, 2, head_rows=40) == pytest.approx(3.3 - 2 * 60 * 0.001)
+    assert STEP.seconds(2, 2, head_rows=40) == pytest.approx(3.3 - 2 * 60 * 0.001)
     tiny = StepCost(2.0, 0.5, ((1, 2.2),), head_row=0.1, head_rows=100)
-    assert tiny.of(3, 1, head_rows=1) == 2.2
+    assert tiny.seconds(3, 1, head_rows=1) == 2.2
 
 
 def test_models_count_in_plain_steps() -> None:

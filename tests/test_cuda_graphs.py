@@ -149,7 +149,7 @@ def test_batches_of_one_domain_and_of_several_share_a_captured_size_of_the_draft
     drafters = Drafters(model, saved, embed=lambda prompts, layer: torch.zeros(len(prompts), 1))
     rows = [drafters.head_rows_of(domain) for domain in ("chat", "code", None)]
     assert [len(ids) for ids in rows if ids is not None] == [3000, 7000, 9000]
-    exits = [drafters.exit(1).offering(ids, []) for ids in rows]
+    exits = [drafters.exit(1).with_head_rows(ids, []) for ids in rows]
     assert {draft_head_capacity(exit, model) for exit in exits} == {12_288}
 
 
@@ -160,7 +160,7 @@ def test_steps_are_captured_for_powers_of_two_of_slots() -> None:
 @torch.inference_mode()
 def test_steps_that_were_prepared_are_not_captured_again() -> None:
     graphs, exit = new_graphs(), accurate_exit()
-    warm_up = WarmUp(graphs, CONTEXT, most_scored=4)
+    warm_up = WarmUp(graphs, CONTEXT, max_scored_batch=4)
     for plan in (NONE, CHAIN):
         warm_up.prepare(ExpectedStep(2, plan, exit, SamplingParams()))
     held = set(graphs.captured.entries)

@@ -21,8 +21,8 @@ from selfspec.backends.cuda.kernel_prefill import (
     MAX_TOKENS,
     SHORT,
     KernelPrefill,
-    Prompt,
     PromptEmbedding,
+    PromptPart,
     groups_per_pass,
     next_part,
     pass_size,
@@ -89,7 +89,7 @@ def run(graphs: Graphs, made: Any, texts: list[list[int]]) -> list[KVPages]:
     held = [graphs.cache.open() for _ in texts]
     for kv, text in zip(held, texts, strict=True):
         graphs.cache.reserve(kv, len(text))
-    made.load([Prompt(text, kv.pages) for text, kv in zip(texts, held, strict=True)])
+    made.load([PromptPart(text, kv.pages) for text, kv in zip(texts, held, strict=True)])
     with torch.inference_mode():
         made.launch()
     return held

@@ -23,11 +23,11 @@ class Event:
 
 def test_a_readbacks_time_begins_at_its_own_start_or_at_the_arrival_of_the_one_before() -> None:
     before, result = Readback(torch.zeros(1)), Readback(torch.zeros(1))
-    before._event, result._own_start, result._event = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
+    before._arrival, result._start, result._arrival = Event(2.0), Event(5.0), Event(9.0)  # type: ignore[assignment]
     result.start(after=before)
-    assert result.seconds == pytest.approx(7e-3) and not result._own_start.recorded  # type: ignore[attr-defined]
+    assert result.seconds == pytest.approx(7e-3) and not result._start.recorded  # type: ignore[attr-defined]
     result.start()
-    assert result.seconds == pytest.approx(4e-3) and result._own_start.recorded  # type: ignore[attr-defined]
+    assert result.seconds == pytest.approx(4e-3) and result._start.recorded  # type: ignore[attr-defined]
 
 
 def test_a_free_readback_is_used_again_for_the_same_shape_and_dtype() -> None:

@@ -546,16 +546,16 @@ def test_a_rank_past_the_trimmed_head_is_refused(tmp_path: Path) -> None:
 
 def test_a_prompts_own_tokens_are_in_its_trimmed_head() -> None:
     exit = trained_once("llama").exit
-    offering = exit.offering(torch.tensor([5, 9, 11]), [[4, 9, 4], [100, 5]])
-    assert offering.head_rows is not None
-    assert offering.head_rows.tolist() == [5, 9, 11, 4, 100] and offering.prompt_rows == 2
-    assert offering.block is exit.block and offering.norm is exit.norm
+    trimmed = exit.with_head_rows(torch.tensor([5, 9, 11]), [[4, 9, 4], [100, 5]])
+    assert trimmed.head_rows is not None
+    assert trimmed.head_rows.tolist() == [5, 9, 11, 4, 100] and trimmed.prompt_rows == 2
+    assert trimmed.block is exit.block and trimmed.norm is exit.norm
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[5], [11, 5]]], ids=str)
 def test_a_prompt_without_other_tokens_takes_the_rows_as_they_are(prompts: list[list[int]]) -> None:
     rows = HeadRows(torch.tensor([5, 9, 11]))
-    assert trained_once("llama").exit.offering(rows, prompts).head_rows is rows.ids
+    assert trained_once("llama").exit.with_head_rows(rows, prompts).head_rows is rows.ids
     assert len(rows) == 3
 
 
@@ -572,7 +572,7 @@ def test_a_prompts_other_tokens_follow_the_domains_rows_which_stay_as_they_are(d
 
 def test_a_domain_without_head_rows_drafts_with_the_full_head() -> None:
     exit = trained_once("llama").exit
-    assert exit.offering(None, [[4, 9, 4]]) is exit
+    assert exit.with_head_rows(None, [[4, 9, 4]]) is exit
 
 
 def test_every_request_and_domain_has_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ def agreements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The agreements of prompts that `observe_prompt` is called with."""
     seen: list[float] = []
 
-    def remember(self: Skill, agreement: float, positions: int, usual: float) -> None:
-        assert usual == 0.5
+    def remember(self: Skill, agreement: float, positions: int, calibrated: float) -> None:
+        assert calibrated == 0.5
         assert positions in (5, exit_scoring.CPU_SCORED_POSITIONS)
         seen.append(agreement)
 

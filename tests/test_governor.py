@@ -128,7 +128,7 @@ def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switc
 def test_nodes_are_copied_where_the_text_repeats_and_only_there() -> None:
     governor = governor_of()
     repeats, differs, bad = skilled(1.0), skilled(1.0), skilled(0.05)
-    repeats.copied = bad.copied = 13
+    repeats.copying_level = bad.copying_level = 13
     assert choose(governor, repeats)[0].copied and not choose(governor, differs)[0].copied
     assert str(choose(governor, bad)[0]) == "copy:15", "an exit that is always wrong is not used"
 
@@ -149,7 +149,7 @@ def test_without_an_exit_copying_stops_where_the_text_no_longer_repeats() -> Non
         seconds = 1.2 if len(plan) else 1.0
         governor.observe(plan, [(skill, last)], seconds, CONTEXT, [0])
         position, taken = position + last + 1, taken + seconds
-        skill.copied = copying.read(text[:position], 6)
+        skill.copying_level = copying.read(text[:position], 6)
         plans.append(plan)
         assert reason in (None, MEASURING, "no_profile")
     assert taken < 170, "the period was copied"

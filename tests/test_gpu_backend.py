@@ -16,7 +16,7 @@ import torch
 from bench.synthetic import synthetic
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.kernel_prefill import Prompt
+from selfspec.backends.cuda.kernel_prefill import PromptPart
 from selfspec.cache.kv_cache import CacheFull, KVPages, flat_slot
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import Spread
@@ -142,7 +142,7 @@ def _left_by(engine: Engine, exit: Exit, texts: list[list[int]]) -> list[list[to
         cache.reserve(sequence, len(text))
     with torch.inference_mode():
         prefill, replay = graphs_of(engine).kernel_prefill(exit, list(map(len, texts)))
-        prefill.load([Prompt(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
+        prefill.load([PromptPart(text, sequence.pages) for text, sequence in zip(texts, sequences, strict=True)])
         replay()
         found = [
             _in_cache(engine, sequence, len(text), feature, end)

@@ -28,8 +28,8 @@ class Step:
     is_cost_sample: bool = True  # `seconds` is the cost of this plan alone: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
-    charge: float = 0.0  # plain steps that its launch charged
-    # Deepest reached nodes that the exit drafted (or roots), after reading; empty: the last accepted ones.
+    charge: float = 0.0  # plain steps that its launch charged to the governor's budget
+    # Of each sequence, the deepest reached node that the exit drafted, or the root; after reading. Empty: `last_nodes`.
     exit_nodes: list[int] = field(default_factory=list)
 
 
@@ -69,8 +69,8 @@ class Backend(Protocol):
         ...
 
     def prompt_scores(self) -> dict[Sequence, tuple[float, int]]:
-        """Returns scores that have arrived since the last call: the share of positions at which the exit's best token
-        is the model's, and the number of positions."""
+        """Returns, by sequence, the scores that have arrived since the last call: the share of positions at which the
+        exit's best token is the model's, and the number of positions."""
         ...
 
     def capture_s(self, sequences: Seq[Sequence], plan: Plan, exit: Exit | None) -> float:

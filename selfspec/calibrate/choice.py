@@ -90,8 +90,8 @@ class Paths:
             expected = 1.0
             for nodes, path in enumerate(self.most_reached(depth, chain), start=1):
                 expected += self.begin[path] / self.total
-                if expected * cost.plain / cost.of(depth, nodes, head_rows) > speedup:
-                    best, speedup = (depth, nodes), expected * cost.plain / cost.of(depth, nodes, head_rows)
+                if expected * cost.plain / cost.seconds(depth, nodes, head_rows) > speedup:
+                    best, speedup = (depth, nodes), expected * cost.plain / cost.seconds(depth, nodes, head_rows)
         plan = Plan.from_paths(self.most_reached(best[0], chain)[: best[1]])
         return Candidate(plan, self.tokens_per_cycle(plan), self.accept_rate(plan), speedup)
 

@@ -106,7 +106,7 @@ def _measure_rows(
         answer = _Answer(tokens, first, last, temperature, noise, reads)
         yield [
             answer.measured(
-                exit.offering(head_rows, [answer.prompt]),
+                exit.with_head_rows(head_rows, [answer.prompt]),
                 [read[row, : last - first] for read in drafted],
                 end[row, : min(first, _PROMPT_END)],
             )

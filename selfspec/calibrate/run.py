@@ -271,9 +271,9 @@ class Calibration:
         costs: Costs = {}
         with self.display.stage("time", len(BATCHES) * (len(exits) + 1), timed=True) as stage:
             head_rows = self.trained.head_rows(0, heads.largest_head(self.setup.vocabulary))
-            offering = [exit.offering(head_rows, []) for exit in exits]
+            trimmed = [exit.with_head_rows(head_rows, []) for exit in exits]
             for batch in BATCHES.values():
-                of_batch = step_costs(engine, offering, batch, stage.advance)
+                of_batch = step_costs(engine, trimmed, batch, stage.advance)
                 costs |= {(layer, batch): cost for layer, cost in of_batch.items()}
             stage.note = f"a plain step of one sequence takes {costs[exits[0].layer, 1].plain * 1e3:.2f} ms"
         return costs

@@ -1,8 +1,8 @@
 """The acceptance model: how many tokens a step of a plan is expected to emit for a sequence.
 
-The profile has the chance that the model's token has each rank among the drafts, by depth. One number per sequence, its
-skill s, changes a chance m that the best k drafts miss the token to m**s: 1 is text as calibration saw it, and near 0
-no draft is accepted. A skill is updated with drafted steps and with exit scores.
+The profile has the chance that the model's token has each rank among the drafts, by depth. Each sequence has a skill s:
+where the profile's chance that the best k drafts miss the token is m, the sequence's is m**s. Skill 1 is text as in
+calibration; near 0 no draft is accepted. A skill is updated with drafted steps and with exit scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selfspec.speculation.plan import MAX_NODES, Plan
 
 MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
-UNFAMILIAR = 0.25  # skill below which a text is out of distribution, and with which one unlike every domain begins
+UNFAMILIAR = 0.25  # skill of a prompt unlike every domain; below it a text is out of distribution
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
 # Factors by which both sums of a skill shrink, by the number of tokens that a step emits.
 _KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]
@@ -31,8 +31,8 @@ _LEAST = 0.005  # chances stay within 0.005 and 0.995: smaller ones rest on too 
 class Evidence(NamedTuple):
     """The outcome of one step for one sequence, as input of `Skill.observe`."""
 
-    observed: list[float]  # by level of skill
-    expected: float
+    observed: list[float]  # by level of skill: what the step adds to `Skill.observed`
+    expected: float  # what the step adds to `Skill.expected`
     tokens: int  # that the step emitted
 
 
@@ -51,7 +51,7 @@ class Skill:
     value: float = field(init=False)
     level: int = field(init=False)  # index of the nearest of LEVELS
     was_ood: bool = False  # the skill was below UNFAMILIAR at some time
-    copied: int = 0  # level of `copying.REACH`: how often copied nodes would be accepted
+    copying_level: int = 0  # index into `copying.REACH`: how often copied nodes would be accepted
     _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior that still counts
 
     def __post_init__(self, prior: float) -> None:
@@ -68,19 +68,19 @@ class Skill:
         self._update(kept * self.observed + step.observed[self.level], kept * self.expected + step.expected)
 
     def observe_share(self, accepted: float, positions: int, exposure: float) -> None:
-        """Updates the skill with exit scores: the exit's best token was the model's at `accepted` of the positions, and
-        has this exposure."""
+        """Updates the skill with exit scores: the exit's best token was the model's at `accepted` of the `positions`.
+        `exposure`: that of the best draft token."""
         kept = (1 - 1 / MEMORY) ** positions
         self._prior_left *= kept
         observed = accepted * float(_observed(exposure, self.value))
         self._update(kept * self.observed + observed, kept * self.expected + positions * exposure)
 
-    def observe_prompt(self, agreement: float, positions: int, usual: float) -> None:
-        """Updates the skill with the share of a prompt's last positions at which exit and model agree; `usual` is that
-        of prompts that calibration saw. A prompt is another text than its answer: it counts as MEMORY positions at
-        most."""
+    def observe_prompt(self, agreement: float, positions: int, calibrated: float) -> None:
+        """Updates the skill with the share of a prompt's last positions at which exit and model agree; `calibrated`
+        is the mean of this share in calibration. A prompt is another text than its answer: it counts as MEMORY
+        positions at most."""
         counted = min(positions, MEMORY)
-        self.observe_share(counted * agreement, counted, exposure_of([usual]))
+        self.observe_share(counted * agreement, counted, exposure_of([calibrated]))
 
     def begin_unfamiliar(self) -> None:
         """Lowers the prior from 1 to UNFAMILIAR, for a prompt unlike every domain; may be called after steps."""
@@ -159,8 +159,8 @@ class Acceptance:
         return found
 
     def _exposures(self, plan: Plan) -> list[float]:
-        """Exposures of a beam by depth. All its nodes of a depth count as one rank; a width that was not measured as
-        the widest measured one below it, or as the best rank."""
+        """Exposures of a beam by depth. All its nodes of a depth count as one rank. A width that was not measured
+        counts as the widest measured one below it or, if there is none, as the best draft token alone."""
         widest = [max((measured for measured in self.beams if measured <= width), default=0) for width in plan.beam]
         return [
             exposure_of([self.beams[width][min(depth, len(self.beams[width]) - 1)]] if width else self._at(depth)[:1])
@@ -172,7 +172,7 @@ class Acceptance:
 
 
 def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """The mean over domains of shares [depth][rank]; past its last depth a domain's last one counts."""
+    """The mean over domains of shares [depth][rank]; a domain's last depth also stands for the depths after it."""
     depths = range(max(map(len, domains)))
     by_depth = ([shares[min(depth, len(shares) - 1)] for shares in domains] for depth in depths)
     return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
@@ -186,7 +186,7 @@ def mean_beams(domains: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, li
 
 
 def exposure_of(shares: Sequence[float]) -> float:
-    """-ln of the chance that none of the draft tokens with these shares is right; 0 where there is none."""
+    """-ln of the chance that none of the draft tokens with these shares is the model's token; 0 without shares."""
     return -log(1 - min(max(_LEAST, sum(shares)), 1 - _LEAST)) if shares else 0.0
 
 
@@ -197,14 +197,16 @@ def _observed(exposure: float, skill: float | np.ndarray) -> float | np.ndarray:
 
 
 def _at_skill(shares: Sequence[float], skills: np.ndarray) -> np.ndarray:
-    """Shares [rank, skill]: the chance that the best k drafts miss is the profile's to the power of the skill."""
+    """Returns shares [rank, skill] for the profile's shares [rank]: chances to miss are raised to the power of the
+    skill."""
     missed = np.maximum(_LEAST, 1 - np.cumsum([0.0, *shares]))
     return -np.diff(missed[:, None] ** skills, axis=0)
 
 
 def extrapolated(cool: Sequence[Sequence[float]], hot: Sequence[Sequence[float]], steps: float) -> list[list[float]]:
-    """Shares [depth][rank] at a temperature above that of `hot` by `steps` times the difference of `hot` and `cool`.
-    The logarithm of the chance to miss shrinks in each step by the factor between `cool` and `hot`."""
+    """Returns shares [depth][rank] at a temperature above both measured ones. `cool` and `hot`: shares at the lower and
+    the higher measured temperature; `steps`: distance from the higher one, in units of the distance between the two. In
+    each step the logarithm of the chance to miss shrinks by the factor by which it shrinks from `cool` to `hot`."""
     missed = [1 - min(1 - _LEAST, max(_LEAST, shares[0][0])) for shares in (cool, hot)]
     skill = min(1.0, log(missed[1]) / log(missed[0])) ** steps
     return [_at_skill(by_rank, np.array([skill]))[:, 0].tolist() for by_rank in hot]

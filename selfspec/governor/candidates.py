@@ -21,7 +21,7 @@ from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
 _SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # skills for which a tree is chosen: 1/8 to 2
-_COPYING = ((0.7, 0.5), (0.7, 0.75))  # (skill, share of hits) for which trees with copied nodes are chosen
+_COPYING = ((0.7, 0.5), (0.7, 0.75))  # (skill, share of hits, see `copying`) for which trees that copy are chosen
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
 _ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
@@ -34,8 +34,8 @@ class PlanTable:
     """The plans for one range of batch sizes, the smallest plan first."""
 
     plans: tuple[Plan, ...]
-    costs: tuple[float, ...]  # plain steps that a step of each takes, by the cost model
-    lengths: np.ndarray  # [levels of skill, levels of copying, plans] expected accepted lengths
+    costs: tuple[float, ...]  # of each plan, in plain steps, by the cost model
+    lengths: np.ndarray  # [levels of skill, levels of copying, plans]: expected accepted lengths
     copies: bool  # whether some plan has copied nodes
 
 
@@ -44,8 +44,8 @@ class SharedPlans:
 
     def __init__(
         self,
-        acceptance: Acceptance | None,  # None: there is no exit, plans have copied nodes only
-        costs: dict[int, CostModel],  # by the largest batch each is for
+        acceptance: Acceptance | None,  # None: there is no exit, and plans have copied nodes only
+        costs: dict[int, CostModel],  # by the largest batch that each is for
         max_tree_batch: int,  # larger batches draft chains without copied nodes
         widest: int = MAX_NODES,  # ranks that the exit can offer
         max_step: float = inf,  # plain steps that a step may take
@@ -77,17 +77,17 @@ class SharedPlans:
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
     def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan | None:
-        """The plan with most expected tokens per time, among those that take at most `max_step` plain steps; None:
-        plain decoding. For each depth, adds nodes in the order of their chances. With a `share` of hits above 0 it has
-        copied nodes. Beams are for one sequence: the narrow trees of several sequences accept as much."""
+        """The fastest plan (expected accepted length over cost) among those that take at most `max_step` plain steps;
+        None: plain decoding. For each depth, adds nodes in the order of their chances. With a `share` of hits above 0
+        the plan has copied nodes. Only one sequence drafts beams: for several, narrow trees accept as much."""
         assert self._acceptance is not None
         level, best, speed, copies, cost = Skill(skill).level, None, 1.0, 0, self._costs[size]
         for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
             chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
-            added = share ** np.arange(1, count + 1)  # by depth, where the exit is wrong
-            nodes, length = likeliest(chances)[: MAX_NODES - count], 1.0 + float(added.sum())
+            copied = share ** np.arange(1, count + 1)  # by depth: the chance that the copied node is accepted
+            nodes, length = likeliest(chances)[: MAX_NODES - count], 1.0 + float(copied.sum())
             for taken, (chance, path) in enumerate(nodes, start=1):
-                length += chance * (1 - (float(added[len(path) - 1]) if len(path) <= count else 0.0))
+                length += chance * (1 - (float(copied[len(path) - 1]) if len(path) <= count else 0.0))
                 steps = cost(depth, taken + count)
                 if steps <= self._max_step and length / steps > speed:
                     best, speed, copies = nodes[:taken], length / steps, count
@@ -95,16 +95,16 @@ class SharedPlans:
         return self._fastest_beam(level, share, cost, plan, speed) if size == 1 < width else plan
 
     def _fastest_beam(self, level: int, share: float, cost: CostModel, best: Plan | None, speed: float) -> Plan | None:
-        """The measured beam with most expected tokens per time; `best` if none has more than `speed`."""
+        """The fastest measured beam; `best` if none is faster than `speed`."""
         assert self._acceptance is not None
         counts, depths = _COPIES if share else (0,), range(1, DEEPEST_PLAN + 1)
         for width, depth, count in product(self._acceptance.beams, depths, counts):
             if width <= self._widest and width * depth + count <= MAX_NODES:
                 plan = Plan(beam=(width,) * depth)
-                added = share ** np.arange(1, count + 1)
+                copied = share ** np.arange(1, count + 1)
                 reached = self._acceptance.reach(plan)[1:, level]
-                reached[:count] *= 1 - added[:depth]
-                length, steps = 1.0 + float(added.sum() + reached.sum()), cost(depth, width * depth + count)
+                reached[:count] *= 1 - copied[:depth]
+                length, steps = 1.0 + float(copied.sum() + reached.sum()), cost(depth, width * depth + count)
                 if steps <= self._max_step and length / steps > speed:
                     best, speed = plan.with_copy(count), length / steps
         return best
@@ -116,7 +116,7 @@ class PlanCandidates:
     def __init__(
         self,
         acceptance: Acceptance | None,  # None: there is no exit
-        costs: dict[int, CostModel],  # by the largest batch each is for
+        costs: dict[int, CostModel],  # by the largest batch that each is for
         shared: SharedPlans,
         score_cost: float = 0.1,  # plain steps that scoring the exit takes
     ) -> None:
@@ -137,8 +137,8 @@ class PlanCandidates:
 
     def _cost(self, plan: Plan, batch: int) -> float:
         """Plain steps that a step of any plan takes, by the cost model."""
-        drafts = self._costs[size_of(batch, self._costs)]
-        return drafts(plan.without_copy.depth, len(plan)) if len(plan) else 1.0
+        cost_model = self._costs[size_of(batch, self._costs)]
+        return cost_model(plan.without_copy.depth, len(plan)) if len(plan) else 1.0
 
     @property
     def all_plans(self) -> list[Plan]:

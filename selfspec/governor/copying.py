@@ -1,8 +1,9 @@
 """Estimates on the host how often copied nodes would be accepted in a sequence.
 
-Compares each token with the continuation of one earlier occurrence: equal is a hit; after a miss it follows the latest
-occurrence of the missed token. The device compares up to 4 tokens (`kernels/copy_draft.py`), so it finds slightly more
-hits. Every token counts, whatever was drafted, so no probe is needed.
+Compares each new token with the token at a *followed* position earlier in the text. If they are equal, that is a hit,
+and the next position is followed; if not, the position after the latest earlier occurrence of the new token. The device
+looks for the newest 4 tokens (`kernels/copy_draft.py`), so it finds slightly more hits. Every token counts, whatever
+was drafted, so no probe is needed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from selfspec.governor.acceptance import MEMORY
 MOST_COPIED = 15  # copied nodes of a plan: with the root 16 rows, one tile of the matrix products
 _LEVELS = 16  # levels between a share of 0 and 1
 _shares = np.arange(_LEVELS + 1)[:, None] / _LEVELS
-# [level, MOST_COPIED]: the chance that copied nodes are accepted down to each depth, if each is with the share of the
-# level.
+# [level, MOST_COPIED]: the chance that copied nodes are accepted down to each depth, if the level's share of tokens are
+# hits.
 REACH = _shares ** np.arange(1, MOST_COPIED + 1)
 
 
@@ -28,8 +29,8 @@ class Copying:
         self.share = share
         self._latest: dict[int, int] = {}  # the latest position of every token
         self._count = 0  # tokens that were read
-        self._next = -1  # position of the token that is followed; -1: there is none
-        self._forced: set[int] = set()  # positions of tokens that a grammar forces, which copied nodes carry too
+        self._followed = -1  # position that the next token is compared with; -1: there is none
+        self._forced: set[int] = set()  # positions of tokens that a grammar forced; copied nodes carry such tokens
 
     @property
     def level(self) -> int:
@@ -40,20 +41,20 @@ class Copying:
         """Counts `count` tokens from position `first` on as hits: the grammar forces them."""
         self._forced.update(range(first, first + count))
 
-    def read(self, tokens: Sequence[int], prompt: int) -> int:
-        """Reads the tokens since the last call and returns the level. The first call also reads the `prompt` tokens,
-        which are neither hits nor misses."""
-        latest, following, share = self._latest, self._next, self.share
+    def read(self, tokens: Sequence[int], prompt_length: int) -> int:
+        """Reads the tokens since the last call and returns the level. The first call also reads the first
+        `prompt_length` tokens, which are neither hits nor misses."""
+        latest, followed, share = self._latest, self._followed, self.share
         if not self._count:
-            newest = prompt - 1
+            newest = prompt_length - 1
             latest.update(zip(tokens[:newest], range(newest), strict=True))
-            following, self._count = latest.get(tokens[newest], -2) + 1, prompt
+            followed, self._count = latest.get(tokens[newest], -2) + 1, prompt_length
             latest[tokens[newest]] = newest
         for position in range(self._count, len(tokens)):
             token = tokens[position]
-            follows = following >= 0 and tokens[following] == token
-            share += ((follows or position in self._forced) - share) / MEMORY
-            following = following + 1 if follows else latest.get(token, -2) + 1
+            is_hit = followed >= 0 and tokens[followed] == token
+            share += ((is_hit or position in self._forced) - share) / MEMORY
+            followed = followed + 1 if is_hit else latest.get(token, -2) + 1
             latest[token] = position
-        self._count, self._next, self.share = len(tokens), following, share
+        self._count, self._followed, self.share = len(tokens), followed, share
         return self.level

@@ -1,4 +1,4 @@
-"""The cost model: the cost of a plan's step in plain steps, calibrated or estimated, and measured once it ran.
+"""Costs of plans, in plain steps: by a calibrated or estimated cost model, and by measurement once a plan has run.
 
 An engine keeps one `Costs` per kind of batch for all its requests. `acceptance` models how many tokens a step emits.
 """
@@ -19,9 +19,9 @@ from selfspec.governor.acceptance import MEMORY
 from selfspec.speculation.plan import MAX_NODES, Plan
 
 CostModel = Callable[[int, int], float]  # (depth, nodes) -> plain steps that a step of such a plan takes
-RowCost = Callable[[int], float]  # (rows) -> time of a pass over them relative to a pass over 1 row
+RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in passes over 1 row
 
-_ROW = 0.008  # plain passes over one row that each further row takes on a GPU, which waits for the weights
+_ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
 PLAIN_SAMPLES = 3  # plain steps that are measured before drafting starts; the fastest counts, since others may stall
 PLAIN_INTERVAL = 128  # drafted steps after which a plain step is measured again: less than 1% of the time
@@ -38,9 +38,9 @@ class StepCost:
 
     plain: Annotated[Seconds, Field(gt=0)]  # a plain step
     depth: Seconds  # each depth of a draft: the layers below the exit and the exit itself
-    # (nodes, seconds): the rest of a step, for some numbers of nodes, ascending.
+    # (nodes, seconds): a step that drafts, less its depths, for some numbers of nodes, ascending.
     drafting: Annotated[tuple[tuple[NodeCount, Seconds], ...], Field(min_length=1)]
-    # Each row of the draft head, at each depth; part of `depth` for the head measured with.
+    # Seconds of each row of the draft head at each depth; `depth` includes those of `head_rows` rows.
     head_row: Annotated[float, Field(gt=-1e6, lt=1e6)] = 0.0
     head_rows: Annotated[int, Field(ge=0, lt=2**31)] = 0  # rows of the head that `depth` was measured with
 
@@ -52,9 +52,9 @@ class StepCost:
             raise ValueError("numbers of nodes must ascend")
         return drafting
 
-    def of(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """Seconds of a step that drafts `nodes` nodes, linear between and past the measured numbers of nodes. A depth
-        takes at least 0 s."""
+    def seconds(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
+        """Seconds of a step that drafts `nodes` nodes, linear between and past the measured numbers of nodes.
+        `head_rows`: rows of the draft head; None: as measured. A depth takes at least 0 s."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
@@ -67,7 +67,7 @@ class StepCost:
 
 def calibrated_cost(cost: StepCost, head_rows: int | None = None) -> CostModel:
     """The cost model of a calibrated device."""
-    return cache(lambda depth, nodes: max(1.0, cost.of(depth, nodes, head_rows) / cost.plain))
+    return cache(lambda depth, nodes: max(1.0, cost.seconds(depth, nodes, head_rows) / cost.plain))
 
 
 def mean_cost(models: Sequence[CostModel]) -> CostModel:
@@ -75,8 +75,8 @@ def mean_cost(models: Sequence[CostModel]) -> CostModel:
 
 
 def gpu_rows(rows: int) -> float:
-    """Time of a pass over these rows on a GPU, relative to a pass over 1 row."""
-    return 1 + (rows - 1) * _ROW
+    """Time of a pass over these rows on a GPU, in passes over 1 row."""
+    return 1 + (rows - 1) * _ROW_COST
 
 
 def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: RowCost = gpu_rows) -> CostModel:
@@ -107,7 +107,7 @@ class CostBucket:
 
     averages: dict[Plan, _Average] = field(default_factory=dict)
     plain: float | None = None  # seconds of a plain step; None before PLAIN_SAMPLES were measured
-    drafted: int = 0  # steps since a plain step was measured
+    drafted: int = 0  # drafted steps since a plain step was measured
 
     @property
     def wants_plain(self) -> bool:
@@ -134,7 +134,7 @@ class Costs:
 
     def __init__(self) -> None:
         self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
-        self._corrections = 0
+        self._corrections = 0  # samples of the correction
         self._buckets: dict[tuple[int, int], CostBucket] = {}
         self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `add_saving`
 

@@ -116,10 +116,10 @@ class Governor:
     def _mean_lengths(self, skills: Sequence[Skill], batch: int, table: PlanTable) -> list[float]:
         """Expected accepted length of each plan, as the mean over the batch; sequences that may not draft count 1.
         Computed again only when the level of a skill has changed."""
-        levels, copied = [skill.level for skill in skills], [skill.copied for skill in skills]
-        key = table, batch, levels, copied
+        levels, copying = [skill.level for skill in skills], [skill.copying_level for skill in skills]
+        key = table, batch, levels, copying
         if key != self._lengths[0]:
-            lengths = table.lengths[levels, copied].sum(0)
+            lengths = table.lengths[levels, copying].sum(0)
             self._lengths = key, ((lengths + (batch - len(levels))) / batch).tolist()
         return self._lengths[1]
 
@@ -144,9 +144,10 @@ class Governor:
         context: int,
         exit_nodes: Sequence[int] | None = None,
     ) -> None:
-        """Updates skills, costs and budget with a step that was read. `outcomes`: of each sequence its skill (None: not
-        drafted for, or ended) and last accepted node. `seconds`: device time, None if other work took part of it.
-        `exit_nodes` are the deepest nodes that the exit alone would have reached; None: the last accepted ones."""
+        """Updates skills, costs and budget with a step that was read. `outcomes`: of each sequence its skill (None: it
+        accepts no drafts, or has ended) and last accepted node. `seconds`: device time; None if other work took
+        part of it. `exit_nodes`: of each sequence the deepest reached node that the exit drafted; None: the last
+        accepted node."""
         batch = len(outcomes)
         if seconds is not None:
             bucket, modelled = self.costs.bucket(batch, context), self.candidates.cost(plan, batch)

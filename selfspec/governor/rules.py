@@ -1,4 +1,4 @@
-"""The hard rules, which forbid or narrow drafting, settings of the governor, and plans of requests without one.
+"""The hard rules, which forbid or narrow drafting; settings of the governor; plans of requests without a governor.
 
 A policy decides from the request and the batch size alone. Tokens do not depend on the plan, so the rules change only
 the speed.
@@ -17,7 +17,7 @@ Mode = Literal["force"] | bool | None
 
 NO_PROFILE = "no_profile"  # why no exit drafts: no profile was found and no exit was given
 
-BATCHES = {"1": 1, "2-4": 4, "5-16": 16}  # batch sizes with plans of their own, and the largest of each band
+BATCHES = {"1": 1, "2-4": 4, "5-16": 16}  # bands of batch sizes with plans of their own -> largest size of the band
 TEMPERATURES = {"0": 0.0, "0.7": 0.7, "1": 1.0}  # temperatures with plans of their own; 0 is greedy
 DEFAULT_TREE = Plan.parse("tree:4,2,2,1")
 
@@ -47,8 +47,8 @@ class Rules:
 
     def for_device(self, device: str) -> Rules:
         """Returns these rules with `max_step` set by the type of device. Long steps emit tokens in bursts. On a GPU
-        they gain a few per cent; on a CPU, where a pass takes longer with every row, no plan is faster under a
-        limit."""
+        they gain a few per cent; on a CPU, where every row adds time, no plan within a limit is faster than plain
+        decoding."""
         if self.max_step is not None:
             return self
         return replace(self, max_step=1.67 if device == "cuda" else inf)
@@ -66,7 +66,7 @@ class Policy:
     sampling: SamplingParams
     mode: Mode = None
     plan: Plan | None = None  # the request's
-    plans: dict[int, Plan] = field(default_factory=dict)  # the profile's, by the largest batch each is for
+    plans: dict[int, Plan] = field(default_factory=dict)  # the profile's, by the largest batch that each is for
     has_exit: bool = True
     stateful_processors: bool = False
     new_tokens: int | None = None  # of each sequence, at most; None: unknown
@@ -103,7 +103,7 @@ class Policy:
         rules, sampling = self.rules, self.sampling
         if self.mode is False or (self.plan is not None and not len(self.plan)):
             return "request"
-        if self.stateful_processors:  # forcing too: their state cannot follow a tree
+        if self.stateful_processors:  # also with "force": their state cannot follow a tree
             return "processor"
         if self.mode == "force":
             return None
@@ -117,20 +117,20 @@ class Policy:
         large = sampling.top_k > rules.max_top_k or (sampling.top_k == 0 and unset_is_large)
         if sampling.do_sample and large:
             return "top_k"
-        profiled = self._profiled(batch)
-        return "goodput" if self.plan is None and profiled is not None and not len(profiled) else None
+        profile_plan = self._profile_plan(batch)
+        return "goodput" if self.plan is None and profile_plan is not None and not len(profile_plan) else None
 
     def choose(self, batch: int) -> tuple[Plan, str | None]:
         """The plan for a step of `batch` sequences and, where it is `none`, the reason."""
         reason = self.reason(batch)
         if reason is not None:
             return NONE, reason
-        # Forcing skips a profile's plan `none`.
-        plan = self.plan or self._profiled(batch) or DEFAULT_TREE
+        # A profile's plan `none` is falsy: "force" then drafts DEFAULT_TREE.
+        plan = self.plan or self._profile_plan(batch) or DEFAULT_TREE
         has_tree = self.mode == "force" or batch <= self.rules.max_tree_batch
         return plan if has_tree else plan.first_chain(), None
 
-    def _profiled(self, batch: int) -> Plan | None:
-        """The profile's plan for the smallest band of batch sizes that holds this batch."""
+    def _profile_plan(self, batch: int) -> Plan | None:
+        """The profile's plan for the smallest of its batch sizes that holds this batch, else for its largest."""
         sizes = sorted(self.plans)
         return self.plans[next((size for size in sizes if batch <= size), sizes[-1])] if sizes else None

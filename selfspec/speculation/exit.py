@@ -102,7 +102,7 @@ class Exit:
         prompts = [_head_rows(self.model, self.head_rows[-self.prompt_rows :])] if self.prompt_rows else []
         return [self.domain_rows.of(self.model), *prompts]
 
-    def offering(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
+    def with_head_rows(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """Returns this exit with a head of the given rows and the prompts' own tokens: a text often repeats tokens of
         its prompt. None: the full head."""
         if head_rows is None:

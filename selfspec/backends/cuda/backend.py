@@ -1,4 +1,5 @@
-"""The CUDA backend of one batch: launches steps as captured graphs of Triton kernels, and reads their reports.
+"""The CUDA backend of one batch: launches steps as captured graphs of Triton kernels, and reads their reports (emitted
+tokens, last nodes).
 
 One step is in flight: the host launches the next step before it reads the step in flight. The caller decides which
 sequences decode, and with which plan. `placement.py` gives them slots, `graphs.py` captures steps, and `step.py` is the
@@ -52,7 +53,7 @@ class CudaBackend:
         self._masking = Masking(on_gpu=self.overlaps)
         self._masked_step: MaskedStep | None = None  # the newest one, until its choice is launched
         self._unfilled: dict[Sequence, int] = {}  # number of unfilled positions; 0 if missing
-        # Likeliest tokens per position whose log probabilities are read; None: no sequence wants log probabilities.
+        # Log probabilities are read of this many likeliest tokens per position; None: no sequence wants them.
         self._top_logprobs: int | None = None
 
     def slots_for(self, sequences: int) -> int:
@@ -122,8 +123,8 @@ class CudaBackend:
         self._send_logprobs(step, parts[0])
 
     def _launch_masked(self, step: StepInFlight, exit: Exit | None, in_flight: Step | None) -> None:
-        """Launches the first part of a masked step. `read` launches the parts that need the tokens of the step in
-        flight, without one this method does; `_complete_masked_step` launches the choice."""
+        """Launches the first part of a masked step. The parts after it need the tokens of the step in flight: `read`
+        launches them, or this method if no step is in flight. `_complete_masked_step` launches the choice."""
         plan = step.record.plan
         device_step, *parts = self._captured_step(step.sequences, plan, exit)
         self._times.start(step, self.graphs.readbacks.take(device_step.report), in_flight, self.overlaps)
@@ -250,8 +251,8 @@ class CudaBackend:
         """Launches one pass over all slots, whose scores `prompt_scores` returns once they have arrived. Launches
         nothing while other scores are in flight, between the draft and the choice of a masked step, or, for sequences
         without a slot, while a masked step is in progress. Returns whether the pass was launched."""
-        placement, ends, masked = self._placement, self._prompts.prompt_ends, self._masked_step
-        scored = [sequence for sequence in sequences if sequence in ends]
+        placement, states, masked = self._placement, self._prompts.prompt_ends, self._masked_step
+        scored = [sequence for sequence in sequences if sequence in states]
         joining = [sequence for sequence in scored if sequence not in placement.slot_of]  # before their first step
         may_run = masked is None or not (masked.has_drafted or joining)
         if not scored or not may_run or self._prompt_scores.in_flight is not None:
@@ -263,7 +264,7 @@ class CudaBackend:
         slots = placement.slots(scored)
         score, replay = self.graphs.prompt_score(self._buffers, placement.size, exit, _max_length(scored))
         lengths = [len(sequence.prompt) - 1 for sequence in scored]
-        score.load(slots, [ends.pop(sequence) for sequence in scored], lengths)
+        score.load(slots, [states.pop(sequence) for sequence in scored], lengths)
         self.note_other_work()
         replay()
         self._prompt_scores.send(score, scored, slots)

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from selfspec.kernels.triton_compat import compiles_only
 
-MAX_THREADS = 16  # more do not help: of compiling, only the compiler's passes release Python's global lock
+MAX_THREADS = 16  # more are no faster: Triton releases Python's global interpreter lock only in compiler passes
 PROGRESS_AFTER_S = 1.0  # seconds of compiling before a progress bar appears
 
 
@@ -21,17 +21,17 @@ class Compiler:
     """Compiles the kernels of launches without running them."""
 
     def __init__(self) -> None:
-        self.only_compiles = False  # True within `together`: launches compile kernels and run none
+        self.only_compiles = False  # True within `compiling`: launches compile kernels and run none
 
     def compile(self, *launches: Callable[[], object]) -> None:
-        """Compiles the kernels of launches in parallel and waits for them. Within `together` starts the compilation
-        and returns; `together` waits."""
-        with self.together():
+        """Compiles the kernels of launches in parallel and waits for them. Within `compiling` starts the compilation
+        and returns; `compiling` waits."""
+        with self.compiling():
             for launch in launches:
                 launch()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def compiling(self) -> Iterator[None]:
         """Within this block launches only compile their kernels, in parallel. Waits for all compilations at the end of
         the outermost block."""
         if self.only_compiles:

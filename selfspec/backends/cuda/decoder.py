@@ -108,8 +108,8 @@ class Tree:
             rows = torch.zeros_like(self.previous_rows)
             self.beam = BeamTrees(self.tensors, log_prob_sums, rows, self.previous_rows, first_feature_row)
 
-    def parents(self, level: range) -> torch.Tensor:
-        """For each of a level's nodes, the index of the parent among the nodes of the level above."""
+    def parents_in_level(self, level: range) -> torch.Tensor:
+        """For each of a level's nodes, the index of its parent within the level above."""
         above = self.plan.levels[self.plan.depths[level.start] - 1].start
         return self._ints([self.plan.parents[node - 1] - above for node in level])
 
@@ -158,7 +158,8 @@ def empty_metadata(model: Decoder, rows: int) -> RowMetadata:
 
 
 class Scratch:
-    """Buffers for values that one kernel hands to another. All passes share them, as they run one after the other."""
+    """Buffers, by name and dtype, for values that one kernel writes and a later one reads. All passes share them, as
+    they run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -169,13 +170,13 @@ class Scratch:
         """Returns a view of the buffer of this name and dtype. Allocates the buffer with zeros on first use, and a
         larger one if it is too small."""
         count = prod(shape)
-        held = self._buffers.get((name, dtype))
-        if held is None or held.numel() < count:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < count:
             larger = torch.zeros(count, dtype=dtype, device=self._device)
-            if held is not None:
-                self._outgrown.append(held)
-            held = self._buffers[name, dtype] = larger
-        return held[:count].view(shape)
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[name, dtype] = larger
+        return buffer[:count].view(shape)
 
     def take_like(self, sizes: Any, name: str = "") -> Any:
         """Returns a buffer shaped like a tensor, or a dataclass of buffers shaped like each of its tensors, which may
@@ -186,8 +187,8 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        held = [*self._buffers.values(), *self._outgrown]
-        return sum(buffer.numel() * buffer.element_size() for buffer in held)
+        buffers = [*self._buffers.values(), *self._outgrown]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
 class FusedDecoder:
@@ -195,7 +196,7 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, cache: Cache, scratch: Scratch, contexts: Contexts, max_context: int) -> None:
         self.model, self.cache, self.scratch, self.contexts = model, cache, scratch, contexts
-        self.max_context, self.ranges = max_context, ranges_for(max_context)  # ranges of keys: see `tree_attention`
+        self.max_context, self.ranges = max_context, ranges_for(max_context)  # how many ranges: see `tree_attention`
 
     def with_contexts(self, contexts: Contexts) -> FusedDecoder:
         """Returns a copy of this decoder whose rows attend to other contexts."""
@@ -235,8 +236,8 @@ class FusedDecoder:
         next_weight: torch.Tensor | None,
     ) -> None:
         """Runs one decoder layer over `source` and writes to `target`, which may be `source`. `cache_layer`: index of
-        the KV cache's layer. `source` must be scaled by the weights of the layer's first norm; scales `target` by
-        `next_weight`, the weights of the norm that comes next, unless None."""
+        the KV cache's layer. `source.scaled` must be scaled by the weights of the layer's first norm. `next_weight`:
+        weights of the norm that comes after the layer, by which `target.scaled` is scaled; None: it is not written."""
         config, (rows, _) = self.model.config, source.states.shape
         q = self._take("q", rows, config.num_heads * config.head_dim)
         attended = self._take("attended", rows, config.num_heads * config.head_dim)
@@ -312,7 +313,7 @@ class FusedDecoder:
         target: Residual,
         next_norm: NextNorm | None,
     ) -> None:
-        """Writes source + layer(x) to `target`; with `out_norm` first norms the product, as some families do."""
+        """Writes source + layer(x) to `target`; with `out_norm` (gemma3_text) first norms the product."""
         if out_norm is None:
             linear(x, layer.weight, target.states, bias=layer.bias, residual=source.states, next_norm=next_norm)
             return

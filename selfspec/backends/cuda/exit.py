@@ -31,7 +31,7 @@ _PROMPT_HEAD_ROWS = 1024  # head rows for the prompts' own tokens, at least; tok
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The LM head rows that an exit drafts from: their token ids, in a buffer with a fixed address."""
+    """The token ids of the LM head rows that an exit drafts from, in a buffer with a fixed address."""
 
     tokens: torch.Tensor  # [capacity] int32
     count: torch.Tensor  # [1] int32: how many of them are in use
@@ -95,9 +95,9 @@ class HeadInput:
 class PreviousFeatures:
     """The features of the positions before R rows: for row r, row `rows[r]` of `features`."""
 
-    features: torch.Tensor  # [F, 2 * hidden]; while drafting [F, hidden]: the exit's own head inputs replace features
+    features: torch.Tensor  # [F, 2 * hidden]; of drafted nodes [F, hidden]: the inputs of the exit's head instead
     rows: torch.Tensor | None  # [R] int64; None: row r is row r of `features`
-    squares: torch.Tensor | None = None  # [F, T] of head inputs that are scaled, not normed
+    squares: torch.Tensor | None = None  # [F, T] of inputs of the head, which are scaled but not normed
 
 
 class FusedExit:
@@ -152,12 +152,12 @@ class FusedExit:
         spec, cache_layer = self.decoder.model.config.layers[self.exit.layer], self.decoder.cache.exit_layer_index
         self.decoder.write_kv(block.layer, spec, cache_layer, source, nodes, None)
 
-    def read(
+    def run_block(
         self, states: torch.Tensor, previous: PreviousFeatures | None, nodes: Nodes, head_input: HeadInput
     ) -> torch.Tensor:
         """Runs the exit's block over the states after layer N [R, hidden]; writes `head_input` and the block's keys and
-        values. Returns the states [R, hidden] before the exit's norm, in scratch that the next call overwrites; without
-        a block the given states."""
+        values. Returns the states [R, hidden] before the exit's norm, in scratch that the next call overwrites. An exit
+        without a block norms the given states and returns them."""
         exit, block = self.exit, self.exit.block
         assert exit.norm is not None
         if block is None:
@@ -214,7 +214,7 @@ class FusedExit:
         return residual
 
     def _norm(self, squares: torch.Tensor | None) -> Norm | None:
-        """Returns the norm that a scaled head input still needs; None for a normed one: without squares or a block."""
+        """Returns the norm that scaled inputs of the head still need; None for normed ones (no squares or no block)."""
         if squares is None or self.exit.block is None:
             return None
         return Norm(self.decoder.model.config.norm_eps, squares)

@@ -41,7 +41,7 @@ class ExitFill:
         self.lengths = torch.zeros_like(slots.lengths)  # positions whose exit KV is filled
         self.decoder = decoder.with_contexts(self)
         self.nodes = Nodes.chain(model, slot_exit.unfilled.capacity, slots.count)
-        # Drafts are scored without processing: it would need the token counts of each position.
+        # Drafts are scored without logits processing, which would need the token counts at each position.
         self.sampling = SlotSampling(slots, replace(options, processes=False), Tree(NONE, slots.count, model.device))
         scored = scored_positions(slots.count) if scores else 0
         self.scored = self.nodes.first(scored)
@@ -63,7 +63,7 @@ class ExitFill:
             exit.fill(unfilled.hidden, PreviousFeatures(unfilled.previous, None), self.nodes)
         if rows:  # also fills the exit's KV of the positions that it scores
             head_input, previous = exit.head_input(rows), PreviousFeatures(unfilled.previous[:rows], None)
-            exit.read(unfilled.hidden[:rows], previous, self.scored, head_input)
+            exit.run_block(unfilled.hidden[:rows], previous, self.scored, head_input)
             noise = self.sampling.noise(self.scored.metadata)
             ranking = exit.rank(slot_exit.head, head_input, 1, noise, None)
             topk_tokens(ranking.scores, self.report, token_ids=ranking.token_ids)
@@ -72,12 +72,12 @@ class ExitFill:
 
 @dataclass(frozen=True)
 class _ScoringPass:
-    """A pass that scores and whose scores have not been read, and the positions that it scores."""
+    """A launched pass whose scores have not been read, and the positions that it scores."""
 
     sequences: list[Sequence]
     slots: list[int]  # of the sequences
-    counts: list[int]  # unfilled positions of each sequence
-    ends: list[int]  # tokens of each sequence up to the one after its newest unfilled position
+    counts: list[int]  # of each sequence, the number of unfilled positions
+    ends: list[int]  # of each sequence, the number of tokens up to the one after its newest unfilled position
     size: int  # slots of the pass
     readback: Readback
 

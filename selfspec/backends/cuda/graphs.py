@@ -23,8 +23,8 @@ from selfspec.backends.cuda.exit import draft_head_capacity
 from selfspec.backends.cuda.exit_scoring import ExitFill
 from selfspec.backends.cuda.kernel_prefill import (
     KernelPrefill,
-    Prompt,
     PromptEmbedding,
+    PromptPart,
     groups_per_pass,
     longest_kernel_prompt,
     pass_size,
@@ -63,7 +63,7 @@ class GraphCache:
     def find(self, key: tuple, buffers: SlotBuffers | None, build: Callable[[], Any], *launches: str) -> tuple:
         """Returns the step or pass of `key`, followed by its captured launches. On first use calls `build` and captures
         the methods of its result that `launches` names. `buffers`: the slots that they run on; None: none. Within
-        `Compiler.together` only compiles their kernels and returns launches that do nothing."""
+        `Compiler.compiling` only compiles their kernels and returns launches that do nothing."""
         found = self.entries.get(key)
         if found is None and self.compiler.only_compiles:
             made = build()
@@ -121,7 +121,7 @@ class Graphs:
     """The steps and prefill passes of one model, built and captured on first use."""
 
     def __init__(self, model: Decoder, cache: Cache, context: int, max_batch: int) -> None:
-        self.model, self.cache, self.context = model, cache, context  # context: tokens of the longest sequence
+        self.model, self.cache, self.context = model, cache, context  # context: the most tokens a sequence may have
         self.capacity = bucket(max_batch)  # slots of a batch
         self.scratch, self.readbacks = Scratch(model.device), Readbacks()
         # Tokens of the longest prompt that the decode kernels prefill; 0 for interpreted kernels, which are too slow.
@@ -141,7 +141,7 @@ class Graphs:
     def take_buffers(self) -> SlotBuffers:
         """Returns slot buffers for a batch: free ones, for which steps are captured already, or new ones."""
         if self._free_buffers:
-            # The lowest number: for these buffers most steps are captured.
+            # Those with the lowest number: most steps are captured for them.
             buffers = min(self._free_buffers, key=lambda buffers: buffers.number)
             self._free_buffers.remove(buffers)
             return buffers
@@ -230,9 +230,9 @@ class Graphs:
         """Returns the pass of PyTorch operations over a chunk of `count` prompt tokens that ends before position `end`,
         and its launch. `keeps_states`: see `TorchPrefill`."""
         rows = bucket(count, MIN_ROWS)
-        slots = bucket(end - count + rows, PAGE_SIZE)
-        key = ("torch prefill", rows, slots, keeps_states, exit_key(exit))
-        parts = self.model, self.cache, exit, rows, slots, self.idle_page, keeps_states
+        max_context = bucket(end - count + rows, PAGE_SIZE)
+        key = ("torch prefill", rows, max_context, keeps_states, exit_key(exit))
+        parts = self.model, self.cache, exit, rows, max_context, self.idle_page, keeps_states
         return self.captured.find(key, None, lambda: TorchPrefill(*parts), "launch")
 
     def kernel_prefill(
@@ -290,7 +290,7 @@ class Graphs:
             for kv, prompt in zip(kvs, prompts, strict=True):
                 self.cache.reserve(kv, len(prompt))
             embedding, replay = self.prompt_embedding(list(map(len, prompts)), layer)
-            embedding.load([Prompt(prompt, kv.pages) for prompt, kv in zip(prompts, kvs, strict=True)])
+            embedding.load([PromptPart(prompt, kv.pages) for prompt, kv in zip(prompts, kvs, strict=True)])
             replay()
             readback = self.readbacks.take(embedding.sums)
             readback.send(embedding.sums)

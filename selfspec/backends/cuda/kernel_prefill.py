@@ -29,12 +29,12 @@ from selfspec.speculation.exit_scoring import PROMPT_END
 SHORT, MEDIUM, LONGEST = 256, 1024, 8192  # tokens: passes are captured for prompts of up to these lengths
 SMALL_MODEL = 2048  # hidden size; above it PyTorch's matrix products are faster for prompts over SHORT
 SEGMENT = PAGE_SIZE  # positions of a segment
-SHORTEST_SEGMENT = 16  # positions of a segment in a pass whose prompts have no more tokens than this
+SHORTEST_SEGMENT = 16  # positions of a segment in a pass over prompts that have at most so many tokens
 MAX_SEGMENTS = 16  # segments of a pass
 MAX_TOKENS = MAX_SEGMENTS * SEGMENT  # tokens of a pass, at most
 
 
-class Prompt(NamedTuple):
+class PromptPart(NamedTuple):
     """The part of a prompt that a pass runs over."""
 
     tokens: Sequence[int]
@@ -94,8 +94,8 @@ def sizes_to_capture(prompts: int, longest: int) -> Iterator[tuple[list[int], in
 
 
 class PromptPass:
-    """A pass over up to `count` segments, of `segment` positions each, of prompts of up to `longest` tokens. Its rows
-    are node-major: row = position in the segment * count + number of the segment."""
+    """A pass over up to `count` segments of `segment` positions each, cut from prompts of up to `longest` tokens. Its
+    rows are node-major: row = position in the segment * count + number of the segment."""
 
     def __init__(
         self, model: Decoder, cache: Cache, scratch: Scratch, count: int, segment: int, longest: int, idle_page: int
@@ -105,7 +105,7 @@ class PromptPass:
         self.inputs = PassInputs(count, segment, longest, idle_page, model.device)
         self.nodes = Nodes.chain(model, segment, count)
         self.decoder = FusedDecoder(model, cache, scratch, self.inputs, longest)
-        # To `embed_rope` the token of node i is the one of rank i after parent 0: column i of the segment's tokens.
+        # Makes `embed_rope` take the token of node i from column i of the segment's tokens: rank i after parent 0.
         self._parents = torch.zeros_like(self.nodes.depths)
 
     @property
@@ -113,7 +113,7 @@ class PromptPass:
         """Tensors that belong to this pass alone."""
         return [*self.inputs.tensors, *vars(self.nodes.metadata).values()]
 
-    def load(self, prompts: Sequence[Prompt]) -> None:
+    def load(self, prompts: Sequence[PromptPart]) -> None:
         """Copies the tokens and pages of the next launch's prompts to the device."""
         self.inputs.load(prompts)
 
@@ -150,10 +150,9 @@ class PassInputs:
         shapes = {
             "tokens": (count, segment),
             "lengths": (count,),  # positions of the prompt before each segment
-            "filled": (count,),  # positions of each segment that hold a token
+            "counts": (count,),  # tokens of each segment
             "pages": (count, longest // PAGE_SIZE),
-            # Row of the feature of the position before each segment, among `count` rows of positions before the pass
-            # and then the pass's rows.
+            # Row of the feature of the position before each segment, in `features` of `KernelPrefill.launch`.
             "previous": (count,),
             "last": (count,),  # row of each prompt's last token
             "end": (count, PROMPT_END),  # rows of each prompt's last tokens, -1 where it has fewer
@@ -171,8 +170,8 @@ class PassInputs:
         self._int32 = torch.zeros(total, dtype=torch.int32, device=device)
         for_kernels, for_torch = self._views(self._int32), self._views(self._int64)
         self.tokens, self.lengths, self.page_table = (for_kernels[name] for name in ("tokens", "lengths", "pages"))
-        self.filled, self.previous, self.last, self.end = (
-            for_torch[name] for name in ("filled", "previous", "last", "end")
+        self.counts, self.previous, self.last, self.end = (
+            for_torch[name] for name in ("counts", "previous", "last", "end")
         )
         self.load([])
 
@@ -184,7 +183,7 @@ class PassInputs:
     def tensors(self) -> list[torch.Tensor]:
         return [self._int64, self._int32]
 
-    def load(self, prompts: Sequence[Prompt]) -> None:
+    def load(self, prompts: Sequence[PromptPart]) -> None:
         """Cuts the prompts into segments and copies the inputs to the device, without waiting."""
         host = host_tensor(self._int64, self._int64.device)
         inputs = host.numpy()
@@ -196,7 +195,7 @@ class PassInputs:
             for offset in range(0, length, self.segment):
                 some = prompt.tokens[offset : offset + self.segment]
                 parts["tokens"][at, : len(some)] = some
-                parts["lengths"][at], parts["filled"][at] = prompt.start + offset, len(some)
+                parts["lengths"][at], parts["counts"][at] = prompt.start + offset, len(some)
                 pages = prompt.pages[: parts["pages"].shape[1]]
                 parts["pages"][at, : len(pages)] = pages
                 if offset:
@@ -240,7 +239,7 @@ class PromptEmbedding(PromptPass):
         residual = self._embed()
         hidden = self.decoder.run(range(self.layer), residual, residual, self.nodes).states.float()
         states = F.rms_norm(hidden, hidden.shape[-1:]).unflatten(0, (self.segment, self.count))
-        is_token = torch.arange(self.segment, device=hidden.device)[:, None] < self.inputs.filled
+        is_token = torch.arange(self.segment, device=hidden.device)[:, None] < self.inputs.counts
         self.sums.copy_(torch.where(is_token[..., None], states, 0).sum(0))
 
 
@@ -259,15 +258,16 @@ class KernelPrefill(PromptPass):
         self._before_is_set = False  # whether `before` holds values other than zero
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
-        # For each row the row of the previous position's feature, if the `count` rows of `before` come before the rows
-        # of the pass: the same number. `launch` replaces those of the segments' first positions.
+        # [R]: for each row of the pass, the row of the previous position's feature in `features` of `launch`, which are
+        # `before` and then the pass's rows: row r - `count` of the pass, thus r. `launch` sets the first `count`, which
+        # begin segments.
         self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors, self.features, self.before, self._previous_rows]
 
-    def load(self, prompts: Sequence[Prompt]) -> None:
+    def load(self, prompts: Sequence[PromptPart]) -> None:
         super().load(prompts)
         if self._before_is_set:
             self.before.zero_()
@@ -291,7 +291,8 @@ class KernelPrefill(PromptPass):
             decoder.write_kv(last, spec, layers - 1, residual, self.nodes, None)
             return
         residual = decoder.run(range(exit.layer), residual, residual, self.nodes)
-        features = self._take("features", self.features.shape[1], self.count + self.rows)  # [count + R, 2 * hidden]
+        # [count + R, 2 * hidden]: `before`, then the features of the pass's rows.
+        features = self._take("features", self.features.shape[1], self.count + self.rows)
         features[: self.count].copy_(self.before)
         fused_exit = FusedExit(decoder, exit)
         fused_exit.verify(residual, fused_exit.block_residual(self.rows), self.nodes, features[self.count :])

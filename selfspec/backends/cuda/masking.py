@@ -29,7 +29,7 @@ class MaskedStep:
     device_step: DeviceStep
     parts: list[Launch]  # those left to launch, in order
     has_drafted: bool = False  # `Masking.draft` has launched the parts before the choice
-    # Sequences whose root has a mask, with their slots; the mask of the i-th of them has number i.
+    # Sequences whose root has a mask, with their slots; the root's mask of entry i is mask number i.
     roots: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
@@ -46,7 +46,7 @@ class Masking:
     """Launches the parts of masked steps and computes their masks."""
 
     def __init__(self, on_gpu: bool) -> None:
-        self._drafted = torch.cuda.Event() if on_gpu else None  # after the newest copy of drafted tokens to the host
+        self._drafts_arrived = torch.cuda.Event() if on_gpu else None  # recorded after the copy of drafted tokens
 
     def launch(self, masked: MaskedStep) -> None:
         """Launches the first part, the passes that need neither masks nor forced tokens. A plan that only copies has no
@@ -75,8 +75,8 @@ class Masking:
                 forced[: len(tokens), slot] = tokens
         if len(masked.plan):
             masked.parts.pop(0)()
-            if self._drafted is not None:
-                self._drafted.record()
+            if self._drafts_arrived is not None:
+                self._drafts_arrived.record()
             masked.parts.pop(0)()
 
     def complete(self, masked: MaskedStep) -> None:
@@ -91,8 +91,8 @@ class Masking:
 
     def _mask_nodes(self, masked: MaskedStep) -> None:
         """Waits for the drafted tokens. Computes the masks of the nodes whose tokens from the root on are allowed."""
-        if self._drafted is not None:
-            self._drafted.synchronize()
+        if self._drafts_arrived is not None:
+            self._drafts_arrived.synchronize()
         masks, size = masked.masks, masked.device_step.slots.count
         (mask_numbers, _, bits), drafted = masks.host_views, masks.host_tokens.tolist()
         trees = [masked.plan] * size

@@ -28,13 +28,13 @@ class PagesAhead:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._owned: set[Sequence] = set()  # sequences that share their partly filled page with no other sample
+        self._owned: set[Sequence] = set()  # sequences that are the only ones to use their partly filled page
         self.changed: set[Sequence] = set()  # sequences whose page table on the device is out of date
 
     def reserve(self, sequences: Seq[Sequence], plan: Plan, in_flight: Step | None) -> None:
         """Reserves pages for the next step and, if enough are free, for RESERVED_POSITIONS positions after it. Raises
         CacheFull if too few are free for the step."""
-        # Positions: cache slots of root and nodes, and the longest paths that this step and the one in flight commit.
+        # Positions: those of root and nodes, and the longest paths that this step and the one in flight commit.
         needed = plan.depth + len(plan) + 2 + (0 if in_flight is None else in_flight.record.plan.depth + 1)
         short = [
             sequence
@@ -56,7 +56,7 @@ class PagesAhead:
 
 
 class SlotPlacement:
-    """Gives sequences slots. Records what was last written to each slot, and writes only what has changed."""
+    """Gives sequences slots. Remembers what it wrote to each slot last, and writes only what has changed."""
 
     def __init__(self, graphs: Graphs, buffers: SlotBuffers, times: StepTimes) -> None:
         self._buffers, self._times = buffers, times
@@ -137,7 +137,7 @@ class SlotPlacement:
         store, slots = self._buffers.slots, [*self.slots(joined), *idle]
         states = [*map(_slot_state, joined), *(None for _ in idle)]
         pages = [*(sequence.kv.pages for sequence in joined), *([store.idle_page] for _ in idle)]
-        at = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
+        written = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:
@@ -145,7 +145,7 @@ class SlotPlacement:
             else:
                 store.clear_processing(self.slot_of[sequence])
         if joined and exit is not None:
-            self._write_features(joined, at[: len(joined)])
+            self._write_features(joined, written[: len(joined)])
 
     def _compact(self) -> None:
         """Moves sequences from slots beyond the first `size` to free slots below."""
@@ -160,14 +160,14 @@ class SlotPlacement:
             self.slot_of[sequence] = target
         self._free = sorted({*self._free, *sources} - {*targets}, reverse=True)
 
-    def _write_features(self, joined: list[Sequence], at: torch.Tensor) -> None:
+    def _write_features(self, joined: list[Sequence], slots: torch.Tensor) -> None:
         """Writes the features that the exit reads in the first step of sequences that join; zeros for a sequence
-        without one. `at` [joined]: their slots, on the device."""
+        without one. `slots` [joined]: their slots, on the device."""
         features, rows = self._buffers.features, []
         for sequence in joined:
             feature = sequence.previous_feature
             rows.append(features.new_zeros(features.shape[1]) if feature is None else feature)
-        features.index_copy_(0, at, torch.stack(rows))
+        features.index_copy_(0, slots, torch.stack(rows))
 
     def _fill_head(self, exit: Exit | None) -> None:
         """Writes the token ids of the head rows that the exit drafts from."""

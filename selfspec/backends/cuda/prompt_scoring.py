@@ -29,7 +29,7 @@ class PromptScore:
         model = decoder.model
         self.slots, self.exit, self.prompt_end = slots, exit, prompt_end  # see `exit.prompt_end_buffer`
         self.count, self.page_table = slots.count, slots.page_table
-        self.ends = torch.zeros_like(slots.lengths)  # positions of each slot's prompt; 0: not scored
+        self.prompt_lengths = torch.zeros_like(slots.lengths)  # positions of each slot's prompt; 0: not scored
         self.counts = torch.zeros_like(slots.lengths)  # scored positions of each slot
         self._no_rows = torch.zeros_like(slots.lengths)  # rows of each slot whose KV is written: none
         self.lengths = torch.zeros_like(slots.lengths)  # positions before the scored ones
@@ -40,31 +40,31 @@ class PromptScore:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that belong to this pass alone."""
-        own = self.ends, self.counts, self._no_rows, self.lengths, self.agreement
+        own = self.prompt_lengths, self.counts, self._no_rows, self.lengths, self.agreement
         return [*own, *vars(self.nodes.metadata).values()]
 
     def load(self, slots: Seq[int], states: Seq[torch.Tensor], lengths: Seq[int]) -> None:
         """Copies the inputs of the next launch to the device: for each of these slots the states at its prompt's last
-        positions [PROMPT_END, 4 * hidden], and the number of its prompt's positions."""
-        host = host_tensor(self.ends, self.ends.device)
-        ends = host.numpy()
-        ends[:] = 0
-        ends[slots] = lengths
-        self.ends.copy_(host, non_blocking=True)
+        positions [PROMPT_END, 4 * hidden], and the number of its prompt's positions in the cache."""
+        host = host_tensor(self.prompt_lengths, self.prompt_lengths.device)
+        all_lengths = host.numpy()
+        all_lengths[:] = 0
+        all_lengths[slots] = lengths
+        self.prompt_lengths.copy_(host, non_blocking=True)
         for slot, prompt_end in zip(slots, states, strict=True):
             self.prompt_end[:, slot].copy_(prompt_end)
 
     def launch(self) -> None:
         decoder, hidden = self.decoder, self.decoder.model.config.hidden_size
-        torch.clamp(self.ends, max=len(self.prompt_end), out=self.counts)
-        torch.sub(self.ends, self.counts, out=self.lengths)
+        torch.clamp(self.prompt_lengths, max=len(self.prompt_end), out=self.counts)
+        torch.sub(self.prompt_lengths, self.counts, out=self.lengths)
         sizes = (hidden, FEATURE_STATES * hidden, hidden)
         # Each [PROMPT_END * B, ...]: the states after layer N, the previous features, the model's final states.
         states, previous, final_states = self.prompt_end.flatten(0, 1).split(sizes, dim=1)
         exit, rows = FusedExit(decoder, self.exit), len(states)
         exit.fill_metadata(self.nodes, self.slots.newest_tokens, self._no_rows)
         head_inputs = decoder.scratch.take("prompt end inputs", 2 * rows, hidden, dtype=decoder.model.dtype)
-        exit_states = exit.read(states, PreviousFeatures(previous, None), self.nodes, exit.head_input(rows))
+        exit_states = exit.run_block(states, PreviousFeatures(previous, None), self.nodes, exit.head_input(rows))
         decoder.rms_norm(exit_states, self.exit.norm, head_inputs[:rows])
         head_inputs[rows:].copy_(final_states)
         drafted, chosen = self._best_tokens(head_inputs).view(2, -1, self.count)

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
-from selfspec.backends.cuda.kernel_prefill import MAX_SEGMENTS, Prompt, next_part, segments
+from selfspec.backends.cuda.kernel_prefill import MAX_SEGMENTS, PromptPart, next_part, segments
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE
 from selfspec.cache.prefixes import PrefillKind
@@ -18,24 +18,25 @@ from selfspec.logprobs import prompt_logprobs
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 
-# Positions up to which chunks are captured: beyond, launching a chunk's operations takes less time than running them.
+# Positions up to which chunks are captured. Beyond, the device takes longer to run a chunk's operations than the host
+# takes to launch them.
 LONGEST_CAPTURED_PROMPT = 8192
 
 # The decode kernels give a row the same bits in any pass. PyTorch operations give the same bits only in passes of the
-# same shape, which whole chunks from the same start position have: these are the units in which pages are reused.
+# same shape, which whole chunks from the same start position have: so pages are reused in these units.
 KERNELS = PrefillKind("kernels", PAGE_SIZE, decode_writes_same_bits=True)
 CHUNKS = PrefillKind("chunks", PREFILL_CHUNK, decode_writes_same_bits=False)
 
 
 class PromptPrefill:
     """Prefills prompts of up to `Graphs.max_kernel_prompt` tokens with the decode kernels, several or a part of one in
-    a pass, and longer prompts with PyTorch operations, one chunk at a time. The KV of a prompt depends on its tokens
-    alone, because its length alone decides which of the two runs.
+    a pass, and longer prompts with PyTorch operations, one chunk at a time. Only a prompt's length decides between the
+    two, so its KV depends on its tokens alone.
     """
 
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.cache = graphs, graphs.cache
-        self.prompt_ends: dict[Sequence, torch.Tensor] = {}  # states of last positions, until the prompt is scored
+        self.prompt_ends: dict[Sequence, torch.Tensor] = {}  # states at the last positions, until the prompt is scored
         self._torch = TorchBackend(graphs.model, graphs.cache)
 
     def prefill_kind(self, tokens: int) -> PrefillKind:
@@ -71,7 +72,7 @@ class PromptPrefill:
         prefill, replay = self.graphs.kernel_prefill(exit, lengths, max(ends), _wants_logprobs(sequences))
         parts = []
         for sequence, kv, end in zip(sequences, kvs, ends, strict=True):
-            parts.append(Prompt(sequence.prompt[kv.length : end], kv.pages, kv.length, sequence.previous_feature))
+            parts.append(PromptPart(sequence.prompt[kv.length : end], kv.pages, kv.length, sequence.previous_feature))
         prefill.load(parts)
         replay()
         if exit is not None:

@@ -15,43 +15,43 @@ from selfspec.sequence import Sequence
 
 
 class Readback:
-    """Host memory for one result (pinned for a GPU), with device events for its arrival and for the time of the work
-    that makes it. Used again for other results of the same shape and dtype."""
+    """Host memory for one result (pinned for a GPU), with device events that mark its arrival and measure the time of
+    the work that makes it. Used again for other results of the same shape and dtype."""
 
     def __init__(self, like: torch.Tensor) -> None:
         on_gpu = like.device.type == "cuda"
         self.like = like.shape, like.dtype
         self._copy = torch.empty(like.shape, dtype=like.dtype, pin_memory=on_gpu)
         self._array = self._copy.numpy()  # the same memory: numpy converts it to lists faster than torch
-        # Recorded when the clock starts, and when the result has arrived; None without a GPU.
-        self._own_start, self._event = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
-        self._began = self._own_start  # the event at which the measured time starts
-        self._clock = [0.0, 0.0]  # seconds of the host's clock at start and end, used without a GPU
+        # Events recorded when the clock starts, and when the result has arrived; None without a GPU.
+        self._start, self._arrival = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._measured_from = self._start  # the event at which the measured time starts
+        self._clock = [0.0, 0.0]  # start and end by the host's clock, in seconds; used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
         """Starts the clock: now, or with `after` at the arrival of its result, until which the device runs earlier
         work."""
         self._clock[0] = time.perf_counter()
-        self._began = self._own_start if after is None else after._event
-        if self._own_start is not None and after is None:
-            self._own_start.record()
+        self._measured_from = self._start if after is None else after._arrival
+        if self._start is not None and after is None:
+            self._start.record()
 
     def send(self, result: torch.Tensor) -> None:
         """Launches the copy of the result to the host; does not wait for it."""
         self._copy.copy_(result, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        if self._arrival is not None:
+            self._arrival.record()
         self._clock[1] = time.perf_counter()
 
     @property
     def is_done(self) -> bool:
         """Whether the result has arrived, so that `read` does not wait."""
-        return self._event is None or self._event.query()
+        return self._arrival is None or self._arrival.query()
 
     def array(self) -> np.ndarray:
         """Waits for the result and returns it, valid until the readback is used again."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
         return self._array
 
     def read(self) -> list[Any]:
@@ -61,9 +61,9 @@ class Readback:
     @property
     def seconds(self) -> float:
         """Seconds on the device from the clock's start to the arrival of the result. Call after `read`."""
-        if self._began is None or self._event is None:
+        if self._measured_from is None or self._arrival is None:
             return self._clock[1] - self._clock[0]
-        return self._began.elapsed_time(self._event) / 1e3
+        return self._measured_from.elapsed_time(self._arrival) / 1e3
 
 
 class Readbacks:
@@ -100,7 +100,7 @@ class StepTimes:
         self._readbacks = readbacks
         self._newest: Readback | None = None  # of the step launched last, unless other work was launched after it
         self._excludes_next = False  # the time of the next step is no sample of its plan's cost
-        self._last_read: Readback | None = None  # kept for one step more, whose time may start at its arrival
+        self._last_read: Readback | None = None  # of the step read last: the next step's time may start at its arrival
 
     def note_other_work(self) -> None:
         """Makes the next step's clock start at its launch, not at the arrival of the newest step's report: other work
@@ -115,17 +115,17 @@ class StepTimes:
     def start(self, step: StepInFlight, readback: Readback, in_flight: Step | None, overlaps: bool) -> None:
         """Starts a step's clock right before its launch; `in_flight` is the step before, if it is not read yet."""
         previous = in_flight.readback if isinstance(in_flight, StepInFlight) else None
-        is_late = previous is not None and previous.is_done and overlaps  # the device has been idle since
-        follows = previous is not None and previous is self._newest and not is_late
+        was_idle = previous is not None and previous.is_done and overlaps  # the device, since that step ended
+        follows = previous is not None and previous is self._newest and not was_idle
         step.is_cost_sample = self._is_cost_sample(step, previous, overlaps)
         readback.start(previous if follows else None)
         step.readback, self._newest = readback, readback
 
     def _is_cost_sample(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
-        """Returns whether the step's time will be the cost of its plan: another step is in flight, since whose launch
-        `exclude_next_step` was not called and, if the new step is plain, no other pass was launched. A step that drafts
-        may follow another pass, as filling the exit's KV is part of the cost of drafting. Returns True without overlap,
-        and for measuring steps, as the governor has no other times yet."""
+        """Returns whether the step's time will be the cost of its plan. Requires that a step is in flight, that
+        `exclude_next_step` was not called since its launch, and for a plain step that no other pass was launched since.
+        A step that drafts may follow another pass: filling the exit's KV is part of the cost of drafting. Returns True
+        without overlap, and for steps with the reason MEASURING, as the governor has no other times yet."""
         excluded, self._excludes_next = self._excludes_next, False
         if not overlaps or step.record.reason == MEASURING:
             return True

@@ -28,7 +28,7 @@ _MAX_INT32 = 2**31 - 1
 _INTS = ("lengths", "newest_tokens", "sample_indices", "active", "lengths_before", "unfilled", "top_k", "min_length")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _FIELDS = (*_INTS, *_FLOATS)
-_PAGES_AT = len(_FIELDS) + MAX_STOPS  # column of a row of `SlotWrite` from which on the slot's pages come
+_PAGES_AT = len(_FIELDS) + MAX_STOPS  # first column of the slot's pages in a row of `SlotWrite`
 _ZERO_IN_IDLE_SLOTS = ("active", "lengths", "unfilled")
 _IDLE_VALUES = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
@@ -47,7 +47,7 @@ class Slots:
     store: SlotStore  # all slots of the batch
     seeds: torch.Tensor  # [B] int64
     page_table: torch.Tensor  # [B, P] int32
-    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position: steps add theirs, `write_text` those from before
+    texts: torch.Tensor  # [B, 64 * P] int32: tokens by position, written by `write_text` and then by steps
     stops: torch.Tensor  # [B, MAX_STOPS] int32, -1 where there is none
     lengths: torch.Tensor  # [B] int32, as all fields down to `min_length`: committed positions
     newest_tokens: torch.Tensor  # the newest token, whose KV is not written yet: the root of the next step
@@ -75,7 +75,7 @@ class SlotWrite:
         self._count, self._header = count, 2 * 2 * count  # length of the header: two int64 per slot, in int32
         self.whole = torch.zeros(self._header + count * (_PAGES_AT + pages), dtype=torch.int32, device=device)
         rows = self.whole[self._header :].view(count, -1)
-        self.at, self.seeds = self.whole[: self._header].view(torch.int64).view(2, count)
+        self.slots, self.seeds = self.whole[: self._header].view(torch.int64).view(2, count)
         self.values, self.stop_rows, self.page_rows = rows[:, self.fields].T, rows[:, self.stops], rows[:, self.pages]
 
     def parts(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +102,7 @@ class SlotStore:
         self._writes: dict[int, SlotWrite] = {}  # by number of slots that are written
 
     def first(self, count: int) -> Slots:
-        """Returns views of the first `count` slots; for equal counts the same object."""
+        """Returns views of the first `count` slots: the same object for the same count."""
         if count not in self._views:
             fields = {}
             for index, name in enumerate(_FIELDS):
@@ -141,11 +141,11 @@ class SlotStore:
             self._pack(row[written.fields], row[written.stops], state)
             row[written.pages][: len(slot_pages)] = slot_pages
         written.whole.copy_(host, non_blocking=True)
-        self._fields.index_copy_(1, written.at, written.values)
-        self.stops.index_copy_(0, written.at, written.stop_rows)
-        self.seeds.index_copy_(0, written.at, written.seeds)
-        self.page_table.index_copy_(0, written.at, written.page_rows)
-        return written.at
+        self._fields.index_copy_(1, written.slots, written.values)
+        self.stops.index_copy_(0, written.slots, written.stop_rows)
+        self.seeds.index_copy_(0, written.slots, written.seeds)
+        self.page_table.index_copy_(0, written.slots, written.page_rows)
+        return written.slots
 
     def _slot_write(self, count: int) -> SlotWrite:
         if count not in self._writes:
@@ -193,7 +193,7 @@ class SlotStore:
             self.bias[slot].zero_()
 
     def write_text(self, slot: int, tokens: Seq[int]) -> None:
-        """Writes the first tokens of a slot's text. Steps write those that they emit, a step in flight included."""
+        """Writes the tokens so far of a slot's text. Steps, also one in flight, write the tokens that they emit."""
         self.texts[slot, : len(tokens)].copy_(self._to_device(torch.tensor(tokens, dtype=torch.int32)))
 
     def write_drafting(self, slots: Seq[int], drafts: Seq[bool]) -> None:
@@ -217,7 +217,7 @@ class SlotStore:
 
     @property
     def changing(self) -> list[torch.Tensor]:
-        """Tensors that a step of idle slots or `idle` changes."""
+        """Tensors that `idle`, or a step of idle slots, changes."""
         return [self._fields, self.page_table]
 
     def idle(self) -> None:
@@ -312,7 +312,7 @@ class StepOptions:
 
     samples: bool = False  # noise
     truncates: bool = False  # top-k, top-p and min-p
-    small_top_k: bool = True  # no other truncation than with a top-k up to 64, which costs less time
+    small_top_k: bool = True  # truncation only with a top-k up to 64: the choice then takes one launch, not four
     processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
     grammar_masks: bool = False  # masks of grammars, which the host computes between the parts of a step
 

@@ -34,7 +34,7 @@ class DeviceStep:
     A plain step does not run the exit: it keeps the states from which `exit_scoring.py` fills the exit's KV later.
     """
 
-    PARTS = "launch_passes", "choose_processed", "accept_and_commit"  # callables process logits between them
+    PARTS = "run_passes_and_head", "choose_processed", "accept_and_commit"  # callables process logits between them
 
     @staticmethod
     def masked_parts(plan: Plan) -> tuple[str, ...]:
@@ -54,11 +54,11 @@ class DeviceStep:
         self.sampling = SlotSampling(slots, options, tree)
         self.masks = StepMasks(tree, self.model.config.vocab_size, decoder.scratch) if options.grammar_masks else None
         self.draft = StepDraft(decoder, self.sampling, exit, self.masks)
-        # After the layers from the exit on; a step without an exit overwrites its draft states.
+        # Output of layers N..L-1. Without an exit verify overwrites its input, the draft's states.
         self._verify_states = self.draft.states if exit is None else FusedExit(decoder, exit.exit).block_residual(rows)
         self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)  # the target's token after each row
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)  # accepted nodes, root first
-        # For the host; columns as in `kernels.accept`: tokens emitted, last node, last node of the exit, the tokens.
+        # Read by the host. Columns (see `kernels.accept`): number of tokens, last node, last node of the exit, tokens.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
 
     @property
@@ -87,7 +87,7 @@ class DeviceStep:
         self.accept()
         self.commit()
 
-    def launch_passes(self) -> None:
+    def run_passes_and_head(self) -> None:
         """Drafts and verifies, then writes `logits` for callables to process."""
         self.run_passes()
         lm_head_logits(self.final_states, self.model.head.weight, self.logits, softcap=self.model.config.logit_softcap)
@@ -110,7 +110,7 @@ class DeviceStep:
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        """The model's logits at every row [R, V], float32, in scratch that the next `launch_passes` of any step
+        """The model's logits at every row [R, V], float32, in scratch that the next `run_passes_and_head` of any step
         overwrites. Taken once: captured launches hold the address."""
         return self.decoder.scratch.take("logits", self.rows, self.model.config.vocab_size, dtype=torch.float32)
 

@@ -155,14 +155,14 @@ class StepDraft:
         if level.parent_rows is None and slot_exit.features is not None:
             previous = PreviousFeatures(slot_exit.features[: self.slots.count], None)
         exit = FusedExit(self.decoder, slot_exit.exit)
-        exit.read(states.states, previous, nodes, self.head_input.rows(start, stop))
+        exit.run_block(states.states, previous, nodes, self.head_input.rows(start, stop))
 
     def _rank_children(self, slot_exit: SlotExit, level: _Level) -> torch.Tensor | Ranking | BeamLevel:
         """Ranks the best `level.width` draft tokens after each expanded row of a level.
 
-        Returns for a beam the tokens with their log probabilities; up to MAX_SCAN_WIDTH tokens a ranking, in which the
-        embedding of the next level finds them without a launch of its own; else the tokens [rows, width]. The mask of
-        the root bans its children; lower nodes have none yet.
+        Returns for a beam the tokens with their log probabilities. Else, up to MAX_SCAN_WIDTH tokens, the ranking, from
+        which the kernel that embeds the next level takes the tokens; for more the tokens [rows, width]. The root's mask
+        bans some of its children; masks of other nodes are computed later.
         """
         (start, stop), metadata, sampling = level.expanded_rows, self.nodes(level.expanded).metadata, self.sampling
         exit, head_input = FusedExit(self.decoder, slot_exit.exit), self.head_input.rows(start, stop)
@@ -186,14 +186,14 @@ class _Level:
     def __init__(self, tree: Tree, nodes: range) -> None:
         first = tree.plan.copied + 1  # of the nodes that the exit drafts
         self.nodes, self.rows = nodes, tree.rows(nodes)
-        self.given = range(nodes.start, min(nodes.stop, first))  # root and copied nodes: known before the draft
+        self.given = range(nodes.start, min(nodes.stop, first))  # root and copied nodes
         self.drafted = range(max(nodes.start, first), nodes.stop)  # drafted by the exit
         self.expanded = self.drafted or range(1)  # nodes whose children the exit ranks: copied nodes have none
         self.width, self.expanded_rows = tree.plan.width(self.expanded), tree.rows(self.expanded)
-        # Of drafted nodes: parents and ranks (not in a beam), and the rows of `head_input` that their parents have.
+        # Of drafted nodes: parents and ranks (None in a beam), and their parents' rows in `head_input`.
         self.parents = self.ranks = self.parent_rows = None
         if self.drafted and tree.beam is not None:
             self.parent_rows = tree.beam.parent_rows[slice(*self.expanded_rows)]
         elif self.drafted:
-            self.parents, self.ranks = tree.parents(self.drafted), tree.ranks(self.drafted)
+            self.parents, self.ranks = tree.parents_in_level(self.drafted), tree.ranks(self.drafted)
             self.parent_rows = tree.parent_rows(self.drafted, 0)

@@ -1,4 +1,4 @@
-"""Buffers that a masked step exchanges with the host: masks and forced tokens in, drafted tokens out.
+"""Buffers that a masked step exchanges with the host: it reads masks and forced tokens, and writes drafted tokens.
 
 `masking.py` writes and reads the host's buffers; the copies to and from the device are part of the captured launches.
 """

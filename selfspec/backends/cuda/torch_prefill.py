@@ -27,6 +27,7 @@ class ChunkLayout:
     is_causal = True
 
     def __init__(self, positions: torch.Tensor, flat_slots: torch.Tensor, pages: torch.Tensor, slots: int) -> None:
+        """`slots`: number of cache slots that the rows may attend to."""
         self.positions, self.flat_slots, self.pages, self.slots = positions, flat_slots, pages, slots
         self._masks: dict[int | None, torch.Tensor] = {}
         self.rotations: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -42,8 +43,8 @@ class ChunkLayout:
 
 
 class TorchPrefill:
-    """The pass over a chunk of up to `rows` prompt tokens that ends within the prompt's first `slots` positions. With
-    an exit also fills the exit's KV, and keeps the feature and the states that the next chunk needs. With
+    """The pass over a chunk of up to `rows` prompt tokens that ends within the prompt's first `max_context` positions.
+    With an exit also fills the exit's KV, and keeps the feature and the states that the next chunk needs. With
     `keeps_states` also keeps the normed final states of all rows, for log probabilities."""
 
     def __init__(
@@ -52,21 +53,21 @@ class TorchPrefill:
         cache: Cache,
         exit: Exit | None,
         rows: int,
-        slots: int,
+        max_context: int,
         idle_page: int,
         keeps_states: bool,
     ) -> None:
-        self.model, self.cache, self.slots, self._idle_page = model, cache, slots, idle_page
+        self.model, self.cache, self.max_context, self._idle_page = model, cache, max_context, idle_page
         self.exit = exit
         # One tensor for one copy to the device: tokens; start position and number of tokens; pages.
-        self.inputs = torch.zeros(rows + 2 + -(-slots // PAGE_SIZE), dtype=torch.int64, device=model.device)
+        self.inputs = torch.zeros(rows + 2 + -(-max_context // PAGE_SIZE), dtype=torch.int64, device=model.device)
         self.tokens, self.page_table = self.inputs[None, :rows], self.inputs[None, rows + 2 :]
         self.span = self.inputs[rows : rows + 2]  # start position, number of tokens
         self.load([0], 0, [])
         width = FEATURE_STATES * model.config.hidden_size
-        # Of the last position before the chunk; after the launch, of the chunk's last position.
+        # Feature of the last position before the chunk; after the launch, of the chunk's last position.
         self.feature = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
-        self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # likewise of the last PROMPT_END positions
+        self.prompt_end = prompt_end_buffer(model, 1)[:, 0]  # likewise, the states at the last PROMPT_END positions
         self.final_states = torch.zeros_like(model.embed(self.tokens)[0]) if keeps_states else None
 
     @property
@@ -97,7 +98,7 @@ class TorchPrefill:
         page = self.page_table[0, (positions // PAGE_SIZE).clamp(max=self.page_table.shape[1] - 1)]
         is_token = row < self.span[1]
         flat = torch.where(is_token, page * PAGE_SIZE, self._idle_page * PAGE_SIZE) + positions % PAGE_SIZE
-        return ChunkLayout(positions[None], flat, self.page_table, self.slots)
+        return ChunkLayout(positions[None], flat, self.page_table, self.max_context)
 
     def launch(self) -> None:
         model, exit, layers = self.model, self.exit, self.model.config.num_layers
@@ -121,8 +122,8 @@ class TorchPrefill:
             self.final_states.copy_(final_states)
 
     def _keep_prompt_end(self, *states: torch.Tensor) -> None:
-        """Writes to `prompt_end` the states [rows, ...] of the last PROMPT_END positions up to the chunk's end, the
-        first of which may belong to the chunk before."""
+        """Writes to `prompt_end` the states [rows, ...] at the last PROMPT_END positions up to the chunk's end, some
+        of which may belong to the chunk before."""
         index, begin = torch.arange(PROMPT_END, device=self.inputs.device), self.span[1] - PROMPT_END
         rows = torch.where(self.span[0] > 0, begin, begin.clamp(min=0)) + index  # below 0: rows of the chunk before
         before = self.prompt_end.index_select(0, (rows + PROMPT_END).clamp(max=PROMPT_END - 1))

@@ -35,10 +35,10 @@ class ExpectedStep(NamedTuple):
 class WarmUp:
     """Captures steps and prefill passes before requests need them. Takes slot buffers for them and gives them back."""
 
-    def __init__(self, graphs: Graphs, longest: int, most_scored: int) -> None:
+    def __init__(self, graphs: Graphs, longest: int, max_scored_batch: int) -> None:
         self.graphs = graphs
         self.longest = longest  # tokens that sequences are expected to reach
-        self.most_scored = most_scored  # sequences of the largest batch in which the exit is scored on prompts
+        self.max_scored_batch = max_scored_batch  # sequences: in larger batches the exit is not scored on prompts
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class WarmUp:
         if not self.graphs.max_kernel_prompt:
             yield
             return
-        with self.graphs.captured.compiler.together():
+        with self.graphs.captured.compiler.compiling():
             yield
 
     def prepare(self, step: ExpectedStep) -> None:
@@ -61,7 +61,7 @@ class WarmUp:
                 return
             for scores in (False, True):
                 graphs.exit_fill(buffers, size, exit, options, self.longest, scores)
-            if size // 2 < self.most_scored:  # more than size // 2 sequences use `size` slots
+            if size // 2 < self.max_scored_batch:  # more than size // 2 sequences use `size` slots
                 graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
             graphs.give_back(buffers)
@@ -86,7 +86,7 @@ class WarmUp:
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
         """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts need
-        several passes of one kind, captures only the first. Captures none for prompts that PyTorch operations prefill.
+        several passes of one kind, captures only the first. Captures no prefill pass of PyTorch operations.
         """
         graphs, size = self.graphs, bucket(step.sequences)
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_kernel_prompt + 1]
@@ -99,7 +99,7 @@ class WarmUp:
         buffers = graphs.take_buffers()
         try:
             self._step(buffers, step)
-            if step.exit is not None and size // 2 < self.most_scored:
+            if step.exit is not None and size // 2 < self.max_scored_batch:
                 graphs.prompt_score(buffers, size, step.exit, self.longest)
         finally:
             graphs.give_back(buffers)
