@@ -153,11 +153,6 @@ class Costs:
             error = min(average / bucket.plain / modelled, _OUTLIER * self.correction)
             self.correction += (error - self.correction) / min(self._corrections, MEMORY)
 
-    @property
-    def has_drafted(self) -> bool:
-        """Whether the cost of a step that drafts was measured."""
-        return self._corrections > 0
-
     def add_saving(self, batch: int, plan: Plan, seconds: float) -> float:
         """Adds the time that one step would have saved with this plan, whose step is not captured yet. Returns the sum
         over all steps."""

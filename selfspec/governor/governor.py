@@ -92,17 +92,16 @@ class Governor:
         batch: int,
         bucket: CostBucket,
         capture_s: Callable[[Plan], float],
-    ) -> int | None:
-        """The fastest plan, `best`, if its step is captured, or if none with these options was launched yet. Else the
-        fastest captured plan, None without one, until `best` would have saved the time that its capture takes."""
+    ) -> int:
+        """The fastest plan, `best`, if its step is captured, or if no plan's is for this batch. Else the fastest
+        captured plan, until `best` would have saved the time that its capture takes."""
         seconds = capture_s(plans[best])
         captured = [number for number, plan in enumerate(plans) if not capture_s(plan)] if seconds else []
-        if not seconds or not (captured or self.costs.has_drafted):
+        if not captured:
             return best
-        fastest = max(captured, key=speeds.__getitem__, default=None)
-        speed = 1.0 if fastest is None else max(1.0, speeds[fastest])
+        fastest = max(captured, key=speeds.__getitem__)
         assert bucket.plain is not None
-        saved = bucket.plain * (1 - speed / max(1.0, speeds[best]))
+        saved = bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
         return best if self.costs.add_saving(batch, plans[best], saved) >= seconds else fastest
 
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
