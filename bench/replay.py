@@ -194,7 +194,7 @@ class Captures:
     steps: set[tuple[int, Plan]] = field(default_factory=set)  # (slots, plan)
 
     def needed(self, slots: int, plan: Plan) -> float:
-        """Seconds until the step is captured; plain steps are."""
+        """Seconds that capturing the step takes; 0 if it is captured, and for plain steps."""
         return self.seconds if len(plan) and (slots, plan) not in self.steps else 0.0
 
 

@@ -43,6 +43,7 @@ class Batch:
         self._costs = drafters.costs(None)  # measured costs of batches of this kind
         self._reasons: list[str | None] = []  # by sequence, the rule that forbids drafting for it
         self._last_read_plan: Plan | None = None  # plan of the newest step that was read
+        self._capture_seconds: dict[Plan, float] = {}  # of candidates, for the present members
         self._in_use = NONE  # plan of the newest launched step whose reason was not MEASURING
 
     # Membership
@@ -72,6 +73,7 @@ class Batch:
 
     def _update(self, joined: bool) -> None:
         """Applies the rules after sequences joined, left or were routed; finds the batch's exit, costs and governor."""
+        self._capture_seconds = {}
         if not self.running:
             self.exit = self.governor = None
             return
@@ -187,6 +189,7 @@ class Batch:
         if self.governor is not None:
             step.charge = self.governor.charge_step(plan, len(self.running), self._context)
         self._unread.append(step)
+        self._capture_seconds[plan] = 0.0
         self.scoring.count_step(plan, self.exit)
         return step
 
@@ -225,7 +228,11 @@ class Batch:
         return self._bounded(plan), reason
 
     def _capture_s(self, plan: Plan) -> float:
-        return self.backend.capture_s(self.running, self._bounded(plan), self.exit)
+        """`Backend.capture_s` of a candidate; asks the backend once until sequences join or leave."""
+        plan = self._bounded(plan)
+        if plan not in self._capture_seconds:
+            self._capture_seconds[plan] = self.backend.capture_s(self.running, plan, self.exit)
+        return self._capture_seconds[plan]
 
     def _ungoverned_policy(self) -> Policy | None:
         """The policy of the first sequence that may draft and is not governed: its request has a plan or forces one."""

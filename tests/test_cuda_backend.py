@@ -613,28 +613,40 @@ def test_a_steps_time_is_a_cost_sample_only_if_it_was_launched_right_after_anoth
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["captured", "with a grammar", "with a processor"])
+@pytest.mark.parametrize("kind", ["captured", "with grammars", "with processors"])
 def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_next(kind: str) -> None:
-    """Also for a sequence that joins and has no slot yet; a step that is captured already takes no such time."""
-    exit, backend, told = accurate_exit(), cuda_backend(new_graphs()), []
-    captured, batch = backend.graphs.captured, ScriptedBatch(backend, exit)
+    """While sequences of different options and lengths join, before they have a slot, and leave."""
+    backend, dice, told = cuda_backend(new_graphs(), overlaps=True), random.Random(1), []
+    captured, exit = backend.graphs.captured, accurate_exit()
+    batch = ScriptedBatch(backend, exit)
 
     def capture(_: Any, launches: Any) -> Any:  # as on a GPU
-        captured.captures, captured.shortest_s = captured.captures + 1, 0.05
+        captured.captures += 1
         return launches
+
+    def launch(step: Any, *args: Any) -> Any:
+        steps, seconds = captured_steps(), backend.capture_s(step, args[0].plan, args[1])
+        launched = launches(step, *args)
+        told.append((seconds > 0, captured_steps() - steps))
+        return launched
 
     def captured_steps() -> int:
         return sum(key[0] == "step" for key in captured.entries)
 
-    captured._capture = capture  # type: ignore[method-assign]
-    for joined, params in enumerate([SamplingParams(), SamplingParams(do_sample=True), SamplingParams(), None]):
-        if params is not None:
-            processors = [penalise_last] if "processor" in kind else []
-            sequence = sequence_of(prompt_of(4, joined), 30, params, exit=exit, processors=processors)
-            batch.admit([follow(sequence, "[a-z]+") if "grammar" in kind else sequence])
-        for batch.plan in (Plan.parse("chain:1"), NONE, Plan.parse("chain:1")):
-            before, seconds = captured_steps(), backend.capture_s(batch.running, batch.plan, batch.exit)
-            batch.step()
-            told.append((seconds, captured_steps() - before))
-    assert told[0] == (0.0, 1)  # the first capture: how long one takes is not known yet
-    assert set(told[1:]) == {(0.0, 0), (0.05, 1)}
+    captured._capture, launches = capture, backend.launch  # type: ignore[method-assign]
+    backend.launch = launch  # type: ignore[method-assign]
+    for number in range(8):
+        event = dice.random()
+        if len(batch.running) < 2 or (event < 0.5 and len(batch.running) < SLOTS):
+            processors = [penalise_last] if "processors" in kind and event < 0.3 else []
+            params, length = SamplingParams(**dice.choice(PARAMS)), dice.choice([30, 120])
+            sequence = sequence_of(prompt_of(4, number), length, params, exit=exit, processors=processors)
+            batch.admit([follow(sequence, "[a-z]+") if "grammars" in kind and event < 0.3 else sequence])
+        elif event < 0.7:
+            batch.drain()
+            batch.dismiss(dice.choice(batch.running))
+        batch.plan = Plan.parse(dice.choice(["none", "chain:1", "copy:1"]))
+        batch.step()
+        batch.dismiss_finished()
+    assert told[0] == (False, 1)  # the first capture: how long one takes is not known yet
+    assert set(told[1:]) == {(False, 0), (True, 1)}

@@ -136,7 +136,7 @@ class Costs:
         self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
         self._corrections = 0  # samples of the correction
         self._buckets: dict[tuple[int, int], CostBucket] = {}
-        self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `add_saving`
+        self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
     def bucket(self, batch: int, context: int) -> CostBucket:
         """The bucket of a batch size, up to the next power of two, and of the longest sequence's tokens, `context`."""
@@ -153,12 +153,13 @@ class Costs:
             error = min(average / bucket.plain / modelled, _OUTLIER * self.correction)
             self.correction += (error - self.correction) / min(self._corrections, MEMORY)
 
-    def add_saving(self, batch: int, plan: Plan, seconds: float) -> float:
-        """Adds the time that one step would have saved with this plan, whose step is not captured yet. Returns the sum
-        over all steps."""
+    def pays_capture(self, batch: int, plan: Plan, saved: float, capture: float) -> bool:
+        """Adds the seconds that one step would have saved with this plan, whose step is not captured. Returns whether
+        the sum pays for the seconds of its capture; then the sum begins anew."""
         key = (batch - 1).bit_length(), plan
-        self._savings[key] = self._savings.get(key, 0.0) + seconds
-        return self._savings[key]
+        total = self._savings.get(key, 0.0) + saved
+        self._savings[key] = 0.0 if total >= capture else total
+        return total >= capture
 
     def cost(self, bucket: CostBucket, plan: Plan, modelled: float) -> float:
         """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost

@@ -72,13 +72,12 @@ class Governor:
             return NONE, MEASURING
         table = self.candidates.table(batch)
         speeds = self._speeds(skills, batch, table, bucket)
+        probes = not len(in_use) and self.budget.is_full and self.candidates.acceptance is not None
+        needed = 0.0 if probes else 1.0 if len(in_use) else 1 + self.rules.start_gain
         best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
-        if best is not None:
+        if best is not None and speeds[best] > needed:
             best = self._until_captured(best, speeds, table.plans, batch, bucket, capture_s)
-        if best is not None and speeds[best] > 0:
-            needed = 1.0 if len(in_use) else 1 + self.rules.start_gain
-            probes = not len(in_use) and self.budget.is_full and self.candidates.acceptance is not None
-            if speeds[best] > needed or probes:
+            if speeds[best] > needed:
                 return table.plans[best], None
         if self.candidates.acceptance is None:
             return NONE, NO_PROFILE
@@ -102,7 +101,7 @@ class Governor:
         fastest = max(captured, key=speeds.__getitem__)
         assert bucket.plain is not None
         saved = bucket.plain * (1 - max(1.0, speeds[fastest]) / max(1.0, speeds[best]))
-        return best if self.costs.add_saving(batch, plans[best], saved) >= seconds else fastest
+        return best if self.costs.pays_capture(batch, plans[best], saved, seconds) else fastest
 
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
         """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ class GraphCache:
         self.compiler = Compiler()
         self.entries: OrderedDict[tuple, tuple] = OrderedDict()  # key -> (step or pass, launch, ...); oldest use first
         self.captures = 0  # steps and passes captured so far; stays 0 without a GPU
-        self.shortest_s = inf  # seconds that the fastest capture took: one that compiles kernels takes much longer
+        self.shortest_s = 0.0  # seconds of the fastest capture of a step; 0 before the first
         self._device = device
         self._pool: Any = None  # memory pool that all graphs share
         self._stream: torch.cuda.Stream | None = None  # graphs are captured on it
@@ -72,15 +71,19 @@ class GraphCache:
         if found is None:
             if len(self.entries) >= MAX_GRAPHS:
                 self._evict()
+            captures, started = self.captures, time.perf_counter()
             made = build()
             found = self.entries[key] = made, *self._capture(buffers, [getattr(made, launch) for launch in launches])
+            if self.captures > captures and key[0] == "step":
+                seconds = time.perf_counter() - started
+                self.shortest_s = min(self.shortest_s or seconds, seconds)
         self.entries.move_to_end(key)
         return found
 
     def seconds_to_capture(self, key: tuple) -> float:
-        """Returns the seconds that capturing the step or pass of `key` will take if its kernels are compiled: as long
-        as the fastest capture so far. 0 if it is captured, and without a GPU."""
-        return 0.0 if key in self.entries or not self.captures else self.shortest_s
+        """Returns the seconds that capturing the step of `key` will take if its kernels are compiled: those of the
+        fastest capture of a step so far. 0 if it is captured, before any capture, and without a GPU."""
+        return 0.0 if key in self.entries else self.shortest_s
 
     def _evict(self) -> None:
         if self._device.type == "cuda":
@@ -96,7 +99,7 @@ class GraphCache:
         """
         if self._device.type != "cuda":
             return launches
-        self.captures, started = self.captures + 1, time.perf_counter()
+        self.captures += 1
         saved = [] if buffers is None else buffers.save_and_idle()
         try:
             self.compiler.compile(*launches)
@@ -113,7 +116,6 @@ class GraphCache:
         finally:
             for tensor, before in saved:
                 tensor.copy_(before)
-        self.shortest_s = min(self.shortest_s, time.perf_counter() - started)
         return [graph.replay for graph in graphs]
 
 
