@@ -73,6 +73,8 @@ class Detokenizer:
         if not last and (after == before or after.endswith("\ufffd")):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
+        if after.startswith(before):
+            return after[len(before) :]
         return after[len(commonprefix((before, after))) :]  # a character begun in the prompt is in neither as a whole
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:

@@ -168,13 +168,18 @@ class Run:
         """Tokens that were shown."""
         return sum(new_tokens for states in self._states for new_tokens, _ in states)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last pieces of all choices were made."""
+        return all(choice.text.is_finished for choices in self._choices for choice in choices)
+
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Submits the requests and yields the pieces of each step; raises ApiError for a request that failed. Leaving
         early cancels the requests, whose pages the decoding loop frees in its next pass."""
         try:
             for request in self.requests:
                 self._scheduler.submit(request)
-            while not all(choice.text.is_finished for choices in self._choices for choice in choices):
+            while not self.is_finished:
                 await self._event.wait()
                 self._event.clear()
                 if pieces := self._advance():

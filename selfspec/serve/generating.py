@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from selfspec.serve.answers import Answer, Collected, Usage
 from selfspec.serve.draft_info import speculation_metrics
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.following import Choice, ChoiceText, Run
-from selfspec.serve.logprobs import ChoiceLogprobs
+from selfspec.serve.logprobs import ChoiceLogprobs, Json
 from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
@@ -91,9 +91,10 @@ class Generating(Response):
 
     async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
         """Runs the requests; sends events, or returns the whole answer."""
+        last: list[Json] = []
+        response = None
         if self._body.stream:
-            await self._stream(run, events, started)
-            response = None
+            last = await self._stream(run, events, started)
         else:
             response = await self._collect(run, started)
         seconds = time.monotonic() - started
@@ -106,17 +107,21 @@ class Generating(Response):
         if response is not None:
             return JSONResponse(self._answer.whole(response, usage, metrics))
         if (totals := self._answer.totals(usage, metrics)) is not None:
-            await events.write(totals)
-        await events.end()
+            last.append(totals)
+        await events.end(*last)
         return None
 
-    async def _stream(self, run: Run, events: Events, started: float) -> None:
+    async def _stream(self, run: Run, events: Events, started: float) -> list[Json]:
+        """Sends the chunks of each step; returns those of the last one, which are sent with the end of the stream."""
         async with aclosing(run.pieces()) as steps:
             async for pieces in steps:
                 opening = [] if events.is_started else self._answer.opening(len(run.sequences))
                 self._first_s = self._first_s or time.monotonic() - started
-                chunks = [chunk for piece in pieces for chunk in self._answer.chunks(piece)]
-                await events.write(*opening, *chunks)
+                chunks = [*opening, *(chunk for piece in pieces for chunk in self._answer.chunks(piece))]
+                if run.is_finished:
+                    return chunks
+                await events.write(*chunks)
+        return []
 
     async def _collect(self, run: Run, started: float) -> list[Collected]:
         choices = [Collected() for _ in run.sequences]
@@ -140,8 +145,7 @@ def _refusal(refusal: ApiError, events: Events) -> ASGIApp:
     """Returns what sends a refusal: a response, or an event where the response has begun."""
 
     async def send_event(*_: Any) -> None:
-        await events.write(refusal.body)
-        await events.end()
+        await events.end(refusal.body)
 
     return send_event if events.is_started else refusal.response()
 
@@ -157,13 +161,13 @@ class Events:
         self._send = send
         self.is_started = False
 
-    async def write(self, *events: dict[str, Any]) -> None:
+    async def write(self, *events: Json) -> None:
         """Sends the events in one write."""
-        if events:
-            await self._write(b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events), True)
+        await self._write(_encoded(events), True)
 
-    async def end(self) -> None:
-        await self._write(b"data: [DONE]\n\n", False)
+    async def end(self, *events: Json) -> None:
+        """Sends the last events and the end of the stream in one write."""
+        await self._write(_encoded(events) + b"data: [DONE]\n\n", False)
 
     async def _write(self, data: bytes, more: bool) -> None:
         try:
@@ -182,17 +186,30 @@ class Events:
             self.is_started = True
 
 
+def _encoded(events: Iterable[Json]) -> bytes:
+    return b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs the work; cancels it when the client disconnects, or when this call is cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(receive))
+    """Runs the work in the calling task; cancels it when the client disconnects."""
+    task, is_working = asyncio.current_task(), True
+    assert task is not None
+
+    def cancel(_: Any) -> None:
+        if is_working:
+            task.cancel()
+
+    gone = asyncio.ensure_future(_disconnection(receive))
+    gone.add_done_callback(cancel)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        await work
+    except asyncio.CancelledError:
+        if not gone.done():
+            raise  # the task was cancelled
+        task.uncancel()
     finally:
-        task.cancel()
+        is_working = False
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnection(receive: Receive) -> None:

@@ -268,7 +268,8 @@ def read_body(kind: type[Kind], raw: bytes) -> Kind:
     """Parses and checks a body; raises ApiError that names the field at fault."""
     try:
         given = json.loads(raw, parse_constant=_refuse_constant)
-        json.dumps(given, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
+        if b"\\" in raw or not raw.isascii():
+            json.dumps(given, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {_reason(error)}") from None
     if not isinstance(given, dict):
@@ -280,8 +281,9 @@ def read_body(kind: type[Kind], raw: bytes) -> Kind:
     _check_extra(body.model_extra or {})
     if isinstance(body, Generation):
         _check_generation(body)
-    for index, message in enumerate(getattr(body, "messages", None) or ()):
-        _check_message(index, message)
+    if isinstance(body, ChatBody | TokenizeBody):
+        for index, message in enumerate(body.messages or ()):
+            _check_message(index, message)
     return body
 
 
