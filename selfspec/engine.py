@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from selfspec.backends.base import Backend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.cache.size import cache_pages, longest_sequence
+from selfspec.cache.size import SHARE, cache_pages, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Mode, Rules
 from selfspec.memory import free_device_bytes
@@ -77,8 +77,8 @@ class Engine:
         self.max_batch = max_batch or MAX_DECODING
         self.profile = self._read_profile(profile)
         context = min(model.config.context, max_length or model.config.context)
-        free = free_device_bytes(model.device)
-        pages = cache_pages(model.config, model.dtype, context, max_batch, kv_cache_gb, free)
+        most = SHARE * free_device_bytes(model.device)
+        pages = cache_pages(model.config, model.dtype, context, max_batch, kv_cache_gb, most)
         self.cache = Cache(model.config, model.device, model.dtype, pages)
         self.context = min(context, longest_sequence(pages))
         self._graphs = self._build_graphs(kernels)

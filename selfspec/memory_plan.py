@@ -129,12 +129,17 @@ def _plan(
     available = free if limits.memory_gb is None else min(free, int(limits.memory_gb * 1e9))
     exits = _exits_nbytes(model, profile, has_kernels)
     left = available - cuda - model.nbytes
-    if limits.memory_gb is not None:  # then the cache, which takes SHARE of it, gets all that the others leave
-        left = int((left - exits - 2 * buffers) / SHARE)  # steps that `buffers` does not count need some as well
+
+    def cache_nbytes() -> float:
+        """The most that the cache may take. With `memory_gb` it leaves as much again as `buffers`, for steps with
+        options that these do not count."""
+        return SHARE * left if limits.memory_gb is None else left - exits - 2 * buffers
 
     def pages(context: int, sequences: int | None) -> int:
-        return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, left)
+        return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, cache_nbytes())
 
+    longest_prompt = min(wanted, longest_sequence(pages(wanted, limits.max_batch)))
+    buffers += attention_nbytes(model, longest_prompt, has_kernels)
     held = pages(wanted, limits.max_batch)
     context = min(wanted, longest_sequence(held))
     longest = {batch: min(wanted, longest_sequence(pages(wanted, batch), batch)) for batch in BATCHES}
@@ -180,6 +185,21 @@ def prefill_nbytes(model: Decoder) -> int:
     width = 3 * config.hidden_size + 4 * config.intermediate_size
     expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
     return PREFILL_CHUNK * width * model.dtype.itemsize + expanding
+
+
+def attention_nbytes(model: Decoder, context: int, has_kernels: bool) -> int:
+    """Bytes of the temporary tensors of a prefill chunk's attention over `context` positions with PyTorch operations:
+    gathered keys and values, and the mask of the rows, then of each query head that shares a KV head, in bool and in
+    the model's dtype. 0 where kernels prefill a prompt of this length."""
+    if has_kernels:
+        from selfspec.backends.cuda.kernel_prefill import longest_kernel_prompt  # imports Triton
+
+        if context <= longest_kernel_prompt(model):
+            return 0
+    config, itemsize = model.config, model.dtype.itemsize
+    heads_per_kv = config.num_heads // config.num_kv_heads
+    mask = PREFILL_CHUNK * (1 + heads_per_kv * (1 + itemsize))
+    return context * (2 * config.num_kv_heads * config.head_dim * itemsize + mask)
 
 
 def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_batch: int, batch: int) -> tuple[int, int]:

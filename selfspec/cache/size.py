@@ -12,7 +12,7 @@ from selfspec.models.config import ModelConfig
 from selfspec.speculation.plan import SPARE_POSITIONS
 
 USUAL_BATCH = 16  # sequences of the full context that fit unless max_batch is given: above 16 nothing is drafted
-SHARE = 0.5  # part of the memory left after loading the weights: CUDA graphs and other programs need the rest
+SHARE = 0.5  # of the memory left by the weights, without `memory_gb`: CUDA graphs and other programs need the rest
 
 
 def cache_pages(
@@ -21,10 +21,10 @@ def cache_pages(
     context: int,  # most positions of one sequence
     max_batch: int | None,
     kv_cache_gb: float | None,
-    free: int,  # bytes that are free once the weights are loaded
+    most: float,  # bytes that the cache may take
 ) -> int:
-    """Returns the pages for `max_batch` sequences of the full context (16 unless given), but at most half of the free
-    memory; `kv_cache_gb` (10^9 bytes) overrides both. Never returns fewer than a sequence of 64 positions needs."""
+    """Returns the pages for `max_batch` sequences of the full context (16 unless given), but at most `most` bytes of
+    them; `kv_cache_gb` (10^9 bytes) overrides both. Never returns fewer than a sequence of 64 positions needs."""
     size, least = page_nbytes(config, dtype), pages_for(PAGE_SIZE + SPARE_POSITIONS) + 1
     if kv_cache_gb is not None:
         if isinstance(kv_cache_gb, bool) or not isinstance(kv_cache_gb, int | float) or not kv_cache_gb > 0:
@@ -37,7 +37,7 @@ def cache_pages(
             )
         return pages
     wanted = (max_batch or USUAL_BATCH) * pages_for(context + SPARE_POSITIONS) + 1
-    return max(least, min(wanted, int(SHARE * free / size)))
+    return max(least, min(wanted, int(most / size)))
 
 
 def longest_sequence(pages: int, sequences: int = 1) -> int:
