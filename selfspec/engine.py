@@ -381,7 +381,7 @@ class Engine:
         from selfspec.backends.cuda.decoder import REQUIREMENTS, is_supported
         from selfspec.backends.cuda.graphs import Graphs
 
-        if is_supported(self.model):
+        if is_supported(self.model, self.model.device):
             return Graphs(self.model, self.cache, self.context, self.max_batch)
         if kernels:
             raise ValueError(REQUIREMENTS)

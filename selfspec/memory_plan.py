@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -154,17 +154,7 @@ def _runs_kernels(model: Decoder, device: torch.device, kernels: bool | None) ->
         return False
     from selfspec.backends.cuda.decoder import is_supported  # imports Triton
 
-    return is_supported(cast(Decoder, _OnDevice(model, device)))
-
-
-class _OnDevice:
-    """A model on the meta device as it will be on another one."""
-
-    def __init__(self, model: Decoder, device: torch.device) -> None:
-        self._model, self.device = model, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    return is_supported(model, device)
 
 
 def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int:

@@ -38,19 +38,19 @@ REQUIREMENTS = (
 )
 
 
-def is_supported(model: Decoder) -> bool:
-    """Whether the kernels can run this model on its device: whether it meets `REQUIREMENTS`."""
+def is_supported(model: Decoder, device: torch.device) -> bool:
+    """Whether the kernels can run this model on a device: whether it meets `REQUIREMENTS`."""
     config = model.config
     sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
     if triton is None or any(size % 16 for size in sizes) or config.head_dim > 256:
         return False
     if config.num_heads > 16 * config.num_kv_heads:
         return False
-    if model.device.type != "cuda":
+    if device.type != "cuda":
         return INTERPRETED and model.dtype == torch.float32
     if torch.version.hip is not None or model.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return torch.cuda.get_device_capability(model.device) >= (8, 0) and can_launch()
+    return torch.cuda.get_device_capability(device) >= (8, 0) and can_launch()
 
 
 @dataclass(frozen=True)
