@@ -365,24 +365,6 @@ def test_the_feature_before_the_first_position_is_zero(taken: list[Taken], monke
     ]
 
 
-def test_features_change_the_drafts() -> None:
-    trained, prompt = Trained("llama"), random_tokens(20)
-    assert drafted(trained.exit, prompt, "chain:4") != drafted(without_recall(trained.exit), prompt, "chain:4")
-
-
-def without_recall(exit: Exit) -> Exit:
-    """The same exit without its recall."""
-    assert exit.block is not None
-    return replace(exit, block=replace(exit.block, feature_weight=None))
-
-
-def test_a_block_without_recall_does_not_read_features() -> None:
-    trained, tokens = Trained("llama"), random_tokens(20)
-    got = prefill_logits(without_recall(trained.exit), tokens)
-    trained.recall = torch.zeros_like(trained.recall)
-    torch.testing.assert_close(got.double(), trained.hf_exit_logits(tokens), atol=1e-4, rtol=0)
-
-
 class AnyPlan:
     """A policy that draws the plan of each step."""
 
@@ -614,16 +596,13 @@ def test_block_counts_as_a_layer_an_affine_a_recall_and_a_norm(family: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "rows", "recalls"),
-    [("llama", None, False), ("qwen2", head_rows(), True), ("gemma3_text", None, True)],
-    ids=["full_head-no_recall", "biases-trimmed_head", "norms-full_head"],
+    ("family", "rows"),
+    [("qwen2", head_rows()), ("gemma3_text", None)],
+    ids=["biases-trimmed_head", "norms-full_head"],
 )
-def test_exit_read_from_a_profile_equals_the_saved_one(
-    family: str, rows: torch.Tensor | None, recalls: bool, tmp_path: Path
-) -> None:
+def test_exit_read_from_a_profile_equals_the_saved_one(family: str, rows: torch.Tensor | None, tmp_path: Path) -> None:
     trained, tokens = Trained(family), random_tokens(20)
-    exit = trained.exit if recalls else without_recall(trained.exit)
-    saved = replace(exit, head_rows=rows)
+    saved = replace(trained.exit, head_rows=rows)
     of_domain = {} if rows is None else {"text": rows}
     profile_of(trained.model, {"text": choice_of(EXIT_LAYER, TREE)}).save(tmp_path, [saved], of_domain)
     profile = Profile.load(tmp_path)

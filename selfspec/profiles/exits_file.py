@@ -86,7 +86,7 @@ def exit_tensors(exit: Exit) -> dict[str, torch.Tensor]:
     tensors = {"norm": exit.norm}
     if exit.block is not None:
         tensors |= {"affine_weight": exit.block.affine_weight, "affine_bias": exit.block.affine_bias}
-        tensors |= {"recall": exit.block.feature_weight}
+        tensors["recall"] = exit.block.feature_weight
         tensors |= {f"block.{name}": tensor for name, tensor in exit.block.layer.tensors().items()}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
@@ -107,7 +107,11 @@ def _exit_from_tensors(model: Decoder, layer: int, tensors: dict[str, torch.Tens
             for name, parts in layer_parts(model.config, "").items()
         }
         own = Layer.of({name: weight(f"block.{name}", *shape) for name, shape in shapes.items()})
-        feature_weight = weight("recall", hidden, FEATURE_STATES * hidden) if "recall" in tensors else None
-        block = ExitBlock(own, weight("affine_weight", hidden, hidden), weight("affine_bias", hidden), feature_weight)
+        block = ExitBlock(
+            own,
+            weight("affine_weight", hidden, hidden),
+            weight("affine_bias", hidden),
+            weight("recall", hidden, FEATURE_STATES * hidden),
+        )
     norm = weight("norm", hidden) if "norm" in tensors else None
     return Exit(model, layer, norm, block)

@@ -32,13 +32,11 @@ class ExitBlock:
     layer: Layer
     affine_weight: torch.Tensor  # [hidden, hidden]
     affine_bias: torch.Tensor  # [hidden]
-    feature_weight: torch.Tensor | None = None  # [hidden, 2 * hidden]: projects the feature; None: it reads no feature
+    feature_weight: torch.Tensor  # [hidden, 2 * hidden]: projects the feature
 
     def add_feature(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Returns the layer's input: states after layer N plus the projected features of the previous positions,
         [..., 2 * hidden] after committed tokens and [..., hidden] (the exit's normed state) after drafted ones."""
-        if self.feature_weight is None:
-            return hidden
         return hidden + F.linear(previous, self.feature_weight[:, : previous.shape[-1]])
 
     def add_affine(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from selfspec.kernels.gemm import linear
 from selfspec.kernels.lm_head_topk import lm_head_scores
 from selfspec.kernels.logits_processing import Masks, Processing
 from selfspec.kernels.noise import Noise
-from selfspec.kernels.norm import NextNorm, Norm, scaled_reference, squares_per_row, squares_reference
+from selfspec.kernels.norm import NextNorm, Norm, squares_per_row
 from selfspec.kernels.topk import Ranking, Scores
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
@@ -200,11 +200,6 @@ class FusedExit:
     def _block_input(self, block: ExitBlock, states: torch.Tensor, previous: PreviousFeatures) -> Residual:
         """Returns the block's input: the states after layer N plus the projected features of the previous positions."""
         residual, norm = self.block_residual(len(states)), block.layer.attention_norm
-        if block.feature_weight is None:
-            residual.states.copy_(states)
-            residual.squares.copy_(squares_reference(states))
-            residual.scaled.copy_(scaled_reference(states, norm, self.decoder.model.config.norm_offset))
-            return residual
         columns = block.feature_weight[:, : previous.features.shape[1]]
         next_norm = self.decoder.next_norm(norm, residual)
         linear(
