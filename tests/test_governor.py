@@ -44,7 +44,7 @@ def skilled(value: float) -> Skill:
 
 
 def choose(governor: Governor, *skills: Skill, in_use: Plan = NONE, batch: int | None = None) -> tuple[Plan, Any]:
-    return governor.choose(skills, batch or len(skills), CONTEXT, in_use)
+    return governor.choose(skills, batch or len(skills), CONTEXT, in_use, lambda plan: 0.0)
 
 
 def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting: int = 1) -> float:
@@ -420,7 +420,7 @@ def test_losses_never_exceed_the_capacity_and_the_refills(
             governor.charge_score()
             governor.observe_score(skills[0], [random.random() <= right for _ in range(8)])
             lost += SCORE_COST
-        plan = governor.choose(skills, batch, CONTEXT, in_use)[0]
+        plan = choose(governor, *skills, in_use=in_use, batch=batch)[0]
         before = governor.budget.left
         governor.charge_step(plan, batch, CONTEXT)
         lost += before - governor.budget.left if len(plan) else -refill

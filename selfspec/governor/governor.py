@@ -62,7 +62,7 @@ class Governor:
         batch: int,
         context: int,
         in_use: Plan,
-        capture_s: Callable[[Plan], float] = lambda plan: 0.0,
+        capture_s: Callable[[Plan], float],
     ) -> tuple[Plan, str | None]:
         """The plan of the next step and, where it is `none`, the reason. `skills` are those of the sequences that may
         draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step that was not
