@@ -613,9 +613,9 @@ def test_a_steps_time_is_a_cost_sample_only_if_it_was_launched_right_after_anoth
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["captured", "with grammars", "with processors"])
-def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_next(kind: str) -> None:
-    """While sequences of different options and lengths join, before they have a slot, and leave."""
+def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_next() -> None:
+    """While sequences of different options and lengths, with grammars or processors, join, before they have a slot, and
+    leave."""
     backend, dice, told = cuda_backend(new_graphs(), overlaps=True), random.Random(1), []
     captured, exit = backend.graphs.captured, accurate_exit()
     batch = ScriptedBatch(backend, exit)
@@ -635,13 +635,13 @@ def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_n
 
     captured._capture, launches = capture, backend.launch  # type: ignore[method-assign]
     backend.launch = launch  # type: ignore[method-assign]
-    for number in range(8):
-        event = dice.random()
-        if len(batch.running) < 2 or (event < 0.5 and len(batch.running) < SLOTS):
-            processors = [penalise_last] if "processors" in kind and event < 0.3 else []
+    for number in range(12):
+        event, kind = dice.random(), dice.choice(["plain", "plain", "grammar", "processor"])
+        if len(batch.running) < 2 or (event < 0.4 and len(batch.running) < SLOTS):
+            processors = [penalise_last] if kind == "processor" else []
             params, length = SamplingParams(**dice.choice(PARAMS)), dice.choice([30, 120])
             sequence = sequence_of(prompt_of(4, number), length, params, exit=exit, processors=processors)
-            batch.admit([follow(sequence, "[a-z]+") if "grammars" in kind and event < 0.3 else sequence])
+            batch.admit([follow(sequence, "[a-z]+") if kind == "grammar" else sequence])
         elif event < 0.7:
             batch.drain()
             batch.dismiss(dice.choice(batch.running))

@@ -14,7 +14,6 @@ from selfspec.backends.cuda.decoder import FusedDecoder, Residual, Scratch
 from selfspec.kernels import triton_compat
 from selfspec.kernels.norm import scaled_reference, squares_reference
 from selfspec.models.decoder import Layer
-from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import NONE, Plan
 from tests.interpreted import (
     ONLY_INTERPRETED,
@@ -30,20 +29,11 @@ from tests.interpreted import (
 pytestmark = ONLY_INTERPRETED
 
 
-def exit_of(kind: str, family: str) -> Exit:
-    trained = trained_exit(family)
-    assert trained.block is not None
-    if kind == "without features":
-        return replace(trained, block=replace(trained.block, feature_weight=None))
-    return trained if kind == "trained" else replace(trained, block=None)
-
-
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "without features"), ("llama", "without a block"), ("gemma3_text", "trained")]
-)
-def test_every_layer_reads_states_scaled_by_the_weights_of_its_first_norm(family: str, kind: str) -> None:
-    graphs, exit = new_graphs(family), exit_of(kind, family)
+@pytest.mark.parametrize(("family", "has_block"), [("llama", True), ("llama", False), ("gemma3_text", True)])
+def test_every_layer_reads_states_scaled_by_the_weights_of_its_first_norm(family: str, has_block: bool) -> None:
+    graphs, trained = new_graphs(family), trained_exit(family)
+    exit = trained if has_block else replace(trained, block=None)
     offset, read, store = graphs.model.config.norm_offset, set(), FusedDecoder.write_kv
 
     def checked(self: FusedDecoder, layer: Layer, spec: Any, cache_layer: int, source: Residual, *rest: Any) -> None:
@@ -56,7 +46,7 @@ def test_every_layer_reads_states_scaled_by_the_weights_of_its_first_norm(family
     with mock.patch.object(FusedDecoder, "write_kv", checked):
         batch.admit([sequence])
         batch.run([NONE, Plan.parse("chain:1")])
-    assert read == ({0, 1} if kind == "without a block" else {0, 1, graphs.cache.exit_layer_index})
+    assert read == ({0, 1, graphs.cache.exit_layer_index} if has_block else {0, 1})
     assert sequence.tokens == plain_tokens(sequence, family)
 
 
