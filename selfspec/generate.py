@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 from selfspec.commands import options
-from selfspec.commands.running import run
+from selfspec.commands.running import note, run
 
 if TYPE_CHECKING:
     from selfspec.commands.display import Display
@@ -83,8 +83,11 @@ def print_memory_plan(args: argparse.Namespace, as_json: bool = False) -> int:
     """Prints the memory that the model will take, as a table or as JSON; exit code 1 if it does not fit."""
     from rich.console import Console
 
-    from selfspec.memory_plan import plan_memory, table  # imports torch
+    from selfspec.memory_plan import plan_memory, table  # these import torch
+    from selfspec.models.loading import pick_device
 
+    if pick_device(args.device).type != "cuda":
+        note("planned for the CPU: on a GPU weights and cache take 16 bits or less, and CUDA itself 0.6 GB or more")
     plans = plan_memory(args.model, **options.model_arguments(args))
     if as_json:
         print(json.dumps([plan.to_json() for plan in plans]))

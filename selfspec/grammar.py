@@ -266,6 +266,6 @@ def _llguidance() -> Any:
         import llguidance
         import llguidance.hf
     except ImportError:
-        message = "response_format needs llguidance, which is not installed: pip install 'selfspec[serve]'"
+        message = "response_format needs llguidance, which is not installed: pip install llguidance"
         raise ImportError(message) from None
     return llguidance

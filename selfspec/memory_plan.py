@@ -276,7 +276,9 @@ def _argument(plan: MemoryPlan) -> str:
 
 def table(plans: Sequence[MemoryPlan]) -> Table:
     """The plans as columns: gigabytes of each part, and the longest context of each of 1, 4 and 16 sequences."""
-    shown = Table("GB (10^9 bytes)", *(Column(plan.weights_as, justify="right") for plan in plans))
+    caption = "exits: of the profile, 0 without one; buffers: captured steps, temporary tensors; cuda: in no tensor"
+    columns = (Column(plan.weights_as, justify="right") for plan in plans)
+    shown = Table("GB (10^9 bytes)", *columns, caption=caption, caption_justify="left")
     for field in ("weights", "exits", "cache", "buffers", "cuda", "total", "available"):
         shown.add_row(field, *(f"{getattr(plan, field) / 1e9:.2f}" for plan in plans))
     shown.add_row("fits", *("yes" if plan.fits else "no" for plan in plans), end_section=True)

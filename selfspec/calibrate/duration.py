@@ -48,12 +48,12 @@ class Duration:
         """Raises ValueError for a time that is too short for one chunk of text and the least training steps."""
         if minutes < self.least_minutes:
             least = " and ".join(
-                f"{seconds:.0f} s to {name}, which gets {share:.0%} of the time"
+                f"{seconds:.0f} s to {name}, within {share:.0%} of the time"
                 for name, (seconds, share) in self.least.items()
             )
             raise ValueError(
-                f"--minutes {minutes:g} is too short: on this machine the least amounts take {least}; pass --minutes "
-                f"{self.least_minutes:g} or more"
+                f"--minutes {minutes:g} is too short: pass --minutes {self.least_minutes:g} or more (the least amounts "
+                f"take {least} on this machine)"
             )
 
 

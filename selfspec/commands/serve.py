@@ -57,9 +57,11 @@ def serve(args: argparse.Namespace) -> int:
 
         from selfspec.serve.app import create_app
     except ImportError as error:
-        raise ValueError(f'serving needs the extra serve: pip install "selfspec[serve]" ({error})') from None
+        packages = "starlette uvicorn httptools llguidance"
+        raise ValueError(f"serving needs the packages of the extra serve: pip install {packages} ({error})") from None
     level = "debug" if args.verbose else args.log_level
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
+    listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
     engine = options.load_engine(args)
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     app = create_app(engine, key, args.cors_origin)
@@ -71,7 +73,6 @@ def serve(args: argparse.Namespace) -> int:
         server_header=False,
         timeout_graceful_shutdown=args.grace,
     )
-    listener = listen(args.host, args.port)
     describe(engine, args.host, listener.getsockname()[1], key is not None)
     # uvicorn stops on SIGTERM and then raises it again: this handler makes the process end with exit code 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -104,10 +105,10 @@ def describe(engine: Engine, host: str, port: int, has_key: bool) -> None:
     )
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     header = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 100}'
+    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0}'
     if options.has_chat_template(engine):
         path = "chat/completions"
-        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}'
+        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80, "temperature": 0}'
     note(
         f"serving on {address}: open it in a browser to chat, or try:\n"
         f"curl {address}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'"

