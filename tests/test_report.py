@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.calibrate.drawing import draw_tree, spread
+from selfspec.calibrate.drawing import draw_tree
 from selfspec.calibrate.report import verdict, write_report
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.profiles.profile import (
@@ -24,10 +24,10 @@ from selfspec.profiles.profile import (
     Spread,
 )
 from selfspec.speculation.plan import Plan
-from tests.profiles import choice_of
 
 MODEL = ModelIdentity(model_type="qwen3", num_layers=28, hidden_size=2048, vocab_size=151936, fingerprint=[0.5, 1.5])
 NAME = "models/<qwen3>"
+FOLDER = Path("/home/me/<profiles>&/qwen3-28")
 DEVICE = Device(type="cuda", name="NVIDIA H200", dtype="bfloat16", torch="2.13.0")
 DOMAINS = {"chat": 0.62, "code": 0.78, "math": 0.74, "summarize": 0.58, "extract": 0.71, "write": 0.49}
 
@@ -102,13 +102,13 @@ def domain_choice(name: str, rate: float) -> DomainChoice:
     )
 
 
-def full_profile(folder: Path | None = None) -> Profile:
+def full_profile(folder: Path = FOLDER) -> Profile:
     return Profile(
         model=MODEL,
-        domains={name: domain_choice(name, rate) for name, rate in DOMAINS.items()},
+        domains={name: domain_choice(name, rate) for name, rate in DOMAINS.items()} | {"<b>&": domain_choice("b", 0.7)},
         device=DEVICE,
-        created="2026-02-11T14:05:33+00:00",
-        trained={"tokens": 4_200_000, "steps": 1500, "seconds": 1312.0},
+        created="2026-02-11",
+        trained={"tokens": 4_200_000, "steps": 1500, "seconds": 1312.0, "router_accuracy": 0.87},
         folder=folder,
     )
 
@@ -159,8 +159,7 @@ def profile_of(**domains: DomainChoice) -> Profile:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    folder = tmp_path_factory.mktemp("report")
-    return page_of(full_profile(folder), folder)
+    return page_of(full_profile(), tmp_path_factory.mktemp("report"))
 
 
 def test_the_page_loads_no_other_file(page):
@@ -171,7 +170,7 @@ def test_the_head_names_model_device_objective_amounts_and_verdict(page):
     model = (f"Calibration of {NAME}", f"{NAME}: qwen3", "28 layers", "2,048", "151,936")
     for fact in (*model, "NVIDIA H200", "bfloat16", "2026-02-11", "throughput"):
         assert fact in page.text
-    assert "4.2 million tokens of text, 1,500 training steps, 22 minutes" in page.text
+    assert "4,200,000 tokens of text, 1,500 training steps, 21.9 minutes, 87% of the measuring prompts" in page.text
     assert verdict(full_profile()) in page.text
 
 
@@ -180,18 +179,14 @@ def test_every_exit_is_in_the_table_and_both_choices_are_marked(page):
     for name, choice in profile.domains.items():
         assert name in page.text
         for layer, rates in choice.exits.items():
-            assert f"{name}, exit {layer}: {rates.accept_rate:.1%} accepted" in page.text
-            shares = (f"<td>{share:.1%}</td>" for share in (rates.top1, rates.top4, rates.accept_rate))
-            assert f"<td>{layer}</td>" + "".join(shares) in page.html
-    assert len(page.of_class("chosen")) == len(page.of_class("tag")) / 2 == len(profile.domains)
-    diamonds = [tag for tag in page.of_class("most") if tag == "path"]
-    assert len(diamonds) == len(profile.domains) + 1  # and the legend's
+            shares = (f"<td>{share:.1%}" for share in (rates.top1, rates.top4, rates.accept_rate))
+            assert f"<td>{layer}</td>" + "</td>".join(shares) in page.html
+    assert len(page.of_class("chosen")) == len(page.of_class("most")) == len(profile.domains)
 
 
-def test_every_measured_plan_is_drawn_and_listed_and_slower_ones_are_marked(page):
+def test_every_measured_plan_is_listed_and_slower_ones_are_marked(page):
     by_batch = [plans for choice in full_profile().domains.values() for plans in choice.plans.values()]
     runs = [choice.measured for plans in by_batch for choice in plans.values() if choice.measured]
-    assert page.text.count("measured 0.") + page.text.count("measured 1.") == len(runs)  # the marks' titles
     losses = [run for run in runs if run.speedup < 1]
     assert losses and len(page.of_class("loss")) == len(losses)
     for run in runs:
@@ -217,101 +212,40 @@ def test_nodes_of_a_tree_are_in_columns_by_depth_and_do_not_overlap(plan):
     assert all(node.x > node.parent_x and node.y >= node.parent_y for node in tree.nodes)
 
 
-@pytest.mark.parametrize("folder", ["/home/me/profiles/mine", None])
-def test_the_page_ends_with_the_lines_of_python_that_use_the_profile(folder, tmp_path):
-    text = page_of(full_profile(Path(folder) if folder else None), tmp_path).text
-    assert f'Engine.from_pretrained("{NAME}", profile="auto")' in text
-    assert (f'Engine.from_pretrained("{NAME}", profile="/home/me/profiles/mine")' in text) == bool(folder)
+def test_the_page_ends_with_the_lines_of_python_that_use_the_profile(page):
+    assert f'Engine.from_pretrained("{NAME}", profile="auto")' in page.text
+    assert f'Engine.from_pretrained("{NAME}", profile="{FOLDER}")' in page.text
 
 
-@pytest.mark.parametrize(("plan", "says_depth"), [("chain:4", True), ("chain:5", False)])
-def test_columns_of_a_deep_tree_are_labelled_by_numbers_alone(plan, says_depth, tmp_path):
-    html = page_of(profile_of(default=choice_of(2, plan)), tmp_path).text
-    assert ("depth 1 1 node" in " ".join(html.split())) == says_depth
+def test_text_is_escaped(page):
+    assert "b" not in {tag for tag, _ in page.tags[page.tags.index(("section", {"id": "exits"})) :]}
+    assert "<b>&" in page.text
 
 
-@pytest.mark.parametrize("plan", ["chain:3", "none", "tree:4,2"])
-def test_the_page_of_a_profile_that_was_not_measured_says_so(plan, tmp_path):
-    page = page_of(profile_of(default=choice_of(2, plan)), tmp_path)
-    assert "were not measured" in page.text
-    assert "has no comparison of exits" in page.text
-    assert len(page.of_class("node")) == len(Plan.parse(plan))
-    assert ("no tree is faster" in page.text) == (plan == "none")
-
-
-@pytest.mark.parametrize(
-    "missing",
-    [
-        {"exits": {}},
-        {"most_accepting_exit": None},
-        {"chain": None},
-        {"prompt_agreement": None},
-        {"prompt_agreement": None, "text_agreement": None},
-        {"plans": {"0.7": {"1": PlanChoice(plan="chain:2")}}},
-        {"plans": {"0": {"1": PlanChoice(plan="none")}}},
-        {"plans": {}},
-    ],
-)
-def test_missing_parts_are_left_out(missing, tmp_path):
-    choice = domain_choice("code", 0.7).model_copy(update=missing)
-    page = page_of(profile_of(code=choice, other=choice_of(1, "chain:2")), tmp_path)
-    assert "Use" in page.text
-
-
-def test_a_profile_without_domains_does_not_fail(tmp_path):
-    page_of(profile_of(), tmp_path)
-
-
-def test_text_is_escaped(tmp_path):
-    name = "<b>&"
-    profile = Profile(model=MODEL, domains={name: domain_choice(name, 0.7)}, created="<i>now", folder=Path("/<u>&"))
-    page = page_of(profile, tmp_path)
-    assert not {"b", "i", "u"} & {tag for tag, _ in page.tags[page.tags.index(("section", {"id": "exits"})) :]}
-    assert name in page.text and "<i>now" in page.text and 'profile="/<u>&"' in page.text
-
-
-def greedy_only(plan: str, expected: float | None, measured: float | None) -> DomainChoice:
+def greedy_only(plan: str, measured: float) -> DomainChoice:
     """A domain with one plan, and a chain that is 0.8 times as fast as plain decoding."""
     rates = {"tokens_per_cycle": 2.0, "accept_rate": 0.5}
     run = {"plain_tokens_per_second": 100.0, **rates}
-    choice = PlanChoice(
-        plan=plan,
-        expected=None if expected is None else Expected(speedup=expected, **rates),
-        measured=None if measured is None else Run(plan="tree:4,2", tokens_per_second=100 * measured, **run),
-    )
-    chain = None if measured is None else Run(plan="chain:4", tokens_per_second=80.0, **run)
+    choice = PlanChoice(plan=plan, measured=Run(plan="tree:4,2", tokens_per_second=100 * measured, **run))
+    chain = Run(plan="chain:4", tokens_per_second=80.0, **run)
     return DomainChoice(exit_layer=1, plans={"0": {"1": choice}}, chain=chain)
 
 
 def test_the_verdict_gives_the_measured_speed_of_each_domain_that_drafts():
-    told = verdict(profile_of(code=greedy_only("tree:4,2", 2.0, 1.42), write=greedy_only("none", 1.2, 0.9)))
+    told = verdict(profile_of(code=greedy_only("tree:4,2", 1.42), write=greedy_only("none", 0.9)))
     assert told == (
         "For one greedy sequence, drafting is faster than plain decoding: 1.42x as fast on code; no plan is faster on "
         "write."
     )
 
 
-def test_the_verdict_says_that_an_unmeasured_speed_is_expected():
-    told = verdict(profile_of(a=greedy_only("chain:4", 2.0, None)))
-    assert "is expected to be faster than plain decoding: 2.00x as fast on a." in told
-
-
 def test_the_verdict_of_a_profile_without_a_faster_plan_names_the_fastest_that_was_tried():
-    told = verdict(profile_of(code=greedy_only("none", 1.3, 0.9), write=greedy_only("none", 1.0, 0.7)))
+    told = verdict(profile_of(code=greedy_only("none", 0.9), write=greedy_only("none", 0.7)))
     tried = "the fastest that was tried, tree:4,2 on code, is 0.90x as fast"
     assert told == f"No plan is faster than plain decoding: {tried}."
-
-
-def test_labels_keep_their_order_and_distance_within_the_chart():
-    wanted = [50.0, 52.0, 51.0, 299.0, 300.0, 10.0]
-    heights = spread(wanted, 14, 300)
-    assert sorted(range(6), key=wanted.__getitem__) == sorted(range(6), key=heights.__getitem__)
-    ordered = sorted(heights)
-    assert ordered[0] >= 14 and ordered[-1] <= 300
-    assert all(below - above >= 14.99 for above, below in zip(ordered, ordered[1:], strict=False))
 
 
 if __name__ == "__main__":  # writes a page to view: python -m tests.test_report page.html
     import sys
 
-    write_report(full_profile(Path("/home/me/selfspec/profiles/qwen3-28")), Path(sys.argv[1]), "Qwen/Qwen3-1.7B")
+    write_report(full_profile(), Path(sys.argv[1]), "Qwen/Qwen3-1.7B")
