@@ -17,7 +17,7 @@ from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.setup import Setup
-from selfspec.calibrate.trial import BEAMS, COMPARED_CHAIN, SETTINGS, Trials, trial_length
+from selfspec.calibrate.trial import BEAMS, COMPARED_CHAIN, SETTINGS, Trials, rounded, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
@@ -64,7 +64,7 @@ def build(
                 for temperature, of_batch in choice.plans.items()
             },
             head_rows=0 if head_rows is None else len(head_rows),
-            head_coverage=_rounded((greedy.paths(head_rows)[:, 0] >= 0).mean()) if len(greedy.ranks) else 0.0,
+            head_coverage=rounded((greedy.paths(head_rows)[:, 0] >= 0).mean()) if len(greedy.ranks) else 0.0,
             exits=_exit_rates(setup, trained, measured[domain.name, _GREEDY], paths[domain.name], costs),
             most_accepting_exit=accepting,
             ranks={name: paths[domain.name][*chosen, name].shares() for name in choice.plans},
@@ -74,7 +74,7 @@ def build(
             centroid=_rounded_all(router.centroids[index]),
             distance=_spread(distances(measuring[index], router.centroids[index, None])[:, 0].tolist()),
             direction=_rounded_all(router.directions[index]),
-            offset=_rounded(router.offsets[index].item()),
+            offset=rounded(router.offsets[index].item()),
         )
     return Profile(
         model=setup.identity,
@@ -138,9 +138,9 @@ def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:
 
 def _plan_choice(candidate: Candidate) -> PlanChoice:
     expected = Expected(
-        tokens_per_cycle=_rounded(candidate.tokens_per_cycle),
-        accept_rate=_rounded(candidate.accept_rate),
-        speedup=_rounded(candidate.speedup),
+        tokens_per_cycle=rounded(candidate.tokens_per_cycle),
+        accept_rate=rounded(candidate.accept_rate),
+        speedup=rounded(candidate.speedup),
     )
     return PlanChoice(plan=str(candidate.plan), expected=expected)
 
@@ -160,11 +160,11 @@ def _exit_rates(
         best = found[exit.layer, head_size][_GREEDY][_ONE]
         first = measurement.ranks[:, 0] if len(measurement.ranks) else np.full(1, -1)
         rates[exit.layer] = ExitRates(
-            top1=_rounded((first == 0).mean()),
-            top4=_rounded(((first >= 0) & (first < 4)).mean()),
-            accept_rate=_rounded(own.accept_rate(DEFAULT_TREE)),
-            tokens_per_cycle=_rounded(best.tokens_per_cycle),
-            speedup=_rounded(best.speedup),
+            top1=rounded((first == 0).mean()),
+            top4=rounded(((first >= 0) & (first < 4)).mean()),
+            accept_rate=rounded(own.accept_rate(DEFAULT_TREE)),
+            tokens_per_cycle=rounded(best.tokens_per_cycle),
+            speedup=rounded(best.speedup),
         )
     return rates
 
@@ -178,19 +178,15 @@ def _embeddings(setup: Setup, domain: Domain, prompts: Sequence[Prompt]) -> torc
 def _accuracy(router: Router, embeddings: list[torch.Tensor]) -> float:
     """The share of prompts that the router sends to their own domain, given the embeddings of each domain's."""
     right = sum(int((router.scores(own).argmax(-1) == index).sum()) for index, own in enumerate(embeddings))
-    return _rounded(right / sum(map(len, embeddings)))
+    return rounded(right / sum(map(len, embeddings)))
 
 
 def _spread(values: list[float]) -> Spread | None:
-    return Spread(mean=_rounded(float(np.mean(values))), deviation=_rounded(float(np.std(values)))) if values else None
+    return Spread(mean=rounded(float(np.mean(values))), deviation=rounded(float(np.std(values)))) if values else None
 
 
 def _rounded_all(values: torch.Tensor) -> list[float]:
-    return [_rounded(value) for value in values.tolist()]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{float(value):.5g}")
+    return [rounded(value) for value in values.tolist()]
 
 
 def _device(engine: Engine) -> Device:

@@ -9,11 +9,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from selfspec.calibrate.drawing import tree_cards
+from selfspec.calibrate.settings import OBJECTIVES
 from selfspec.calibrate.trial import COMPARED_CHAIN
 from selfspec.profiles.profile import Profile, Run
 from selfspec.speculation.plan import Plan
-
-OBJECTIVES = {"throughput": "the most tokens per second", "accept": "the highest accept rate"}
 
 
 def write_report(profile: Profile, path: Path, model: str, loading: str = "") -> None:

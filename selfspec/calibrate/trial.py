@@ -52,7 +52,7 @@ class Trials:
 
     def run(self, plan: str, setting: Setting) -> Run | None:
         """Measures a plan and plain decoding on the same prompts; None for the plan `none`."""
-        if not len(Plan.parse(plan)) or not self.prompts:
+        if not len(Plan.parse(plan)):
             return None
         batches, at = self._batches(setting), (setting.temperature, setting.batch)
         if at not in self._plain:
@@ -61,10 +61,10 @@ class Trials:
         tokens_per_cycle, accept_rate = acceptance(outputs)
         return Run(
             plan=plan,
-            tokens_per_cycle=_rounded(tokens_per_cycle),
-            accept_rate=_rounded(accept_rate),
-            tokens_per_second=_rounded(_speed(outputs)),
-            plain_tokens_per_second=_rounded(self._plain[at]),
+            tokens_per_cycle=rounded(tokens_per_cycle),
+            accept_rate=rounded(accept_rate),
+            tokens_per_second=rounded(_speed(outputs)),
+            plain_tokens_per_second=rounded(self._plain[at]),
         )
 
     def beam_shares(self, temperature: str, advance: Callable[[float], None]) -> dict[int, list[float]]:
@@ -80,7 +80,7 @@ class Trials:
                 [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
                 for by_depth in ([each.accepted_by_depth for each in stats], [each.reached_by_depth for each in stats])
             )
-            shares[width] = [_rounded(hits / count) for hits, count in zip(accepted, reached, strict=False) if count]
+            shares[width] = [rounded(hits / count) for hits, count in zip(accepted, reached, strict=False) if count]
             advance(1)
         return {width: of_width for width, of_width in shares.items() if of_width}
 
@@ -149,8 +149,9 @@ def _answer_tokens(setting: Setting, usual: int) -> int:
     return max(8, int(setting.length * usual))
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def rounded(value: float) -> float:
+    """The value with the digits that a profile keeps."""
+    return float(f"{float(value):.5g}")
 
 
 def acceptance(outputs: list[GenerateOutput]) -> tuple[float, float]:
