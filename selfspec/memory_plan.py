@@ -130,13 +130,11 @@ def _plan(
     exits = _exits_nbytes(model, profile, has_kernels)
     left = available - cuda - model.nbytes
 
-    def cache_nbytes() -> float:
-        """The most that the cache may take. With `memory_gb` it leaves as much again as `buffers`, for steps with
-        options that these do not count."""
-        return SHARE * left if limits.memory_gb is None else left - exits - 2 * buffers
-
     def pages(context: int, sequences: int | None) -> int:
-        return cache_pages(config, model.dtype, context, sequences, limits.kv_cache_gb, cache_nbytes())
+        others = 0 if limits.memory_gb is None else exits + buffers
+        return cache_pages(
+            config, model.dtype, context, sequences, limits.kv_cache_gb, min(SHARE * left, left - others)
+        )
 
     longest_prompt = min(wanted, longest_sequence(pages(wanted, limits.max_batch)))
     buffers += attention_nbytes(model, longest_prompt, has_kernels)

@@ -141,7 +141,7 @@ def test_the_memory_plan_is_within_5_per_cent_of_what_is_allocated(folder: Path,
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     plan = plan_memory(folder, profile=None, dtype="bfloat16", **limits)[0]
-    allowed = (before + plan.total + plan.buffers) / 1e9  # the limit counts what other tests hold
+    allowed = (before + plan.total) / 1e9  # the limit counts what other tests hold
     engine = Engine.from_pretrained(folder, profile=None, dtype="bfloat16", memory_gb=allowed, **limits)
     engine.warmup(batch=4, max_length=2048)
     generate(engine, 4, 1500, 8)

@@ -12,7 +12,7 @@ from selfspec.models.config import ModelConfig
 from selfspec.speculation.plan import SPARE_POSITIONS
 
 USUAL_BATCH = 16  # sequences of the full context that fit unless max_batch is given: above 16 nothing is drafted
-SHARE = 0.5  # of the memory left by the weights, without `memory_gb`: CUDA graphs and other programs need the rest
+SHARE = 0.5  # of the memory left by the weights, at most: CUDA graphs and other programs need the rest
 
 
 def cache_pages(
