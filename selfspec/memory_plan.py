@@ -130,17 +130,16 @@ def _plan(
     exits = _exits_nbytes(model, profile, has_kernels)
     left = available - cuda - model.nbytes
 
-    def pages(context: int, sequences: int | None) -> int:
-        others = 0 if limits.memory_gb is None else exits + buffers
-        return cache_pages(
-            config, model.dtype, context, sequences, limits.kv_cache_gb, min(SHARE * left, left - others)
-        )
+    def pages(sequences: int | None, buffers: int) -> int:
+        """Pages of the cache for so many sequences of the wanted context, beside these buffers."""
+        most = SHARE * left if limits.memory_gb is None else min(SHARE * left, left - exits - buffers)
+        return cache_pages(config, model.dtype, wanted, sequences, limits.kv_cache_gb, most)
 
-    longest_prompt = min(wanted, longest_sequence(pages(wanted, limits.max_batch)))
+    longest_prompt = min(wanted, longest_sequence(pages(limits.max_batch, buffers)))
     buffers += attention_nbytes(model, longest_prompt, has_kernels)
-    held = pages(wanted, limits.max_batch)
+    held = pages(limits.max_batch, buffers)
     context = min(wanted, longest_sequence(held))
-    longest = {batch: min(wanted, longest_sequence(pages(wanted, batch), batch)) for batch in BATCHES}
+    longest = {batch: min(wanted, longest_sequence(pages(batch, buffers), batch)) for batch in BATCHES}
     total = model.nbytes + exits + held * size + buffers + cuda
     fits = total <= available and (limits.max_length is None or context >= wanted)
     return MemoryPlan(way.name, model.nbytes, exits, held * size, buffers, cuda, available, context, longest, fits)
