@@ -29,6 +29,7 @@ class Format:
     super_columns: int  # columns that share a super scale
     rows: int  # of the weight
     splits: int  # into which K is divided; each is summed by its own warps
+    rows_ahead: int  # of x: up to so many are loaded two steps ahead, more would take too many registers
     low: str | None  # PTX that converts words to columns of a unit's first half; None: converted by Triton
     high: str | None
     ones: str | None  # PTX that gives ones
@@ -44,7 +45,7 @@ def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Forma
     return Format(
         weight.kind, weight.group, weight.is_by_row, weight.parts, zero, has_zeros,
         weight.minimum is not None or (isinstance(weight.zero, torch.Tensor) and not has_zeros),
-        HALF, STEP, TILE_ROWS, SUPER_COLUMNS, weight.shape[0], splits,
+        HALF, STEP, TILE_ROWS, SUPER_COLUMNS, weight.shape[0], splits, 8 if weight.has_many_scales else 16,
         low, high, None if INTERPRETED else ones(dtype), minus_base(dtype),
     )  # fmt: skip
 

@@ -181,7 +181,7 @@ def _sum(
     STEPS: tl.constexpr = ((K + STEP - 1) // STEP + SPLITS - 1) // SPLITS  # in a split
     RAGGED: tl.constexpr = STEPS * SPLITS * STEP != K
     WORDS: tl.constexpr = STEP // 8 if FORMAT.kind == "int4" else STEP // 4  # words of a row in a step
-    AHEAD: tl.constexpr = BM == 8  # load x two steps ahead; x of more rows would take too many registers
+    AHEAD: tl.constexpr = FORMAT.rows_ahead >= BM  # load x two steps ahead
     dtype: tl.constexpr = x.dtype.element_ty
     lane = tl.arange(0, 4)[:, None, None, None, None]
     first = (tl.arange(0, B) // ROW_WARPS * (STEPS * STEP))[None, None, :, None, None]  # first column of a warp

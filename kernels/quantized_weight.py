@@ -107,6 +107,11 @@ class QuantizedWeight:
         return self.scale.shape[2]
 
     @property
+    def has_many_scales(self) -> bool:
+        """Whether scales and sums of x take so many registers that a warp has few left for sums and for rows of x."""
+        return self.parts > 2 or self.minimum is not None
+
+    @property
     def device(self) -> torch.device:
         return self.packed.device
 

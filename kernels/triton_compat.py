@@ -12,17 +12,23 @@ from typing import Any
 
 import torch
 
-_compiles_only: ContextVar[bool] = ContextVar("selfspec_compiles_only", default=False)
+_only_compiled: ContextVar[list[Any] | None] = ContextVar("selfspec_only_compiled", default=None)
 
 
 @contextmanager
-def compiles_only() -> Iterator[None]:
-    """Launches on this thread compile their kernel and do not run it."""
-    token = _compiles_only.set(True)
+def compiles_only() -> Iterator[list[Any]]:
+    """Launches on this thread compile their kernel, append it to the list that is yielded, and do not run it."""
+    kernels: list[Any] = []
+    token = _only_compiled.set(kernels)
     try:
-        yield
+        yield kernels
     finally:
-        _compiles_only.reset(token)
+        _only_compiled.reset(token)
+
+
+def load_kernel(kernel: Any) -> None:
+    """Loads a compiled kernel onto the GPU, which its first launch would do, and which no capture allows."""
+    _ = getattr(kernel, "result", lambda: kernel)().run  # a kernel compiled by another thread comes as its `result`
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -35,7 +41,11 @@ try:
         """A kernel whose launch compiles only, within `compiles_only`."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **options)
+            only_compiled = _only_compiled.get()
+            kernel = super().run(*args, grid=grid, warmup=warmup or only_compiled is not None, **options)
+            if only_compiled is not None:
+                only_compiled.append(kernel)
+            return kernel
 
     def jit(function: Any = None, **options: Any) -> Any:
         """`triton.jit`; launches within `compiles_only` only compile."""

@@ -1,4 +1,7 @@
-"""Compiles kernels in parallel before they are launched; Triton keeps the results on disk, so once per machine."""
+"""Compiles kernels in parallel and loads them before they are launched.
+
+Triton keeps compiled kernels on disk, so they are compiled once per machine.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,29 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from selfspec.kernels.triton_compat import compiles_only
+from selfspec.kernels.triton_compat import compiles_only, load_kernel
 
 MAX_THREADS = 16  # more are no faster: Triton releases Python's global interpreter lock only in compiler passes
 PROGRESS_AFTER_S = 1.0  # seconds of compiling before a progress bar appears
 
 
 class Compiler:
-    """Compiles the kernels of launches without running them."""
+    """Compiles the kernels of launches, and loads them onto the GPU, without running them."""
 
     def __init__(self) -> None:
         self.only_compiles = False  # True within `compiling`: launches compile kernels and run none
 
     def compile(self, *launches: Callable[[], object]) -> None:
-        """Compiles the kernels of launches in parallel and waits for them. Within `compiling` starts the compilation
-        and returns; `compiling` waits."""
+        """Compiles the kernels of launches in parallel, waits for them and loads them. Within `compiling` starts the
+        compilation and returns; `compiling` waits and loads."""
         with self.compiling():
             for launch in launches:
                 launch()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Within this block launches only compile their kernels, in parallel. Waits for all compilations at the end of
-        the outermost block."""
+        """Within this block launches only compile their kernels, in parallel. At the end of the outermost block waits
+        for all compilations and loads the kernels."""
         if self.only_compiles:
             yield
             return
@@ -42,9 +45,11 @@ class Compiler:
         self.only_compiles = True
         pool = _RecordingPool(min(MAX_THREADS, os.cpu_count() or 1))
         try:
-            with compiles_only(), pool, AsyncCompileMode(pool):
+            with compiles_only() as kernels, pool, AsyncCompileMode(pool):
                 yield
                 _wait_with_progress(pool.futures)
+            for kernel in kernels:
+                load_kernel(kernel)
         finally:
             self.only_compiles = False
 
