@@ -119,17 +119,19 @@ def measure(target: Target, load: Load, parts: Sequence[str], limit: Limit) -> d
             bench = Bench(target, load, found.get("throughput", []))
             if target.engine.has_kernels:
                 PARTS[part](bench)
-            before = _captured(target)
+            before, _ = _captured(target)
             found[part] = PARTS[part](bench)
-            found["captured"].append({"part": part, "graphs": _captured(target) - before})
+            graphs, fastest_s = _captured(target)
+            found["captured"].append({"part": part, "graphs": graphs - before, "fastest_ms": 1e3 * fastest_s})
     finally:
         scheduler.max_decoding = max_decoding
     return found
 
 
-def _captured(target: Target) -> int:
+def _captured(target: Target) -> tuple[int, float]:
+    """The number of captured graphs, and the seconds of the fastest capture of a step; 0 without a GPU."""
     graphs = target.engine._graphs
-    return 0 if graphs is None else len(graphs.captured.entries)
+    return (0, 0.0) if graphs is None else (len(graphs.captured.entries), graphs.captured.shortest_s)
 
 
 @dataclass(frozen=True)

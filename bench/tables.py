@@ -247,8 +247,9 @@ def serving(found: Result) -> list[str]:
     captured = ", ".join(f"{of['part']} {of['graphs']}" for of in found.get("captured", []))
     absent = [part for part, results in found.items() if not results and part != "captured"]
     if captured:
-        text = f"Graphs captured while it was measured (each stalls all sequences for about 55 ms): {captured}."
-        groups[-1].append(text)
+        fastest = found["captured"][-1].get("fastest_ms", 0.0)
+        wait = f" (all sequences wait for each, {fastest:.0f} ms for the fastest)" if fastest else ""
+        groups[-1].append(f"Graphs captured while it was measured{wait}: {captured}.")
     if absent:
         groups[-1].append(f"Not reached within the time budget: {', '.join(absent)}.")
     return [line for lines in groups if lines for line in ("", *lines)][1:]
