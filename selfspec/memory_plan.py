@@ -120,8 +120,7 @@ def _plan(
     config, size = model.config, page_nbytes(model.config, model.dtype)
     wanted = min(config.context, limits.max_length or config.context)
     batch = limits.max_batch or USUAL_BATCH
-    of_passes = prefill_nbytes(model), logprobs_nbytes(config.vocab_size)  # temporary tensors
-    buffers = sum(of_passes) if has_kernels else max(of_passes)  # those of captured passes cannot be used by others
+    buffers = logprobs_nbytes(config.vocab_size)
     cuda = CUDA_CONTEXT_NBYTES + SEGMENTS_NBYTES if device.type == "cuda" else 0
     if has_kernels:
         of_graphs, graphs = graphs_nbytes(model, profile, wanted, limits.max_batch or MAX_DECODING, batch)
@@ -136,7 +135,8 @@ def _plan(
         return cache_pages(config, model.dtype, wanted, sequences, limits.kv_cache_gb, most)
 
     longest_prompt = min(wanted, longest_sequence(pages(limits.max_batch, buffers)))
-    buffers += attention_nbytes(model, longest_prompt, has_kernels)
+    of_prefill = prefill_nbytes(model, longest_prompt, has_kernels)
+    buffers = buffers + of_prefill if has_kernels else max(buffers, of_prefill)  # others cannot use a captured pass's
     held = pages(limits.max_batch, buffers)
     context = min(wanted, longest_sequence(held))
     longest = {batch: min(wanted, longest_sequence(pages(batch, buffers), batch)) for batch in BATCHES}
@@ -165,28 +165,24 @@ def _exits_nbytes(model: Decoder, profile: Profile | None, kernels: bool) -> int
     return sum(profile.exit(model, layer).nbytes for layer in layers) + rows * row
 
 
-def prefill_nbytes(model: Decoder) -> int:
-    """Bytes of the temporary tensors of a prefill chunk at their peak, in the MLP: its input and output, gate and
-    up projection, the activated gate and its product with up; and of quantized weights that are expanded."""
-    config = model.config
-    width = 3 * config.hidden_size + 4 * config.intermediate_size
-    expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
-    return PREFILL_CHUNK * width * model.dtype.itemsize + expanding
+def prefill_nbytes(model: Decoder, context: int, has_kernels: bool) -> int:
+    """Bytes of the temporary tensors of PyTorch's operations over the last chunk of a prompt of `context` tokens; 0
+    where kernels prefill a prompt of this length.
 
-
-def attention_nbytes(model: Decoder, context: int, has_kernels: bool) -> int:
-    """Bytes of the temporary tensors of a prefill chunk's attention over `context` positions with PyTorch operations:
+    Of the MLP: its input and output, gate and up projection, the activated gate and its product with up. Of attention:
     gathered keys and values, and the mask of the rows, then of each query head that shares a KV head, in bool and in
-    the model's dtype. 0 where kernels prefill a prompt of this length."""
+    the model's dtype. Of quantized weights: the expanded part."""
     if has_kernels:
         from selfspec.backends.cuda.kernel_prefill import longest_kernel_prompt  # imports Triton
 
         if context <= longest_kernel_prompt(model):
             return 0
     config, itemsize = model.config, model.dtype.itemsize
-    heads_per_kv = config.num_heads // config.num_kv_heads
-    mask = PREFILL_CHUNK * (1 + heads_per_kv * (1 + itemsize))
-    return context * (2 * config.num_kv_heads * config.head_dim * itemsize + mask)
+    mlp = PREFILL_CHUNK * (3 * config.hidden_size + 4 * config.intermediate_size) * itemsize
+    mask = PREFILL_CHUNK * (1 + config.num_heads // config.num_kv_heads * (1 + itemsize))
+    attention = context * (2 * config.num_kv_heads * config.head_dim * itemsize + mask)
+    expanding = min(EXPANDED_TOGETHER, prod(model.head.shape)) * EXPANDING_NBYTES if model.is_quantized else 0
+    return mlp + attention + expanding
 
 
 def graphs_nbytes(model: Decoder, profile: Profile | None, context: int, max_batch: int, batch: int) -> tuple[int, int]:
@@ -220,7 +216,7 @@ def _scratch_nbytes(graphs: Graphs) -> int:
     from selfspec.kernels.tree_attention import workspace_size
 
     config, itemsize = graphs.model.config, graphs.model.dtype.itemsize
-    rows, partials, scores = 0, 0, 0
+    rows, partials, scores, has_exit = 0, 0, 0, False
     for made, *_ in graphs.captured.entries.values():
         is_step = isinstance(made, DeviceStep)
         sequences, nodes = (made.slots.count, len(made.plan) + 1) if is_step else (made.count, len(made.nodes.depths))
@@ -228,14 +224,15 @@ def _scratch_nbytes(graphs: Graphs) -> int:
         attention = sequences, nodes, config.num_heads, config.head_dim, made.decoder.ranges
         partials = max(partials, workspace_size(*attention))
         if is_step and made.exit is not None:
+            has_exit = True
             columns = config.vocab_size if made.exit.head is None else len(made.exit.head.tokens)
             drafting = sequences * max(len(level) for level in made.plan.levels)
             ranked = Scores.empty(drafting, columns, 2, "meta")  # two or more tokens of a row are ranked
             scores = max(scores, sum(tensor.nbytes for tensor in vars(ranked).values() if tensor is not None))
-    # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams and features of two
-    # states. Of an exit: residual streams of its block and of the last layer, its output, the head's input.
+    # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams. Of an exit: features of
+    # two states, residual streams of its block and of the last layer, its output, the head's input.
     layer = 2 * config.num_heads * config.head_dim + config.intermediate_size
-    states = config.sandwich_norms + 4 + 2 + 2 + 1 + 1
+    states = config.sandwich_norms + 4 + (2 + 2 + 1 + 1 if has_exit else 0)
     return rows * (layer + states * config.hidden_size) * itemsize + 4 * partials + scores
 
 

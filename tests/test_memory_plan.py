@@ -110,8 +110,9 @@ def on_meta(model: Decoder) -> Decoder:
     return Decoder(model.config, {name: tensor.to("meta") for name, tensor in tensors.items()})
 
 
+@pytest.mark.parametrize("has_profile", [True, False])
 def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_profile: bool
 ) -> None:
     from selfspec.kernels.triton_compat import INTERPRETED
 
@@ -119,7 +120,7 @@ def test_kernel_buffers_are_planned_as_a_warm_up_allocates_them(
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr("selfspec.backends.cuda.kernel_prefill.longest_kernel_prompt", lambda _: 0)  # not interpreted
     model = loading.adopt(tiny_model("llama", torch.float32, num_hidden_layers=2, head_dim=16))
-    profile = save_profile(tmp_path, model)
+    profile = save_profile(tmp_path, model) if has_profile else None
     engine = Engine(model, profile=profile, kernels=True, max_length=256, max_batch=2)
     engine.warmup(batch=2, max_length=256)
     for entry in list(engine._graphs.captured.entries.values()):  # type: ignore[union-attr]
