@@ -42,7 +42,7 @@ CEILING = "backend alone"  # no scheduler, batch or governor
 CASES = {"plain": 0.0, "nothing accepted": 0.0, "drafting": 0.6}  # the share of nodes that are accepted
 _TOKEN = 7
 _SCORED = 4  # positions of a sequence that are scored at once
-_EXIT: Any = SimpleNamespace(layer=1, block=None)
+_EXIT: Any = SimpleNamespace(layer=1, block=None, domain_rows=None)
 
 
 class IdleBackend:
@@ -131,7 +131,8 @@ def idle_scheduler(
     cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
     drafters: Any = SimpleNamespace(
         loaded_exit=_EXIT,
-        shared_exit=lambda exit, drafters, prompts: exit,
+        shared_rows=lambda drafters: None,
+        exit_with_rows=lambda exit, rows, prompts: exit,
         costs=lambda kind: costs,
         budget=lambda rules: budget,
     )

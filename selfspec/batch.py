@@ -38,6 +38,7 @@ class Batch:
         self.in_flight: Step | None = None  # launched and not read yet
         self._unread: list[Step] = []  # launched steps, at most 2
         self.exit: Exit | None = None  # drafts from the head rows of its sequences; None: no sequence has an exit
+        self._in_head: set[Sequence] = set()  # sequences whose prompts' own tokens `exit` can draft
         self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
         self.scoring = BatchScoring(backend, drafters)
         self._costs = drafters.costs(None)  # measured costs of batches of this kind
@@ -86,17 +87,19 @@ class Batch:
         if not may_draft or self.base_exit is None:
             self.exit = None
         elif (joined and self._rule() is None) or self.exit is None:
-            # When sequences leave, the head keeps their rows: trimming it again costs more than these rows.
-            drafters = [sequence.request.drafter for sequence in may_draft if sequence.request.drafter is not None]
-            prompts = [
-                sequence.prompt
-                for sequence in may_draft
-                if sequence.parent is None and not is_unrouted(sequence.request)
-            ]
-            self.exit = self.drafters.shared_exit(self.base_exit, drafters, prompts)
+            self._trim_head(self.base_exit, may_draft)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()
         self.scoring.limit_unfilled()
+
+    def _trim_head(self, exit: Exit, members: Seq[Sequence]) -> None:
+        """Trims the draft head to the rows of these sequences, unless the present one has them: it keeps the rows of
+        sequences that have left, which cost less than trimming it again."""
+        rows = self.drafters.shared_rows([member.request.drafter for member in members if member.request.drafter])
+        routed = {member for member in members if member.parent is None and not is_unrouted(member.request)}
+        if self.exit is None or self.exit.domain_rows is not rows or not routed <= self._in_head:
+            self.exit = self.drafters.exit_with_rows(exit, rows, [member.prompt for member in routed])
+            self._in_head = routed
 
     def _choose_governor(self) -> None:
         """Makes the governor, with the candidates and rules of the domain and temperature that most sequences have.
@@ -112,9 +115,9 @@ class Batch:
                 if request.drafter is not None and request.drafter.candidates is candidates
             )
             assert policy is not None and candidates is not None
-            rules, has_grammar = policy.rules, any(sequence.grammar is not None for sequence in self.running)
-            # Steps with grammars wait for the host, so their device time has no limit.
-            limited = replace(rules, max_step=inf) if has_grammar else rules
+            rules, waits = policy.rules, any(sequence.request.uses_host for sequence in self.running)
+            # Steps with grammars or callables wait for the host, so their time has no limit.
+            limited = replace(rules, max_step=inf) if waits else rules
             self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
 
     def _cost_kind(self) -> Hashable:

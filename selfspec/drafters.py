@@ -201,12 +201,17 @@ class Drafters:
             self.head_rows[domain] = None if ids is None else HeadRows(ids, 0 if of_all is None else len(of_all))
         return self.head_rows[domain]
 
-    def shared_exit(self, exit: Exit, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]]) -> Exit:
-        """The exit with the head rows that sequences of one batch draft from: those of their domain, or of all domains
-        if they have several, and those of the prompts' own tokens, which sequences often repeat."""
+    def shared_rows(self, drafters: Sequence[Drafter]) -> HeadRows | None:
+        """The head rows that sequences of one batch draft from: those of their domain, or of all domains if they have
+        several. None: the full head."""
         rows = {id(drafter.head_rows): drafter.head_rows for drafter in drafters}
-        shared = next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
-        trimmed = exit if None in rows.values() else exit.with_head_rows(shared, prompts)
+        if None in rows.values():
+            return None
+        return next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
+
+    def exit_with_rows(self, exit: Exit, rows: HeadRows | None, prompts: Sequence[Sequence[int]]) -> Exit:
+        """The exit with these head rows and those of the prompts' own tokens, which sequences often repeat."""
+        trimmed = exit.with_head_rows(rows, prompts)
         if trimmed.head_rows is not None:
             self._trimmed_exits[id(trimmed)] = trimmed
         return trimmed

@@ -229,8 +229,8 @@ def _scratch_nbytes(graphs: Graphs) -> int:
             drafting = sequences * max(len(level) for level in made.plan.levels)
             ranked = Scores.empty(drafting, columns, 2, "meta")  # two or more tokens of a row are ranked
             scores = max(scores, sum(tensor.nbytes for tensor in vars(ranked).values() if tensor is not None))
-    # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams. Of an exit: features of
-    # two states, residual streams of its block and of the last layer, its output, the head's input.
+    # Of a layer: queries, attended values, MLP; normed product. Of prompts: two residual streams. Of an exit: features
+    # of two states, residual streams of its block and of the last layer, its output, the head's input.
     layer = 2 * config.num_heads * config.head_dim + config.intermediate_size
     states = config.sandwich_norms + 4 + (2 + 2 + 1 + 1 if has_exit else 0)
     return rows * (layer + states * config.hidden_size) * itemsize + 4 * partials + scores

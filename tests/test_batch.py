@@ -218,6 +218,13 @@ def test_a_limit_on_steps_changes_no_token(folder: Path, limit: float, monkeypat
     assert any(stats.drafted for stats in out.stats) == (limit >= 1), "no step is shorter than a plain one"
 
 
+def test_steps_that_wait_for_callables_have_no_limit(folder: Path) -> None:
+    rules = Rules(max_step=2.0)
+    engine = engine_of("llama", folder / "waiting")
+    found = [joined(engine, rules=rules, logits_processor=callables).governor for callables in ([], [lambda _, x: x])]
+    assert [governor.rules.max_step for governor in found if governor is not None] == [2.0, inf]
+
+
 @pytest.mark.parametrize("asked", [{"speculative_decoding": "force"}, {"plan": "chain:3"}], ids=["forced", "asked_for"])
 def test_a_plan_that_was_asked_for_is_not_limited(folder: Path, asked: dict[str, Any]) -> None:
     (stats,) = generate(engine_of("llama", folder / "asked"), PROMPTS[:1], rules=Rules(max_step=0), **asked).stats
@@ -341,7 +348,8 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
 
 @pytest.mark.parametrize("shortage", [False, True], ids=["a sequence joins later", "no page is free at first"])
 def test_a_request_is_routed_once(shortage: bool) -> None:
-    steps, embedded, found = [0], [], []
+    """Its prompts' tokens enter the draft head then; joining before that trims no head again."""
+    steps, embedded, found, in_head = [0], [], [], []
 
     class Counting(IdleBackend):
         def launch(self, *arguments: Any) -> Step:
@@ -361,10 +369,16 @@ def test_a_request_is_routed_once(shortage: bool) -> None:
         embedded.append(steps[0])
         return Embedded(lambda: torch.zeros(3, 8), lambda: steps[0] > embedded[0] + 6)
 
+    def exit_with_rows(exit: Any, rows: Any, prompts: list[list[int]]) -> Any:
+        in_head.append(len(prompts))
+        return exit
+
     request.drafter = replace(own, reroute=lambda embeddings: found.append(len(embeddings)) or own)
     scheduler.drafters.embed = embed  # type: ignore[method-assign]
+    scheduler.drafters.exit_with_rows = exit_with_rows  # type: ignore[method-assign]
     while scheduler.step():
         pass
+    assert in_head == [0, 3 if shortage else 2]
     assert request.error is None and request.is_finished
     assert len(embedded) == 1 and found == [3] and request.drafter is own
 

@@ -58,7 +58,7 @@ class HeadRows:
 
     def with_tokens_of(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Returns these token ids, followed by the prompts' other tokens in ascending order."""
-        new = sorted({token for prompt in prompts for token in prompt} - self._host_ids) if prompts else []
+        new = sorted(set().union(*prompts) - self._host_ids)
         if not new:
             return self.ids
         added, on_gpu = torch.tensor(new, dtype=self.ids.dtype), self.ids.device.type == "cuda"
