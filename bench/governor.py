@@ -11,7 +11,6 @@ written to governor.json after every set and batch size.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import sys
@@ -48,9 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not console.is_terminal:
         console.width = 180  # characters; rich takes a log for a terminal of 80
     engine = open_engine(args)
-    if engine.model.device.type == "cuda":  # a full garbage collection stalls a call for 0.2 s
-        gc.collect()
-        gc.freeze()
+    machine.freeze_objects(engine)
     limit = max(args.limit, *args.batch)
     bench = Bench(engine, profile_of(engine), args.repeat, args.ignore_eos, args.plans, limit)
     setup = machine.describe(engine, args.model) | {"repeat": args.repeat, "seed": args.seed}

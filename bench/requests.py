@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from bench import synthetic
+from bench.machine import freeze_objects
 from selfspec import Engine
 from selfspec.models import loading
 from selfspec.request import read_settings, split_options
@@ -91,6 +92,12 @@ def open_target(
     args: argparse.Namespace, max_batch: int, longest: int | None = None, with_transformers: bool = False
 ) -> Target:
     """Loads the model into an engine for up to `max_batch` sequences of `longest` tokens, prompt included."""
+    target = _open(args, max_batch, longest, with_transformers)
+    freeze_objects(target.engine)
+    return target
+
+
+def _open(args: argparse.Namespace, max_batch: int, longest: int | None, with_transformers: bool) -> Target:
     longest = longest or LONGEST_PROMPT + args.max_new_tokens
     limits: dict[str, Any] = {
         "max_length": -(-longest // 64) * 64,

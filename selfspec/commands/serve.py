@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -63,6 +64,8 @@ def serve(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
     listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
     engine = options.load_engine(args)
+    gc.collect()
+    gc.freeze()  # a full garbage collection of what is loaded by now would stall all streams for 0.25 s
     key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     app = create_app(engine, key, args.cors_origin)
     config = uvicorn.Config(
