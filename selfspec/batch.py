@@ -77,6 +77,7 @@ class Batch:
         self._capture_seconds = {}
         if not self.running:
             self.exit = self.governor = None
+            self._in_head = set()
             return
         size = len(self.running)
         policies = [sequence.request.policy for sequence in self.running]
