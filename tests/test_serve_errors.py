@@ -124,10 +124,12 @@ def test_only_the_right_key_is_served(served):
 
 
 def test_web_pages_of_allowed_origins_may_call(served):
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    names = "authorization,content-type,x-stainless-lang"  # the last one is of OpenAI's client for JavaScript
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": names}
     for origin, allowed in (("http://page.example", True), ("http://other.example", False)):
         response = served.http.options("/v1/chat/completions", headers={"origin": origin, **asked})
         assert ("access-control-allow-origin" in response.headers) is allowed
+        assert response.is_success is allowed
 
 
 def test_bodies_that_are_too_large_or_no_json_are_refused(served):

@@ -45,8 +45,9 @@ def create_app(
 
     middleware = []
     if cors_origins:  # outermost: browsers send no key with a preflight
-        headers = ["Authorization", "Content-Type"]
-        middleware.append(Middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_headers=headers))
+        origins, methods = list(cors_origins), ["GET", "POST"]
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+        middleware.append(cors)
     if api_key:
         middleware.append(Middleware(KeyCheck, key=api_key))
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
