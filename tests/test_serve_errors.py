@@ -100,6 +100,7 @@ def test_values_that_ask_for_nothing_are_accepted_and_unknown_fields_are_logged_
     with caplog.at_level(logging.INFO, logger="selfspec"):
         response = post(served, {"messages": CHAT, "max_tokens": 2, **nothing, "store": "SECRET", "suffix": None})
     assert response.status_code == 200, response.text
+    assert post(served, {"messages": CHAT, "regex": "a", "max_tokens": 2, **nothing}).status_code == 200
     assert "store" in caplog.text
     assert "SECRET" not in caplog.text and CHAT[0]["content"] not in caplog.text
 

@@ -177,7 +177,8 @@ class Generation(Body):
     @property
     def formats(self) -> list[str]:
         """The given fields that restrict the text to a format: at most one, once checked."""
-        return [name for name in ("response_format", "regex", "grammar") if getattr(self, name) is not None]
+        fields = ("response_format", "regex", "grammar")
+        return [name for name in fields if getattr(self, name) not in (None, {"type": "text"})]
 
     @property
     def samples(self) -> int:
@@ -341,7 +342,7 @@ def _check_tools(body: ChatBody) -> None:
         raise ApiError(400, "tools: two functions have the same name", "tools")
     if body.tool_choice not in (None, "none") and not body.callable_tools:
         raise ApiError(400, "tool_choice needs tools that have the function it names", "tool_choice")
-    if body.must_call and any(getattr(body, name) != {"type": "text"} for name in body.formats):
+    if body.must_call and body.formats:
         message = f"tool_choice that asks for a call and {body.formats[0]} are not possible together: leave one out"
         raise ApiError(400, message, "tool_choice")
 
