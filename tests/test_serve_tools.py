@@ -131,14 +131,15 @@ def test_tools_calls_and_their_answers_reach_the_template(served):
     from selfspec.serve.protocol import Message, Tool
 
     called = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    without_arguments = {"id": "c2", "type": "function", "function": {"name": "stop-it", "arguments": ""}}
     history: list[Any] = [
         *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "assistant", "content": None, "tool_calls": [called, without_arguments]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
     messages, tools = [Message(**message) for message in history], [Tool(**WEATHER)]
     text = served.engine.tokenizer.decode(tokenize_chat(served.engine, messages, tools))
-    assert json.dumps([WEATHER]) in text and 'assistant:get_weather={"city": "Rome"}tool:raina:' in text
+    assert json.dumps([WEATHER]) in text and 'assistant:get_weather={"city": "Rome"}stop-it={}tool:raina:' in text
     assert ask(served, messages=history, max_tokens=2).usage.prompt_tokens > len(text) // 2
 
 

@@ -78,7 +78,7 @@ class Part(Body):
 
 class CalledFunction(Body):
     name: FunctionName
-    arguments: str  # a JSON object
+    arguments: str  # a JSON object, or empty: none
 
 
 class ToolCall(Body):
@@ -114,7 +114,7 @@ class Message(Body):
 
 
 def _for_template(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
     return {"id": call.id, "type": call.type, "function": function}
 
 
@@ -350,7 +350,7 @@ def _check_tools(body: ChatBody) -> None:
 def _check_message(index: int, message: Message) -> None:
     for number, call in enumerate(message.tool_calls or ()):
         try:
-            is_object = isinstance(json.loads(call.function.arguments), dict)
+            is_object = isinstance(json.loads(call.function.arguments or "{}"), dict)
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
