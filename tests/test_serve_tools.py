@@ -183,6 +183,7 @@ ANSWERS: list[tuple[ToolForm, str, str, list[tuple[str, str]]]] = [
      [("f", "{}"), ("f", '{"x": 1}')]),
     (LLAMA, '{"answer": 4} is it', '{"answer": 4} is it', []),
     (LLAMA, "{ code }", "{ code }", []),
+    (LLAMA, ';{"name": "f", "parameters": {}}', ';{"name": "f", "parameters": {}}', []),
     (LLAMA, 'say {"name": "f", "parameters": {}}', 'say {"name": "f", "parameters": {}}', []),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_OBJECT = re.compile(r'[\s;]*(?=\{\s*("|$))')  # up to a JSON object, or the beginning of one
+_OBJECT = re.compile(r'\s*(?=\{\s*("|$))')  # up to a JSON object, or the beginning of one
 _SPACE = " \t\n\r;"  # between calls
 _DECODER = json.JSONDecoder(strict=False)  # takes line breaks in strings
 
