@@ -110,7 +110,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def read_file(path: str) -> str:
     try:
-        return sys.stdin.read() if path == STANDARD_INPUT else Path(path).expanduser().read_text(encoding="utf-8")
+        return sys.stdin.read() if path == STANDARD_INPUT else Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeError:
         raise _not_utf_8() from None
     except OSError as error:

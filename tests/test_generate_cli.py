@@ -12,7 +12,7 @@ import pytest
 
 from selfspec import Engine
 from selfspec.batch import Batch
-from selfspec.generate import PROMPT, main, parse, read_prompts
+from selfspec.generate import PROMPT, main, parse, read_file, read_prompts
 from selfspec.speculation.plan import NONE, Plan
 from tests.commanding import answer, save_model
 
@@ -145,6 +145,11 @@ def test_several_prompts_are_completed_in_order(run, engine, tmp_path):
     assert text == "".join(answer(engine, prompt) + "\n" for prompt in ("hello", "you", "one\ntwo"))
     assert "> hello" in about and "> one\n" in about
     assert re.search(r"36 tokens in [\d.]+ s \([\d.]+ tokens/s\), one batch of 3", about)
+
+
+def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path):
+    (tmp_path / "prompt.txt").write_text("hello", encoding="utf-8-sig")
+    assert read_file(str(tmp_path / "prompt.txt")) == "hello"
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--file", "-"]], ids=" ".join)
