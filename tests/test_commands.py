@@ -104,6 +104,7 @@ def test_generate_takes_its_arguments_from_the_command(folder, engine, capsys):
         ("speculative_decoding='on'", "--speculative 'on'"),
         ("or pass profile=None (python -m selfspec.calibrate)", "or pass --profile none (selfspec calibrate)"),
         ("my_plan=3 and --plan=4", "my_plan=3 and --plan=4"),
+        ("for greedy decoding pass do_sample=False", "for greedy decoding pass --temperature 0"),
     ],
 )
 def test_messages_name_options_instead_of_arguments(text, expected):

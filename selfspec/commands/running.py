@@ -97,7 +97,8 @@ def one_line_warnings() -> Iterator[None]:
 
 def for_command(text: str) -> str:
     """Replaces Python arguments in a message by the command's options: `exit_layer=9` by `--exit-layer 9`."""
-    text = text.replace("profile=None", "--profile none").replace("python -m selfspec.calibrate", "selfspec calibrate")
+    text = text.replace("profile=None", "--profile none").replace("do_sample=False", "--temperature 0")
+    text = text.replace("python -m selfspec.calibrate", "selfspec calibrate")
     return _NAMED.sub(lambda match: f"--{_OPTIONS[match[1]]}{' ' if match[2] else ''}", text)
 
 
