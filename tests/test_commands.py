@@ -245,6 +245,11 @@ def test_a_port_that_does_not_exist_is_refused(capsys):
     assert "99999 is not possible: ports are 0 to 65535" in capsys.readouterr().err
 
 
+def test_a_host_that_does_not_exist_is_named(capsys):
+    assert cli.main(["serve", "--host", "no host"]) == 2
+    assert "cannot listen on no host port 8000" in capsys.readouterr().err
+
+
 def test_a_message_that_does_not_fit_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):
     text, about = converse(folder, monkeypatch, capsys, "a" * 600, "hello")
     assert text == replies(engine, "hello")[0] + "\n"

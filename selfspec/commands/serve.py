@@ -86,14 +86,15 @@ def serve(args: argparse.Namespace) -> int:
 def listen(host: str, port: int) -> socket.socket:
     """Returns a bound socket. It names its protocol, without which asyncio leaves the delay of small packets on: every
     event of a stream would wait up to 40 ms for the client's acknowledgement."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        listener.close()
-        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): choose another --port") from None
+        message = f"cannot listen on {host} port {port} ({error.strerror}): choose another --port or --host"
+        raise OSError(message) from None
     return listener
 
 
