@@ -250,6 +250,12 @@ def test_a_host_that_does_not_exist_is_named(capsys):
     assert "cannot listen on no host port 8000" in capsys.readouterr().err
 
 
+def test_a_message_that_is_not_unicode_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):
+    text, about = converse(folder, monkeypatch, capsys, "caf\udce9", "hello")
+    assert text == replies(engine, "hello")[0] + "\n"
+    assert "selfspec: the text is not Unicode" in about
+
+
 def test_a_message_that_does_not_fit_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):
     text, about = converse(folder, monkeypatch, capsys, "a" * 600, "hello")
     assert text == replies(engine, "hello")[0] + "\n"
