@@ -99,6 +99,17 @@ def test_log_probabilities_that_are_not_possible_are_refused(served):
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), fields
 
 
+def test_offsets_count_the_special_tokens_of_the_prompts_text():
+    tokenizer = tiny_tokenizer()
+    prompt = tokenizer("<s>hi</s>")["input_ids"]
+    sequence = Sequence(prompt, 0, 0, 99)
+    sequence.prompt_logprobs = [TokenLogprob(token, -1.0, ()) for token in prompt[1:]]
+    sequence.logprobs = [TokenLogprob(token, -1.0, ()) for token in ids_of("a", "</s>")]
+    shaped = ChoiceLogprobs(sequence, TokenBytes(tokenizer), "text", "<s>hi</s>").advance(2)
+    assert shaped is not None and shaped["tokens"] == ["<s>", "h", "i", "</s>", "a", "</s>"]
+    assert shaped["text_offset"] == [0, 3, 4, 5, 9, 10]
+
+
 def test_parts_of_characters_are_named_by_their_bytes_and_specials_have_no_text():
     tokens = ids_of("a", "é", "ten")
     sequence = Sequence([1, *tokens[:1]], 0, 0, 99)

@@ -64,14 +64,14 @@ class ChoiceLogprobs:
             found = [self._sequence.prompt[0], *self._sequence.first_sample.prompt_logprobs]
             self._skip_first_space()
         found += self._sequence.logprobs[self._new_tokens : new_tokens]
-        self._new_tokens, self._echo = new_tokens, ""
-        if not found:
-            return None
-        return self._of_chat(found) if self._kind == "chat" else self._of_text(found)
+        self._new_tokens = new_tokens
+        shaped = self._of_chat(found) if self._kind == "chat" else self._of_text(found)
+        self._echo = ""
+        return shaped if found else None
 
     def _skip_first_space(self) -> None:
         """Some tokenizers spell a text's first word with a space before it, which the text lacks."""
-        first = next((token for token in self._sequence.prompt if not self._bytes.is_special(token)), None)
+        first = next((token for token in self._sequence.prompt if not self._is_hidden(token)), None)
         if first is not None and self._bytes.of(first).startswith(b" ") and not self._echo.startswith(" "):
             self._offset = -1
 
@@ -108,11 +108,16 @@ class ChoiceLogprobs:
     def _start_of(self, token: int) -> int:
         """The number of characters before the token in the text; adds the token to the text."""
         start, spelled = self._offset, self._bytes.of(token)
-        if self._bytes.is_special(token):
+        if self._is_hidden(token):
             return start
         self._offset += len(self._decoder.decode(spelled))
         whole = spelled.decode(errors="ignore")  # of a part of a character nothing is left
         return self._offset - len(whole) if whole else start
+
+    def _is_hidden(self, token: int) -> bool:
+        """Whether the text lacks the token at this place: it is special, and no part of the prompt's text."""
+        text = self._bytes.of(token).decode(errors="replace")
+        return self._bytes.is_special(token) and not self._echo.startswith(text, max(self._offset, 0))
 
     def _name(self, token: int) -> str:
         """The token's text; for a part of a character its bytes."""
