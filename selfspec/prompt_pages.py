@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.backends.base import Backend
-from selfspec.cache.kv_cache import PAGE_SIZE, Cache
+from selfspec.cache.kv_cache import PAGE_SIZE, Cache, SwappedPages
 from selfspec.cache.prefixes import PageKeys
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit, exit_key
@@ -47,6 +47,13 @@ class PromptPages:
         """Shares the pages of a prompt, prefilled for its first sample, with a further sample."""
         sequence.kv = self._cache.fork(parent.prompt_kv or parent.kv)
         sequence.previous_feature, sequence.is_prefilled = parent.prompt_feature, True
+
+    def swap_in(self, sequence: Sequence, swapped: SwappedPages) -> None:
+        """Copies a swapped-out sequence's pages back; it shares those of its prompt that are held for other samples."""
+        held = sequence.first_sample.prompt_kv
+        if held is not None and not sequence.kv.pages:
+            sequence.kv = self._cache.fork(held)
+        self._cache.swap_in(sequence.kv, swapped)
 
     def hold_for_samples(self, ready: list[Sequence]) -> None:
         """Keeps a prompt's pages while samples of it wait for admission, and frees them once all have their own."""

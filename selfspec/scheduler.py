@@ -245,7 +245,7 @@ class Scheduler:
                 sequence.request.prepare()
                 batch = self._batch(sequence)
                 if sequence.swapped is not None:
-                    self.cache.swap_in(sequence.kv, sequence.swapped)
+                    self.prompt_pages.swap_in(sequence, sequence.swapped)
             except Exception as error:
                 if isinstance(error, CacheFull) and self._admitted:
                     return  # until admitted sequences free the pages that this one needs

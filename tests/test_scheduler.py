@@ -240,6 +240,16 @@ def test_two_sequences_that_do_not_fit_together_take_turns_by_swapping() -> None
     assert_all_pages_free(engine)
 
 
+def test_a_swapped_sample_shares_the_prompt_pages_that_are_held_for_waiting_ones() -> None:
+    """Each of three samples grows to 10 of 14 pages, 6 of them its prompt's; two decode at a time."""
+    model = endless(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024))
+    engine, prompt = new_engine(pages=14, max_batch=2, model=model), random_prompt(360)
+    options: dict[str, Any] = {"do_sample": True, "seed": 3, "num_return_sequences": 3, "max_new_tokens": 278}
+    tokens = generate(engine, prompt, **options, **PLAIN)
+    assert tokens == generate(new_engine(model=model), prompt, **options, **PLAIN)
+    assert_all_pages_free(engine)
+
+
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five texts of a page each are about to need another; a prompt of two pages is prefilled meanwhile."""
     monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)

@@ -194,11 +194,13 @@ class Cache:
         return swapped
 
     def swap_in(self, sequence: KVPages, swapped: SwappedPages) -> None:
-        """Takes free pages for a swapped-out sequence and copies its pages back, bit for bit."""
+        """Takes free pages for a swapped-out sequence and copies its pages back, bit for bit, but for the whole pages
+        that it shares again already."""
+        first = sequence.length // PAGE_SIZE
         self.reserve(sequence, swapped.length)
-        pages = self._indices(sequence.pages[: swapped.keys.shape[1]])
-        self.keys[:, pages] = swapped.keys.to(self.keys.device)
-        self.values[:, pages] = swapped.values.to(self.values.device)
+        pages = self._indices(sequence.pages[first : swapped.keys.shape[1]])
+        self.keys[:, pages] = swapped.keys[:, first:].to(self.keys.device)
+        self.values[:, pages] = swapped.values[:, first:].to(self.values.device)
         sequence.length = swapped.length
 
     def _indices(self, pages: Seq[int]) -> torch.Tensor:
