@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from selfspec.backends.base import Backend
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache
-from selfspec.cache.size import SHARE, cache_pages, longest_sequence
+from selfspec.cache.size import SHARE, cache_pages, check_limits, longest_sequence
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Mode, Rules
 from selfspec.memory import free_device_bytes
@@ -68,7 +68,7 @@ class Engine:
         name: str | None = None,
         prefix_reuse: bool = True,
     ) -> None:
-        _check_limits(max_length=max_length, max_batch=max_batch)
+        check_limits(max_length=max_length, max_batch=max_batch)
         self.model = model
         self.name = name or model.config.model_type
         self.tokenizer = tokenizer
@@ -125,7 +125,7 @@ class Engine:
         `prefix_reuse` the KV cache keeps the pages of ended requests, and prompts that begin with the same tokens reuse
         them; no token changes.
         """
-        _check_limits(max_length=max_length, max_batch=max_batch)
+        check_limits(max_length=max_length, max_batch=max_batch)
         if profile != "auto" and isinstance(profile, str | Path):
             profile = Profile.load(profile)  # before the weights: a bad profile must not cost their loading
         device = loading.pick_device(device)
@@ -437,9 +437,3 @@ def slow_weights(model: Decoder) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _check_limits(**limits: int | None) -> None:
-    for name, limit in limits.items():
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")

@@ -20,7 +20,14 @@ from transformers import GenerationConfig
 
 from selfspec.backends.torch_backend import PREFILL_CHUNK
 from selfspec.cache.kv_cache import Cache, page_nbytes
-from selfspec.cache.size import SHARE, USUAL_BATCH, cache_pages, longest_sequence
+from selfspec.cache.size import (
+    SHARE,
+    USUAL_BATCH,
+    cache_pages,
+    check_gigabytes,
+    check_limits,
+    longest_sequence,
+)
 from selfspec.drafters import Drafters
 from selfspec.governor.rules import Rules
 from selfspec.logprobs import logprobs_nbytes
@@ -60,8 +67,9 @@ class Limits:
     memory_gb: float | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_gb is not None and not 0 < self.memory_gb < float("inf"):
-            raise ValueError(f"memory_gb={self.memory_gb} is not possible: it must be a number above 0")
+        check_limits(max_length=self.max_length, max_batch=self.max_batch)
+        if self.memory_gb is not None:
+            check_gigabytes("memory_gb", self.memory_gb)
 
 
 @dataclass(frozen=True)

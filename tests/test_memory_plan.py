@@ -157,6 +157,18 @@ def test_a_model_that_does_not_fit_is_refused_before_weights_are_read(
             Engine.from_pretrained(source, device="cpu", memory_gb=-1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("memory_gb", "2"), ("memory_gb", float("inf")), ("kv_cache_gb", float("inf")), ("max_length", 0)]
+    + [("max_length", "5"), ("max_batch", 0), ("max_batch", 1.5)],
+)
+def test_a_plan_refuses_the_limits_that_an_engine_refuses(tmp_path: Path, name: str, value: Any) -> None:
+    folder = dense(tmp_path)
+    for call in plan_memory, Engine.from_pretrained:
+        with pytest.raises(ValueError, match=f"{name}=.* is not possible"):
+            call(folder, "cpu", **{name: value})
+
+
 def test_the_error_names_the_ways_that_fit() -> None:
     def plan(weights_as: str, weights: int, exits: int = 0) -> MemoryPlan:
         fits = weights + exits < 10

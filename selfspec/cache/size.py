@@ -5,6 +5,8 @@ Allocates nothing.
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 
 from selfspec.cache.kv_cache import PAGE_SIZE, page_nbytes
@@ -27,8 +29,7 @@ def cache_pages(
     them; `kv_cache_gb` (10^9 bytes) overrides both. Never returns fewer than a sequence of 64 positions needs."""
     size, least = page_nbytes(config, dtype), pages_for(PAGE_SIZE + SPARE_POSITIONS) + 1
     if kv_cache_gb is not None:
-        if isinstance(kv_cache_gb, bool) or not isinstance(kv_cache_gb, int | float) or not kv_cache_gb > 0:
-            raise ValueError(f"kv_cache_gb={kv_cache_gb!r} is not possible: it must be a number above 0")
+        check_gigabytes("kv_cache_gb", kv_cache_gb)
         pages = int(kv_cache_gb * 1e9 / size + 1e-6)  # whole pages in gigabytes may be rounded down
         if pages < least:
             raise ValueError(
@@ -38,6 +39,17 @@ def cache_pages(
         return pages
     wanted = (max_batch or USUAL_BATCH) * pages_for(context + SPARE_POSITIONS) + 1
     return max(least, min(wanted, int(most / size)))
+
+
+def check_limits(**limits: int | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")
+
+
+def check_gigabytes(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ValueError(f"{name}={value!r} is not possible: it must be a finite number above 0")
 
 
 def longest_sequence(pages: int, sequences: int = 1) -> int:
