@@ -39,9 +39,8 @@ def _tokens(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """Without the tokenizer's warning of a text longer than the context: requests refuse it with a better message."""
     try:
         text.encode()
-    except UnicodeError:
-        message = "the text is not Unicode: it holds half a surrogate pair, or bytes that were read as no UTF-8"
-        raise ValueError(f"{message}; convert it first") from None
+    except UnicodeError as error:
+        raise ValueError(f"the text is not Unicode, with half of a surrogate pair: {error}; convert it first") from None
     return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 

@@ -52,6 +52,14 @@ def test_the_text_is_what_the_answer_adds_to_the_prompt(
     assert decoded[0] + text == decoded[1]
 
 
+def test_half_of_a_surrogate_pair_is_refused_by_its_place() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    for prompt in "ab\ud83d", [{"role": "user", "content": "ab\ud83d"}]:
+        with pytest.raises(ValueError, match=r"surrogate pair.*\\ud83d.*position"):
+            encode(tokenizer, prompt)
+
+
 def test_the_first_word_keeps_its_space() -> None:
     detokenizer = Detokenizer(sentence_pieces(), pieces("<s>", "▁the", "▁second", "▁is"))
     assert detokenizer.add(pieces("▁the")) == " the"
