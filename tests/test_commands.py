@@ -18,6 +18,7 @@ import selfspec
 from selfspec import Engine, cli
 from selfspec.commands import chat as chat_command
 from selfspec.commands.running import for_command, one_line_warnings, run
+from selfspec.commands.serve import read_key
 from tests.commanding import answer, save_model
 from tests.serving import eventually
 
@@ -243,6 +244,22 @@ def test_a_port_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--port", "99999"])
     assert "99999 is not possible: ports are 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "key"), [("a\n", "b", "a"), (None, " b\n", "b"), (None, "", None), (None, None, None)]
+)
+def test_a_key_is_taken_without_the_space_around_it(given, stored, key, monkeypatch):
+    monkeypatch.delenv("SELFSPEC_API_KEY", raising=False)
+    if stored is not None:
+        monkeypatch.setenv("SELFSPEC_API_KEY", stored)
+    assert read_key(given) == key
+
+
+@pytest.mark.parametrize("given", ["", " "])
+def test_an_empty_key_serves_nobody(given):
+    with pytest.raises(ValueError, match="the API key is empty"):
+        read_key(given)
 
 
 def test_a_host_that_does_not_exist_is_named(capsys):

@@ -22,9 +22,8 @@ KEY = "a key"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
-    """A server whose key ends in a line break, as one read from a file may."""
     engine = tiny_engine(tmp_path_factory.mktemp("profile"), max_position_embeddings=512)
-    with serving(engine, limits=LIMITS, api_key=f"{KEY}\n", cors_origins=["http://page.example"]) as running:
+    with serving(engine, limits=LIMITS, api_key=KEY, cors_origins=["http://page.example"]) as running:
         yield running
         eventually(running.is_idle)
 

@@ -60,13 +60,13 @@ def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         packages = "starlette uvicorn httptools llguidance"
         raise ValueError(f"serving needs the packages of the extra serve: pip install {packages} ({error})") from None
+    key = read_key(args.api_key)
     level = "debug" if args.verbose else args.log_level
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
     listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
     engine = options.load_engine(args)
     gc.collect()
     gc.freeze()  # a full garbage collection of what is loaded by now would stall all streams for 0.25 s
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     app = create_app(engine, key, args.cors_origin)
     config = uvicorn.Config(
         app,
@@ -81,6 +81,14 @@ def serve(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def read_key(given: str | None) -> str | None:
+    """The option's key or else that of the environment, without the space around it, which no client can send."""
+    key = given if given is not None else os.environ.get(KEY_VARIABLE) or None
+    if key is not None and not key.strip():
+        raise ValueError("the API key is empty: give one, or leave it out to serve everybody")
+    return key and key.strip()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -48,8 +48,8 @@ def create_app(
         origins, methods = list(cors_origins), ["GET", "POST"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
         middleware.append(cors)
-    if api_key and (key := api_key.strip()):  # clients' headers arrive without space around them
-        middleware.append(Middleware(KeyCheck, key=key))
+    if api_key:
+        middleware.append(Middleware(KeyCheck, key=api_key))
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
     app = Starlette(routes=_routes(), middleware=middleware, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
     app.state.service = service
