@@ -17,8 +17,8 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A  # truth tables of lop3: (a & b) | c, (a & b) ^ c
 
 
 def conversions(kind: str, dtype: torch.dtype, zero: int | None) -> tuple[str, str] | None:
-    """PTX for 4 bits: for the low and for the high 4 bits, less `zero`, which may be minus the base; None: less what
-    `minus_base` and the zero give, in $6. For 8 bits the same text twice. None for float32."""
+    """PTX for 4 bits: for the low and for the high 4 bits, less `zero` (minus the base leaves the base in); None: less
+    what `minus_base` and the zero give, in $6. For 8 bits the same text twice. None for float32."""
     if dtype not in _ONE:
         return None
     if kind == "int4":
@@ -28,7 +28,7 @@ def conversions(kind: str, dtype: torch.dtype, zero: int | None) -> tuple[str, s
 
 
 def base_of(dtype: torch.dtype) -> int:
-    """What a number that is filled into the constant is raised by; 0 for float32, which needs no constant."""
+    """The base: 128 (bfloat16), 1024 (float16), or 0 (float32, which needs no constant)."""
     return _BASE[dtype][1] if dtype in _BASE else 0
 
 

@@ -21,7 +21,7 @@ class Format:
     by_row: bool  # one scale per row
     parts: int  # scales of a step: 1, 2, 4 or 8
     zero: int  # of all groups; 0 if groups have zeros of their own
-    minus: int  # subtracted from all of the weight's numbers when they are converted
+    subtracted: int  # from all of the weight's numbers when they are converted
     has_zeros: bool  # 4-bit groups have zeros of their own, which are subtracted from the numbers
     has_offsets: bool  # groups have minimums, or 8-bit ones zeros, which take part with sums of x
     half: int  # columns of half a unit
@@ -38,16 +38,16 @@ class Format:
 
 
 def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Format:
-    """The format of a weight that is multiplied with states of `dtype`. Where sums of x take part, 4-bit numbers keep
-    their base when they are converted, and it takes part too: one instruction less for two numbers."""
+    """The format of a weight that is multiplied with states of `dtype`. 4-bit numbers of weights with minimums keep
+    their base when they are converted, which saves an instruction for two numbers; `add_scaled` subtracts it."""
     has_zeros = isinstance(weight.zero, torch.Tensor) and weight.kind == "int4"
     zero = weight.zero if isinstance(weight.zero, int) else 0
     keeps_base = weight.kind == "int4" and weight.minimum is not None and not has_zeros
-    minus = -base_of(dtype) if keeps_base else zero
-    texts = None if INTERPRETED else conversions(weight.kind, dtype, None if has_zeros else minus)
+    subtracted = -base_of(dtype) if keeps_base else zero
+    texts = None if INTERPRETED else conversions(weight.kind, dtype, None if has_zeros else subtracted)
     low, high = texts or (None, None)
     return Format(
-        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, minus, has_zeros,
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, subtracted, has_zeros,
         weight.minimum is not None or (isinstance(weight.zero, torch.Tensor) and not has_zeros),
         HALF, STEP, TILE_ROWS, SUPER_COLUMNS, weight.shape[0], splits, 8 if weight.has_many_scales else 16,
         low, high, None if INTERPRETED else ones(dtype), minus_base(dtype),

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-_only_compiled: ContextVar[list[Any] | None] = ContextVar("selfspec_only_compiled", default=None)
+_compiled_kernels: ContextVar[list[Any] | None] = ContextVar("selfspec_compiled_kernels", default=None)
 
 
 @contextmanager
 def compiles_only() -> Iterator[list[Any]]:
     """Launches on this thread compile their kernel, append it to the list that is yielded, and do not run it."""
     kernels: list[Any] = []
-    token = _only_compiled.set(kernels)
+    token = _compiled_kernels.set(kernels)
     try:
         yield kernels
     finally:
-        _only_compiled.reset(token)
+        _compiled_kernels.reset(token)
 
 
 def load_kernel(kernel: Any) -> None:
-    """Loads a compiled kernel onto the GPU, which its first launch would do, and which no capture allows."""
-    _ = getattr(kernel, "result", lambda: kernel)().run  # a kernel compiled by another thread comes as its `result`
+    """Loads a compiled kernel onto the GPU. Its first launch would do so, but CUDA forbids that during a capture."""
+    getattr(kernel, "result", lambda: kernel)()._init_handles()  # one compiled by a pool comes as a future's `result`
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -41,10 +41,10 @@ try:
         """A kernel whose launch compiles only, within `compiles_only`."""
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            only_compiled = _only_compiled.get()
-            kernel = super().run(*args, grid=grid, warmup=warmup or only_compiled is not None, **options)
-            if only_compiled is not None:
-                only_compiled.append(kernel)
+            compiled = _compiled_kernels.get()
+            kernel = super().run(*args, grid=grid, warmup=warmup or compiled is not None, **options)
+            if compiled is not None:
+                compiled.append(kernel)
             return kernel
 
     def jit(function: Any = None, **options: Any) -> Any:

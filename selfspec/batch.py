@@ -38,7 +38,7 @@ class Batch:
         self.in_flight: Step | None = None  # launched and not read yet
         self._unread: list[Step] = []  # launched steps, at most 2
         self.exit: Exit | None = None  # drafts from the head rows of its sequences; None: no sequence has an exit
-        self._in_head: set[Sequence] = set()  # sequences whose prompts' own tokens `exit` can draft
+        self._head_prompts: set[Sequence] = set()  # sequences whose prompts' own tokens `exit` can draft
         self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
         self.scoring = BatchScoring(backend, drafters)
         self._costs = drafters.costs(None)  # measured costs of batches of this kind
@@ -77,7 +77,7 @@ class Batch:
         self._capture_seconds = {}
         if not self.running:
             self.exit = self.governor = None
-            self._in_head = set()
+            self._head_prompts = set()
             return
         size = len(self.running)
         policies = [sequence.request.policy for sequence in self.running]
@@ -94,13 +94,13 @@ class Batch:
         self.scoring.limit_unfilled()
 
     def _trim_head(self, exit: Exit, members: Seq[Sequence]) -> None:
-        """Trims the draft head to the rows of these sequences, unless the present one has them: it keeps the rows of
-        sequences that have left, which cost less than trimming it again."""
+        """Trims the draft head to the rows of these sequences, unless the present one has all of them. Rows of
+        sequences that have left stay: they cost less than trimming it again."""
         rows = self.drafters.shared_rows([member.request.drafter for member in members if member.request.drafter])
         routed = {member for member in members if member.parent is None and not is_unrouted(member.request)}
-        if self.exit is None or self.exit.domain_rows is not rows or not routed <= self._in_head:
+        if self.exit is None or self.exit.domain_rows is not rows or not routed <= self._head_prompts:
             self.exit = self.drafters.exit_with_rows(exit, rows, [member.prompt for member in routed])
-            self._in_head = routed
+            self._head_prompts = routed
 
     def _choose_governor(self) -> None:
         """Makes the governor, with the candidates and rules of the domain and temperature that most sequences have.
@@ -116,9 +116,9 @@ class Batch:
                 if request.drafter is not None and request.drafter.candidates is candidates
             )
             assert policy is not None and candidates is not None
-            rules, waits = policy.rules, any(sequence.request.uses_host for sequence in self.running)
+            rules, waits_for_host = policy.rules, any(sequence.request.uses_host for sequence in self.running)
             # Steps with grammars or callables wait for the host, so their time has no limit.
-            limited = replace(rules, max_step=inf) if waits else rules
+            limited = replace(rules, max_step=inf) if waits_for_host else rules
             self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
 
     def _cost_kind(self) -> Hashable:

@@ -40,7 +40,7 @@ def _tokens(tokenizer: Any, text: str, **options: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeError as error:
-        raise ValueError(f"the text is not Unicode, with half of a surrogate pair: {error}; convert it first") from None
+        raise ValueError(f"the text is not Unicode: {error}; decode its bytes as UTF-8") from None
     return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 

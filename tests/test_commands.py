@@ -246,9 +246,7 @@ def test_a_port_that_does_not_exist_is_refused(capsys):
     assert "99999 is not possible: ports are 0 to 65535" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "stored", "key"), [("a\n", "b", "a"), (None, " b\n", "b"), (None, "", None), (None, None, None)]
-)
+@pytest.mark.parametrize(("given", "stored", "key"), [("a\n", "b", "a"), (None, " b\n", "b"), (None, None, None)])
 def test_a_key_is_taken_without_the_space_around_it(given, stored, key, monkeypatch):
     monkeypatch.delenv("SELFSPEC_API_KEY", raising=False)
     if stored is not None:
@@ -256,9 +254,10 @@ def test_a_key_is_taken_without_the_space_around_it(given, stored, key, monkeypa
     assert read_key(given) == key
 
 
-@pytest.mark.parametrize("given", ["", " "])
-def test_an_empty_key_serves_nobody(given):
-    with pytest.raises(ValueError, match="the API key is empty"):
+@pytest.mark.parametrize(("given", "stored"), [("", "b"), (" ", "b"), (None, "")])
+def test_an_empty_key_serves_nobody(given, stored, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_API_KEY", stored)
+    with pytest.raises(ValueError, match="the API key of .* is empty"):
         read_key(given)
 
 

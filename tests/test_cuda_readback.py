@@ -54,7 +54,7 @@ def test_a_step_waits_for_its_first_callables_only_after_the_passes(
     clock = callables.CallableTime(sequences)
     for seconds in (first, 0.3):
         request.callback_s += seconds
-        clock.end_first()
+        clock.note_run()
     marked: Any = SimpleNamespace(marked_seconds=passes)
     assert clock.seconds(marked) == pytest.approx(waited + 0.3)
 

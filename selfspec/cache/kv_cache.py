@@ -194,8 +194,8 @@ class Cache:
         return swapped
 
     def swap_in(self, sequence: KVPages, swapped: SwappedPages) -> None:
-        """Takes free pages for a swapped-out sequence and copies its pages back, bit for bit, but for the whole pages
-        that it shares again already."""
+        """Takes free pages for a swapped-out sequence and copies its pages back, bit for bit. Skips the whole pages
+        that it shares already."""
         first = sequence.length // PAGE_SIZE
         self.reserve(sequence, swapped.length)
         pages = self._indices(sequence.pages[first : swapped.keys.shape[1]])

@@ -42,12 +42,14 @@ def cache_pages(
 
 
 def check_limits(**limits: int | None) -> None:
+    """Raises ValueError for a limit that is no integer of at least 1, or None."""
     for name, limit in limits.items():
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise ValueError(f"{name}={limit!r} is not possible: it must be an integer of at least 1")
 
 
 def check_gigabytes(name: str, value: float) -> None:
+    """Raises ValueError for anything but a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ValueError(f"{name}={value!r} is not possible: it must be a finite number above 0")
 

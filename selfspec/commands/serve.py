@@ -84,10 +84,11 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def read_key(given: str | None) -> str | None:
-    """The option's key or else that of the environment, without the space around it, which no client can send."""
-    key = given if given is not None else os.environ.get(KEY_VARIABLE) or None
+    """The option's key or else that of the environment, without white space around it, which no HTTP header has."""
+    key = given if given is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
-        raise ValueError("the API key is empty: give one, or leave it out to serve everybody")
+        place = "--api-key" if given is not None else KEY_VARIABLE
+        raise ValueError(f"the API key of {place} is empty: give one, or leave {place} out to serve everybody")
     return key and key.strip()
 
 
@@ -100,9 +101,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        message = f"cannot listen on {host} port {port} ({error.strerror}): choose another --port or --host"
-        raise OSError(message) from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise OSError(f"cannot listen on {host} port {port} ({reason}): choose another --port or --host") from None
     return listener
 
 

@@ -115,7 +115,7 @@ class ChoiceLogprobs:
         return self._offset - len(whole) if whole else start
 
     def _is_hidden(self, token: int) -> bool:
-        """Whether the text lacks the token at this place: it is special, and no part of the prompt's text."""
+        """Whether the text lacks the token: a special one that the echoed prompt does not have at this place."""
         text = self._bytes.of(token).decode(errors="replace")
         return self._bytes.is_special(token) and not self._echo.startswith(text, max(self._offset, 0))
 

@@ -44,7 +44,7 @@ def run_with_callables(
             _process(sequence, first)
             for same in others:
                 same.copy_(first)
-        callables.end_first()
+        callables.note_run()
         choose()
         chosen = device_step.chosen.view(-1).tolist()
         walking = {
@@ -69,8 +69,8 @@ class CallableTime:
         self._started = self._first_ended = time.perf_counter()
         self._in_first = 0.0  # seconds in the first callables
 
-    def end_first(self) -> None:
-        """Must be called each time callables have run; the first call ends the first ones."""
+    def note_run(self) -> None:
+        """Must be called each time callables have run, before anything waits for the device."""
         if self._first_ended == self._started:
             self._first_ended = time.perf_counter()
             self._in_first = callback_seconds(self._sequences) - self._before

@@ -27,8 +27,8 @@ class Compiler:
         self.only_compiles = False  # True within `compiling`: launches compile kernels and run none
 
     def compile(self, *launches: Callable[[], object]) -> None:
-        """Compiles the kernels of launches in parallel, waits for them and loads them. Within `compiling` starts the
-        compilation and returns; `compiling` waits and loads."""
+        """Compiles the kernels of launches in parallel, waits for them and loads them. Within a `compiling` block only
+        starts their compilation; the end of the block waits and loads."""
         with self.compiling():
             for launch in launches:
                 launch()

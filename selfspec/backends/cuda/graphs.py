@@ -93,10 +93,10 @@ class GraphCache:
     def _capture(self, buffers: SlotBuffers | None, launches: Sequence[Launch]) -> Sequence[Launch]:
         """Compiles the kernels of the launches, captures each launch as a graph, and returns the replays of the graphs.
 
-        Compiling also runs the launches' PyTorch operations, which must have run once before they are captured. Each
-        graph is replayed once, as a first replay takes 0.3 ms longer. All of this happens with all slots idle, whose
-        values are then restored. Work launched before and after stays in order on the stream. Without a GPU returns the
-        launches themselves.
+        Compiling also runs the launches' PyTorch operations: a capture does not allow what their first run sets up.
+        Each graph is replayed once, as a first replay takes 0.3 ms longer. All of this happens with all slots idle,
+        whose values are then restored. Work launched before and after stays in order on the stream. Without a GPU
+        returns the launches themselves.
         """
         if self._device.type != "cuda":
             return launches
