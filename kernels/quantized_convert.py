@@ -3,7 +3,7 @@
 Each text takes two words of a row ($4, $5) and gives 4 pairs of neighbouring columns ($0 to $3), two of each word; it
 runs on sm_80 and newer. The columns of a pair are 16 bits apart (see `quantized_weight`), so that one instruction takes
 both out of the word and puts them into a constant: a number below 128 in the lower bits of 128.0 (bfloat16) or 1024.0
-(float16) is 128 + number, or 1024 + number. A fused multiply-add subtracts this *base* and the zero, because bfloat16
+(float16) is 128 + number, or 1024 + number. A fused multiply-add subtracts the constant and the zero, because bfloat16
 has no plain addition before sm_90. All results are exact.
 """
 
@@ -17,19 +17,14 @@ _AND_OR, _AND_XOR = 0xEA, 0x6A  # truth tables of lop3: (a & b) | c, (a & b) ^ c
 
 
 def conversions(kind: str, dtype: torch.dtype, zero: int | None) -> tuple[str, str] | None:
-    """PTX for 4 bits: for the low and for the high 4 bits, less `zero` (minus the base leaves the base in); None: less
-    what `minus_base` and the zero give, in $6. For 8 bits the same text twice. None for float32."""
+    """PTX for 4 bits: for the low and for the high 4 bits, less `zero`; None: less what `minus_base` and the zero give,
+    in $6. For 8 bits the same text twice. None for float32."""
     if dtype not in _ONE:
         return None
     if kind == "int4":
         return _int4(dtype, zero, 0), _int4(dtype, zero, 4)
     text = _fp8(dtype) if kind == "fp8" else _int8_bfloat16() if dtype == torch.bfloat16 else _int8_float16()
     return text, text
-
-
-def base_of(dtype: torch.dtype) -> int:
-    """The base: 128 (bfloat16), 1024 (float16), or 0 (float32, which needs no constant)."""
-    return _BASE[dtype][1] if dtype in _BASE else 0
 
 
 def minus_base(dtype: torch.dtype) -> int:
@@ -69,10 +64,8 @@ def _int4(dtype: torch.dtype, zero: int | None, shift: int) -> str:
     text.append("mov.b32 z, $6;" if zero is None else f"mov.b32 z, {_bits(-base - zero, dtype):#x};")
     for word in range(2):
         for pair in range(2):
-            to = f"${2 * word + pair}"
-            text += [f"shr.b32 t, ${4 + word}, {8 * pair + shift};", _lop3(to, "t", 0xF, bits)]
-            if zero != -base:
-                text.append(_multiply_add(to, to, "o", "z", dtype))
+            text += [f"shr.b32 t, ${4 + word}, {8 * pair + shift};", _lop3("t", "t", 0xF, bits)]
+            text.append(_multiply_add(f"${2 * word + pair}", "t", "o", "z", dtype))
     return _block("t, o, z", *text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from selfspec.kernels.quantized_convert import base_of, conversions, minus_base, ones
+from selfspec.kernels.quantized_convert import conversions, minus_base, ones
 from selfspec.kernels.quantized_weight import HALF, STEP, SUPER_COLUMNS, TILE_ROWS, QuantizedWeight
 from selfspec.kernels.triton_compat import INTERPRETED
 
@@ -20,8 +20,7 @@ class Format:
     group: int  # columns that share a scale
     by_row: bool  # one scale per row
     parts: int  # scales of a step: 1, 2, 4 or 8
-    zero: int  # of all groups; 0 if groups have zeros of their own
-    subtracted: int  # from all of the weight's numbers when they are converted
+    zero: int  # subtracted from all of the weight's numbers
     has_zeros: bool  # 4-bit groups have zeros of their own, which are subtracted from the numbers
     has_offsets: bool  # groups have minimums, or 8-bit ones zeros, which take part with sums of x
     half: int  # columns of half a unit
@@ -38,16 +37,13 @@ class Format:
 
 
 def format_of(weight: QuantizedWeight, dtype: torch.dtype, splits: int) -> Format:
-    """The format of a weight that is multiplied with states of `dtype`. 4-bit numbers of weights with minimums keep
-    their base when they are converted, which saves an instruction for two numbers; `add_scaled` subtracts it."""
+    """The format of a weight that is multiplied with states of `dtype`."""
     has_zeros = isinstance(weight.zero, torch.Tensor) and weight.kind == "int4"
     zero = weight.zero if isinstance(weight.zero, int) else 0
-    keeps_base = weight.kind == "int4" and weight.minimum is not None and not has_zeros
-    subtracted = -base_of(dtype) if keeps_base else zero
-    texts = None if INTERPRETED else conversions(weight.kind, dtype, None if has_zeros else subtracted)
+    texts = None if INTERPRETED else conversions(weight.kind, dtype, None if has_zeros else zero)
     low, high = texts or (None, None)
     return Format(
-        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, subtracted, has_zeros,
+        weight.kind, weight.group, weight.is_by_row, weight.parts, zero, has_zeros,
         weight.minimum is not None or (isinstance(weight.zero, torch.Tensor) and not has_zeros),
         HALF, STEP, TILE_ROWS, SUPER_COLUMNS, weight.shape[0], splits, 8 if weight.has_many_scales else 16,
         low, high, None if INTERPRETED else ones(dtype), minus_base(dtype),

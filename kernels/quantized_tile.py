@@ -3,8 +3,7 @@ units (64 columns), steps (128 columns) and groups (columns that share a scale).
 
 The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
 scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, are not subtracted from the numbers:
-(scale * zero + minimum) times the sum of x over the group is subtracted from the sums. With minimums the same holds for
-the base that converted 4-bit numbers have (see `quantized_convert`).
+(scale * zero + minimum) times the sum of x over the group is subtracted from the sums.
 
 A program's warps divide K into SPLITS splits, and the weight rows of its tile among ROW_WARPS warps: warp b sums split
 b // ROW_WARPS of K for part b % ROW_WARPS of the weight rows. The splits are added as a balanced tree. The result of a
