@@ -7,7 +7,8 @@ stopped run writes only the chunks that are missing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _PROMPT_SHARE = 0.25  # of the documents answer a domain's prompt as it is; the 
 _MARK = "\u2042mark\u2042"  # a text that no chat template changes
 
 Progress = Callable[[int], None]  # called with a number of tokens that were written
+Submit = Callable[[Sequence[int], float, int, int], Request]  # (prompt, temperature, most new tokens, sample index)
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,10 @@ class Writer:
         progress: Progress = lambda _: None,
     ) -> Corpus:
         """One row for each prompt: the prompt and at most `new_tokens` tokens of its answer."""
-        sequences = [
-            self._sequence(prompt, temperature, new_tokens, seed, index) for index, prompt in enumerate(prompts)
-        ]
-        self._decode(sequences, progress)
-        documents = [Document(sequence.tokens, len(sequence.prompt)) for sequence in sequences]
-        return Corpus.one_per_row(documents)
+        with self._requests(seed) as submit:
+            requests = [submit(prompt, temperature, new_tokens, index) for index, prompt in enumerate(prompts)]
+            sequences = [self._decoded(request, progress) for request in requests]
+        return Corpus.one_per_row([Document(sequence.tokens, len(sequence.prompt)) for sequence in sequences])
 
     def chunk(
         self,
@@ -95,23 +95,20 @@ class Writer:
         """So many documents of at most `length` tokens, packed into rows of that length."""
         source = random.Random(f"{seed}.{number}")
         scripts = [self.script(prompts, length, source) for _ in range(documents)]
-        noise_seed = source.getrandbits(62)
-        turns = {
-            index: self._sequence(
-                script.tokens, _TURN_TEMPERATURE, self._turn_tokens(script, length), noise_seed, index
-            )
-            for index, script in enumerate(scripts)
-            if not script.is_whole
-        }
-        self._decode(list(turns.values()), progress)
-        answers = []
-        for index, script in enumerate(scripts):
-            prompt = self._closed(turns[index].tokens) if index in turns else list(script.tokens)
-            new_tokens = max(1, min(_ANSWER_TOKENS, length - len(prompt)))
-            answers.append(self._sequence(prompt, script.temperature, new_tokens, noise_seed, index))
-        self._decode(answers, progress)
-        written = zip(scripts, answers, strict=True)
-        return Corpus.pack([self._document(script, answer) for script, answer in written], length)
+        with self._requests(source.getrandbits(62)) as submit:
+            turns = {
+                index: submit(script.tokens, _TURN_TEMPERATURE, self._turn_tokens(script, length), index)
+                for index, script in enumerate(scripts)
+                if not script.is_whole
+            }
+            answers = []
+            for index, script in enumerate(scripts):  # answers begin while later turns are being written
+                turn = self._decoded(turns[index], progress).tokens if index in turns else None
+                prompt = list(script.tokens) if turn is None else self._closed(turn)
+                most = max(1, min(_ANSWER_TOKENS, length - len(prompt)))
+                answers.append(submit(prompt, script.temperature, most, index))
+            written = zip(scripts, (self._decoded(answer, progress) for answer in answers), strict=True)
+            return Corpus.pack([self._document(script, answer) for script, answer in written], length)
 
     def script(self, prompts: list[list[list[int]]], length: int, source: random.Random) -> Script:
         """Draws the start of a document. A prompt longer than half of `length` tokens is not answered as it is."""
@@ -140,25 +137,32 @@ class Writer:
         forced = range(0) if script.is_whole else range(prompt - len(self.template.after), prompt)
         return Document(answer.tokens, len(script.tokens), script.domain, forced)
 
-    def _sequence(self, prompt: Sequence[int], temperature: float, new_tokens: int, seed: int, index: int) -> Sequence_:
-        params = SamplingParams(
-            do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, stop_token_ids=self.ends
-        )
-        longest = min(len(prompt) + new_tokens, self.engine.context)
-        return Sequence_(list(prompt), seed, index, longest, params)
+    @contextmanager
+    def _requests(self, seed: int) -> Iterator[Submit]:
+        """Yields a function that submits a sequence as a request of its own: the scheduler keeps its batch full with
+        them. An error or an interrupt in the context cancels all of them."""
+        submitted: list[Request] = []
 
-    def _decode(self, sequences: list[Sequence_], progress: Progress) -> None:
-        """Decodes each sequence to its end, as a request of its own: the scheduler keeps its batch full with them."""
-        scheduler, submitted = self.engine.scheduler, []
+        def submit(prompt: Sequence[int], temperature: float, new_tokens: int, index: int) -> Request:
+            params = SamplingParams(
+                do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, stop_token_ids=self.ends
+            )
+            longest = min(len(prompt) + new_tokens, self.engine.context)
+            request = Request([Sequence_(list(prompt), seed, index, longest, params)], self.engine.model.device)
+            self.engine.scheduler.submit(request)
+            submitted.append(request)
+            return request
+
         try:
-            for sequence in sequences:
-                request = Request([sequence], self.engine.model.device)
-                scheduler.submit(request)
-                submitted.append(request)
-            for request in submitted:
-                scheduler.wait(request)
-                progress(request.sequences[0].new_tokens)
+            yield submit
         except BaseException:
             for request in submitted:
-                scheduler.cancel(request)
+                self.engine.scheduler.cancel(request)
             raise
+
+    def _decoded(self, request: Request, progress: Progress) -> Sequence_:
+        """Waits for the end of a request and returns its sequence."""
+        self.engine.scheduler.wait(request)
+        (sequence,) = request.sequences
+        progress(sequence.new_tokens)
+        return sequence
