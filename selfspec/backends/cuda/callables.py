@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence as Seq
+
 import torch
 
 from selfspec.backends.cuda.graphs import Launch
@@ -24,9 +27,10 @@ def run_with_callables(
     sequences from the report.
     """
     device_step, passes, choose, commit = parts
-    size, seconds_before = device_step.slots.count, callback_seconds(step.sequences)
+    size, callables = device_step.slots.count, CallableTime(step.sequences)
     readback.start()
     passes()
+    readback.mark()
     plan = step.record.plan
     drafted = device_step.metadata.tokens.tolist() if len(plan) else []  # by row: node * size + slot
     parents = device_step.parents.tolist() if plan.beam else [[0]] * size
@@ -40,6 +44,7 @@ def run_with_callables(
             _process(sequence, first)
             for same in others:
                 same.copy_(first)
+        callables.note_run()
         choose()
         chosen = device_step.chosen.view(-1).tolist()
         walking = {
@@ -52,7 +57,31 @@ def run_with_callables(
     commit()
     readback.send(device_step.report)
     step.readback = readback
-    step.callback_s = callback_seconds(step.sequences) - seconds_before
+    step.callback_s = callables.seconds(readback)
+
+
+class CallableTime:
+    """Measures how long the device waits for the callables of a step. Where nothing is drafted the first of them run
+    while the device still runs the passes, so that it may not wait for them at all."""
+
+    def __init__(self, sequences: Seq[Sequence]) -> None:
+        self._sequences, self._before = sequences, callback_seconds(sequences)
+        self._started = self._first_ended = time.perf_counter()
+        self._in_first = 0.0  # seconds in the first callables
+
+    def note_run(self) -> None:
+        """Must be called each time callables have run, before anything waits for the device."""
+        if self._first_ended == self._started:
+            self._first_ended = time.perf_counter()
+            self._in_first = callback_seconds(self._sequences) - self._before
+
+    def seconds(self, readback: Readback) -> float:
+        """Seconds that the device waited, where the readback's mark is at the end of the passes."""
+        in_others = callback_seconds(self._sequences) - self._before - self._in_first
+        if not self._in_first:
+            return in_others
+        waited = self._first_ended - self._started - readback.marked_seconds
+        return in_others + min(self._in_first, max(0.0, waited))
 
 
 def _process(sequence: Sequence, logits: torch.Tensor) -> None:

@@ -25,8 +25,9 @@ class Readback:
         self._array = self._copy.numpy()  # the same memory: numpy converts it to lists faster than torch
         # Events recorded when the clock starts, and when the result has arrived; None without a GPU.
         self._start, self._arrival = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        self._mark: torch.cuda.Event | None = None  # recorded by `mark`
         self._measured_from = self._start  # the event at which the measured time starts
-        self._clock = [0.0, 0.0]  # start and end by the host's clock, in seconds; used without a GPU
+        self._clock = [0.0, 0.0, 0.0]  # start, end and mark by the host's clock, in seconds; used without a GPU
 
     def start(self, after: Readback | None = None) -> None:
         """Starts the clock: now, or with `after` at the arrival of its result, until which the device runs earlier
@@ -42,6 +43,20 @@ class Readback:
         if self._arrival is not None:
             self._arrival.record()
         self._clock[1] = time.perf_counter()
+
+    def mark(self) -> None:
+        """Marks the end of the work launched so far."""
+        self._clock[2] = time.perf_counter()
+        if self._start is not None:
+            self._mark = self._mark or torch.cuda.Event(enable_timing=True)
+            self._mark.record()
+
+    @property
+    def marked_seconds(self) -> float:
+        """Seconds on the device from the clock's start to the mark. Call once the marked work has ended."""
+        if self._start is None or self._mark is None:
+            return self._clock[2] - self._clock[0]
+        return self._start.elapsed_time(self._mark) / 1e3
 
     @property
     def is_done(self) -> bool:
