@@ -77,14 +77,15 @@ def test_loading_peaks_near_the_size_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_fails_the_request_and_not_the_engine() -> None:
-    engine = Engine.from_model(tiny_model("llama").cuda())
+    """The logits of 16 sequences take at least 6 MB, which the engine has not allocated."""
+    engine = Engine.from_model(tiny_model("llama", vocab_size=100_000).cuda())
     ids = prompts(1)
     expected = engine.generate(ids, max_new_tokens=8, speculative_decoding=False)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
         with pytest.raises(RuntimeError, match="memory"):
-            engine.generate(ids.repeat(1, 40), max_new_tokens=8, speculative_decoding=False)
+            engine.generate(prompts(16), max_new_tokens=8, speculative_decoding=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert engine.cache.free_pages == engine.cache.num_pages
