@@ -2,8 +2,8 @@
 
 python examples/calibrate_for_my_prompts.py --model path/or/name --out my-profile
 
-The defaults train far too little to be useful, so that the example ends within minutes on a CPU. On a GPU leave out
---tokens and --steps, as in the command that the script prints, and give 40 prompts or more.
+The defaults train far too little to be useful, so that the example ends within minutes on a CPU. On a GPU run
+the `selfspec calibrate` command that the script prints, with 40 prompts or more.
 """
 
 from __future__ import annotations

@@ -46,7 +46,4 @@ print("plain decoding was chosen because of:", metrics.changes_by_reason)
 for holder, size in engine.memory().items():
     print(f"{holder:<12}{size / 1e6:10.1f} MB")
 
-try:
-    print("\nfor Prometheus:", *metrics.prometheus().splitlines()[:3], "...", sep="\n")
-except ImportError as error:
-    print(f"\n{error}")
+print("\nfor Prometheus:", *metrics.prometheus().splitlines()[:3], "...", sep="\n")

@@ -1,4 +1,4 @@
-"""Finds what a request drafts with: exit, head rows, and the plans of profile or governor.
+"""Finds the exit, head rows and plans of a request, for its profile and rules.
 
 An engine keeps one `Drafters`; its requests share exits and plan candidates, which are made once.
 """
@@ -41,7 +41,7 @@ Embed = Callable[[Sequence[Sequence[int]], int], Embedded]  # (prompts, layer) -
 
 @dataclass(frozen=True, eq=False)
 class Drafter:
-    """What one request drafts with."""
+    """Exit, head rows and plan candidates of one request."""
 
     exit: Exit | None  # with the whole LM head; None: drafts copied tokens only
     head_rows: HeadRows | None = None  # of its domain; None: the full head

@@ -17,7 +17,7 @@ from selfspec.sequence import Request
 
 
 class Loop(Protocol):
-    """The scheduler, as its thread sees it."""
+    """The methods of the scheduler that its thread calls."""
 
     def step(self) -> bool:
         """Runs one pass of the loop; returns whether more work is left."""

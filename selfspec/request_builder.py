@@ -1,4 +1,4 @@
-"""Builds the request of one call: checks its prompts, sampling parameters and wishes before any work starts.
+"""Builds the request of one call: checks its prompts, sampling parameters and options before any work starts.
 
 Takes no page of the KV cache and runs no pass. `request` reads single arguments; the scheduler runs what is built here.
 """

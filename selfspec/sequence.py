@@ -226,7 +226,7 @@ class Request:
     rejection: bool = False  # `acceptance="rejection"`
     logprobs: int | None = None  # likely tokens listed beside each new token's log probability; None: not computed
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    callback_s: float = 0.0  # seconds in processors and criteria, which steps are not charged for
+    callback_s: float = 0.0  # seconds in callables; costs of steps leave out those that the device waits for
     error: BaseException | None = None
     is_cancelled: bool = False
     progress: Progress = field(default_factory=Progress)

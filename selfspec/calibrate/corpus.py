@@ -21,7 +21,7 @@ from selfspec.speculation.exit import FEATURE_STATES, half_way, position_feature
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of a prompt and its continuation. The model chose those from index `written` on, but for `forced`."""
+    """Tokens of a prompt and its continuation. The model chose the tokens from index `written` on, except `forced`."""
 
     tokens: list[int]
     written: int

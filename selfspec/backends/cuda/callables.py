@@ -61,8 +61,8 @@ def run_with_callables(
 
 
 class CallableTime:
-    """Measures how long the device waits for the callables of a step. Where nothing is drafted the first of them run
-    while the device still runs the passes, so that it may not wait for them at all."""
+    """Measures how long the device waits for the callables of a step. In a plain step the first callables
+    run beside the passes, so the device may not wait for them."""
 
     def __init__(self, sequences: Seq[Sequence]) -> None:
         self._sequences, self._before = sequences, callback_seconds(sequences)
