@@ -131,8 +131,7 @@ class _OnProfileDevice(Drafters):
 
 @dataclass
 class DomainTiming:
-    """A domain's candidate plans and the device times of their steps, both for the profile's device. Without beams:
-    which nodes a beam has does not follow from the ranks of the text's tokens."""
+    """A domain's candidate plans and the device times of their steps, both for the profile's device."""
 
     candidates: PlanCandidates
     choice: DomainChoice
@@ -141,8 +140,6 @@ class DomainTiming:
     @classmethod
     def of(cls, engine: Engine, temperature: float, max_step: float | None, domain: str) -> DomainTiming:
         profile = profile_of(engine)
-        domains = {name: choice.model_copy(update={"beams": {}}) for name, choice in profile.domains.items()}
-        profile = profile.model_copy(update={"domains": domains})
         device, choice = profile.device, profile.choice(domain)
         rules = Rules(max_step=max_step).for_device(device.type if device else "cpu")
         policy = Policy(rules, SamplingParams(do_sample=temperature > 0, temperature=temperature or 1.0))

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from selfspec.governor.acceptance import Acceptance, mean_beams, mean_shares
+from selfspec.governor.acceptance import Acceptance, mean_shares
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, widest_rank
 from selfspec.governor.costs import (
     CostModel,
@@ -264,7 +264,7 @@ class Drafters:
         key = domain, temperature, rules.max_tree_batch, rules.step_limit
         if key not in self._candidates:
             shared = self._shared_plans(choice.exit_layer, rules.max_tree_batch, rules.step_limit)
-            acceptance = Acceptance(choice.ranks_at(temperature), choice.beams_at(temperature))
+            acceptance = Acceptance(choice.ranks_at(temperature))
             self._candidates[key] = PlanCandidates(acceptance, self._cost_models(choice), shared, self._score_cost)
         return self._candidates[key]
 
@@ -277,8 +277,7 @@ class Drafters:
         models = [self._cost_models(choice) for choice in choices]
         costs = {size: mean_cost([model[size] for model in models]) for size in BATCHES.values()}
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
-        beams = mean_beams([choice.beams_at(0.0) for choice in choices])
-        acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]), beams)
+        acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]))
         return SharedPlans(acceptance, costs, max_tree_batch, widest, step_limit)
 
     def copying_candidates(self, rules: Rules) -> PlanCandidates:

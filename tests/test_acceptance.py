@@ -18,7 +18,6 @@ from selfspec.governor.acceptance import (
     Skill,
     exposure_of,
     extrapolated,
-    mean_beams,
 )
 from selfspec.speculation.plan import NONE, Plan
 from tests.scripted import PLANS
@@ -188,29 +187,6 @@ def test_hotter_text_is_harder_to_guess_by_as_much_for_each_step() -> None:
     logs = np.log(np.log(1 - np.array(chances)) / np.log(1 - chances[0]))
     assert np.diff(logs) == pytest.approx(np.full(3, logs[1])) and logs[1] < 0
     assert extrapolated([[0.5]], [[0.6]], 2)[0] == pytest.approx([0.6]), "never easier"
-
-
-BEAM = Plan.parse("beam:3,3")
-
-
-def test_a_beam_is_one_rank_at_each_depth() -> None:
-    acceptance = Acceptance(SHARES, {2: [0.1, 0.1], 3: [0.9, 0.8], 4: [1.0]})
-    assert acceptance.lengths(BEAM)[CALIBRATED] == pytest.approx(1 + 0.9 + 0.9 * 0.8)
-    deeper = acceptance.lengths(Plan.parse("beam:3,3,3"))[CALIBRATED]
-    assert deeper == pytest.approx(1 + 0.9 + 0.72 + 0.72 * 0.8), "deeper than measured: as at the deepest"
-    skilled = LEVELS[CALIBRATED + 8]
-    expected = (1 - 0.1**skilled) * (2 - 0.2**skilled)
-    assert acceptance.lengths(BEAM)[CALIBRATED + 8] == pytest.approx(1 + expected)
-    evidence = acceptance.evidence(BEAM)
-    assert [step.tokens for step in evidence] == [1, *[2] * 3, *[3] * 3]
-    chances = {0: 0.1, 1: 0.9 * 0.2, 4: 0.9 * 0.8}  # by last node, one of each depth
-    observed = sum(chance * evidence[last].observed[CALIBRATED] for last, chance in chances.items())
-    assert observed == pytest.approx(sum(chance * evidence[last].expected for last, chance in chances.items()))
-
-
-def test_the_mean_of_domains_has_the_beams_that_all_of_them_have() -> None:
-    assert mean_beams([{3: [0.8, 0.6], 5: [0.9]}, {3: [0.6]}]) == {3: [pytest.approx(0.7)]}
-    assert mean_beams([{3: [0.8]}, {}]) == {}
 
 
 def test_plain_decoding_brings_one_token_at_every_skill() -> None:

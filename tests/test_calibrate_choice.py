@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from selfspec.calibrate import timing
 from selfspec.calibrate.choice import MISSED, Choice, Paths, candidates, choose, rank_paths
-from selfspec.calibrate.trial import BEAMS, Setting, Trials
+from selfspec.calibrate.trial import Setting, Trials
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
 from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
@@ -480,24 +480,6 @@ def test_with_kernels_nothing_is_captured_while_a_trial_is_timed(setting: Settin
         run = trials.run(plan, setting)
         assert run is not None
         assert run.tokens_per_second == run.plain_tokens_per_second == BATCHES[setting.batch]
-
-
-def test_shares_of_beams_are_accepted_nodes_of_those_reached() -> None:
-    """Of two sequences, one of which ends before the second depth."""
-    _, trials = trials_of(has_kernels=True)
-    asked: list[str] = []
-
-    def generate(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> GenerateOutput:
-        asked.append(options["plan"])
-        depths = ([6, 2], [8, 4]), ([1], [2])
-        stats = [SimpleNamespace(accepted_by_depth=a, reached_by_depth=r) for a, r in depths]
-        return GenerateOutput(ids, stats)  # type: ignore[arg-type]
-
-    trials.engine.generate = generate  # type: ignore[method-assign, assignment]
-    advanced: list[float] = []
-    assert trials.beam_shares("0.7", advanced.append) == {width: [0.7, 0.5] for width in BEAMS}
-    assert advanced == [1] * len(BEAMS)
-    assert asked[0] == "beam:3,3,3,3,3"
 
 
 def test_without_kernels_a_few_tokens_warm_up() -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,7 @@ from selfspec import Engine, Profile
 from selfspec.calibrate import __main__ as command
 from selfspec.calibrate import duration, outcome, resources, run, setup, timing, trial
 from selfspec.calibrate.corpus import Corpus
-from selfspec.calibrate.display import Display
 from selfspec.calibrate.prompts import parse_domain
-from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.training import Recipe, Trainer
 from selfspec.calibrate.trial import Setting
 from selfspec.calibrate.writing import Writer
@@ -514,38 +511,6 @@ def test_a_restart_that_is_refused_keeps_the_stopped_run(place: Place, quickly: 
     assert (out / WORK / "chunk-0000.safetensors").exists()
     assert place.calibrate(out, *amounts, "--minutes", "0.2", "--resume").code == 130
     assert place.calibrate(out, *amounts, "--minutes", "9", "--restart").code == 130, "enough time: it is dropped"
-
-
-def test_beams_count_in_the_announced_time_and_in_the_progress(
-    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
-) -> None:
-    quickly.setattr(trial, "BEAMS", (3,))
-    quickly.setattr(outcome, "BEAMS", (3,))
-    expected: list[float] = []  # seconds of the stage, without and with beams
-    total, advanced = [], []
-    estimate, open_stage = duration.expected_duration, Display.stage
-
-    def estimated(of: Setup) -> duration.Duration:
-        without = copy(of)
-        without.settings = replace(of.settings, beams=False)
-        found = [estimate(each) for each in (without, of)]
-        expected.extend(each.stages["try"] for each in found)
-        return found[1]
-
-    @contextmanager
-    def recorded(self: Display, name: str, count: float | None = None, timed: bool = False) -> Iterator[Any]:
-        with open_stage(self, name, count, timed) as stage:
-            if name == "try":
-                total.append(count)
-                quickly.setattr(stage, "advance", lambda by, *_: advanced.append(by))
-            yield stage
-
-    quickly.setattr(run, "expected_duration", estimated)
-    quickly.setattr(Display, "stage", recorded)
-    shutil.copytree(whole.out, tmp_path / "out")
-    assert place.calibrate(tmp_path / "out", "--no-train", "--beams").code == 0
-    assert total == [sum(advanced)]
-    assert expected[1] > 1.5 * expected[0]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)

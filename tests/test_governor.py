@@ -170,19 +170,6 @@ def test_a_skill_learns_what_the_exit_alone_would_have_reached() -> None:
     assert beside.value == pytest.approx(alone.value)
 
 
-def test_beams_are_chosen_where_more_of_their_nodes_are_right() -> None:
-    """The best three ranks of a tree are right at 79% of the roots, a chain at 64%."""
-    models = {1: estimated_cost(1, 30), 4: estimated_cost(1, 30)}
-
-    def plans(share: float, batch: int = 1) -> set[Plan]:
-        return set(SharedPlans(Acceptance(SHARES, {3: [share] * 5}), models, 4).for_batch(batch))
-
-    beams = [plan for plan in plans(0.95) if plan.beam]
-    assert {plan.beam[0] for plan in beams} == {3} and {plan.copied > 0 for plan in beams} == {True, False}
-    assert plans(0.5) == set(SharedPlans(Acceptance(SHARES), models, 4).for_batch(1))
-    assert not any(plan.beam for batch in (2, 5) for plan in plans(0.95, batch))
-
-
 def test_no_plan_takes_longer_than_a_step_may() -> None:
     limited, free = governor_of(Rules(max_step=1.4)), governor_of()
     for skill in (0.3, 1.0, 2.0):

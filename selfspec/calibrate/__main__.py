@@ -39,8 +39,6 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     add("--objective", choices=OBJECTIVES, default="throughput", help=objective)
     without = "measure and choose only, with the exits of the model's profile"
     add("--no-train", dest="train", action="store_false", help=without)
-    beams = "also measure beams, which the governor then drafts where they are expected to be faster than trees"
-    add("--beams", action="store_true", help=beams)
     add("--resume", action="store_true", help="continue the stopped run in the profile's folder")
     add("--restart", action="store_true", help="drop the stopped run in the profile's folder and start again")
     add("--text", action="append", default=[], type=Path, metavar="FILE", help="also train on this text; repeatable")

@@ -93,8 +93,6 @@ def expected_duration(setup: Setup) -> Duration:
     stages["time"] = cost.of(*timing.passes_and_rows(len(setup.layers), setup.engine.has_kernels))
     length = trial.trial_length(TRYING_SHARE * given / len(prompts), cost.of(1, 1))
     stages["try"] = sum(cost.of(*trial.passes_and_rows(of_domain, length)) for of_domain in prompts)
-    if settings.beams:
-        stages["try"] += sum(cost.of(*trial.beam_passes_and_rows(of_domain, length)) for of_domain in prompts)
     if setup.model.device.type == "cuda":
         stages = {"all": max(given, sum(stages.values()))}
     return Duration(stages, least)

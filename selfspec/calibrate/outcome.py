@@ -17,10 +17,10 @@ from selfspec.calibrate.prompts import Domain, Prompt
 from selfspec.calibrate.report import write_report
 from selfspec.calibrate.settings import TRYING_SHARE
 from selfspec.calibrate.setup import Setup
-from selfspec.calibrate.trial import BEAMS, COMPARED_CHAIN, SETTINGS, Trials, rounded, trial_length
+from selfspec.calibrate.trial import COMPARED_CHAIN, SETTINGS, Trials, rounded, trial_length
 from selfspec.engine import Engine
 from selfspec.governor.costs import StepCost
-from selfspec.governor.rules import BATCHES, DEFAULT_TREE, TEMPERATURES
+from selfspec.governor.rules import BATCHES, DEFAULT_TREE
 from selfspec.models.decoder import Decoder
 from selfspec.profiles.profile import (
     Device,
@@ -95,8 +95,7 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
     length = trial_length(TRYING_SHARE * settings.minutes * 60 / len(setup.domains), plain_step)
     parts = setup.model, setup.engine.tokenizer, setup.engine.generation_config, profile
     engine = Engine(*parts, prefix_reuse=False)  # plain and drafting calls of a prompt take turns
-    beam_trials = len(TEMPERATURES) * len(BEAMS) if settings.beams else 0
-    with display.stage("try", len(setup.domains) * (len(SETTINGS) + 1 + beam_trials), timed=True) as stage:
+    with display.stage("try", len(setup.domains) * (len(SETTINGS) + 1), timed=True) as stage:
         domains = {}
         for domain in setup.domains:
             choice, prompts = profile.domains[domain.name], setup.measuring_prompts(domain)
@@ -108,12 +107,7 @@ def try_out(setup: Setup, trained: Trained, profile: Profile, display: Display, 
                 stage.advance(1, domain.name)
             chain = trials.run(COMPARED_CHAIN, SETTINGS[0])
             stage.advance(1)
-            beams = (
-                {temperature: trials.beam_shares(temperature, stage.advance) for temperature in TEMPERATURES}
-                if settings.beams and prompts
-                else {}
-            )
-            domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain, "beams": beams})
+            domains[domain.name] = choice.model_copy(update={"plans": plans, "chain": chain})
         stage.note = f"the chosen plans and plain decoding, answers of {length} tokens"
     amounts = profile.trained | {"seconds": round(display.elapsed, 1)}
     profile = _save(setup, trained, profile.model_copy(update={"domains": domains, "trained": amounts}))

@@ -22,7 +22,6 @@ class Settings:
     minutes: float = DEFAULT_MINUTES
     objective: str = "throughput"
     train: bool = True
-    beams: bool = False  # measure them, so that the governor may draft them
     resume: bool = False  # continue the stopped run in the profile's folder
     restart: bool = False  # drop the stopped run in the profile's folder
     text: tuple[Path, ...] = ()  # files to train on besides

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from selfspec.engine import Engine
 from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.profiles.profile import Run
 from selfspec.results import GenerateOutput
-from selfspec.speculation.plan import DEEPEST_PLAN, Plan
+from selfspec.speculation.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,9 @@ SETTINGS = (
     Setting("0", "2-4", 4, 0.5),
     Setting("0", "5-16", 16, 0.5),
 )
-BEAMS = (3, 5, 8, 12)  # nodes per depth: from 3, of which 5 depths fill a tile of 16 rows, to 12, of which 5 fill 64
 COMPARED_CHAIN = "chain:4"  # tried beside the chosen plan of one greedy sequence
 _SHORTEST, _LONGEST = 16, 96  # tokens of an answer
 _WARM_UP_TOKENS = 4  # generated before a timed run where no step is captured
-_BEAM_STEP_TOKENS = 2.0  # new tokens of a step that drafts a beam, for the estimate of the time
 _PLAIN_STEPS = 11.0  # plain steps that all trials of a domain take, for each token of an answer
 
 
@@ -66,23 +62,6 @@ class Trials:
             tokens_per_second=rounded(_speed(outputs)),
             plain_tokens_per_second=rounded(self._plain[at]),
         )
-
-    def beam_shares(self, temperature: str, advance: Callable[[float], None]) -> dict[int, list[float]]:
-        """By nodes per depth and by depth: the share of steps of a beam that accept a node of the depth, of those that
-        reach it. Answers to 16 prompts: about 400 steps per beam. Calls `advance(1)` after each number of nodes."""
-        setting = _beam_setting(temperature)
-        shares = {}
-        for width in BEAMS:
-            plan = Plan(beam=(width,) * DEEPEST_PLAN)
-            outputs = generate_batches(self.engine, self._batches(setting), self._arguments(str(plan), setting))
-            stats = [stats for output in outputs for stats in output.stats]
-            accepted, reached = (
-                [sum(counts) for counts in zip_longest(*by_depth, fillvalue=0)]
-                for by_depth in ([each.accepted_by_depth for each in stats], [each.reached_by_depth for each in stats])
-            )
-            shares[width] = [rounded(hits / count) for hits, count in zip(accepted, reached, strict=False) if count]
-            advance(1)
-        return {width: of_width for width, of_width in shares.items() if of_width}
 
     def _batches(self, setting: Setting) -> list[list[list[int]]]:
         size = BATCHES[setting.batch]
@@ -123,22 +102,6 @@ def passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, f
         passes += 2 * tokens * sequences / BATCHES[setting.batch]
         rows += sequences * (3 * tokens + 4 * len(prompts[0]))
     return passes, rows
-
-
-def beam_passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """The same of a domain's beams: each width at each temperature."""
-    passes = rows = 0.0
-    for temperature, width in product(TEMPERATURES, BEAMS):
-        setting = _beam_setting(temperature)
-        sequences = _sequences(setting)
-        steps = _answer_tokens(setting, new_tokens) / _BEAM_STEP_TOKENS
-        passes += steps * sequences / BATCHES[setting.batch]
-        rows += sequences * (steps * (1 + width * DEEPEST_PLAN) + len(prompts[0]))
-    return passes, rows
-
-
-def _beam_setting(temperature: str) -> Setting:
-    return Setting(temperature, "5-16", 16, 1.0)
 
 
 def _sequences(setting: Setting) -> int:

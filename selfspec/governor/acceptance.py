@@ -7,7 +7,7 @@ calibration; near 0 no draft is accepted. A skill is updated with drafted steps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -97,15 +97,10 @@ class Skill:
 class Acceptance:
     """The chances of one domain and temperature."""
 
-    def __init__(
-        self,
-        shares: Sequence[Sequence[float]],  # [depth][rank]: how often the token had that rank
-        beams: Mapping[int, Sequence[float]] | None = None,  # nodes per depth -> [depth]: how often one was the token
-    ) -> None:
+    def __init__(self, shares: Sequence[Sequence[float]]) -> None:  # [depth][rank]: how often the token had that rank
         if not shares or not any(map(sum, shares)):
             raise ValueError("a profile without shares by depth and rank cannot be governed; calibrate the model again")
-        self._shares, self.beams = shares, beams or {}
-        skills = np.array(LEVELS)
+        self._shares, skills = shares, np.array(LEVELS)
         self._chances = [_at_skill(by_rank, skills) for by_rank in shares]  # by depth: [rank, level]
         self.evidence = lru_cache(maxsize=256)(self._evidence)
         self.first_exposure = exposure_of(shares[0][:1])  # of the best draft token after the root
@@ -118,9 +113,6 @@ class Acceptance:
     def reach(self, plan: Plan) -> np.ndarray:
         """[depth + 1, levels]: the chance that the accepted path of a plan without copied nodes reaches each depth, at
         each level of skill."""
-        if plan.beam:
-            missed = np.exp(-np.array(self._exposures(plan))[:, None] * np.array(LEVELS))
-            return np.vstack((np.ones(len(LEVELS)), np.cumprod(1 - missed, axis=0)))
         reached = [np.ones(len(LEVELS))]
         by_depth = np.zeros((plan.depth + 1, len(LEVELS)))
         by_depth[0] = 1.0
@@ -138,14 +130,6 @@ class Acceptance:
         """Evidence of a step, by its last node. At accepted depths the rank of the token was observed, and the better
         ranks missed; below the last node all drafted ranks missed."""
         found, skills = [], np.array(LEVELS)
-        if plan.beam:
-            exposures = self._exposures(plan)
-            for depth in plan.depths:
-                observed = np.zeros(len(LEVELS))
-                for exposure in exposures[:depth]:
-                    observed += _observed(exposure, skills)
-                found.append(Evidence(observed.tolist(), sum(exposures[: depth + 1]), depth + 1))
-            return found
         for last in range(len(plan) + 1):
             observed, expected = np.zeros(len(LEVELS)), 0.0
             for node in plan.path(last)[1:]:
@@ -158,15 +142,6 @@ class Acceptance:
             found.append(Evidence(observed.tolist(), expected, plan.depths[last] + 1))
         return found
 
-    def _exposures(self, plan: Plan) -> list[float]:
-        """Exposures of a beam by depth. All its nodes of a depth count as one rank. A width that was not measured
-        counts as the widest measured one below it or, if there is none, as the best draft token alone."""
-        widest = [max((measured for measured in self.beams if measured <= width), default=0) for width in plan.beam]
-        return [
-            exposure_of([self.beams[width][min(depth, len(self.beams[width]) - 1)]] if width else self._at(depth)[:1])
-            for depth, width in enumerate(widest)
-        ]
-
     def _at(self, depth: int) -> Sequence[float]:
         return self._shares[min(depth, len(self._shares) - 1)]
 
@@ -176,13 +151,6 @@ def mean_shares(domains: Sequence[Sequence[Sequence[float]]]) -> list[list[float
     depths = range(max(map(len, domains)))
     by_depth = ([shares[min(depth, len(shares) - 1)] for shares in domains] for depth in depths)
     return [[fsum(shares) / len(domains) for shares in zip_longest(*at, fillvalue=0.0)] for at in by_depth]
-
-
-def mean_beams(domains: Sequence[Mapping[int, Sequence[float]]]) -> dict[int, list[float]]:
-    """The mean over domains of the shares by depth of the beams that all of them have."""
-    widths = set(domains[0]).intersection(*domains[1:])
-    shares = {width: zip(*(beams[width] for beams in domains), strict=False) for width in sorted(widths)}
-    return {width: [fsum(values) / len(domains) for values in by_depth] for width, by_depth in shares.items()}
 
 
 def exposure_of(shares: Sequence[float]) -> float:

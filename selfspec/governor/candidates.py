@@ -79,7 +79,7 @@ class SharedPlans:
     def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan | None:
         """The fastest plan (expected accepted length over cost) among those that take at most `max_step` plain steps;
         None: plain decoding. For each depth, adds nodes in the order of their chances. With a `share` of hits above 0
-        the plan has copied nodes. Only one sequence drafts beams: for several, narrow trees accept as much."""
+        the plan has copied nodes."""
         assert self._acceptance is not None
         level, best, speed, copies, cost = Skill(skill).level, None, 1.0, 0, self._costs[size]
         for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
@@ -91,23 +91,7 @@ class SharedPlans:
                 steps = cost(depth, taken + count)
                 if steps <= self._max_step and length / steps > speed:
                     best, speed, copies = nodes[:taken], length / steps, count
-        plan = None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
-        return self._fastest_beam(level, share, cost, plan, speed) if size == 1 < width else plan
-
-    def _fastest_beam(self, level: int, share: float, cost: CostModel, best: Plan | None, speed: float) -> Plan | None:
-        """The fastest measured beam; `best` if none is faster than `speed`."""
-        assert self._acceptance is not None
-        counts, depths = _COPIES if share else (0,), range(1, DEEPEST_PLAN + 1)
-        for width, depth, count in product(self._acceptance.beams, depths, counts):
-            if width <= self._widest and width * depth + count <= MAX_NODES:
-                plan = Plan(beam=(width,) * depth)
-                copied = share ** np.arange(1, count + 1)
-                reached = self._acceptance.reach(plan)[1:, level]
-                reached[:count] *= 1 - copied[:depth]
-                length, steps = 1.0 + float(copied.sum() + reached.sum()), cost(depth, width * depth + count)
-                if steps <= self._max_step and length / steps > speed:
-                    best, speed = plan.with_copy(count), length / steps
-        return best
+        return None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
 
 
 class PlanCandidates:

@@ -154,9 +154,6 @@ class DomainChoice(Entry):
     chain: Run | None = None  # measurement of chain:4, one greedy sequence
     # temperature -> [depth][rank]: share of the positions reached at a depth where the model's token has that rank
     ranks: dict[str, list[list[float]]] = {}
-    # temperature -> nodes per depth of a beam -> [depth]: share of the positions reached at a depth where one of the
-    # beam's nodes is the model's token
-    beams: dict[str, dict[Positive, list[Share]]] = {}
     costs: dict[str, StepCost] = {}  # batch -> costs of steps with the chosen exit
     prompt_agreement: Spread | None = None  # of the exit with the model on the last positions of prompts
     text_agreement: Spread | None = None  # of the exit with the model on answers
@@ -171,7 +168,6 @@ class DomainChoice(Entry):
             raise ValueError("a domain has no plans")
         _check_names("plans", self.plans, {name for of_batch in self.plans.values() for name in of_batch})
         _check_names("ranks", self.ranks)
-        _check_names("beams", self.beams)
         _check_names("costs", batches=self.costs)
         for of_batch in self.plans.values():
             for choice in of_batch.values():
@@ -179,8 +175,6 @@ class DomainChoice(Entry):
                     raise ValueError(f"the plan {choice.plan} has no fixed tree; a profile's plans need one")
         if self.chain is not None:
             Plan.parse(self.chain.plan)
-        if not all(by_depth for of_width in self.beams.values() for by_depth in of_width.values()):
-            raise ValueError("a domain has beams without a share for the first depth")
         for temperature, depths in self.ranks.items():
             for depth, shares in enumerate(depths):
                 if not all(0 <= share <= 1 for share in shares) or sum(shares) > 1 + _ROUNDING:
@@ -203,11 +197,6 @@ class DomainChoice(Entry):
             steps = (temperature - hot) / (hot - cool)
             return extrapolated(self.ranks[measured[-2]], self.ranks[measured[-1]], steps)
         return self.ranks[self.nearest(self.ranks, temperature)]
-
-    def beams_at(self, temperature: float) -> dict[int, list[float]]:
-        """Shares of beams by their nodes per depth and by depth, at the nearest measured temperature; empty where none
-        was measured."""
-        return self.beams[self.nearest(self.beams, temperature)] if self.beams else {}
 
     def plans_at(self, temperature: float, forced: bool = False) -> dict[int, Plan]:
         """The plans for a temperature (0: greedy), by the largest batch of each. With `forced`, plans that were slower
