@@ -135,6 +135,7 @@ def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
                     assert "assistant" in next(lines)
                     process.send_signal(signal.SIGTERM)
                     assert process.wait(10) == 0
+                    assert "leaked" not in process.stderr.read()
         finally:
             process.kill()
 

@@ -79,7 +79,10 @@ def serve(args: argparse.Namespace) -> int:
     describe(engine, args.host, listener.getsockname()[1], key is not None)
     # uvicorn stops on SIGTERM and then raises it again: this handler makes the process end with exit code 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        gc.unfreeze()  # what is still frozen at exit, Triton prints as leaks
     return 0
 
 
