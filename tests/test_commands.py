@@ -18,7 +18,7 @@ import selfspec
 from selfspec import Engine, cli
 from selfspec.commands import chat as chat_command
 from selfspec.commands.running import for_command, one_line_warnings, run
-from selfspec.commands.serve import read_key
+from selfspec.commands.serve import listen, read_key
 from tests.commanding import answer, save_model
 from tests.serving import eventually
 
@@ -264,6 +264,13 @@ def test_an_empty_key_serves_nobody(given, stored, monkeypatch):
 def test_a_host_that_does_not_exist_is_named(capsys):
     assert cli.main(["serve", "--host", "no host"]) == 2
     assert "cannot listen on no host port 8000" in capsys.readouterr().err
+
+
+def test_the_port_of_a_server_that_still_loads_its_model_is_in_use(capsys):
+    with listen("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        assert cli.main(["serve", "--port", port, "--model", "missing"]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
 def test_a_message_that_is_not_unicode_is_dropped_and_the_chat_goes_on(folder, engine, monkeypatch, capsys):

@@ -96,14 +96,16 @@ def read_key(given: str | None) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a bound socket. It names its protocol, without which asyncio leaves the delay of small packets on: every
-    event of a stream would wait up to 40 ms for the client's acknowledgement."""
+    """Returns a listening socket: one that is only bound leaves the port to another server. It names its protocol,
+    without which asyncio leaves the delay of small packets on: every event of a stream would wait up to 40 ms for the
+    client's acknowledgement."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]
         listener = socket.socket(family, kind, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise OSError(f"cannot listen on {host} port {port} ({reason}): choose another --port or --host") from None
