@@ -90,6 +90,12 @@ def test_a_refusal_says_what_to_use_instead(served):
     assert "/v1/chat/completions" in post(served, {}, "/v1/embeddings").json()["error"]["message"]
 
 
+def test_another_method_is_refused_with_those_that_are_possible(served):
+    refused = served.http.get("/v1/completions", headers={"authorization": f"Bearer {KEY}"})
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["message"] == "GET is not possible here: use POST"
+
+
 def test_a_refusal_lists_every_type_that_a_field_may_have(served):
     message = post(served, {"messages": CHAT, "speculative_decoding": "on"}).json()["error"]["message"]
     assert "boolean" in message and "'force'" in message

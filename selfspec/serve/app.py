@@ -178,11 +178,15 @@ async def _api_error(_: Request, error: ApiError) -> Response:
     return error.response()
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    message = error.detail
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    message, headers = error.detail, error.headers or {}
     if error.status_code == 404:
         message = f"there is no such endpoint; those of this server are {', '.join(route.path for route in _routes())}"
-    return ApiError(error.status_code, message).response()
+    elif error.status_code == 405:
+        message = f"{request.method} is not possible here: use {headers['Allow']}"
+    response = ApiError(error.status_code, message).response()
+    response.headers.update(headers)
+    return response
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:
