@@ -145,6 +145,7 @@ def test_tools_calls_and_their_answers_reach_the_template(served):
 
 def test_tools_that_cannot_be_served_are_refused(served, monkeypatch):
     bad = {**WEATHER["function"], "parameters": {"type": "object", "properties": {"x": {"type": "nothing"}}}}
+    nested = '{"a":' * 600 + "1" + "}" * 600
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
@@ -154,6 +155,8 @@ def test_tools_that_cannot_be_served_are_refused(served, monkeypatch):
         ({"tools": [STOP], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
          "messages.0.tool_calls.0.function.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nested}}]}]},
+         "messages"),
     ]  # fmt: skip
     for fields, param in cases:
         response = served.http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 2, **fields})

@@ -79,7 +79,7 @@ def tokenize_text(engine: Engine, text: str) -> list[int]:
 def _encode(engine: Engine, prompt: Prompt, param: str, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     try:
         return encode(engine.tokenizer, prompt, tools)
-    except (ValueError, TypeError, TemplateError) as error:  # templates refuse some orders of roles
+    except (ValueError, TypeError, TemplateError, RecursionError) as error:  # templates refuse some orders of roles
         raise ApiError(400, f"{param}: {error}", param) from None
 
 
