@@ -187,8 +187,8 @@ class RequestBuilder:
 
     def _warn_no_profile(self) -> None:
         self._warn(
-            "drafting only what the text repeats: this model has no profile, so there is no trained exit. Calibrate it "
-            "(python -m selfspec.calibrate --model ...), or pass exit_layer= and plan= to draft with an untrained exit."
+            "drafting only what the text repeats: this model has no profile, so there is no trained exit. Calibrate "
+            "it: python -m selfspec.calibrate --model ..."
         )
 
 

@@ -189,7 +189,7 @@ class TestMemory:
 class TestNoProfileWarning:
     def test_it_comes_once_and_says_what_to_do(self, model):
         engine = Engine.from_model(model)
-        with pytest.warns(UserWarning, match="no profile.*python -m selfspec.calibrate.*exit_layer=.*plan="):
+        with pytest.warns(UserWarning, match="no profile.*python -m selfspec.calibrate"):
             engine.generate(PROMPT, max_new_tokens=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

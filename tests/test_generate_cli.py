@@ -95,10 +95,10 @@ def test_a_base_model_continues_the_text_and_says_so(tmp_path, capsys, engine):
         assert about.count("selfspec: this model has no chat template: it continues the text") == said
 
 
-def test_without_a_profile_a_warning_of_one_line_names_options_of_the_command(run):
+def test_without_a_profile_a_warning_of_one_line_names_what_every_command_can_do(run):
     _, about = run("hello", "--max-new-tokens", "2")
     (line,) = (line for line in about.splitlines() if "profile" in line and line.startswith("selfspec: "))
-    assert "selfspec calibrate --model" in line and "--exit-layer and --plan" in line
+    assert "selfspec calibrate --model" in line and "--exit-layer" not in line, "`selfspec serve` has no such option"
     assert ".py" not in about and "exit_layer=" not in about
 
 
