@@ -26,7 +26,7 @@ from selfspec.serve.tools import ToolCallParser, ToolForm
 
 _log = logging.getLogger(__name__)
 
-STALLED_S = 1.0  # seconds that a write may wait for a client that reads nothing, once all buffers are full
+STALLED_S = 1.0  # seconds that a write may wait for room in the buffers
 
 
 class Generating(Response):
@@ -151,7 +151,7 @@ def _refusal(refusal: ApiError, events: Events) -> ASGIApp:
 
 
 class Stalled(Exception):
-    """The client has stopped reading."""
+    """The client does not read, or more slowly than its text is generated."""
 
 
 class Events:
