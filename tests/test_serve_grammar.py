@@ -57,3 +57,11 @@ def test_regex_and_grammar_restrict_texts_and_streams(served):
     body = {"prompt": ["hi", "the"], "n": 2, "regex": "[0-9]{3}", "max_tokens": 20, "response_format": None}
     choices = served.http.post("/v1/completions", json=body).json()["choices"]
     assert len(choices) == 4 and all(re.fullmatch("[0-9]{3}", choice["text"]) for choice in choices)
+
+
+def test_a_grammar_that_exceeds_its_limits_while_decoding_is_named(served):
+    doubled = "\n".join(f"x{depth}: x{depth + 1} x{depth + 1}" for depth in range(40))
+    for start in ("x0", '"a" x0'):  # fails at the first mask, or at the second
+        body = {"prompt": "hi", "grammar": f'start: {start}\n{doubled}\nx40: "a"', "max_tokens": 20}
+        error = served.http.post("/v1/completions", json=body).json()["error"]
+        assert error["param"] == "grammar" and error["message"].startswith("grammar cannot be followed")

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from selfspec.cache.kv_cache import CacheFull
+from selfspec.grammar import ResponseFormatError
 
 RETRY_AFTER_S = 1  # seconds a client is asked to wait; a request of 100 tokens usually ends sooner
 
@@ -51,13 +52,16 @@ def _path(location: tuple[int | str, ...]) -> list[str]:
     return [str(part) for part in location if str(part) not in _TYPE_NAMES and re.fullmatch(r"\w+", str(part))]
 
 
-def of_engine(error: BaseException) -> ApiError:
-    """Returns the error of a request that the engine refused or could not finish. A ValueError is the request's fault;
-    an unexpected error keeps its details out of the answer, since they may contain another request's text."""
+def of_engine(error: BaseException, format_field: str = "response_format") -> ApiError:
+    """Returns the error of a request that the engine refused or could not finish; `format_field` is the field that the
+    engine got as response_format. A ValueError is the request's fault; an unexpected error keeps its details out of the
+    answer, since they may contain another request's text."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CacheFull):
         return ApiError(503, f"the KV cache has no pages left for this request: {error}", code="cache_full")
+    if isinstance(error, ResponseFormatError):
+        return ApiError(400, str(error).replace("response_format", format_field, 1), format_field)
     if isinstance(error, ValueError):
         named = _ARGUMENT.match(str(error))
         return ApiError(400, str(error), _FIELDS.get(named[1], named[1]) if named else None)

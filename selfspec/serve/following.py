@@ -152,9 +152,10 @@ class Run:
         choices: Sequence[Sequence[Choice]],  # for each request those of its sequences
         wakeups: Wakeups,
         most: int | None = None,  # new tokens that are shown of each sequence; None: all
+        format_field: str = "",  # of the call, that the engine got as response_format
     ) -> None:
         self._scheduler, self._wakeups, self._event = scheduler, wakeups, asyncio.Event()
-        self.requests, self._choices, self._most = requests, choices, most
+        self.requests, self._choices, self._most, self._format_field = requests, choices, most, format_field
         self._states: list[list[tuple[int, str | None]]] = [[] for _ in requests]
         for number, request in enumerate(requests):
             request.progress.listener = partial(self._record, number)
@@ -205,7 +206,7 @@ class Run:
         pieces, index = [], 0
         for request, choices, states in zip(self.requests, self._choices, self._states, strict=True):
             if request.error is not None:
-                raise of_engine(request.error)
+                raise of_engine(request.error, self._format_field)
             for at, (choice, (new_tokens, reason)) in enumerate(zip(choices, states, strict=False)):
                 if reason == "cancelled":
                     raise ApiError(503, "the server is stopping: try again soon")

@@ -77,7 +77,14 @@ class Generating(Response):
             [self._choice(sequence, echo, prepared.form) for sequence in request.sequences]
             for request, echo in zip(prepared.requests, prepared.echoes, strict=True)
         ]
-        run = Run(service.engine.scheduler, prepared.requests, choices, service.wakeups, self._body.new_tokens)
+        run = Run(
+            service.engine.scheduler,
+            prepared.requests,
+            choices,
+            service.wakeups,
+            self._body.new_tokens,
+            self._body.format_field,
+        )
         return run, prepared.prompt_tokens
 
     def _choice(self, sequence: Sequence, echo: str, form: ToolForm | None) -> Choice:

@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from selfspec.engine import Engine
-from selfspec.grammar import ResponseFormatError
 from selfspec.sequence import Request
 from selfspec.serve.errors import ApiError, of_engine
 from selfspec.serve.protocol import ChatBody, CompletionBody, Generation, Message, Tool
@@ -44,18 +43,14 @@ def prepare(engine: Engine, body: ChatBody | CompletionBody) -> Prepared:
     echoes: list[str] = []
     prompt_tokens = 0
     form = _form(engine, body) if isinstance(body, ChatBody) and body.callable_tools else None
-    must_call = isinstance(body, ChatBody) and body.must_call
     try:
         for tokens, echo in _prompts(engine, body):
             made = _requests(engine, body, tokens, form)
             requests += made
             echoes += [echo] * len(made)
             prompt_tokens += len(tokens)
-    except ResponseFormatError as error:
-        param = "tools" if must_call else body.formats[0]
-        raise ApiError(400, str(error).replace("response_format", param, 1), param) from None
     except ValueError as error:
-        raise of_engine(error) from None
+        raise of_engine(error, body.format_field) from None
     return Prepared(requests, echoes, prompt_tokens, form)
 
 

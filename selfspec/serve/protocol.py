@@ -181,6 +181,11 @@ class Generation(Body):
         return [name for name in fields if getattr(self, name) not in (None, {"type": "text"})]
 
     @property
+    def format_field(self) -> str:
+        """The field whose grammar the answer follows, if there is one."""
+        return "".join(self.formats)
+
+    @property
     def samples(self) -> int:
         return self.n or 1
 
@@ -221,6 +226,10 @@ class ChatBody(Generation):
     @property
     def must_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def format_field(self) -> str:
+        return "tools" if self.must_call else super().format_field
 
     @property
     def top(self) -> int | None:
