@@ -36,7 +36,6 @@ class PlanTable:
     plans: tuple[Plan, ...]
     costs: tuple[float, ...]  # of each plan, in plain steps, by the cost model
     lengths: np.ndarray  # [levels of skill, levels of copying, plans]: expected accepted lengths
-    copies: bool  # whether some plan has copied nodes
 
 
 class SharedPlans:
@@ -113,8 +112,7 @@ class PlanCandidates:
         plans = self._shared.for_batch(batch)
         lengths = np.array([_lengths(plan, self._reach(plan.without_copy)) for plan in plans])
         costs = tuple(self._cost(plan, batch) for plan in plans)
-        copies = any(plan.copied for plan in plans)
-        return PlanTable(plans, costs, np.moveaxis(lengths.reshape(-1, len(LEVELS), len(REACH)), 0, 2), copies)
+        return PlanTable(plans, costs, np.moveaxis(lengths.reshape(-1, len(LEVELS), len(REACH)), 0, 2))
 
     def _reach(self, plan: Plan) -> np.ndarray:
         return np.ones((1, len(LEVELS))) if self.acceptance is None else self.acceptance.reach(plan)

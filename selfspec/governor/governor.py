@@ -123,7 +123,7 @@ class Governor:
 
     def copies(self, batch: int) -> bool:
         """Whether some candidate for a batch of this size copies."""
-        return self.candidates.table(batch).copies
+        return batch <= self.rules.max_tree_batch
 
     def charge_step(self, plan: Plan, batch: int, context: int) -> float:
         """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
