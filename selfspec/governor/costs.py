@@ -5,6 +5,7 @@ An engine keeps one `Costs` per kind of batch for all its requests. `acceptance`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -135,15 +136,12 @@ class Costs:
     def __init__(self) -> None:
         self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
         self._corrections = 0  # samples of the correction
-        self._buckets: dict[tuple[int, int], CostBucket] = {}
+        self._buckets: defaultdict[tuple[int, int], CostBucket] = defaultdict(CostBucket)
         self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
     def bucket(self, batch: int, context: int) -> CostBucket:
         """The bucket of a batch size, up to the next power of two, and of the longest sequence's tokens, `context`."""
-        key = (batch - 1).bit_length(), (((context - 1) >> _SHORT_BITS).bit_length() + 1) // 2
-        if key not in self._buckets:
-            self._buckets[key] = CostBucket()
-        return self._buckets[key]
+        return self._buckets[(batch - 1).bit_length(), (((context - 1) >> _SHORT_BITS).bit_length() + 1) // 2]
 
     def observe(self, bucket: CostBucket, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
