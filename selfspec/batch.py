@@ -184,7 +184,8 @@ class Batch:
         if not self.backend.overlaps:
             plan = chosen.truncated(max(sequence.tokens_left for sequence in self.running) - 1)
         if self.scoring.unfilled and len(plan):
-            self._fill_exit(in_flight)
+            assert self.exit is not None
+            self.scoring.fill_exit(self.running, self.exit, False, in_flight)
         step = self.backend.launch(self.running, StepRecord.of(plan, chosen, reason), self.exit, in_flight)
         step.reasons = {
             sequence: rule for sequence, rule in zip(self.running, self._reasons, strict=True) if rule is not None
@@ -196,10 +197,6 @@ class Batch:
         self._capture_seconds[plan] = 0.0
         self.scoring.count_step(plan, self.exit)
         return step
-
-    def _fill_exit(self, in_flight: Step | None, score: bool = False) -> None:
-        assert self.exit is not None
-        self.scoring.fill_exit(self.running, self.exit, score, in_flight)
 
     def _score_and_route(self) -> None:
         self.scoring.score_and_route(len(self.running), self.exit, self.governor)

@@ -116,6 +116,11 @@ class ScriptedBatch(Batch):
             waiting = [sequence for sequence in waiting if sequence not in ready]
         self.join(sequences)
 
+    def fill_exit(self, score: bool = False) -> None:
+        """Fills the exit's KV now; with `score` also scores the exit."""
+        assert self.exit is not None
+        self.scoring.fill_exit(self.running, self.exit, score, self.in_flight)
+
     def dismiss(self, sequence: Sequence) -> None:
         """Removes a sequence, finished or not, and frees its pages."""
         self.leave([sequence])

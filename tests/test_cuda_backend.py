@@ -416,7 +416,7 @@ def test_drafts_at_all_depths_are_those_of_the_reference_backend(family: str, la
         batch.admit(sequences)
         batch.step()
         batch.drain()
-        batch._fill_exit(None)
+        batch.fill_exit()
         batch.plan = plan
         if isinstance(backend, CudaBackend):
             batch.step()
@@ -489,7 +489,7 @@ def test_plain_steps_are_scored_as_by_the_reference_backend() -> None:
         batch.admit(sequences[3:])
         for _ in range(2):
             batch.step()
-        batch._fill_exit(batch.in_flight, score=True)
+        batch.fill_exit(score=True)
         batch.step()
         batch.drain()
         keys = [exit_keys(backend.cache, sequence, len(sequence.prompt) + 1) for sequence in sequences]
@@ -595,7 +595,7 @@ def test_a_steps_time_is_a_cost_sample_only_if_it_was_launched_right_after_anoth
     batch.step()  # fills the exit's KV first, which is part of the cost of drafting
     batch.plan = NONE
     batch.step()
-    batch._fill_exit(batch.in_flight)  # not part of the cost of a plain step
+    batch.fill_exit()  # not part of the cost of a plain step
     batch.step()
 
     def capture(_: Any, launches: Any) -> Any:
