@@ -117,7 +117,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         return self._map(lambda _, tensor: tensor.to(device))
@@ -173,11 +173,12 @@ class QuantizedWeight:
             values *= coarse.T.float().repeat_interleave(values.shape[1] // len(coarse), 1)
         return values[..., None]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by field; fields that are None or an integer are left out."""
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def _map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> QuantizedWeight:
-        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self._tensors().items()}
+        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
         return replace(self, **changed)
 
 

@@ -171,17 +171,7 @@ def can_pack(parts: Sequence[QuantizedTensor]) -> bool:
 
 def pack(parts: Sequence[QuantizedTensor]) -> QuantizedWeight:
     """Returns one weight with the rows of all parts; no value changes."""
-    whole = parts[0] if len(parts) == 1 else concatenate(parts)
-    return QuantizedWeight.pack(
-        whole.q,
-        whole.scale,
-        whole.group,
-        bits=whole.bits,
-        zero=whole.zero,
-        super_scale=whole.super_scale,
-        minimum=whole.minimum,
-        super_minimum=whole.super_minimum,
-    )
+    return QuantizedWeight.pack(**vars(parts[0] if len(parts) == 1 else concatenate(parts)))
 
 
 def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
@@ -192,7 +182,7 @@ def join(parts: Iterable[QuantizedWeight], rows: int) -> QuantizedWeight:
     for part in parts:
         if part.shape[0] == rows:
             return part
-        tensors = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        tensors = part.tensors()
         packed = tensors.pop("packed")
         stop = start + part.shape[0]
         if not start:
