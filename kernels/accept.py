@@ -15,7 +15,7 @@ import torch
 
 from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 # Report columns: tokens emitted; last node; deepest reached node drafted by the exit (or root); first token.
 COUNT, LAST, EXIT_LAST, TOKENS = 0, 1, 2, 3
@@ -145,7 +145,7 @@ def accept(
     for name, tensor in (("texts", texts), ("counts", counts), ("stops", stops)):
         if tensor is not None:
             check_tensor(tensor, name, (sequences, tensor.shape[-1]), (torch.int32,), chosen.device)
-    pdl, stop_count = use_pdl(chosen), 1 if stops is None else stops.shape[1]
+    stop_count = 1 if stops is None else stops.shape[1]
     strides = (0 if tensor is None else tensor.stride(0) for tensor in (texts, counts, stops))
     _accept_kernel[(sequences,)](
         chosen, tokens, tree.parents, tree.ancestors, tree.depths, tree.paths, active, lengths, lengths_before,
@@ -153,6 +153,6 @@ def accept(
         sequences, nodes, tree.copied, tree.parents.stride(0), tree.ancestors.stride(0), *tree.paths.stride()[:2],
         paths.stride(0), report.stride(0), *strides, stop_count,
         NODES_P2=triton.next_power_of_2(nodes), DEPTHS_P2=triton.next_power_of_2(tree.paths.shape[2]),
-        STOPS_P2=triton.next_power_of_2(max(1, stop_count)), FIRST_TOKEN=TOKENS, PDL=pdl, num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        STOPS_P2=triton.next_power_of_2(max(1, stop_count)), FIRST_TOKEN=TOKENS, num_warps=1,
+        **pdl_options(chosen),
     )  # fmt: skip

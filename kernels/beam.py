@@ -16,7 +16,7 @@ from selfspec.kernels.accept import TreeTensors
 from selfspec.kernels.noise import pack_keys, to_int_scores, unpack_tokens
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.topk import next_best
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,10 @@ def choose_nodes(
     contiguous = (level.tokens, level.log_probs, tokens_out, sums, tree.parents, tree.ancestors, tree.paths)
     if not all(tensor.is_contiguous() for tensor in contiguous) or level.log_probs.shape != level.tokens.shape:
         raise ValueError("candidates and trees of a beam must be contiguous, and each candidate have one score")
-    pdl = use_pdl(tokens_out)
     _choose_nodes_kernel[(len(tokens_out),)](
         level.tokens, level.log_probs, tokens_out, sums, tree.parents, tree.ancestors, tree.paths,
         trees.parent_rows, trees.feature_rows,
         trees.first_feature_row, level.first_above, above, first_node, sequences, width, nodes, tree.paths.shape[2],
         CANDIDATES=triton.next_power_of_2(above * width), PATH=triton.next_power_of_2(tree.paths.shape[2]),
-        PDL=pdl, num_warps=1 if above * width <= 128 else 4, **({"launch_pdl": True} if pdl else {}),
+        num_warps=1 if above * width <= 128 else 4, **pdl_options(tokens_out),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 
 from selfspec.kernels.noise import check_tensor
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 LONGEST_MATCH = 4  # tokens compared
 _TILE = 1024  # positions of a program: 8 for each thread of 4 warps
@@ -102,14 +102,13 @@ def copy_draft(
         raise ValueError(f"{tokens.numel()} tokens are not those of roots and copied nodes of {sequences} sequences")
     if forced is not None:
         check_tensor(forced, "forced", (count * sequences,), (torch.int32,), lengths.device)
-    pdl = use_pdl(texts)
-    options = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    pdl = pdl_options(texts)
     _match_kernel[(sequences, tiles)](
-        texts, lengths, keys, texts.stride(0), tiles, LONGEST=LONGEST_MATCH, TILE=_TILE, num_warps=4, **options
+        texts, lengths, keys, texts.stride(0), tiles, LONGEST=LONGEST_MATCH, TILE=_TILE, num_warps=4, **pdl
     )
     _copy_kernel[(sequences,)](
         texts, lengths, newest_tokens, keys, forced, tokens, sequences, texts.stride(0), tiles, count,
-        TILES_P2=triton.next_power_of_2(tiles), NODES_P2=triton.next_power_of_2(count + 1), num_warps=1, **options,
+        TILES_P2=triton.next_power_of_2(tiles), NODES_P2=triton.next_power_of_2(count + 1), num_warps=1, **pdl,
     )  # fmt: skip
 
 

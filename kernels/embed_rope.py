@@ -21,7 +21,7 @@ from selfspec.kernels.quantized_launch import Weight, weight_arguments
 from selfspec.kernels.quantized_tile import dequantize_row
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import Ranking, nth_best
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,6 @@ def embed_rope(
         raise ValueError("embedding, hidden_out, scaled, tokens and slots must be contiguous")
     next_norm.check(hidden_out)
     squares, half = next_norm.squares.shape[1], inv_freq.shape[1]
-    pdl = use_pdl(hidden_out)
     tokens = ranked if isinstance(ranked, torch.Tensor) else None
     ranking = ranked if isinstance(ranked, Ranking) else None
     tensors, sizes = ((None,) * 3, (0,) * 3) if ranking is None else (ranking.tensors, ranking.sizes)
@@ -204,7 +203,7 @@ def embed_rope(
         HALF=half, HALF_P2=triton.next_power_of_2(half), ROPES=inv_freq.shape[0],
         NEXT_OFFSET=float(next_norm.offset), SHRINK=shrink(hidden_out.dtype),
         **ranking_constants, BY_ROW=given_tokens is not None and len(given_tokens) == rows,
-        BEGINS=begins or first_node == 0, PAGE=PAGE_SIZE, PDL=pdl,
+        BEGINS=begins or first_node == 0, PAGE=PAGE_SIZE,
         STRIDE=stride, FORMAT=None if quantized is None else format_of(quantized, hidden_out.dtype, 1),
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        num_warps=4, **pdl_options(hidden_out),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from selfspec.kernels.norm import (
     squares_per_row,
 )
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl
 
 
 def unfilled_capacity(sequences: int) -> int:
@@ -131,7 +131,6 @@ def final_norm(
         )
     if (hidden is None) != (unfilled is None) or (unfilled is not None and len(unfilled.counts) != rows):
         raise ValueError("`hidden` and `unfilled` come together, with one row per sequence")
-    pdl = use_pdl(last)
     saved = (None,) * 4 if unfilled is None else (hidden, unfilled.counts, unfilled.hidden, unfilled.previous)
     _final_norm_kernel[(rows,)](
         last, weight, middle, out, *saved,
@@ -139,6 +138,5 @@ def final_norm(
         0 if hidden is None else hidden.stride(0), rows,
         K=width, BLOCKS=next_power_of_two(squares_per_row(width)), WIDTH=columns_per_square(width), EPS=eps,
         OFFSET=offset, MIDDLE_EPS=torch.finfo(last.dtype).eps, CAPACITY=1 if unfilled is None else unfilled.capacity,
-        PDL=pdl, num_warps=4, enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=4, enable_fp_fusion=False, **pdl_options(last),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from selfspec.kernels.norm import (
     tree_sum,
 )
 from selfspec.kernels.quantized_weight import QuantizedWeight
-from selfspec.kernels.triton_compat import jit, shared_bytes, tl, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, shared_bytes, tl
 
 MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
 LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program that every supported GPU has
@@ -318,7 +318,6 @@ def launch_settings(
         while 3 * (MAX_ROW_TILE + block_n) * block_k * size > LEAST_SHARED_BYTES:  # the same for every block_m
             block_k //= 2
     stage_columns = block_k // 4 if slicing == "passes" else block_k
-    pdl = use_pdl(x)
     aligned = weight.stride(0) * size % 16 == 0 and weight.data_ptr() % 16 == 0
     return {
         "K": k,
@@ -328,11 +327,10 @@ def launch_settings(
         "BK": block_k,
         "SLICING": slicing,
         "PREFETCH": config.prefetch if aligned and config.prefetch <= k else 0,
-        "PDL": pdl,
         "num_warps": config.warps,
         "num_stages": min(config.stages, shared_bytes(x) // ((block_m + block_n) * stage_columns * size)),
         "enable_fp_fusion": False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 
 def compact_kv_reference(
@@ -104,13 +104,12 @@ def compact_kv(
     columns = heads * dim
     block = min(triton.next_power_of_2(columns), 256 if depths <= 16 else 64)  # a program holds depths * block values
     width = features.shape[1] if features is not None else 0
-    pdl = use_pdl(keys)
     grid = (layers + (features is not None), sequences, triton.cdiv(columns, block))
     _compact_kv_kernel[grid](
         keys, values, page_table, lengths_before, counts, paths, features if features is not None else keys,
         sequences, first_node_row, layers, keys.stride(0), columns, page_table.stride(0), counts.stride(0),
         paths.stride(0), depths,
         DEPTHS_P2=triton.next_power_of_2(depths), COLUMNS=columns, BLOCK=block,
-        FEATURE=width, FEATURE_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE, PDL=pdl,
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        FEATURE=width, FEATURE_P2=triton.next_power_of_2(max(width, 1)), PAGE=PAGE_SIZE,
+        num_warps=4, **pdl_options(keys),
     )  # fmt: skip

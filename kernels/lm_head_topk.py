@@ -52,7 +52,7 @@ from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, quanti
 from selfspec.kernels.quantized_tile import quantized_sums
 from selfspec.kernels.quantized_weight import QuantizedWeight
 from selfspec.kernels.topk import TILE, Scores, num_tiles
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program: what every supported GPU has
@@ -293,8 +293,7 @@ def _launch(
         logits_stride=0 if logits is None else logits.stride(0), squares_stride=squares_stride,
         **sampling_arguments(noise, truncation, processing),
         K=k, **norm_constants(k, x.dtype, norm), GATHER=gather,
-        TILE=TILE, **settings,
-        **({"PDL": True, "launch_pdl": True} if use_pdl(x) else {"PDL": False}),
+        TILE=TILE, **settings, **pdl_options(x),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl
 
 
 def columns_per_square(width: int) -> int:
@@ -230,13 +230,11 @@ def rms_norm(
         check_weight(weight, width)
     if next_norm is not None:
         next_norm.check(out)
-    pdl = use_pdl(x)
     count = squares_per_row(width)
     _rms_norm_kernel[(rows,)](
         x, weight, out, residual, *next_tensors(next_norm),
         x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0, *next_strides(next_norm),
         K=width, BLOCKS=next_power_of_two(count), WIDTH=columns_per_square(width), SQUARES=count,
         EPS=eps, OFFSET=offset, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0, SHRINK=shrink(x.dtype),
-        PDL=pdl, num_warps=4, enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=4, enable_fp_fusion=False, **pdl_options(x),
     )  # fmt: skip

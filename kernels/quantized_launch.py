@@ -17,7 +17,7 @@ from selfspec.kernels.norm import Norm, columns_per_square
 from selfspec.kernels.quantized_format import format_of, weight_tensors
 from selfspec.kernels.quantized_weight import TILE_ROWS, QuantizedWeight
 from selfspec.kernels.topk import TILE as HEAD_TILE
-from selfspec.kernels.triton_compat import use_pdl
+from selfspec.kernels.triton_compat import pdl_options
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
@@ -61,16 +61,14 @@ def weight_settings(
     """Constexpr arguments and launch options of a matmul; `block_n` replaces the config's."""
     if not isinstance(weight, QuantizedWeight):
         return launch_settings(x, weight, norm, config, block_n) | {"FORMAT": None}
-    pdl = use_pdl(x)
     return {
         "K": weight.columns,
         **norm_constants(weight.columns, x.dtype, norm),
         "SLICING": None,
         **quantized_settings(x, weight, config, block_n or config.block_n),
         "PREFETCH": config.prefetch if 4 * config.prefetch * TILE_ROWS <= weight.packed.stride(0) else 0,
-        "PDL": pdl,
         "enable_fp_fusion": False,
-        **({"launch_pdl": True} if pdl else {}),
+        **pdl_options(x),
     }
 
 

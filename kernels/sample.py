@@ -56,7 +56,7 @@ from selfspec.kernels.topk import (
     rank_candidates,
     topk_tokens,
 )
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 SPAN = 4096  # columns that a program reads at once: 16 for each of 256 threads
 FIRST_SORTED = 64  # tokens of a row that the first sorting launch sorts: enough for the usual top-k and top-p
@@ -380,7 +380,7 @@ def sample_scored(
         "noise": noise.tensors, "truncation": truncation.tensors, "tile_count": keys.shape[1],
         "keys_stride": keys.stride(0), "scores_stride": int_scores.stride(0), "sequences": noise.seeds.shape[0],
         "NT": triton.next_power_of_2(keys.shape[1]), "TILE": TILE,
-        **({"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}),
+        **pdl_options(keys),
     }  # fmt: skip
     choosing = {"V": vocabulary, "out_stride": tokens_out.stride(0), "STREAM": noise.stream}
     spans, masses = work.masses.shape[1], work.masses

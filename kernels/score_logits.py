@@ -29,7 +29,7 @@ from selfspec.kernels.noise import (
 )
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.topk import TILE, Scores, num_tiles
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 SPAN = 4096  # columns of a program: 16 for each of its 256 threads
 
@@ -118,5 +118,5 @@ def score_logits(
         logits_stride=logits.stride(0), keys_stride=keys.stride(0),
         scores_stride=0 if int_scores is None else int_scores.stride(0),
         **sampling_arguments(noise, truncation, processing), TILE=TILE, SPAN=SPAN, num_warps=8,
-        **({"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}),
+        **pdl_options(keys),
     )  # fmt: skip

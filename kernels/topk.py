@@ -24,7 +24,7 @@ import torch
 
 from selfspec.kernels.noise import check_tensor, from_int_scores, pack_keys, unpack_finite_tokens, unpack_tokens
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 TILE = 64  # columns of a tile: a power of two, as it is the shape of a Triton block
 MAX_WIDTH = 256  # tokens per row that can be asked for: candidates are ranked in blocks of up to 512 keys
@@ -366,7 +366,7 @@ def topk_tokens(
     if finite and tokens_out.shape[1] != 1:
         raise ValueError(f"finite asks for the one best column of a row, not for {tokens_out.shape[1]}")
     keys, (rows, width) = scores.tile_keys, tokens_out.shape
-    pdl = {"PDL": True, "launch_pdl": True} if use_pdl(keys) else {"PDL": False}
+    pdl = pdl_options(keys)
     count = keys.shape[1]
     padded = triton.next_power_of_2(count)
     if width <= MAX_SCAN_WIDTH:

@@ -27,7 +27,7 @@ import torch
 from selfspec.kernels.constants import MAX_NODES, PAGE_SIZE
 from selfspec.kernels.tree_attention_common import bundle_of, range_of, split_point
 from selfspec.kernels.tree_attention_kernel import tree_attention_kernel
-from selfspec.kernels.triton_compat import shared_bytes, use_pdl
+from selfspec.kernels.triton_compat import pdl_options, shared_bytes
 
 LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
 # With this much shared memory two programs of up to 99 KB, which every GPU has, share an SM. The three bounds are the
@@ -113,12 +113,12 @@ def tree_attention(
     """
     batch, nodes, kv_heads, dim = lengths.shape[0], depths.shape[0], *keys.shape[2:]
     _check(q, keys, values, page_table, lengths, paths, depths, out, workspace, counters, ranges, window, scale)
-    group, pdl, large_shared = q.shape[1] // (kv_heads * dim), use_pdl(q), shared_bytes(q) > _LARGE_SHARED_BYTES
+    group, pdl, large_shared = q.shape[1] // (kv_heads * dim), pdl_options(q), shared_bytes(q) > _LARGE_SHARED_BYTES
     row_tile = row_tile or (16 if nodes * group <= 16 else 64)
     if row_tile not in (16, 64):
         raise ValueError(f"row_tile must be 16 or 64, not {row_tile}")
     if separate is None:
-        separate = row_tile == 64 and pdl and large_shared and dim == 128 and 64 % group == 0 and window is None
+        separate = row_tile == 64 and pdl["PDL"] and large_shared and dim == 128 and 64 % group == 0 and window is None
     separate = separate and ranges > 0
     many_rows, full_pack = batch * nodes * group > _MANY_ROWS, 16 // group  # nodes whose queries fill 16 rows
     pack = pack or _pack(full_pack, separate, many_rows, batch * nodes * kv_heads)
@@ -138,9 +138,8 @@ def tree_attention(
             lengths, paths, *paths.stride()[:2], depths, batch, nodes, sums, stats, counters, ranges,
             prefix_programs if runs_prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
             DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=runs_prefix, NODES=runs_nodes,
-            TICKETS=tickets and not separate, PDL=pdl,
+            TICKETS=tickets and not separate, **pdl,
             **(_tiles(dim, keys.element_size()) | stages(runs_prefix, runs_nodes)),
-            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return out
 

@@ -75,6 +75,11 @@ def use_pdl(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not INTERPRETED and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
+def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """The launch options by which a kernel on the tensor's device uses programmatic dependent launch."""
+    return {"PDL": True, "launch_pdl": True} if use_pdl(tensor) else {"PDL": False}
+
+
 def shared_bytes(tensor: torch.Tensor) -> int:
     """Bytes of shared memory that a program may use on the tensor's device."""
     return shared_bytes_of(torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 6))
