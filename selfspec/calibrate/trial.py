@@ -20,7 +20,7 @@ class Setting:
 
     temperature: str
     batch: str
-    prompts: int  # at least
+    sequences: int  # at least as many as a batch has
     length: float  # of an answer, as a share of the usual length of trials
 
 
@@ -65,7 +65,7 @@ class Trials:
 
     def _batches(self, setting: Setting) -> list[list[list[int]]]:
         size = BATCHES[setting.batch]
-        chosen = [self.prompts[index % len(self.prompts)] for index in range(_sequences(setting))]
+        chosen = [self.prompts[index % len(self.prompts)] for index in range(setting.sequences)]
         return [chosen[start : start + size] for start in range(0, len(chosen), size)]
 
     def _arguments(self, plan: str | None, setting: Setting) -> dict[str, Any]:
@@ -98,14 +98,10 @@ def passes_and_rows(prompts: list[list[int]], new_tokens: int) -> tuple[float, f
     with a plan that needs two tokens in its passes for each new one."""
     passes = rows = 0.0
     for setting in (*SETTINGS, SETTINGS[0]):
-        sequences, tokens = _sequences(setting), _answer_tokens(setting, new_tokens) + _WARM_UP_TOKENS
-        passes += 2 * tokens * sequences / BATCHES[setting.batch]
-        rows += sequences * (3 * tokens + 4 * len(prompts[0]))
+        tokens = _answer_tokens(setting, new_tokens) + _WARM_UP_TOKENS
+        passes += 2 * tokens * setting.sequences / BATCHES[setting.batch]
+        rows += setting.sequences * (3 * tokens + 4 * len(prompts[0]))
     return passes, rows
-
-
-def _sequences(setting: Setting) -> int:
-    return max(setting.prompts, BATCHES[setting.batch])
 
 
 def _answer_tokens(setting: Setting, usual: int) -> int:
