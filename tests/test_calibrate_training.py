@@ -166,14 +166,14 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
 def test_a_matrix_step_moves_along_the_orthogonalised_momentum() -> None:
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(6, 4, generator=generator), torch.randn(3, 6, 4, generator=generator)
-    optimizer = Optimizer({"w": start.clone()}, weight_decay=0.1)
+    optimizer = Optimizer({"w": start.clone()})
     optimizer.learning_rate.fill_(0.01)
     expected, momentum = start.clone(), torch.zeros(6, 4)
     for gradient in gradients:
         optimizer.step({"w": gradient})
         momentum = 0.95 * momentum + 0.05 * gradient
         update = orthogonalised((0.05 * gradient + 0.95 * momentum)[None])[0]
-        expected = expected * (1 - 0.01 * 0.1) - 0.01 * 0.2 * 6**0.5 * update
+        expected = expected * (1 - 0.01 * 0.01) - 0.01 * 0.2 * 6**0.5 * update
     torch.testing.assert_close(optimizer.parameters["w"], expected)
 
 

@@ -9,15 +9,15 @@ import torch
 
 _BETA1, _BETA2, _EPSILON = 0.9, 0.98, 1e-8
 _MOMENTUM = 0.95
+_WEIGHT_DECAY = 0.01
 _MATRIX_SCALE = 0.2  # makes a matrix's update as large as Adam's, so that both share one learning rate
 
 
 class Optimizer:
     """Updates parameters in place from their gradients."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor], weight_decay: float = 0.01) -> None:
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
         self.parameters = parameters
-        self.weight_decay = weight_decay
         some = next(iter(parameters.values()))
         self.learning_rate = torch.zeros((), device=some.device)
         self.count = torch.zeros((), device=some.device)
@@ -67,19 +67,19 @@ class Optimizer:
         size = _MATRIX_SCALE * max(updates.shape[1:]) ** 0.5
         for name, update in zip(names, updates, strict=True):
             parameter = self.parameters[name]
-            parameter.mul_(1 - rates[name] * self.weight_decay)
+            parameter.mul_(1 - rates[name] * _WEIGHT_DECAY)
             parameter.sub_(rates[name] * size * update)
 
 
-def orthogonalised(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Matrices [N, m, n] with their singular values moved close to one, by an odd polynomial applied a few times."""
+def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices [N, m, n] with their singular values moved close to one, by an odd polynomial applied five times."""
     wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if wide else matrices.mT
     x = x.to(torch.bfloat16) if x.is_cuda else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     # Slope 3.4445 at zero lifts small singular values fast; the rest keeps those near one between 0.7 and 1.2.
     a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x if wide else x.mT).to(matrices.dtype)
