@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -47,6 +46,7 @@ WORK = ".selfspec-calibration"
 LENGTH = 64  # tokens of a row of text
 WARM_UP = 5  # training steps before the full learning rate, of a calibration with a given time
 AMOUNTS = ["--tokens", "1000", "--steps", "40", "--exits", "1,2"]  # three chunks
+MEASURED_COSTS = run.Calibration._measured_costs
 SHORT_TRIALS = (Setting("0", "1", 2, 3), Setting("0.7", "1", 1, 1), Setting("0", "2-4", 4, 0.5))
 
 
@@ -118,7 +118,7 @@ def tokens_per_step(outputs: list) -> float:
 def quick() -> Iterator[pytest.MonkeyPatch]:
     """Injected costs and speeds, small chunks, short answers and trials, and a checkpoint at every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "Calibration", partial(run.Calibration, measure_costs=distinct_costs))
+        patch.setattr(run.Calibration, "_measured_costs", lambda _, engine, exits: distinct_costs(engine, exits))
         recipe = Recipe.for_device
         patch.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), documents=8, length=LENGTH))
         patch.setattr(setup, "_MEASURED_WITHOUT_GPU", (24, 32))
@@ -382,7 +382,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
     write_lines(here.folder / "b.jsonl", [json.dumps(chat) for chat in chats])
     own = write_lines(tmp_path / "own.txt", ["zyx" * 32])
 
-    quickly.setattr(run, "Calibration", run.Calibration.func)
+    quickly.setattr(run.Calibration, "_measured_costs", MEASURED_COSTS)
     quickly.setattr(timing, "_TIMED", 2)
     quickly.setattr(outcome, "SETTINGS", SHORT_TRIALS[1:])
     fitting = setup.fit

@@ -7,7 +7,6 @@ continues. `setup` prepares the run, `outcome` makes the profile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 
@@ -40,12 +39,8 @@ _SHOWN_SECONDS = 0.5  # between two updates of the training line
 class Calibration:
     """One calibration of one model."""
 
-    def __init__(
-        self, settings: Settings, display: Display, measure_costs: Callable[[Engine, list[Exit]], Costs] | None = None
-    ) -> None:
-        """`measure_costs` replaces the measurement of step costs."""
+    def __init__(self, settings: Settings, display: Display) -> None:
         self.settings, self.display = settings, display
-        self._measure_costs = measure_costs or self._measured_costs
 
     def run(self) -> Profile:
         self.setup = setup = Setup(self.settings)
@@ -263,7 +258,7 @@ class Calibration:
         stored = self.work.read_json("costs")
         if stored is not None:
             return {(layer, batch): StepCost(**cost) for layer, batch, cost in stored}
-        costs = self._measure_costs(self.setup.engine, self.trained.exits)
+        costs = self._measured_costs(self.setup.engine, self.trained.exits)
         self.work.write_json("costs", [(layer, batch, asdict(cost)) for (layer, batch), cost in costs.items()])
         return costs
 
