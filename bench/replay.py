@@ -31,7 +31,7 @@ from bench.modes import Batch, Task, ours, route
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.exit_scoring import scored_positions
 from selfspec.calibrate.corpus import Corpus, Document
-from selfspec.calibrate.measuring import DEPTHS, Answers, measure
+from selfspec.calibrate.measuring import DEPTHS, measure
 from selfspec.drafters import Drafters
 from selfspec.governor.acceptance import UNFAMILIAR, Skill
 from selfspec.governor.candidates import PlanCandidates
@@ -101,8 +101,7 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         domain = route(engine, [prompt])
         exit = profile.exit(model, profile.choice(domain).exit_layer)
         corpus = Corpus.pack([Document(prompt + answer, len(prompt))], len(prompt) + len(answer))
-        answers = Answers(prompts.temperature, corpus)
-        (found,) = measure(model, [exit], profile.head_rows(model, domain), answers, seed)
+        (found,) = measure(model, [exit], profile.head_rows(model, domain), corpus, prompts.temperature, seed)
         embeddings = engine.drafters.prompt_embeddings([prompt]) if profile.routes else None
         is_unfamiliar = embeddings is not None and profile.are_unfamiliar(embeddings, Rules().max_distance)[0]
         positions = min(len(prompt) - 1, PROMPT_END)

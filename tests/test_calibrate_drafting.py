@@ -14,7 +14,7 @@ from selfspec.backends.torch_backend import Draft, TorchBackend
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
 from selfspec.calibrate.drafting import drafted_reads, text_ranks
-from selfspec.calibrate.measuring import DEPTHS, Answers, Measurement, measure, noise_behind
+from selfspec.calibrate.measuring import DEPTHS, Measurement, measure, noise_behind
 from selfspec.calibrate.writing import Template, Writer
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
@@ -155,8 +155,11 @@ def answering(family: str) -> tuple[Engine, Exit]:
     return engine, random_exit(engine.model, 2, scale=0.03)
 
 
-def answers_to(engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int = 40) -> Answers:
-    return Answers(temperature, Writer(engine, Template((), ())).answers(prompts, temperature, new_tokens, seed=3))
+def answers_to(
+    engine: Engine, prompts: list[list[int]], temperature: float, new_tokens: int = 40
+) -> tuple[Corpus, float]:
+    """Answers, and the temperature at which they are drawn: arguments of `measure`."""
+    return Writer(engine, Template((), ())).answers(prompts, temperature, new_tokens, seed=3), temperature
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
@@ -165,7 +168,7 @@ def test_measured_ranks_give_the_accepted_length_of_every_step(family: str, trim
     engine, exit = answering(family)
     prompt, plan = random_prompt(13), Plan.parse("tree:6,2,2")
     head_rows = torch.arange(0, VOCABULARY, 2) if trimmed else None
-    (measured,) = measure(engine.model, [exit], head_rows, answers_to(engine, [prompt], 0.0), seed=0)
+    (measured,) = measure(engine.model, [exit], head_rows, *answers_to(engine, [prompt], 0.0), seed=0)
     texts = decoding(engine, [prompt], str(plan), exit.with_head_rows(head_rows, [prompt]), new_tokens=40).prefill()
     row, advances = texts.sequences[0], []
     while row.new_tokens < len(measured.ranks):
@@ -187,8 +190,8 @@ def test_a_smaller_head_misses_tokens_without_a_row_and_ranks_the_others_no_lowe
     engine, exit = answering("llama")
     answers = answers_to(engine, [random_prompt(6), random_prompt(9), random_prompt(1)], 0.7)
     small = torch.arange(0, VOCABULARY, 3)
-    (whole,) = measure(engine.model, [exit], None, answers, seed=0)
-    (direct,) = measure(engine.model, [exit], small, answers, seed=0)
+    (whole,) = measure(engine.model, [exit], None, *answers, seed=0)
+    (direct,) = measure(engine.model, [exit], small, *answers, seed=0)
     assert whole.paths(None) is whole.ranks and (whole.ranks != MISSED).all()
     predicted = whole.paths(small)
     assert (predicted == MISSED).any() and (predicted != MISSED).any()
@@ -206,7 +209,7 @@ def test_every_head_has_rows_for_the_prompts_tokens() -> None:
 def test_every_position_with_a_whole_rank_path_is_measured() -> None:
     engine, exit = answering("llama")
     prompts = [random_prompt(6), random_prompt(9)]
-    (measured,) = measure(engine.model, [exit], None, answers_to(engine, prompts, 0.0, new_tokens=20), seed=0)
+    (measured,) = measure(engine.model, [exit], None, *answers_to(engine, prompts, 0.0, new_tokens=20), seed=0)
     plain = {"max_new_tokens": 20, "do_sample": False, "speculative_decoding": False}
     answers = [engine.generate(torch.tensor([prompt]), **plain)[0, len(prompt) :] for prompt in prompts]
     windows = torch.cat([answer.unfold(0, DEPTHS, 1) for answer in answers])
@@ -220,13 +223,13 @@ def test_every_position_with_a_whole_rank_path_is_measured() -> None:
 
 def test_an_answer_too_short_for_a_rank_path_is_left_out() -> None:
     engine, exit = answering("llama")
-    (measured,) = measure(engine.model, [exit], None, answers_to(engine, [random_prompt(6)], 0.0, DEPTHS - 1), seed=0)
+    (measured,) = measure(engine.model, [exit], None, *answers_to(engine, [random_prompt(6)], 0.0, DEPTHS - 1), seed=0)
     assert measured.ranks.shape == (0, DEPTHS) and measured.text_agreement == []
 
 
 def test_measurements_depend_on_the_seed() -> None:
     engine, exit = answering("llama")
     answers = answers_to(engine, [random_prompt(6)], 1.0)
-    first, again, other = (measure(engine.model, [exit], None, answers, seed=seed)[0].ranks for seed in (0, 0, 1))
+    first, again, other = (measure(engine.model, [exit], None, *answers, seed=seed)[0].ranks for seed in (0, 0, 1))
     assert (first == again).all()
     assert (first != other).any(), "the noise depends on the seed"

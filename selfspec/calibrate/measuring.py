@@ -24,14 +24,6 @@ _PROMPT_END = 32  # positions at the end of a prompt on which the exit's agreeme
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The model's answers to one domain's measuring prompts at one temperature, one document a row."""
-
-    temperature: float
-    corpus: Corpus
-
-
-@dataclass(frozen=True)
 class Measurement:
     """The drafts of one exit along some answers."""
 
@@ -54,23 +46,24 @@ def measure(
     model: Decoder,
     exits: list[Exit],
     head_rows: torch.Tensor | None,
-    answers: Answers,
+    answers: Corpus,  # to one domain's measuring prompts, one document a row
+    temperature: float,  # at which the answers were drawn; 0: greedy
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Measurement]:
     """Measures every exit; answers of at most DEPTHS tokens are left out."""
     parts: list[list[Measurement]] = [[] for _ in exits]
     random = torch.Generator(device=model.device).manual_seed(seed)
-    long_enough = (answers.corpus.predicts.sum(1) > DEPTHS).nonzero()[:, 0]
+    long_enough = (answers.predicts.sum(1) > DEPTHS).nonzero()[:, 0]
     for rows in long_enough.split(_MEASURED_TOGETHER) if len(long_enough) else ():
-        some = answers.corpus.rows(rows)
+        some = answers.rows(rows)
         longest = int((some.documents == 1).sum(1).max())
         some = Corpus(*(tensor[:, :longest] for tensor in vars(some).values()))
-        for found in _measure_rows(model, exits, head_rows, some, answers.temperature, random):
+        for found in _measure_rows(model, exits, head_rows, some, temperature, random):
             for of_exit, measured in zip(parts, found, strict=True):
                 of_exit.append(measured)
         progress(len(rows))
-    progress(len(answers.corpus) - len(long_enough))
+    progress(len(answers) - len(long_enough))
     return [_joined(of_exit) for of_exit in parts]
 
 

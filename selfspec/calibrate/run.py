@@ -18,7 +18,7 @@ from selfspec.calibrate.corpus import Corpus, Document, text_features
 from selfspec.calibrate.display import Display, Stage
 from selfspec.calibrate.duration import Duration, expected_duration
 from selfspec.calibrate.heads import Trained
-from selfspec.calibrate.measuring import Answers, Measurement, measure
+from selfspec.calibrate.measuring import Measurement, measure
 from selfspec.calibrate.settings import TRAINING_SHARE, WRITING_SHARE, Settings
 from selfspec.calibrate.setup import Setup
 from selfspec.calibrate.timing import step_costs
@@ -229,10 +229,9 @@ class Calibration:
                 stop = 0
                 for index, (domain, of_domain) in enumerate(prompts.items()):
                     start, stop = stop, stop + len(of_domain)
-                    answers = Answers(temperature, corpus.rows(slice(start, stop)))
-                    head_rows = self.trained.head_rows(index, largest)
+                    answers, head_rows = corpus.rows(slice(start, stop)), self.trained.head_rows(index, largest)
                     found[domain, name] = measure(
-                        self.model, self.trained.exits, head_rows, answers, seed, stage.advance
+                        self.model, self.trained.exits, head_rows, answers, temperature, seed, stage.advance
                     )
             exits = len(self.trained.exits)
             stage.note = f"{exits} exit{'s' * (exits > 1)} on {total} answers"
