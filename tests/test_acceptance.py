@@ -62,13 +62,15 @@ def test_a_text_of_skill_one_has_the_shares_of_the_profile() -> None:
 
 
 def test_the_expected_length_adds_the_chances_of_all_nodes_to_one() -> None:
-    lengths = {plan: Acceptance(SHARES).lengths(Plan.parse(plan))[CALIBRATED] for plan in ("none", "chain:2", "tree:2")}
+    lengths = {
+        plan: Acceptance(SHARES).reach(Plan.parse(plan)).sum(0)[CALIBRATED] for plan in ("none", "chain:2", "tree:2")
+    }
     assert lengths == {"none": 1.0, "chain:2": pytest.approx(1 + 0.64 + 0.64 * 0.6), "tree:2": pytest.approx(1.74)}
 
 
 @pytest.mark.parametrize("plan", PLANS[1:])
 def test_more_skill_never_makes_a_plan_shorter(plan: str) -> None:
-    lengths = Acceptance(SHARES).lengths(Plan.parse(plan))
+    lengths = Acceptance(SHARES).reach(Plan.parse(plan)).sum(0)
     assert (np.diff(lengths) >= -1e-12).all()
     assert 1.0 <= lengths[0] < 1.2 and lengths[-1] <= Plan.parse(plan).depth + 1
 
@@ -190,4 +192,4 @@ def test_hotter_text_is_harder_to_guess_by_as_much_for_each_step() -> None:
 
 
 def test_plain_decoding_brings_one_token_at_every_skill() -> None:
-    assert (Acceptance(SHARES).lengths(NONE) == 1.0).all()
+    assert (Acceptance(SHARES).reach(NONE).sum(0) == 1.0).all()

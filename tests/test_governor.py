@@ -49,7 +49,7 @@ def choose(governor: Governor, *skills: Skill, in_use: Plan = NONE, batch: int |
 
 def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting: int = 1) -> float:
     """As the formula says."""
-    length = float(governor.candidates.acceptance.lengths(plan)[Skill(skill).level])
+    length = float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[Skill(skill).level])
     modelled = governor.candidates.cost(plan, batch)
     ratio = governor.costs.cost(governor.costs.bucket(batch, CONTEXT), plan, modelled)
     return (drafting * length + batch - drafting) / batch / ratio
@@ -97,7 +97,7 @@ def test_drafting_starts_only_above_the_start_gain(gain: float, starts: bool) ->
     governor.budget.charge(0.1)  # a full budget would probe
     level_one = skilled(1.0)
     for plan in governor.candidates.table(1).plans:
-        length = float(governor.candidates.acceptance.lengths(plan)[level_one.level])
+        length = float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[level_one.level])
         set_cost(governor, plan, length / (1 + gain))
     assert (choose(governor, level_one)[1] is None) == starts
 
@@ -106,7 +106,7 @@ def test_drafting_starts_only_above_the_start_gain(gain: float, starts: bool) ->
 def test_drafting_stops_only_below_plain_speed(gain: float, continues: bool) -> None:
     governor = governor_of()
     for plan in governor.candidates.table(1).plans:
-        length = float(governor.candidates.acceptance.lengths(plan)[skilled(1.0).level])
+        length = float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[skilled(1.0).level])
         set_cost(governor, plan, length / (1 + gain))
     plan, reason = choose(governor, skilled(1.0), in_use=governor.candidates.table(1).plans[0])
     assert (reason is None) == continues
@@ -119,7 +119,10 @@ def test_another_plan_replaces_that_in_use_where_it_is_faster(gain: float, switc
     first, other, *rest = sorted(governor.candidates.table(1).plans, key=lambda plan: plan.copied)
     for plan in rest:
         set_cost(governor, plan, 9.0)
-    lengths = {plan: float(governor.candidates.acceptance.lengths(plan)[skilled(1.0).level]) for plan in (first, other)}
+    lengths = {
+        plan: float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[skilled(1.0).level])
+        for plan in (first, other)
+    }
     set_cost(governor, first, lengths[first] / 1.2)
     set_cost(governor, other, lengths[other] / (1.2 * (1 + gain)))
     assert choose(governor, skilled(1.0), in_use=first)[0] == (other if switches else first)

@@ -122,10 +122,6 @@ class Acceptance:
             by_depth[depth] += reached[-1]
         return by_depth
 
-    def lengths(self, plan: Plan) -> np.ndarray:
-        """Expected accepted length of a plan without its copied nodes, at each level of skill."""
-        return self.reach(plan.without_copy).sum(0)
-
     def _evidence(self, plan: Plan) -> list[Evidence]:
         """Evidence of a step, by its last node. At accepted depths the rank of the token was observed, and the better
         ranks missed; below the last node all drafted ranks missed."""

@@ -122,14 +122,10 @@ class PlanCandidates:
         cost_model = self._costs[size_of(batch, self._costs)]
         return cost_model(plan.without_copy.depth, len(plan)) if len(plan) else 1.0
 
-    @property
-    def all_plans(self) -> list[Plan]:
-        """The plans for every batch size."""
-        return [plan for size in (1, *self._costs) for plan in self._shared.for_batch(size)]
-
     @cached_property
     def widest_rank(self) -> int:
-        return widest_rank(self.all_plans)
+        """`widest_rank` of the plans for every batch size."""
+        return widest_rank(plan for size in (1, *self._costs) for plan in self._shared.for_batch(size))
 
 
 def widest_rank(plans: Iterable[Plan]) -> int:
