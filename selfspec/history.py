@@ -86,7 +86,8 @@ class StepHistory:
         for (record, last), times in self._counted().items():
             accepted = record.plan.depths[last]
             outcomes[accepted, accepted + (not record.plan.is_leaf(last))] += times
-        if self._has_drafted_end:  # the step's last token was drafted too: a child of the last node carried it
+        # A drafted token ended the sequence: a child of the last node carried it. A step that failed is not recorded.
+        if self.drafted_end is not None and self.drafted_end < self.steps:
             accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
             outcomes -= Counter({(accepted, accepted + 1): 1})
             outcomes[accepted + 1, accepted + 1] += 1
@@ -127,11 +128,6 @@ class StepHistory:
                     changes.append(Change(step, tokens, str(record.chosen), record.reason))
             before, tokens = record, tokens + record.plan.depths[last] + 1
         return changes
-
-    @property
-    def _has_drafted_end(self) -> bool:
-        """Whether a drafted token ended the sequence, in a step that was recorded: one that failed is not."""
-        return self.drafted_end is not None and self.drafted_end < self.steps
 
     def _counted(self) -> Counter[tuple[StepRecord, int]]:
         """Number of steps by record and last node."""
