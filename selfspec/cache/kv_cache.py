@@ -93,25 +93,22 @@ class Cache:
         sequence.length = sequence.drafted = sequence.verified = 0
         sequence.closed = True
 
-    def missing_pages(self, sequence: KVPages, slots: int) -> int:
-        """Number of free pages that `reserve` would take."""
-        return max(-(-slots // PAGE_SIZE) - len(sequence.pages), 0) + self._shares_last_page(sequence)
-
     def reserve(self, sequence: KVPages, slots: int) -> None:
         """Gives the sequence pages for its first `slots` slots, and makes every slot past the length writable: copies
         the last page if another sequence holds it too. Raises CacheFull, and changes nothing, if too few are free."""
         if sequence.closed:
             raise ValueError("this sequence is closed; open a new one")
-        needed = self.missing_pages(sequence, slots)
+        missing, copies = max(-(-slots // PAGE_SIZE) - len(sequence.pages), 0), self._shares_last_page(sequence)
+        needed = missing + copies
         if needed > self.free_pages:
             raise CacheFull(
                 f"the KV cache is full: it has {self.num_pages} pages of {PAGE_SIZE} positions, {self.free_pages} of "
                 f"them free, and {needed} more are needed. Close other streams, send fewer or shorter prompts, or "
                 "build the engine with a larger kv_cache_gb."
             )
-        if self._shares_last_page(sequence):
+        if copies:
             self._copy_page(sequence, sequence.length // PAGE_SIZE)
-        sequence.pages += [self._take() for _ in range(-(-slots // PAGE_SIZE) - len(sequence.pages))]
+        sequence.pages += [self._take() for _ in range(missing)]
 
     def _shares_last_page(self, sequence: KVPages) -> bool:
         """True if the next slot lies in a partly filled page that another sequence holds too."""
