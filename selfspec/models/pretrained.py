@@ -49,7 +49,9 @@ def load_pretrained(
     is expanded once into a folder in the cache. `quantize`: see `load_folder`."""
     _check_native(dtype, quantize)
     if dtype == NATIVE:
-        return _load_gguf(path_or_name, device)
+        source = _native_source(path_or_name)
+        tokenizer, config = build_tokenizer(source), GenerationConfig(**source.generation_config())
+        return Pretrained(load_native(source, device), tokenizer, config)
     folder = resolve(path_or_name)
     # Before the weights: a fault in these must not cost their loading.
     tokenizer, config = load_tokenizer(folder), load_generation_config(folder)
@@ -77,12 +79,6 @@ def load_generation_config(folder: Path) -> GenerationConfig:
             raise ValueError(f"{path} cannot be used ({error}); download or save it again") from error
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return GenerationConfig.from_model_config(config)
-
-
-def _load_gguf(path_or_name: str | Path, device: torch.device) -> Pretrained:
-    source = _native_source(path_or_name)
-    tokenizer, config = build_tokenizer(source), GenerationConfig(**source.generation_config())
-    return Pretrained(load_native(source, device), tokenizer, config)
 
 
 def _native_source(path_or_name: str | Path) -> GgufModel:

@@ -83,7 +83,7 @@ class GgufModel:
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < inf:
             raise self._bad(key, f"is {_shown(value)}; it must be a finite number above 0")
-        return _decimal(value)
+        return float(f"{value:.6g}")  # a 32-bit 1e-05 reads as 9.999999747378752e-06
 
     def text(self, key: str, default: str = "") -> str:
         value = self.get(key, default)
@@ -127,16 +127,13 @@ class GgufModel:
         stem, suffix = part.name.rsplit(".", 1)
         return f"{self._names.get_name(stem)}.{suffix}"
 
-    def shape(self, part: Part) -> tuple[int, ...] | None:
-        """Returns the shape of a tensor in Hugging Face's order of dimensions; None if the file lacks the tensor."""
-        tensor = self.tensors.get(self.gguf_name(part))
-        return None if tensor is None else tuple(int(size) for size in reversed(tensor.shape))
-
     def parts(self) -> dict[str, tuple[Part, ...]]:
         """Returns the decoder's tensors as `model_parts`; raises ValueError if one is missing or misshapen."""
         groups = model_parts(self.config)
         parts = [part for of_group in groups.values() for part in of_group]
-        shapes = {part.name: shape for part in parts if (shape := self.shape(part)) is not None}
+        found = {part.name: self.tensors.get(self.gguf_name(part)) for part in parts}
+        # Hugging Face names the dimensions in the reverse order.
+        shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in found.items() if tensor is not None}
         check_parts(parts, shapes, f"{self.path} does not hold the model its metadata describes")
         return groups
 
@@ -296,9 +293,7 @@ class GgufModel:
     def _gemma_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Returns the entries of config.json that only gemma has."""
         layers, scale = settings["num_hidden_layers"], settings["head_dim"]
-        if (
-            layers == 62
-        ):  # only the 27B model scales its queries by hidden size per head, and the file has no key for it
+        if layers == 62:  # the 27B model alone scales its queries by hidden size per head; the file has no key for it
             scale = settings["hidden_size"] // settings["num_attention_heads"]
         local = {"rope_type": "default", "rope_theta": self.number("{arch}.rope.freq_base_swa", 10000.0)}
         key = "{arch}.attention.sliding_window_pattern"
@@ -377,11 +372,6 @@ def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     apart."""
     pairs = rows.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
-
-
-def _decimal(value: float) -> float:
-    """Rounds to 6 digits: a 32-bit 1e-05 reads as 9.999999747378752e-06."""
-    return float(f"{value:.6g}")
 
 
 def _shown(value: Any) -> str:
