@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from selfspec.kernels.gemm_common import (
+    LEAST_SHARED_BYTES,
     load_squares,
     matmul_reference,
     norm_constants,
@@ -38,7 +39,6 @@ from selfspec.kernels.logits_processing import (
 from selfspec.kernels.noise import (
     Noise,
     Truncation,
-    check_scalar,
     check_tensor,
     load_sampling,
     mul_rounded,
@@ -55,7 +55,6 @@ from selfspec.kernels.topk import TILE, Scores, num_tiles
 from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program: what every supported GPU has
 BLOCK_K_BYTES = 256  # of a row of x or weight in one pipeline stage: 128 columns in 16 bits
 
 
@@ -252,7 +251,7 @@ def _check_trimmed(weight: Weight, token_ids: torch.Tensor | None, gather: bool,
         length = token_ids.shape[0] if gather else weight.shape[0]
         check_tensor(token_ids, "token_ids", (length,), (torch.int32, torch.int64), weight.device)
     if count is not None:
-        check_scalar(count, "count", (torch.int32,), weight.device)
+        check_tensor(count, "count", (1,), (torch.int32,), weight.device)
 
 
 def row_tile(rows: int) -> int:
@@ -306,5 +305,5 @@ def _settings(x: torch.Tensor, weight: Weight, bm: int | None) -> dict[str, Any]
     bm, bk = bm or row_tile(x.shape[0]), BLOCK_K_BYTES // x.element_size()
     stage_bytes = (bm + TILE) * bk * x.element_size()
     warps, stages = (2, 4) if x.shape[1] <= 2048 and bm == 16 else (4, 5)  # few rows, short K: bound by latency
-    stages = min(stages, SHARED_BYTES // stage_bytes)
+    stages = min(stages, LEAST_SHARED_BYTES // stage_bytes)
     return {"BM": bm, "BK": bk, "FORMAT": None, "num_warps": warps, "num_stages": stages}

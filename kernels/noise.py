@@ -110,14 +110,6 @@ def check_tensor(
         raise ValueError(f"{name} must have its last dimension contiguous (strides {tensor.stride()})")
 
 
-def check_scalar(tensor: torch.Tensor, name: str, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tensor.numel() != 1 or tensor.dtype not in dtypes or tensor.device != device:
-        wanted = " or ".join(map(str, dtypes))
-        raise ValueError(
-            f"{name} must be one {wanted} on {device}, not {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        )
-
-
 # Gumbel noise.
 
 

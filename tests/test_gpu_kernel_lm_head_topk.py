@@ -112,7 +112,7 @@ def test_a_trimmed_head_draws_the_tokens_of_the_reference(gather: bool) -> None:
     x, weight = case("smol", torch.bfloat16, 16)
     rows = torch.randperm(49152, device="cuda")[:16000]
     rows[15872:] = 10**9
-    count = torch.tensor(15872, dtype=torch.int32, device="cuda")
+    count = torch.tensor([15872], dtype=torch.int32, device="cuda")
     own = torch.full((16000, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
     own[:15872] = weight[rows[:15872]]
     noise = noise_for(16)

@@ -125,7 +125,7 @@ def test_columns_behind_the_count_are_never_chosen(gather: bool, count: int) -> 
     rows[count:] = 10**9  # not to be followed
     part = torch.full((130, 48), math.nan)
     part[:count] = whole[rows[:count]]
-    head_count = torch.tensor(count, dtype=torch.int32)
+    head_count = torch.tensor([count], dtype=torch.int32)
     got = best_of(
         x, whole if gather else part, 7, 130, token_ids=rows, gather=gather, count=head_count, noise=noise_for(2)
     )

@@ -87,7 +87,7 @@ def _trimmed_cases(weight: torch.Tensor, rows: int) -> list[Case]:
     levels = scores.int_scores
     assert levels is not None
     tokens = torch.empty(rows, CHILDREN, device=device, dtype=torch.int64)
-    count = torch.tensor(TRIMMED, device=device, dtype=torch.int32)
+    count = torch.tensor([TRIMMED], device=device, dtype=torch.int32)
     lm_head_scores(x, copy, scores, token_ids=ids, noise=noise)
     return [
         Case(f"head greedy {at}", lambda: lm_head_scores(x, copy, scores, token_ids=ids, count=count), copy.nbytes),
