@@ -7,12 +7,9 @@ runs in one program in fixed blocks (see `gemm_common`). The second half of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
+from selfspec.kernels.constants import ACTIVATIONS
 from selfspec.kernels.gemm_common import (
     TileConfig,
     check_matmul,
@@ -26,13 +23,6 @@ from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight
 from selfspec.kernels.quantized_tile import prefetch_tile, weight_tile
 from selfspec.kernels.triton_compat import jit, tl
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-
 
 def gated_linear_reference(
     x: torch.Tensor,
@@ -44,7 +34,7 @@ def gated_linear_reference(
 ) -> torch.Tensor:
     """act(gate) * up, [R, I], of x [R, K] and weight [2I, K]."""
     gate, up = matmul_reference(x, weight, bias, norm).to(x.dtype).chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 @jit
@@ -114,8 +104,8 @@ def gated_linear(
     config: TileConfig | None = None,
 ) -> None:
     """out = act(gate) * up, with gate and up the halves of bias + x @ weight^T."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(_ACTIVATIONS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
     check_matmul(x, weight, bias, norm)
     if weight.shape[0] % 2:
         raise ValueError(f"weight must hold as many rows for gate as for up, got {weight.shape[0]} in all")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from selfspec.kernels.constants import ACTIVATIONS
+
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 # The largest accepted sizes, several times those of any published model: a damaged number must be refused before lists
@@ -85,8 +86,8 @@ class ModelConfig:
         _check_finite("the attention scale", self.attention_scale)
         if self.logit_softcap is not None:
             _check_finite("final_logit_softcapping", self.logit_softcap)
-        if self.activation not in SUPPORTED_ACTIVATIONS:
-            supported = ", ".join(SUPPORTED_ACTIVATIONS)
+        if self.activation not in ACTIVATIONS:
+            supported = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation {self.activation!r} is not supported; selfspec supports {supported}")
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,17 +16,10 @@ import torch.nn.functional as F
 
 from selfspec.cache.kv_cache import Cache
 from selfspec.cache.layout import Rows
+from selfspec.kernels.constants import ACTIVATIONS
 from selfspec.models.attention import attend
 from selfspec.models.config import LayerConfig, ModelConfig
 from selfspec.models.linear import Linear, Weight
-
-# By transformers' names, as in config.SUPPORTED_ACTIVATIONS; importing transformers' own table would import Triton.
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v [B, M, H, D] -> [B, M, Hq, D]
 
@@ -136,7 +129,7 @@ class Decoder:
             Layer.of({name: tensors[f"layers.{index}.{name}"] for name in layer_parts(config, "")})
             for index in range(config.num_layers)
         ]
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
 
     @property
     def device(self) -> torch.device:
