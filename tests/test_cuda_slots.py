@@ -14,7 +14,6 @@ from selfspec.backends.cuda.slots import (
     IDLE,
     MAX_STOPS,
     PLAIN,
-    ProcessingState,
     SlotState,
     SlotStore,
     StepOptions,
@@ -76,8 +75,10 @@ def random_state(dice: random.Random) -> SlotState:
     return SlotState(**fields, stops=tuple(dice.sample(range(VOCABULARY), dice.randint(0, 3))))
 
 
-def random_processing(dice: random.Random) -> tuple[ProcessingState, tuple[list[float], list[int]]]:
-    """A random state to write, and the expected bias and counts."""
+def random_processing(
+    dice: random.Random,
+) -> tuple[tuple[SamplingParams, list[int], list[int]], tuple[list[float], list[int]]]:
+    """Random arguments of `write_processing`, and the expected bias and counts."""
     allowed = tuple(sorted(dice.sample(range(VOCABULARY), 6))) if dice.random() < 0.5 else None
     banned = tuple(dice.sample(range(VOCABULARY), dice.randint(0, 2)))
     bias = tuple((token, dice.choice([-2.0, 0.5])) for token in dice.sample(range(VOCABULARY), dice.randint(0, 3)))
@@ -88,7 +89,8 @@ def random_processing(dice: random.Random) -> tuple[ProcessingState, tuple[list[
     for token, value in bias:
         values[token] += value
     counts = [(token in text[0]) + 2 * text[1].count(token) for token in range(VOCABULARY)]
-    return ProcessingState(bias, banned, allowed, (text[0], text[1])), (values, counts)
+    params = SamplingParams(logit_bias=bias, banned_token_ids=banned, allowed_token_ids=allowed)
+    return (params, text[0], text[1]), (values, counts)
 
 
 class Driven:
@@ -128,7 +130,7 @@ class Driven:
             self.model.slots[slot] = {**self.model.idle(), **own}
             if self.dice.random() < 0.5:
                 written, expected = random_processing(self.dice)
-                self.store.write_processing(slot, written)
+                self.store.write_processing(slot, *written)
                 self.model.slots[slot]["processed"] = expected
             else:
                 self.store.clear_processing(slot)

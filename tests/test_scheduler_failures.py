@@ -14,7 +14,7 @@ import torch
 from bench.host import IdleBackend, idle_scheduler
 from selfspec import Engine, Rules
 from selfspec.backends.cuda.decoder import Scratch
-from selfspec.backends.cuda.slots import ProcessingState, SlotState, SlotStore, bucket
+from selfspec.backends.cuda.slots import SlotState, SlotStore, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
@@ -241,7 +241,7 @@ def test_slots_hold_any_parameters_that_a_request_may_have() -> None:
 
 def test_banning_tokens_that_the_model_does_not_have_changes_nothing() -> None:
     store = SlotStore(2, 2, 50, torch.device("cpu"), idle_page=0)
-    store.write_processing(1, ProcessingState((), (3, 10**5), None, ([1], [2])))
+    store.write_processing(1, SamplingParams(banned_token_ids=(3, 10**5)), [1], [2])
     assert store.bias[1].isinf().nonzero().flatten().tolist() == [3]
 
 

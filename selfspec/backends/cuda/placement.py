@@ -13,7 +13,7 @@ import torch
 from selfspec.backends.base import Step
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.readback import StepTimes
-from selfspec.backends.cuda.slots import ProcessingState, SlotBuffers, SlotState, StepOptions, bucket
+from selfspec.backends.cuda.slots import SlotBuffers, SlotState, StepOptions, bucket
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, CacheFull
 from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
@@ -141,7 +141,8 @@ class SlotPlacement:
         for sequence in joined:
             self.pages.changed.discard(sequence)
             if sequence.params.changes_logits and not sequence.request.processors:
-                store.write_processing(self.slot_of[sequence], _processing_state(sequence))
+                generated = sequence.tokens[len(sequence.prompt) :]
+                store.write_processing(self.slot_of[sequence], sequence.params, sequence.prompt, generated)
             else:
                 store.clear_processing(self.slot_of[sequence])
         if joined and exit is not None:
@@ -200,9 +201,3 @@ def _slot_state(sequence: Sequence) -> SlotState:
         sequence.params, sequence.kv.length, sequence.tokens[-1], sequence.sample_index, len(sequence.prompt),
         sequence.drafts, processed,
     )  # fmt: skip
-
-
-def _processing_state(sequence: Sequence) -> ProcessingState:
-    params, prompt = sequence.params, len(sequence.prompt)
-    text = sequence.tokens[:prompt], sequence.tokens[prompt:]
-    return ProcessingState(params.logit_bias, params.banned_token_ids, params.allowed_token_ids, text)

@@ -168,22 +168,23 @@ class SlotStore:
         at = self._to_device(torch.tensor(slots))
         self.page_table[:, : rows.shape[1]].index_copy_(0, at, self._to_device(rows))
 
-    def write_processing(self, slot: int, state: ProcessingState) -> None:
-        """Writes the bias and token counts of a slot whose sequence processes logits."""
+    def write_processing(self, slot: int, params: SamplingParams, prompt: Seq[int], generated: Seq[int]) -> None:
+        """Writes the bias and token counts of a slot whose sequence processes logits. `prompt`, `generated`: the tokens
+        of its prompt, and those after it."""
         bias, counts = self.bias[slot], self.counts[slot]
         self._biased.add(slot)
-        bias.fill_(-torch.inf if state.allowed is not None else 0.0)
-        for ids, value in ((state.allowed or (), 0.0), (state.banned, -torch.inf)):
+        bias.fill_(-torch.inf if params.allowed_token_ids is not None else 0.0)
+        for ids, value in ((params.allowed_token_ids or (), 0.0), (params.banned_token_ids, -torch.inf)):
             valid = [token for token in ids if token < self.vocabulary]  # others are ignored, as on the host
             if valid:
                 bias[self._to_device(torch.tensor(valid))] = value
-        if state.bias:
-            tokens, values = torch.tensor([token for token, _ in state.bias]), [value for _, value in state.bias]
-            bias[self._to_device(tokens)] += self._to_device(torch.tensor(values, dtype=torch.float32))
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias, strict=True)
+            bias[self._to_device(torch.tensor(tokens))] += self._to_device(torch.tensor(values, dtype=torch.float32))
         counts.zero_()
-        prompt, generated = (self._to_device(torch.tensor(tokens, dtype=torch.int64)) for tokens in state.text)
-        counts.index_fill_(0, prompt, 1)
-        counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+        given, new = (self._to_device(torch.tensor(part, dtype=torch.int64)) for part in (prompt, generated))
+        counts.index_fill_(0, given, 1)
+        counts.index_add_(0, new, torch.full_like(new, 2, dtype=torch.int32))
 
     def clear_processing(self, slot: int) -> None:
         """Zeroes the bias of a slot whose sequence processes no logits. Leaves the counts, which change nothing without
@@ -293,16 +294,6 @@ class SlotState:
             frequency=params.frequency_penalty if processed else 0.0,
             stops=tuple(token for token in params.stop_token_ids if 0 <= token <= _MAX_INT32)[:MAX_STOPS],
         )
-
-
-@dataclass(frozen=True)
-class ProcessingState:
-    """The inputs of a slot's bias and token counts."""
-
-    bias: tuple[tuple[int, float], ...]
-    banned: tuple[int, ...]
-    allowed: tuple[int, ...] | None
-    text: tuple[list[int], list[int]]  # the prompt's tokens, and those generated so far
 
 
 @dataclass(frozen=True)
