@@ -81,7 +81,7 @@ def ours(engine: Engine, **settings: Any) -> Way:
 def route(engine: Engine, prompts: Sequence[Sequence[int]]) -> str:
     """The domain that the engine finds for prompts of one request."""
     assert engine.profile is not None
-    return engine.profile.route(engine.drafters.prompt_embeddings(prompts) if engine.profile.routes else None)
+    return engine.profile.route(engine.drafters.embed(prompts).read() if engine.profile.routes else None)
 
 
 def warm_up(engine: Engine, batches: Sequence[Batch], temperature: float) -> None:

@@ -102,7 +102,7 @@ def record(engine: Engine, prompts: PromptSet) -> list[Text]:
         exit = profile.exit(model, profile.choice(domain).exit_layer)
         corpus = Corpus.pack([Document(prompt + answer, len(prompt))], len(prompt) + len(answer))
         (found,) = measure(model, [exit], profile.head_rows(model, domain), corpus, prompts.temperature, seed)
-        embeddings = engine.drafters.prompt_embeddings([prompt]) if profile.routes else None
+        embeddings = engine.drafters.embed([prompt]).read() if profile.routes else None
         is_unfamiliar = embeddings is not None and profile.are_unfamiliar(embeddings, Rules().max_distance)[0]
         positions = min(len(prompt) - 1, PROMPT_END)
         ranks = found.ranks[: prompts.new_tokens]

@@ -119,7 +119,7 @@ class Drafters:
         if self._kernels and is_governed and self._domains_share_exit(policy.temperature):
             found = self._drafter_of_domain(likely, policy, layer)
             return None if found is None else replace(found, reroute=reroute)
-        return reroute(self.prompt_embeddings(prompts))
+        return reroute(self.embed(prompts).read())
 
     def _compare_domains(self, temperature: float) -> bool:
         """Whether all domains have the same exit and can be governed, so that only head rows and plans depend on the
@@ -220,10 +220,6 @@ class Drafters:
         """Launches the passes that embed prompts for the profile's router."""
         assert self.profile is not None
         return self._embed(prompts, self.profile.router_layer)
-
-    def prompt_embeddings(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The prompts' embeddings [P, hidden] for the profile's router."""
-        return self.embed(prompts).read()
 
     def plans(self, choice: DomainChoice, policy: Policy) -> dict[int, Plan]:
         """The profile's plans for a request, by batch size; `{1: NONE}` if they were measured on another type of

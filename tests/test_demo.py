@@ -150,7 +150,7 @@ def test_what_is_shipped_is_small(profiled):
 )
 def test_a_clear_case_is_routed_to_its_domain(profiled, question, domain):
     prompt = encode(profiled.tokenizer, [{"role": "user", "content": question}])
-    assert profiled.profile.route(profiled.drafters.prompt_embeddings([prompt])) == domain
+    assert profiled.profile.route(profiled.drafters.embed([prompt]).read()) == domain
 
 
 @torch.inference_mode()

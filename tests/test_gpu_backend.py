@@ -268,7 +268,7 @@ def test_routed_and_governed_requests_get_the_tokens_of_plain_decoding(
     request = engine.build_request(prompt, max_new_tokens=60, rules=rules, **settings)
     engine.scheduler.submit(request)
     engine.scheduler.wait(request)
-    embeddings = engine.scheduler.call(lambda: engine.drafters.prompt_embeddings([prompt]))
+    embeddings = engine.scheduler.call(lambda: engine.drafters.embed([prompt]).read())
     assert engine.profile is not None and request.drafter is not None and request.policy is not None
     domain = engine.profile.route(embeddings)
     found = engine.drafters.candidates(domain, engine.profile.choice(domain), request.policy)
