@@ -19,13 +19,12 @@ import torch
 from selfspec.kernels.norm import (
     check_weight,
     columns_per_square,
-    next_power_of_two,
     rms_factor,
     rms_norm_reference,
     squares_per_row,
 )
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, pdl_options, tl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 
 def unfilled_capacity(sequences: int) -> int:
@@ -136,7 +135,7 @@ def final_norm(
         last, weight, middle, out, *saved,
         last.stride(0), 0 if middle is None else middle.stride(0), out.stride(0),
         0 if hidden is None else hidden.stride(0), rows,
-        K=width, BLOCKS=next_power_of_two(squares_per_row(width)), WIDTH=columns_per_square(width), EPS=eps,
+        K=width, BLOCKS=triton.next_power_of_2(squares_per_row(width)), WIDTH=columns_per_square(width), EPS=eps,
         OFFSET=offset, MIDDLE_EPS=torch.finfo(last.dtype).eps, CAPACITY=1 if unfilled is None else unfilled.capacity,
         num_warps=4, enable_fp_fusion=False, **pdl_options(last),
     )  # fmt: skip

@@ -25,13 +25,12 @@ from selfspec.kernels.norm import (
     Norm,
     check_squares,
     columns_per_square,
-    next_power_of_two,
     shrink,
     squares_per_row,
     tree_sum,
 )
 from selfspec.kernels.quantized_weight import QuantizedWeight
-from selfspec.kernels.triton_compat import jit, pdl_options, shared_bytes, tl
+from selfspec.kernels.triton_compat import jit, pdl_options, shared_bytes, tl, triton
 
 MAX_ROW_TILE = 64  # rows of a tile, up to this number of rows in a pass; 128 beyond it
 LEAST_SHARED_BYTES = 96 * 1024  # shared memory for the pipeline stages of a program that every supported GPU has
@@ -310,7 +309,7 @@ def launch_settings(
     max_elements = (_ELEMENTS_PER_WARP if block_n is None else _ELEMENTS_PER_WARP // 2) * config.warps
     block_n = block_n or min(config.block_n, _MAX_TILE_WIDTH_BYTES // size)
     block_m = min(config.block_m, max(16, max_elements // block_n))
-    block_k, slicing = min(config.block_k, next_power_of_two(k)), None
+    block_k, slicing = min(config.block_k, triton.next_power_of_2(k)), None
     if config.sliced:
         block_k = 2 * block_k // size  # as many bytes in every dtype
         slicing = "warps" if block_m * block_n <= 512 else "loop" if block_m * block_n <= 2048 else "passes"
@@ -339,7 +338,7 @@ def norm_constants(k: int, dtype: torch.dtype, norm: Norm | None) -> dict[str, A
     count = squares_per_row(k)
     return {
         "T": count,
-        "CHUNKS": next_power_of_two(-(-count // 16)),
+        "CHUNKS": triton.next_power_of_2(-(-count // 16)),
         "EPS": norm.eps if norm else 0.0,
         "SHRINK": shrink(dtype),
     }

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, pdl_options, tl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 
 def columns_per_square(width: int) -> int:
@@ -43,11 +43,6 @@ def squares_per_row(width: int) -> int:
 def shrink(dtype: torch.dtype) -> float:
     """The factor that keeps `scaled` values of float16 below overflow; a power of two, so it costs no precision."""
     return 1 / 64 if dtype == torch.float16 else 1.0
-
-
-def next_power_of_two(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -234,7 +229,7 @@ def rms_norm(
     _rms_norm_kernel[(rows,)](
         x, weight, out, residual, *next_tensors(next_norm),
         x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0, *next_strides(next_norm),
-        K=width, BLOCKS=next_power_of_two(count), WIDTH=columns_per_square(width), SQUARES=count,
+        K=width, BLOCKS=triton.next_power_of_2(count), WIDTH=columns_per_square(width), SQUARES=count,
         EPS=eps, OFFSET=offset, NEXT_OFFSET=float(next_norm.offset) if next_norm else 0.0, SHRINK=shrink(x.dtype),
         num_warps=4, enable_fp_fusion=False, **pdl_options(x),
     )  # fmt: skip

@@ -17,11 +17,11 @@ from selfspec.kernels.gemm_common import (
     matmul_reference,
     norm_squares,
 )
-from selfspec.kernels.norm import Norm, apply_norm_reference, next_power_of_two, tree_sum
+from selfspec.kernels.norm import Norm, apply_norm_reference, tree_sum
 from selfspec.kernels.pdl import release, wait
 from selfspec.kernels.quantized_launch import Weight, choose_weight_tile, weight_arguments, weight_settings
 from selfspec.kernels.quantized_tile import prefetch_tile, weight_tile
-from selfspec.kernels.triton_compat import jit, tl
+from selfspec.kernels.triton_compat import jit, tl, triton
 
 
 def qkv_linear_reference(
@@ -182,7 +182,8 @@ def qkv_linear(
     whole_heads = q_norm is not None
     config = config or choose_weight_tile("qkv_norm" if whole_heads else "qkv", weight, rows)
     half = head_dim // 2
-    pairs = next_power_of_two(half) if whole_heads else min(config.block_n // 2, half & -half)  # equal parts of a head
+    # Equal parts of a head.
+    pairs = triton.next_power_of_2(half) if whole_heads else min(config.block_n // 2, half & -half)
     settings = weight_settings(x, weight, norm, config, block_n=2 * pairs)
     squares, squares_stride = norm_squares(norm)
     tensors, weight_stride = weight_arguments(weight)
