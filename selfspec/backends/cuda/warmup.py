@@ -14,7 +14,7 @@ import torch
 from selfspec.backends.cuda.decoder import head_logits
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.kernel_prefill import MAX_TOKENS, groups_per_pass, pass_size, sizes_to_capture
-from selfspec.backends.cuda.slots import SlotBuffers, StepOptions, bucket
+from selfspec.backends.cuda.slots import StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.profiles.router import EMBEDDED_TOKENS
 from selfspec.sampling import SamplingParams
@@ -50,26 +50,23 @@ class WarmUp:
         with self.graphs.captured.compiler.compiling():
             yield
 
-    def prepare(self, step: ExpectedStep) -> None:
-        """Captures a step and, if it is plain and has an exit, the passes that fill the exit's KV, with and without
-        scoring drafts, and the pass that scores the exit on prompts."""
+    def prepare(self, step: ExpectedStep, fills: bool = True) -> None:
+        """Captures a step and, if it is plain and has an exit, the pass that scores the exit on prompts and, with
+        `fills`, those that fill the exit's KV, with and without scoring drafts."""
         graphs, exit, options = self.graphs, step.exit, StepOptions.of([step.params])
         size, buffers = bucket(step.sequences), graphs.take_buffers()
         try:
-            self._step(buffers, step)
+            parts = DeviceStep.masked_parts(step.plan) if step.masks else ()
+            masked = replace(options, grammar_masks=step.masks)
+            graphs.step(buffers, size, step.plan, exit, masked, self.longest, *parts)
             if exit is None or len(step.plan):
                 return
-            for scores in (False, True):
+            for scores in (False, True) if fills else ():
                 graphs.exit_fill(buffers, size, exit, options, self.longest, scores)
             if size // 2 < self.max_scored_batch:  # more than size // 2 sequences use `size` slots
                 graphs.prompt_score(buffers, size, exit, self.longest)
         finally:
             graphs.give_back(buffers)
-
-    def _step(self, buffers: SlotBuffers, step: ExpectedStep) -> None:
-        options = replace(StepOptions.of([step.params]), grammar_masks=step.masks)
-        parts = DeviceStep.masked_parts(step.plan) if step.masks else ()
-        self.graphs.step(buffers, bucket(step.sequences), step.plan, step.exit, options, self.longest, *parts)
 
     @property
     def compiles(self) -> bool:
@@ -85,10 +82,10 @@ class WarmUp:
             graphs.captured.compiler.compile(partial(head_logits, graphs.model, states))
 
     def prepare_first(self, step: ExpectedStep, prompts: Sequence[Sequence[int]], router_layer: int | None) -> None:
-        """Captures the passes that route, prefill and score these prompts, and the step after them. If the prompts need
-        several passes of one kind, captures only the first. Captures no prefill pass of PyTorch operations.
-        """
-        graphs, size = self.graphs, bucket(step.sequences)
+        """Captures the passes that route, prefill and score these prompts, and the plain step after them. If the
+        prompts need several passes of one kind, captures only the first. Captures no prefill pass of PyTorch
+        operations."""
+        graphs = self.graphs
         short = [len(prompt) - 1 for prompt in prompts if 1 < len(prompt) <= graphs.max_kernel_prompt + 1]
         short = [min(length, MAX_TOKENS) for length in short]
         if router_layer is not None:
@@ -96,13 +93,7 @@ class WarmUp:
             graphs.prompt_embedding(_first_pass(ends), router_layer)
         if short:
             graphs.kernel_prefill(step.exit, _first_pass(short))
-        buffers = graphs.take_buffers()
-        try:
-            self._step(buffers, step)
-            if step.exit is not None and size // 2 < self.max_scored_batch:
-                graphs.prompt_score(buffers, size, step.exit, self.longest)
-        finally:
-            graphs.give_back(buffers)
+        self.prepare(step, fills=False)
 
     def prepare_prompts(self, exit: Exit | None, batch: int, router_layer: int | None) -> None:
         """Captures the passes of decode kernels over up to `batch` short prompts, and over parts of one longer prompt;
