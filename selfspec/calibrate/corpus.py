@@ -10,12 +10,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 
 import torch
 import torch.nn.functional as F
 
-from selfspec.models.decoder import Attend, Decoder
+from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import FEATURE_STATES, half_way, position_features
 
 
@@ -122,18 +123,12 @@ class Corpus:
         return Corpus(*(tensor.to(device) for tensor in vars(self).values()))
 
 
-def attend_packed(documents: torch.Tensor, window: int | None, scale: float) -> Attend:
-    """Causal attention within each document, given the document numbers [B, T]."""
+def packed_mask(documents: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[B, T, T] bool: causal attention within each document, given the document numbers [B, T]."""
     slots = torch.arange(documents.shape[1], device=documents.device)
     back = slots[:, None] - slots
     mask = (documents[:, :, None] == documents[:, None, :]) & (back >= 0)
-    if window is not None:
-        mask = mask & (back < window)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return scaled_attention(q, k, v, mask, scale)
-
-    return attend
+    return mask if window is None else mask & (back < window)
 
 
 def scaled_attention(
@@ -154,9 +149,10 @@ def hidden_states(model: Decoder, batch: Corpus) -> Iterator[torch.Tensor]:
     yield hidden
     rotations, scale = model.rotations(batch.positions), model.config.attention_scale
     windows = {spec.window for spec in model.config.layers}
-    attends = {window: attend_packed(batch.documents, window, scale) for window in windows}
+    masks = {window: packed_mask(batch.documents, window) for window in windows}
     for layer, spec in zip(model.layers, model.config.layers, strict=True):
-        hidden = model.run_layer(layer, spec, hidden, rotations, attends[spec.window])
+        attend = partial(scaled_attention, mask=masks[spec.window], scale=scale)
+        hidden = model.run_layer(layer, spec, hidden, rotations, attend)
         yield hidden
 
 
