@@ -120,7 +120,9 @@ class PromptPass:
     def _embed(self) -> Residual:
         """Embeds the tokens and fills the metadata of their rows."""
         self.inputs.convert()
-        residual, model, decoder = self._residual("embedded"), self.model, self.decoder
+        model, decoder, hidden = self.model, self.decoder, self.model.config.hidden_size
+        squares = self.scratch.take("prompts embedded squares", self.rows, squares_per_row(hidden), dtype=torch.float32)
+        residual = Residual(self._take("embedded states", hidden), squares, self._take("embedded scaled", hidden))
         first_norm = decoder.next_norm(model.layers[0].attention_norm, residual)
         embed_rope(
             self.nodes.metadata, residual.states, first_norm, model.embedding.weight, model.embedding_scale,
@@ -128,11 +130,6 @@ class PromptPass:
             ranked=self.inputs.tokens, parents=self._parents, ranks=self.nodes.depths,
         )  # fmt: skip
         return residual
-
-    def _residual(self, name: str) -> Residual:
-        hidden = self.model.config.hidden_size
-        squares = self.scratch.take(f"prompts {name} squares", self.rows, squares_per_row(hidden), dtype=torch.float32)
-        return Residual(self._take(f"{name} states", hidden), squares, self._take(f"{name} scaled", hidden))
 
     def _take(self, name: str, width: int, rows: int = 0) -> torch.Tensor:
         return self.scratch.take(f"prompts {name}", rows or self.rows, width, dtype=self.model.dtype)
