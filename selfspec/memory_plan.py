@@ -144,9 +144,8 @@ def _plan(
 
     longest_prompt = min(wanted, longest_sequence(pages(limits.max_batch, buffers)))
     of_prefill = prefill_nbytes(model, longest_prompt, has_kernels)
-    buffers = (
-        buffers + of_prefill if has_kernels else max(buffers, of_prefill)
-    )  # those of captured passes serve no other
+    # Buffers of captured passes serve no other.
+    buffers = buffers + of_prefill if has_kernels else max(buffers, of_prefill)
     held = pages(limits.max_batch, buffers)
     context = min(wanted, longest_sequence(held))
     longest = {batch: min(wanted, longest_sequence(pages(batch, buffers), batch)) for batch in BATCHES}

@@ -48,9 +48,8 @@ class BeamTree:
         first = NONE.with_copy(plan.copied)  # the root and copied nodes
         self.parents = torch.tensor(first.parents, dtype=torch.int64, device=device).expand(sequences, -1)  # [B, n]
         self.ancestors = first.ancestors.to(device).expand(sequences, -1, -1)  # [B, n + 1, n + 1] bool
-        self.log_prob_sums = torch.zeros(
-            sequences, 1, device=device
-        )  # [B, M]: along the paths to the newest level, without copied nodes
+        # [B, M]: along the paths to the newest level, without copied nodes.
+        self.log_prob_sums = torch.zeros(sequences, 1, device=device)
         self.above = torch.zeros(sequences, 0, dtype=torch.int64, device=device)  # [B, M]: parents within their level
 
     def grow(self, log_probs: torch.Tensor, width: int, first_above: int) -> tuple[torch.Tensor, torch.Tensor]:
