@@ -131,12 +131,8 @@ def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:
 
 
 def _plan_choice(candidate: Candidate) -> PlanChoice:
-    expected = Expected(
-        tokens_per_cycle=rounded(candidate.tokens_per_cycle),
-        accept_rate=rounded(candidate.accept_rate),
-        speedup=rounded(candidate.speedup),
-    )
-    return PlanChoice(plan=str(candidate.plan), expected=expected)
+    expected = {name: rounded(getattr(candidate, name)) for name in Expected.model_fields}
+    return PlanChoice(plan=str(candidate.plan), expected=Expected(**expected))
 
 
 def _exit_rates(
