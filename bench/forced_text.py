@@ -15,7 +15,7 @@ import torch
 from selfspec import Engine
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.kernels.pdl import release, wait
-from selfspec.kernels.triton_compat import jit, tl, triton, use_pdl
+from selfspec.kernels.triton_compat import jit, pdl_options, tl, triton
 
 FREE = -1  # in place of a forced token: the model's own choice stays
 _BLOCK = 128  # choices per program: one for each thread of 4 warps
@@ -82,10 +82,9 @@ def force_tokens(
         raise ValueError(f"{chosen.numel()} choices at {choices} positions are not those of {len(seeds)} sequences")
     if not all(tensor.is_contiguous() for tensor in (chosen, next_positions, seeds, forced)):
         raise ValueError("choices, positions, seeds and forced tokens must be contiguous")
-    pdl = use_pdl(chosen)
     _force_tokens[(triton.cdiv(choices, _BLOCK),)](
         chosen, next_positions, seeds, forced, choices, len(seeds), texts, positions,
-        BLOCK=_BLOCK, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        BLOCK=_BLOCK, num_warps=4, **pdl_options(chosen),
     )  # fmt: skip
 
 
