@@ -9,7 +9,9 @@ from typing import Any
 Message = dict[str, Any]
 Prompt = str | list[Message]  # a text to continue, or a chat to answer
 
-_CONTEXT = 8  # tokens of the prompt's end that text is decoded after; no character takes more than 4 (bytes)
+# Tokens of the prompt's end that text is decoded after, and tokens that may wait for the rest of their last character,
+# which has 4 bytes at most.
+_CONTEXT = 8
 
 
 def is_messages(prompt: Any) -> bool:
@@ -71,20 +73,28 @@ class Detokenizer:
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """Returns the text that these tokens add; with `last` also an incomplete character."""
+        count = len(self._tokens)
         self._tokens += tokens
-        before = self._decode(self._tokens[self._start : self._shown])
         after = self._decode(self._tokens[self._start :])
-        if not last and (after == before or after.endswith("\ufffd")):
+        if len(tokens) > 1 and "\ufffd" in after:  # some decoders also replace whole characters beside a cut one
+            del self._tokens[count:]
+            return "".join(self.add(tokens[i : i + 1], last and i == len(tokens) - 1) for i in range(len(tokens)))
+        before = self._decode(self._tokens[self._start : self._shown])
+        is_cut = after.endswith("\ufffd") and len(self._tokens) - self._shown < _CONTEXT
+        if not last and (after == before or is_cut):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
         if after.startswith(before):
             return after[len(before) :]
+        if not before.endswith("\ufffd"):
+            return self._decode(self._tokens[self._start :])
         return after[len(commonprefix((before, after))) :]  # a character begun in the prompt is in neither as a whole
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Returns the last tokens of the prompt, at least 8 and enough to have text: special tokens have none."""
+        """Returns the last tokens of the prompt, at least 8 and enough to have text, which special tokens have not, and
+        to begin with a whole character."""
         count = _CONTEXT
-        while count < len(prompt) and not self._decode(list(prompt[-count:])):
+        while count < len(prompt) and self._decode(list(prompt[-count:]))[:1] in ("", "\ufffd"):
             count *= 2
         return list(prompt[-count:])
 

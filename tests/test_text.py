@@ -15,7 +15,8 @@ from selfspec.text import Detokenizer, encode
 from tests.tiny_tokenizer import ids_of, spaced_tokenizer, tiny_tokenizer
 
 CHAT = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
-PIECES = ["<s>", "</s>", "▁the", "▁second", "▁is", "▁", "third", ".", "<0xC3>", "<0xA9>", "<0xE2>"]
+PIECES = ["<s>", "</s>", "▁the", "▁second", "▁is", "▁", "third", ".", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>"]
+EURO = ["<0xE2>", "<0x82>", "<0xAC>"]
 
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
@@ -76,16 +77,39 @@ def test_half_a_character_at_the_prompts_end_is_the_prompts() -> None:
     assert Detokenizer(sentence_pieces(), pieces("▁the", "<0xE2>")).add(pieces("."), last=True) == "."
 
 
+def test_an_incomplete_character_at_the_end_leaves_the_one_before_it_whole() -> None:
+    answer = pieces("<0xC3>", "<0xA9>", *EURO[:2])
+    detokenizer = Detokenizer(sentence_pieces())
+    assert [detokenizer.add([token], last=token == answer[-1]) for token in answer] == ["", "é", "", "\ufffd\ufffd"]
+    assert Detokenizer(sentence_pieces()).add(answer, last=True) == "é\ufffd\ufffd"
+
+
+def test_characters_of_several_tokens_may_follow_a_prompt_that_ends_with_many() -> None:
+    detokenizer = Detokenizer(sentence_pieces(), pieces("▁the", *EURO * 4))
+    assert detokenizer.add(pieces(*EURO)) == "€"
+
+
+class Counting:
+    """A tokenizer that counts the tokens of each decoding."""
+
+    def __init__(self) -> None:
+        self.decoded: list[int] = []
+
+    def decode(self, tokens: list[int], **kwargs: Any) -> str:
+        self.decoded.append(len(tokens))
+        return tiny_tokenizer().decode(tokens, **kwargs)
+
+
 def test_a_long_prompt_is_not_decoded_as_a_whole() -> None:
-    decoded: list[int] = []
+    tokenizer = Counting()
+    Detokenizer(tokenizer, ids_of("a") * 5000).add(ids_of("b"))
+    assert max(tokenizer.decoded) < 100
 
-    class Counting:
-        def decode(self, tokens: list[int], **kwargs: Any) -> str:
-            decoded.append(len(tokens))
-            return tiny_tokenizer().decode(tokens, **kwargs)
 
-    Detokenizer(Counting(), ids_of("a") * 5000).add(ids_of("b"))
-    assert max(decoded) < 100
+def test_tokens_that_never_make_a_character_are_not_decoded_again_with_each_token() -> None:
+    tokenizer = Counting()
+    assert Detokenizer(tokenizer).add(ids_of("é")[:1] * 200, last=True) == "\ufffd" * 200
+    assert sum(tokenizer.decoded) < 40 * 200
 
 
 def test_a_text_longer_than_the_tokenizers_limit_is_encoded_without_its_warning() -> None:
