@@ -263,12 +263,14 @@ class Engine:
         self._check_shared_weights()
         return self._requests.build_for_tokens(self.tokenizer, self.generation_config, [tokens], options)
 
+    @refuse_unknown
     def warmup(
         self, batch: int = 1, domain: str | None = None, temperatures: Sequence[float] = (0.0,), max_length: int = 2048
     ) -> int:
         """Compiles and captures the steps that requests of up to `batch` sequences and `max_length` tokens will replay,
         so that the first of them does not wait for it. Temperatures above 0 sample as the model's generation config
         says. Returns how many steps there were: 0 without kernels, which need no warm-up."""
+        check_limits(batch=batch, max_length=max_length)
         graphs = self._graphs
         if graphs is None:
             return 0

@@ -186,7 +186,7 @@ def unknown_argument(name: str, every: Sequence[str]) -> ValueError:
 
 def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a call with an unknown keyword argument raise ValueError with suggestions instead of TypeError."""
-    names = [name for name in signature(function).parameters if name != "cls"]
+    names = [name for name in signature(function).parameters if name not in ("cls", "self")]
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -332,6 +332,11 @@ class TestEngineArguments:
         with pytest.raises(ValueError, match=f"{name}=.*at least 1"):
             Engine.from_model(model, **{name: value})
 
+    @pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_length": "long"}, {"bach": 2}], ids=str)
+    def test_a_warm_up_without_kernels_refuses_what_one_with_kernels_would(self, model, wrong):
+        with pytest.raises(ValueError, match="at least 1|did you mean batch"):
+            Engine.from_model(model).warmup(**wrong)
+
     def test_rules_must_be_rules(self, model):
         with pytest.raises(ValueError, match="rules=.*selfspec.Rules"):
             Engine.from_model(model, rules={"max_batch": 4})
