@@ -384,7 +384,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
 
     quickly.setattr(run.Calibration, "_measured_costs", MEASURED_COSTS)
     quickly.setattr(timing, "_TIMED", 2)
-    quickly.setattr(outcome, "SETTINGS", SHORT_TRIALS[1:])
+    quickly.setattr(outcome, "SETTINGS", SHORT_TRIALS[:1])
     fitting = setup.fit
     recipe = Recipe.for_device
     quickly.setattr(Recipe, "for_device", lambda *arguments: replace(recipe(*arguments), warmup=WARM_UP))

@@ -112,7 +112,7 @@ def test_a_trimmed_head_processes_by_token(gather: bool) -> None:
     torch.manual_seed(0)
     plan = Plan.parse("tree:2,2")
     processing = random_processing(plan, 2, 300)
-    rows, count = torch.randperm(300)[:101], torch.tensor(90, dtype=torch.int32)
+    rows, count = torch.randperm(300)[:101], torch.tensor([90], dtype=torch.int32)
     rows[90:] = 10**9  # not to be followed
     x, weight = torch.randint(-2, 3, (14, 48)).half(), torch.randint(-2, 3, (300, 48)).half()
     own = torch.zeros(101, 48).half()
