@@ -141,12 +141,13 @@ def _open_shape(args: argparse.Namespace, limits: dict[str, Any]) -> Target:
     """Random weights and random prompts, with an exit that is tuned to agree as often as asked for."""
     device = loading.pick_device(args.device)
     dtype = loading.pick_dtype(args.dtype, device, torch.bfloat16)
-    engine = Engine(synthetic.synthetic(args.shape, str(device), dtype), **limits)
+    model = synthetic.synthetic(args.shape, str(device), dtype)
+    engine = Engine(model, synthetic.word_tokenizer(model.config.vocab_size), **limits)
     layer, wanted = 2 if args.exit_layer is None else args.exit_layer, synthetic.Agreement(args.agree, args.agree_top4)
     found = synthetic.tune_exit(engine, layer, wanted)
     if args.quantize:
         exit = engine.drafters.exits[layer]
-        engine = Engine(synthetic.rounded(engine.model, args.quantize), **limits)
+        engine = Engine(synthetic.rounded(engine.model, args.quantize), engine.tokenizer, **limits)
         engine.drafters.exits[layer] = Exit(engine.model, layer).with_head_rows(exit.head_rows, [])
     prompts = synthetic.random_prompts(engine.model, args.limit, args.prompt_tokens).tolist()
     drafts = {"plan": args.plan or DEFAULT_PLAN, "exit_layer": layer}

@@ -1,7 +1,8 @@
 """`python -m bench.server`: tokens per second of streams over HTTP, against the engine called directly.
 
 The server runs in this process as `selfspec serve` does, the clients in another one. Both ways decode the same greedy
-requests, as many at once as there are streams, in turns. Needs the extra `serve`.
+requests, as many at once as there are streams, in turns: plainly, and with the defaults of a request (a shape then
+drafts copies alone). Needs the extra `serve`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from statistics import median
 from typing import Any
 
 from bench import machine, tables
-from bench.requests import GREEDY, Target, TimedRequest, add_arguments, open_target, run_together
+from bench.requests import GREEDY, Options, Target, TimedRequest, add_arguments, open_target, run_together
 from bench.timing import Limit
 
 Result = dict[str, Any]
+MODES: dict[str, Options] = {"plain": {"speculative_decoding": False}, "speculation": {}}
 Send = Callable[[list[dict[str, Any]]], Result]  # bodies of requests that are sent at once -> their times in seconds
 
 
@@ -51,7 +53,7 @@ def measure(target: Target, streams: Sequence[int], new_tokens: int, repeat: int
         results = [
             compare(target, send, mode, count, new_tokens, repeat)
             for count in chain(streams[:1], limit.over(streams[1:]))
-            for mode in target.modes
+            for mode in MODES
         ]
     measured = {of["streams"] for of in results}
     not_reached = [count for count in streams if count not in measured]
@@ -61,13 +63,10 @@ def measure(target: Target, streams: Sequence[int], new_tokens: int, repeat: int
 def compare(target: Target, send: Send, mode: str, streams: int, new_tokens: int, repeat: int) -> Result:
     """Medians of both ways, which take turns; the first turn is not timed."""
     prompts = list(islice(cycle(target.prompts), streams))
-    options = {**GREEDY, **target.modes[mode]}
-    body = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    if mode == "plain":
-        body["speculative_decoding"] = False
+    body = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True, **MODES[mode]}
     direct, served = [], []
     for turn in range(repeat + 1):
-        requests = [TimedRequest(target.engine, prompt, 0, new_tokens, options) for prompt in prompts]
+        requests = [TimedRequest(target.engine, prompt, 0, new_tokens, {**GREEDY, **MODES[mode]}) for prompt in prompts]
         speed, answer = run_together(requests), send([{"prompt": prompt, **body} for prompt in prompts])
         if turn:
             direct.append(speed)

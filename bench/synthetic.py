@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from bench.quantized import head_format, random_weight
 from selfspec import Engine
@@ -216,6 +218,13 @@ def agreement(model: Decoder, exit_layer: int, texts: torch.Tensor, prompt: int)
         cache.close(sequence)
     shares = hits / (len(texts) * (texts.shape[1] - prompt))
     return Agreement(float(shares[0]), float(shares.sum()))
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of a shape, without special tokens: token i is the word w<i>, after a space."""
+    tokenizer = Tokenizer(WordLevel({f"\u2581w{token}": token for token in range(vocabulary)}, unk_token="\u2581w0"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def random_prompts(model: Decoder, count: int, length: int, seed: int = 0) -> torch.Tensor:

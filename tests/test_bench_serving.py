@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import exactness, options, serving, synthetic, tables
+from bench import exactness, options, server, serving, synthetic, tables
 from bench.requests import Target, TimedRequest, built_in_options, run_together
 from bench.timing import Limit
 from selfspec import Engine
@@ -100,6 +100,13 @@ def test_every_part_of_serving_is_measured_in_both_modes(
     for row in found["second_turn"]:
         assert row["prompt_tokens"] == 340 and row["reused_tokens"] == 256
         assert row["ratio"] == pytest.approx(row["first_token_ms"] / row["without_reuse_ms"], abs=0.01)
+
+
+def test_a_shape_is_served_over_http_and_directly(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.main([*command, "--streams", "2", "--repeat", "1", "--max-new-tokens", "4"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["streams"], row["mode"]) for row in found["results"]] == [(2, "plain"), (2, "speculation")]
+    assert all(row["direct"] > 0 and row["server"] > 0 and row["first_token_ms"] > 0 for row in found["results"])
 
 
 def test_options_are_measured_beside_greedy_and_compared_with_plain_tokens(
