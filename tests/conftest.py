@@ -6,7 +6,14 @@ import gc
 import importlib.util
 import os
 
+import hypothesis
 import torch
+
+# The same examples in every run; no time limit for one, since other tests keep the cores busy.
+hypothesis.settings.register_profile(
+    "fixed", deadline=None, derandomize=True, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("fixed")
 
 
 def pytest_collection_finish() -> None:

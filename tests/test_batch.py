@@ -38,7 +38,6 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
-from tests.strategies import SETTINGS
 from tests.test_exit import Trained
 
 RESTLESS = Rules(start_gain=0.0, max_step=inf, score_every=3, budget=50, budget_refill=1)
@@ -90,7 +89,7 @@ def generate(engine: Engine, prompts: list[list[int]], tokens: int = 40, **kwarg
     return engine.generate(ids, mask, max_new_tokens=tokens, **kwargs)
 
 
-@settings(SETTINGS, max_examples=10)
+@settings(max_examples=10)
 @given(
     family=st.sampled_from(["llama", "gemma3_text"]),
     seed=st.integers(0, 10**6),

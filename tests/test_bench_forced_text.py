@@ -49,7 +49,7 @@ RANKS = {"0": [[0.6, 0.2, 0.1], [0.5, 0.2]]}
 # The kernel
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(nodes=st.integers(1, 65), sequences=st.integers(1, 5), seed=st.integers(0, 2**20))
 def test_forced_tokens_are_chosen(nodes: int, sequences: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -25,7 +25,7 @@ from selfspec.results import GenerateOutput
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 from tests.calibrated import linear_cost
-from tests.strategies import SETTINGS, plans
+from tests.strategies import plans
 from tests.tiny import VOCABULARY, tiny_model
 
 WIDEST = 32  # plans use no rank from here on
@@ -80,7 +80,6 @@ def all_trees(nodes: list[tuple[int, ...]], size: int) -> list[frozenset[tuple[i
     return [tree for tree in sets if all(node[:-1] in tree or len(node) == 1 for node in tree)]
 
 
-@SETTINGS
 @given(rank_arrays(most_paths=10, depths=(1, 2)), st.integers(1, 4))
 def test_the_most_reached_nodes_are_the_best_tree_of_their_number(ranks: np.ndarray, size: int) -> None:
     depth = ranks.shape[1]
@@ -97,7 +96,6 @@ def test_a_tree_has_no_more_nodes_than_a_plan_may_have() -> None:
     assert len(Paths(ranks).best(FREE).plan) <= MAX_NODES
 
 
-@SETTINGS
 @given(rank_arrays(most_paths=20, depths=(3, 3)), plans())
 def test_expected_tokens_and_accept_rate_are_those_of_walking_the_tree(ranks: np.ndarray, plan: Plan) -> None:
     walked = [walk(plan, path) for path in ranks]
@@ -110,7 +108,6 @@ def test_expected_tokens_and_accept_rate_are_those_of_walking_the_tree(ranks: np
 # Shares of ranks
 
 
-@SETTINGS
 @given(rank_arrays(most_paths=20))
 def test_shares_are_of_the_positions_that_a_draft_reaches(ranks: np.ndarray) -> None:
     """A position is reached where all ranks before it are low enough for a plan."""
@@ -143,7 +140,6 @@ def test_no_rank_has_a_share_where_every_token_is_missed(ranks: object) -> None:
     assert Paths(np.array(ranks)).shares() == [[]]
 
 
-@SETTINGS
 @given(rank_arrays(most_paths=4), costs, st.sampled_from([None, 40, 100, 160]), st.booleans())
 def test_the_best_plan_is_the_best_of_all_trees(
     ranks: np.ndarray, cost: StepCost, head_rows: int | None, as_chain: bool
@@ -181,7 +177,6 @@ def test_the_plan_is_none_where_drafting_costs_more_than_it_saves() -> None:
     assert always_right.best(DEAR).plan == NONE
 
 
-@SETTINGS
 @given(plans())
 def test_a_plan_can_be_rebuilt_from_its_rank_paths(plan: Plan) -> None:
     again = Plan.from_paths(rank_paths(plan)[1:][::-1])
@@ -236,7 +231,6 @@ def speed(choice: Choice | dict) -> float:
     return float(np.prod([of_batch["1"].speedup for of_batch in chosen.values()])) ** (1 / len(chosen))
 
 
-@SETTINGS
 @given(domains)
 def test_the_fastest_exit_and_head_are_chosen(domain: tuple[dict, dict]) -> None:
     choice = choose(*domain)
@@ -248,7 +242,6 @@ def test_the_fastest_exit_and_head_are_chosen(domain: tuple[dict, dict]) -> None
             assert of_batch[band] == paths.best(cost, choice.head_rows, chain=batch > 4)
 
 
-@SETTINGS
 @given(domains)
 def test_large_batches_draft_chains(domain: tuple[dict, dict]) -> None:
     for of_key in candidates(*domain).values():
@@ -263,7 +256,6 @@ def test_small_batches_may_draft_trees_where_large_ones_draft_chains() -> None:
     assert len(plans["5-16"].plan) > 0
 
 
-@SETTINGS
 @given(domains)
 def test_the_objective_accept_takes_the_highest_accept_rate_of_faster_exits(
     domain: tuple[dict, dict],
@@ -287,7 +279,6 @@ def test_an_exit_that_is_slower_than_plain_is_not_taken_for_its_accept_rate() ->
     assert choose(measured, costs | {(2, batch): CHEAP for batch in BATCHES.values()}, "accept").exit_layer == 2
 
 
-@SETTINGS
 @given(domains, st.sampled_from(["throughput", "accept"]), st.randoms(use_true_random=False))
 def test_the_choice_ignores_the_order_of_measurements(domain: tuple[dict, dict], objective: str, random) -> None:
     measured, costs = domain

@@ -25,7 +25,6 @@ from selfspec.calibrate.training import Recipe
 from selfspec.calibrate.work import Work
 from selfspec.models.loading import adopt
 from tests.calibrated import documents_of, random_documents, write_lines, write_prompts
-from tests.strategies import SETTINGS
 from tests.tiny import FAMILIES, tiny_model
 
 # Packing
@@ -45,7 +44,6 @@ def documents(draw: st.DrawFn) -> list[Document]:
     return found
 
 
-@SETTINGS
 @given(documents(), st.integers(0, 3), st.integers(1, 4))
 def test_packing_keeps_every_document_in_one_piece(given_documents: list[Document], seed: int, open_rows: int) -> None:
     length = 20
@@ -120,7 +118,6 @@ def test_rows_are_ordered_by_use_in_the_domain_then_in_others_then_by_id() -> No
     assert heads.head_of(order[0], 3).tolist() == [3, 5, 6]
 
 
-@SETTINGS
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 5))
 def test_an_order_has_every_token_once_and_heads_contain_smaller_ones(domains: int, size: int, seed: int) -> None:
     uses = torch.randint(0, 6, (domains, 40), generator=torch.Generator().manual_seed(seed)).double()
@@ -218,7 +215,6 @@ def test_other_line_ends_in_a_prompt_do_not_end_a_line(tmp_path: Path) -> None:
     assert {*domain.training, *domain.measuring} == set(odd)
 
 
-@SETTINGS
 @given(st.lists(st.integers(0, 30), min_size=8, max_size=60).filter(lambda numbers: len(set(numbers)) >= 8))
 def test_training_and_measuring_prompts_never_mix(tmp_path_factory: pytest.TempPathFactory, numbers: list[int]) -> None:
     path = tmp_path_factory.getbasetemp() / "split.jsonl"

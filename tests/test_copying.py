@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from selfspec.governor.acceptance import MEMORY
 from selfspec.governor.copying import MOST_COPIED, REACH, Copying
-from tests.strategies import SETTINGS
 
 
 def hits(tokens: list[int], prompt: int) -> list[bool]:
@@ -25,7 +24,6 @@ def hits(tokens: list[int], prompt: int) -> list[bool]:
     return found[prompt:]
 
 
-@SETTINGS
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30), prompt=st.integers(1, 30),
     cuts=st.lists(st.integers(1, 30)),

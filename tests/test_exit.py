@@ -28,7 +28,7 @@ from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock, HeadRows,
 from selfspec.speculation.plan import Plan
 from tests.profiles import choice_of, profile_of, random_rows, watch_vocabularies
 from tests.scripted import Decoding, new_cache
-from tests.strategies import SETTINGS, paths, plans
+from tests.strategies import paths, plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 EXIT_LAYER = 2
@@ -396,7 +396,7 @@ def accept_anything(running: Decoding, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@settings(SETTINGS, max_examples=12)
+@settings(max_examples=12)
 @given(data=st.data(), lengths=st.lists(st.sampled_from([1, 2, 9, PAGE_SIZE - 2]), min_size=1, max_size=3))
 def test_after_any_steps_cache_and_features_are_those_of_a_fresh_prefill(
     family: str, data: st.DataObject, lengths: list[int]

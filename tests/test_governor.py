@@ -388,7 +388,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     events=EVENTS,
     seed=st.integers(0, 2**16),

@@ -21,7 +21,6 @@ from selfspec.governor.governor import Governor
 from selfspec.grammar import MAX_BYTES, Grammar, Grammars, ResponseFormatError
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
-from tests.strategies import SETTINGS
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import JSON_TOKENS, json_tokenizer
 
@@ -110,7 +109,7 @@ choices = st.lists(literals, min_size=2, max_size=3).map(lambda words: f"({'|'.j
 regexes = st.lists(literals | choices, min_size=1, max_size=4).map("".join)
 
 
-@settings(SETTINGS, max_examples=30)
+@settings(max_examples=30)
 @given(regex=regexes, plan=st.sampled_from(["copy:3", "copy:15", "chain:2+copy:4"]), seed=st.integers(0, 3))
 def test_drafts_of_forced_tokens_change_no_token(regex: str, plan: str, seed: int) -> None:
     options = {"response_format": {"type": "regex", "regex": regex}, "max_new_tokens": 60, "do_sample": seed > 0}

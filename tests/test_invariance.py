@@ -22,7 +22,7 @@ from selfspec import Engine, GenerateOutput, Plan
 from selfspec.governor.rules import Policy
 from tests.profiles import choice_of, profile_of, random_exit, random_rows, watch_vocabularies
 from tests.scripted import IRREGULAR, ScriptedPolicy, endless, forced_text_model, left_padded, random_prompt
-from tests.strategies import SETTINGS, plans
+from tests.strategies import plans
 from tests.tiny import FAMILIES, VOCABULARY, tiny_model
 
 NEW_TOKENS = 16
@@ -87,7 +87,7 @@ def test_tokens_are_the_same_for_every_plan_and_exit(plan: str, exit_layer: int 
     assert drawn == [alone(0, 5, sampling)]
 
 
-@settings(SETTINGS, max_examples=6)
+@settings(max_examples=6)
 @given(plans(max_nodes=4, max_copied=6), st.lists(st.integers(3, 5), min_size=1, max_size=9), st.integers(0, 9))
 def test_tokens_are_the_same_with_any_copied_nodes(plan: Plan, prompt: list[int], seed: int) -> None:
     """The bias favours the prompt's few tokens, so that copied and ranked nodes often carry the same token."""

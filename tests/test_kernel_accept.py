@@ -17,7 +17,7 @@ def tree_of(plan: Plan) -> TreeTensors:
     return Tree(plan, 4, torch.device("cpu")).tensors
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     plan=plans(max_copied=4), sequences=st.integers(1, 4), seed=st.integers(0, 2**20),
     vocabulary=st.sampled_from([1, 2, 3, 9]), least=st.sampled_from([0, -1]), counted=st.booleans(),

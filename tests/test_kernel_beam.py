@@ -11,7 +11,6 @@ from selfspec.backends.cuda.decoder import Tree
 from selfspec.kernels.beam import BeamLevel, beam_reference, choose_nodes
 from selfspec.kernels.topk import MAX_SCAN_WIDTH, topk_tokens
 from selfspec.speculation.plan import Plan
-from tests.strategies import SETTINGS
 from tests.test_kernel_topk import scored
 
 
@@ -22,7 +21,7 @@ def grow(tree: Tree, level: range, candidates: BeamLevel) -> torch.Tensor:
     return tokens.view(len(level), tree.sequences)
 
 
-@settings(SETTINGS, max_examples=25)
+@settings(max_examples=25)
 @given(
     widths=st.lists(st.integers(1, 5), min_size=1, max_size=3), copied=st.integers(0, 2), sequences=st.integers(1, 2),
     seed=st.integers(0, 99),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from selfspec.kernels import copy_draft as module
 from selfspec.kernels.copy_draft import LONGEST_MATCH, copy_draft, copy_reference, tiles_of
-from tests.strategies import SETTINGS
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -26,13 +25,11 @@ def naive(text: list[int], count: int) -> list[int]:
     return [-1] * count
 
 
-@SETTINGS
 @given(text=texts, count=st.integers(1, 9))
 def test_the_reference_drafts_what_a_naive_search_finds(text: list[int], count: int) -> None:
     assert copy_reference(torch.tensor(text), count).tolist() == naive(text, count)
 
 
-@SETTINGS
 @given(
     given_texts=st.lists(texts, min_size=1, max_size=3), count=st.integers(1, 9), spare=st.integers(0, 20),
     given=st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=3, max_size=3) | st.none(),

@@ -89,7 +89,7 @@ def test_compact_reads_everything_before_it_writes() -> None:
         assert_compacts(source, target)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_compact_reads_all_then_writes_all_for_any_moves(data: st.DataObject) -> None:
     target = data.draw(st.lists(st.integers(0, SLOTS - 1), unique=True, min_size=1))

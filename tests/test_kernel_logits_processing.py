@@ -36,7 +36,7 @@ def scored(logits: torch.Tensor, processing: Processing | None) -> torch.Tensor:
     return scores.int_scores[:, : logits.shape[1]]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(plans(), st.integers(1, 3), st.sampled_from([1, 5, 70]), st.integers(0, 2**32))
 def test_processed_scores_have_the_bits_of_the_reference(
     plan: Plan, sequences: int, vocabulary: int, seed: int

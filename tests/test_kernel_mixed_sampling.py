@@ -27,7 +27,7 @@ def _on_the_device():
         yield
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(plans(3), st.integers(2, 3), st.sampled_from([100, 300]), st.integers(0, 2**32), st.data())
 def test_a_sequence_draws_the_same_alone_and_in_any_batch(
     plan: Plan, sequences: int, vocabulary: int, seed: int, data: st.DataObject
@@ -45,7 +45,7 @@ def test_a_sequence_draws_the_same_alone_and_in_any_batch(
             assert torch.equal(own_tokens, tokens[rows])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(plans(2), st.integers(1, 3), st.sampled_from([100, 300]), st.integers(0, 2**32))
 def test_sequences_with_different_parameters_draw_as_the_reference(
     plan: Plan, sequences: int, vocabulary: int, seed: int

@@ -67,7 +67,7 @@ def test_a_range_of_pages_is_the_table_of_those_pages(first: int) -> None:
     torch.testing.assert_close(got, attend_by_loops(q, keys, values, table, mask, slots, 0.3))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.tuples(*(st.integers(1, top) for top in (3, 5, 3, 3, 13, 5))), st.integers(0, 2**32))
 def test_attention_equals_a_loop_for_any_shape(case: tuple[int, ...], seed: int) -> None:
     arguments = paged_case(*case, seed=seed)

@@ -95,7 +95,7 @@ def normed(x: torch.Tensor) -> dict[str, Any]:
     return {"x": norms.scaled_reference(x, weight, 0.0), "norm": norms.Norm(1e-5, norms.squares_reference(x))}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tensors())
 def test_a_packed_weight_has_the_values_of_the_tensor(tensor: QuantizedTensor) -> None:
     weight = pack(tensor)
@@ -111,7 +111,7 @@ def test_a_packed_weight_takes_the_memory_of_its_bits_and_scales() -> None:
     assert pack(quantized(64, 1024, "int8", 1024)).nbytes == 64 * 1024 * (8 + 16 / 1024) / 8
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(tensors(), st.integers(0, 2))
 def test_rows_are_dequantized_to_the_values_of_the_tensor(tensor: QuantizedTensor, tile: int) -> None:
     weight, rows = pack(tensor), slice(16 * tile, min(16 * tile + 20, tensor.shape[0]))
@@ -122,7 +122,7 @@ def test_rows_are_dequantized_to_the_values_of_the_tensor(tensor: QuantizedTenso
         assert torch.equal(out, tensor.dequantize()[rows])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tensors(), st.integers(1, 40), st.sampled_from([torch.float16, torch.float32]))
 def test_linear_equals_the_matmul_with_the_dequantized_weight(
     tensor: QuantizedTensor, rows: int, dtype: torch.dtype

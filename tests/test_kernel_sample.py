@@ -108,7 +108,7 @@ def test_the_choice_is_that_of_sampling(kind: str, top_k: int) -> None:
             assert torch.equal(got, sample_reference(logits.double(), noise, truncation))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.integers(1, 300),
     st.sampled_from([0, 1, 2, 20, 64, 257]),

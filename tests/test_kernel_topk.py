@@ -95,7 +95,7 @@ def test_a_token_given_twice_hides_no_other(width: int, best: list[int]) -> None
     assert out.tolist() == [best]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 2**31), st.integers(0, 2**32))
 def test_the_best_tokens_are_found_for_any_size(columns: int, width: int, spread: int, seed: int) -> None:
     with torch.device(DEVICE):

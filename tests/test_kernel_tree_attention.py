@@ -81,7 +81,7 @@ def test_the_deepest_chain_gives_the_bits_of_committed_text(length: int, window:
     assert torch.equal(actual[some], text.plainly([length + depth for depth in some]).run(window))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     st.integers(0, 400),
     st.integers(1, 9),

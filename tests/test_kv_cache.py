@@ -33,7 +33,7 @@ from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.exit import FEATURE_STATES, Exit, ExitBlock
 from selfspec.speculation.plan import Plan
 from tests.scripted import new_cache
-from tests.strategies import SETTINGS, paths, plans
+from tests.strategies import paths, plans
 from tests.tiny import tiny_model
 
 VOCABULARY = 23
@@ -256,7 +256,7 @@ def test_after_any_events_the_cache_equals_a_fresh_prefill(family: str, page_siz
     """Small pages reach more page boundaries in as many steps."""
     run_state_machine_as_test(
         lambda: CacheEvents(family, page_size),
-        settings=settings(SETTINGS, max_examples=examples, stateful_step_count=12),
+        settings=settings(max_examples=examples, stateful_step_count=12),
     )
 
 
@@ -426,7 +426,7 @@ def attends(plan: Plan, length: int, node: int, slot: int, window: int | None) -
     return window is None or distance < window
 
 
-@settings(SETTINGS, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), plan=plans(max_nodes=9, max_copied=3), window=st.none() | st.integers(1, 30))
 def test_the_mask_is_that_of_its_definition(data: st.DataObject, plan: Plan, window: int | None) -> None:
     lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3) | st.integers(0, 20).map(lambda n: [n, n]))

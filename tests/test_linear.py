@@ -23,7 +23,7 @@ def quantized(draw: st.DrawFn) -> QuantizedTensor:
     return quantize(weight, draw(st.sampled_from([4, 8])), group)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(quantized(), st.integers(1, 300))
 def test_a_quantized_weight_computes_as_its_expanded_one(source: QuantizedTensor, together: int) -> None:
     """In float64, and for any number of weights that are expanded together."""
@@ -40,7 +40,7 @@ def test_a_quantized_weight_computes_as_its_expanded_one(source: QuantizedTensor
     assert torch.equal(expand(ours.part(slice(1, 3)).weight, torch.float32), dense[1:3])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(quantized(), st.integers(1, 19))
 def test_a_weight_that_is_packed_by_rows_equals_the_whole(source: QuantizedTensor, rows: int) -> None:
     def part(some: slice) -> QuantizedTensor:

@@ -25,7 +25,6 @@ from selfspec.sequence import Sequence
 from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import NONE
 from tests.scripted import random_prompt
-from tests.strategies import SETTINGS
 from tests.test_scheduler import (
     LEAST_PAGES,
     PLAIN,
@@ -68,7 +67,7 @@ def random_text(random: Random) -> list[int]:
     return begin + random_prompt(random.choice([1, 5, 40]), random.randrange(3))
 
 
-@settings(SETTINGS, max_examples=4)
+@settings(max_examples=4)
 @given(st.randoms(use_true_random=True))
 def test_every_sequence_gets_the_tokens_that_it_gets_without_reuse(random: Random) -> None:
     calls = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     GenerationConfig,
@@ -113,9 +113,7 @@ def by_selfspec(
     return warp_logits(values, [request.params])
 
 
-@settings(
-    max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=250)
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore")
 def test_any_processors_and_settings_give_transformers_logits(data: st.DataObject) -> None:

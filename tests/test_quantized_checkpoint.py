@@ -156,7 +156,7 @@ SIZES = {"n": st.sampled_from([16, 24, 40]), "k": st.sampled_from([64, 128, 192]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32), **SIZES)
 def test_the_weight_has_the_values_of_the_reference(name, n, k, dtype, seed):
     torch.manual_seed(seed)
@@ -179,7 +179,7 @@ def test_any_number_of_packed_rows_is_read(n):
     assert torch.equal(ours.dequantize(), stored.weight[:n])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(names=st.lists(st.sampled_from(list(BUILDERS)), min_size=2, max_size=3), seed=st.integers(0, 2**32), **SIZES)
 def test_weights_of_different_formats_are_concatenated_without_loss(names, n, k, dtype, seed):
     torch.manual_seed(seed)
@@ -214,7 +214,7 @@ def mutations(tensor: torch.Tensor) -> dict[str, torch.Tensor | None]:
     return changed
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), name=st.sampled_from(list(BUILDERS)))
 def test_a_tensor_that_does_not_fit_is_refused_by_name(name, data):
     stored = BUILDERS[name](24, 192, torch.float16)

@@ -87,7 +87,7 @@ def test_a_config_gives_the_scheme_of_a_linear_module(name):
     assert found.scheme("model.embed_tokens") is None and found.scheme("model.layers.3.input_layernorm") is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     groups=st.lists(
         st.lists(
@@ -214,7 +214,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(list(CONFIGS)), value=VALUES)
 def test_a_mutated_field_gives_a_format_or_an_error_that_names_a_field(data, name, value):
     config = copy.deepcopy(CONFIGS[name][0])

@@ -48,7 +48,7 @@ def same_bits(ours: torch.Tensor, theirs: np.ndarray) -> bool:
     return torch.equal(ours.view(torch.int32), torch.from_numpy(theirs.astype(np.float32)).view(torch.int32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(kind=st.sampled_from(list(NATIVE)), rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32))
 def test_random_blocks_have_the_values_of_the_gguf_library(kind, rows, blocks, seed):
     columns = 256 * blocks
@@ -57,7 +57,7 @@ def test_random_blocks_have_the_values_of_the_gguf_library(kind, rows, blocks, s
     assert same_bits(tensor.dequantize(), dequantize(data, kind))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(kinds=st.lists(st.sampled_from(list(NATIVE)), min_size=2, max_size=4), seed=st.integers(0, 2**32))
 def test_weights_of_different_types_are_concatenated_without_loss(kinds, seed):
     parts = [

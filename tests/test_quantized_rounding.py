@@ -27,7 +27,7 @@ def plainly_rounded(weight: torch.Tensor, bits: int, group: int) -> torch.Tensor
     return ((q - zero) * scale).flatten(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([16, 32, 64, 192]),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -42,9 +42,7 @@ from selfspec.sampling import (
     warp_logits,
 )
 
-PROPERTY = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+PROPERTY = settings(max_examples=60)
 STREAMS = pytest.mark.parametrize("stream", [TARGET, CHILDREN, ACCEPT], ids=["target", "children", "accept"])
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(do_sample=True)
 

@@ -35,7 +35,6 @@ from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sequence import Progress, Request
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import IRREGULAR, endless, random_prompt, silence
-from tests.strategies import SETTINGS
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -186,7 +185,7 @@ class Room:
         return cls(pages, random.choice([1, 3, 16, 16]), margin, random.choice([16, PREFILL_CHUNK]))
 
 
-@settings(SETTINGS, max_examples=10)
+@settings(max_examples=10)
 @given(st.randoms(use_true_random=True))
 def test_every_sequence_gets_the_tokens_it_gets_alone(random: Random) -> None:
     calls, room = [random_call(random) for _ in range(random.randint(1, 7))], Room.at(random)

@@ -264,7 +264,7 @@ MANY = st.lists(st.integers(1, LENGTHS["most"]), min_size=3, max_size=3)
 
 
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(script=scripts(), lengths=MANY, every_step=st.booleans())
 def test_statistics_equal_a_count_token_by_token(
     backend: type[HostBackend], script: list[Scripted], lengths: list[int], every_step: bool

@@ -33,7 +33,7 @@ def pieces(*names: str) -> list[int]:
     return [PIECES.index(name) for name in names]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(data=st.data())
 @pytest.mark.parametrize("tokenizer", [sentence_pieces(), spaced_tokenizer()], ids=["sentence-pieces", "spaced-words"])
 def test_the_text_is_what_the_answer_adds_to_the_prompt(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 
-few = settings(max_examples=30, deadline=None)  # of each property
+few = settings(max_examples=30)  # of each property
 
 
 @st.composite
