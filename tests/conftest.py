@@ -22,6 +22,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Lets Python free the objects at exit: Triton prints a list of those of its own that are left."""
+    gc.unfreeze()
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton") is not None:
