@@ -32,7 +32,7 @@ def save_profile(
     rows: torch.Tensor | None = None,
     **entries: Any,
 ) -> Path:
-    """A profile of two domains, 'chat' with an exit after layer 2 and 'code' with one after layer 3."""
+    """A profile of two domains, 'chat' with an exit after 2 layers and 'code' with one after 3 layers."""
     decoder = Engine.from_model(model).model
     exits = [random_exit(decoder, 2) if block else Exit(decoder, 2), Exit(decoder, 3)]
     domains = {"chat": choice_of(2, plan), "code": choice_of(3, "tree:2,1")}

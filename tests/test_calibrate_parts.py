@@ -387,7 +387,7 @@ def test_settings_name_the_arguments_that_load_the_same_weights() -> None:
 def test_exits_asked_for_are_sorted_and_checked() -> None:
     assert Settings(exits=(3, 0, 3)).exit_layers(6) == [0, 3]
     for layer in (-1, 4, 6):
-        with pytest.raises(ValueError, match=f"layer {layer} .*6 layers.* to 3"):
+        with pytest.raises(ValueError, match=f"--exits {layer} .*6 layers.* to 3 layers"):
             Settings(exits=(1, layer)).exit_layers(6)
 
 

@@ -227,7 +227,7 @@ def test_the_command_prints_stages_tables_verdict_and_the_line_of_python(place: 
         assert f"\n{stage:<9} " in whole.text
     assert "agreement with the model" in whole.text and " on this machine; Ctrl-C stops it" in whole.text
     assert "drafting is faster than plain decoding: " in whole.text
-    assert "Chosen for one greedy sequence" in whole.text and "layer 1" in whole.text and "layer 2" in whole.text
+    assert "Chosen for one greedy sequence" in whole.text and "N = 1" in whole.text and "N = 2" in whole.text
     assert f'Engine.from_pretrained("{place.model}", profile="{whole.out}")' in whole.text
     for name in "ab":
         assert f"│ {name} " in whole.text
@@ -420,7 +420,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
 FAILURES = {  # arguments that cannot work, and words of the error
     "no model": ("--model {tmp}/nothing", "nothing"),
     "exits of letters": ("--exits x", "--exits 'x' must be layer numbers"),
-    "an exit too deep": ("--exits 4", "after layer 0 (the embedding) to 2"),
+    "an exit too deep": ("--exits 4", "after 0 (the embedding) to 2 layers"),
     "no prompts": ("--domain c={tmp}/no.jsonl", "there is no file"),
     "a bad line": ("--domain c={tmp}/bad.jsonl", "bad.jsonl, line 1: expected"),
     "no domain": ("--domain c", "NAME=PROMPTS.jsonl"),
@@ -448,7 +448,7 @@ def test_no_train_refuses_layers_without_an_exit(place: Place, whole: Outcome, q
     shutil.copytree(whole.out, tmp_path / "one")
     quickly.setattr(Profile, "trained_layers", lambda _: [1])
     failed = place.calibrate(tmp_path / "one", "--no-train", "--exits", "2")
-    assert failed.code == 2 and "exits after layers [1], none of those asked for" in failed.text
+    assert failed.code == 2 and "none of the exits [1] of the profile is among those asked for" in failed.text
 
 
 @pytest.mark.parametrize("what", ["memory", "disk", "tokenizer"])

@@ -50,16 +50,16 @@ def test_text_unlike_calibrations_is_named():
 @pytest.mark.parametrize(
     ("completion", "how"),
     [
-        (DRAFTED, "plan tree:4 after layer 3: 2.00 tokens per step, 40% of reached depths accepted"),
-        (TWO_PLANS, "mostly plan tree:4 after layer 3: 2.00 tokens per step, 40% of reached depths accepted"),
+        (DRAFTED, "plan tree:4 after 3 layers: 2.00 tokens per step, 40% of reached depths accepted"),
+        (TWO_PLANS, "mostly plan tree:4 after 3 layers: 2.00 tokens per step, 40% of reached depths accepted"),
         (
             SWITCHED_OFF,
-            "drafting at times after layer 3: 1.27 tokens per step, 40% of reached depths accepted; "
+            "drafting at times after 3 layers: 1.27 tokens per step, 40% of reached depths accepted; "
             "8 of 14 tokens decoded plainly (goodput)",
         ),
         (
             CAME_BACK,
-            "mostly plan tree:4 after layer 3: 1.58 tokens per step, 40% of reached depths accepted; "
+            "mostly plan tree:4 after 3 layers: 1.58 tokens per step, 40% of reached depths accepted; "
             "8 of 30 tokens decoded plainly (goodput)",
         ),
         (COPIED, "plan copy:8: 2.00 tokens per step, 40% of reached depths accepted"),

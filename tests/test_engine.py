@@ -312,7 +312,7 @@ class TestComplete:
     def test_512_new_tokens_are_the_default(self, tokenizer, method):
         model = tiny_model("llama", eos_token_id=None, num_hidden_layers=2, max_position_embeddings=1024)
         model.model.layers[1].self_attn.o_proj.weight.data.zero_()
-        model.model.layers[1].mlp.down_proj.weight.data.zero_()  # an exit after layer 1 is always right: fewer cycles
+        model.model.layers[1].mlp.down_proj.weight.data.zero_()  # an exit after 1 layer is always right: fewer cycles
         engine = Engine.from_model(model, tokenizer)
         drafting = {"exit_layer": 1, "plan": "chain:40"}
         if method == "complete":

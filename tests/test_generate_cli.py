@@ -113,7 +113,7 @@ def test_the_statistics_of_speculation(run, engine):
     chat = [{"role": "user", "content": "hello"}]
     stats = engine.complete(chat, max_new_tokens=12, speculative_decoding="force", exit_layer=3, plan="tree:3,2").stats
     assert "12 tokens in" in about
-    assert f"plan tree:3,2 after layer 3: {stats.tokens_per_cycle:.2f} tokens per step" in about
+    assert f"plan tree:3,2 after 3 layers: {stats.tokens_per_cycle:.2f} tokens per step" in about
     assert f"{stats.accept_rate:.0%} of reached depths accepted" in about
 
 
@@ -122,9 +122,9 @@ def test_the_statistics_of_speculation(run, engine):
     [
         (["--speculative", "off", "--exit-layer", "2"], "plain decoding (request)"),
         (["--speculative", "auto", "--plan", "none"], "plain decoding (request)"),
-        (["--speculative", "auto", "--exit-layer", "2"], "plan tree:4,2,2,1 after layer 2"),
-        (["--speculative", "auto", "--plan", "chain:2"], "plan chain:2 after layer 1"),
-        (["--speculative", "force"], "plan tree:4,2,2,1 after layer 1"),
+        (["--speculative", "auto", "--exit-layer", "2"], "plan tree:4,2,2,1 after 2 layers"),
+        (["--speculative", "auto", "--plan", "chain:2"], "plan chain:2 after 1 layer"),
+        (["--speculative", "force"], "plan tree:4,2,2,1 after 1 layer"),
         (["--speculative", "auto", "--exit-layer", "2", "--temperature", "1.6"], "plain decoding (temperature)"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
@@ -279,7 +279,7 @@ def test_a_run_switched_off_half_way_is_shown(run, engine, monkeypatch):
     assert text == answer(engine, "hello", max_new_tokens=24) + "\n"
     token = int(re.findall(r"after token (\d+): tree:3,2 -> plain \(goodput\)", about)[0])
     assert 3 <= token <= 9
-    assert "from the start: tree:3,2\n" in about and "drafting at times after layer 3" in about
+    assert "from the start: tree:3,2\n" in about and "drafting at times after 3 layers" in about
     assert f"{token - 3} of 24 tokens were drafted" in about
     assert f"; {24 - token} of 24 tokens decoded plainly (goodput)" in about
 

@@ -62,7 +62,7 @@ def graphs_of(engine: Engine) -> Graphs:
 
 @pytest.fixture(scope="module")
 def small() -> Decoder:
-    """The shape of a small model; the exit after layer 2 is often right."""
+    """The shape of a small model; the exit after 2 layers is often right."""
     return synthetic("smollm2-135m", "cuda", torch.bfloat16, exit_layer=2, damping=0.2)
 
 

@@ -76,7 +76,7 @@ def generate(engine: Engine, batch: int, length: int, count: int, **settings: An
 
 @pytest.fixture(scope="module")
 def small() -> Decoder:
-    """The shape of the demo model; the exit after layer 2 is often right."""
+    """The shape of the demo model; the exit after 2 layers is often right."""
     release()  # otherwise it might share a segment with memory of an earlier test, which then stays reserved
     return synthetic("smollm2-135m", "cuda", torch.bfloat16, EXIT_LAYER, damping=0.2)
 

@@ -26,7 +26,7 @@ PLAIN: dict[str, Any] = {"speculative_decoding": False}
 
 @pytest.fixture(scope="module")
 def small() -> Decoder:
-    """The demo model's shape; the exit after layer 2 is often right."""
+    """The demo model's shape; the exit after 2 layers is often right."""
     return synthetic("smollm2-135m", "cuda", torch.bfloat16, exit_layer=2, damping=0.2)
 
 

@@ -51,7 +51,7 @@ def hf_model() -> PreTrainedModel:
 
 @cache
 def profile() -> Any:
-    """One domain with an exit after layer 2, which the governor may draft with."""
+    """One domain with an exit after 2 layers, which the governor may draft with."""
     model = Engine.from_model(hf_model()).model
     return profile_of(model, {"text": choice_of(2, "chain:2", ranks=RANKS)})
 

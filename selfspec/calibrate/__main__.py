@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: six that ship)"
     add("--domain", dest="domains", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
     add("--out", type=Path, help="folder of the profile (default: the folder that profile='auto' searches)")
-    add("--exits", default="", metavar="1,2,3", help="layers after which exits are trained (default: three)")
+    add("--exits", default="", metavar="1,2,3", help="number of layers below each exit to train (default: three exits)")
     minutes = "time for the whole run (default: %(default)g); too short for this machine: refused, with the least"
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=minutes)
     objective = "choose the exit with the most tokens per second (default) or the highest accept rate"

@@ -89,11 +89,11 @@ def show(profile: Profile, console: Console, model: str, loading: str = "") -> N
 
 def _rates_table(profile: Profile) -> tuple[str, Table]:
     layers = sorted({layer for choice in profile.domains.values() for layer in choice.exits})
-    title = f"Accept rate of {DEFAULT_TREE} by exit layer (* chosen for {profile.objective}, + highest accept rate)"
+    title = f"Accept rate of {DEFAULT_TREE} by exit, after N layers (* chosen for {profile.objective}, + highest)"
     table = Table()
     table.add_column("domain")
     for layer in layers:
-        table.add_column(f"layer {layer}", justify="right")
+        table.add_column(f"N = {layer}", justify="right")
     for name, choice in profile.domains.items():
         cells = []
         for layer in layers:

@@ -20,7 +20,7 @@ _RANKED_TOGETHER = 256  # positions; bounds the memory of their logits
 
 def drafted_reads(
     exit: Exit,
-    hidden: torch.Tensor,  # [B, T, hidden] after layer N
+    hidden: torch.Tensor,  # [B, T, hidden] after N layers
     features: torch.Tensor,  # [B, T, 2 * hidden] the model's states that the exit reads one position later
     batch: Corpus,
     roots: torch.Tensor,  # [B, n] indices in the rows

@@ -78,7 +78,7 @@ class Calibration:
             f"{config.vocab_size:,}) on {outcome.device_name(self.model)} in {str(self.model.dtype).split('.')[-1]}"
         )
         layers = ", ".join(map(str, setup.layers))
-        exits = f"{'trains' if settings.train else 'uses the trained'} exits after layers {layers}"
+        exits = f"{'trains' if settings.train else 'uses the trained'} exits (layers below them: {layers})"
         say(f"  domains {', '.join(domain.name for domain in setup.domains)}; {exits}; writes to {setup.out}")
         if settings.train:
             say(f"  {setup.resources.describe()}")

@@ -18,7 +18,7 @@ class Settings:
     model: str = "demo"
     domains: tuple[str, ...] = ()  # NAME=PROMPTS.jsonl; (): the shipped ones
     out: Path | None = None  # None: the folder that profile="auto" searches
-    exits: tuple[int, ...] = ()  # layers; (): three that `exit_layers` chooses
+    exits: tuple[int, ...] = ()  # number of layers below each; (): three that `exit_layers` chooses
     minutes: float = DEFAULT_MINUTES
     objective: str = "throughput"
     train: bool = True
@@ -53,7 +53,7 @@ class Settings:
         return native + (f', quantize="{self.quantize}"' if self.quantize else "")
 
     def exit_layers(self, num_layers: int) -> list[int]:
-        """The layers after which exits are trained: those asked for, else three in a row in the first eighth or so."""
+        """Numbers of layers below the exits to train: as asked for, else three in a row in the first eighth or so."""
         highest = num_layers // 2
         if not highest:
             raise ValueError("this model has 1 layer, and an exit needs one below it and one above: use a deeper model")
@@ -63,7 +63,7 @@ class Settings:
         for layer in self.exits:
             if not 0 <= layer <= highest:
                 raise ValueError(
-                    f"an exit after layer {layer} cannot be trained: this model has {num_layers} layers, and exits are "
-                    f"trained in its lower half, after layer 0 (the embedding) to {highest}"
+                    f"--exits {layer} is not possible: this model has {num_layers} layers, and exits are trained in "
+                    f"its lower half, after 0 (the embedding) to {highest} layers"
                 )
         return sorted(set(self.exits))

@@ -26,7 +26,7 @@ from selfspec.text import encode
 # The most prompts of a domain to measure with, and the most tokens of their answers; fewer without a GPU.
 _MEASURED, _MEASURED_WITHOUT_GPU = (24, 128), (6, 48)
 _DISK_BYTES = 2 * 2**30  # of text, checkpoints and exits in the profile's folder
-_ROUTER_LAYER = 3  # the router reads states after this layer or the deepest exit, whichever is deeper
+_ROUTER_LAYER = 3  # the router reads states after so many layers, or at the deepest exit if that is deeper
 
 
 class Setup:
@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def router_layer(self) -> int:
-        """The router reads prompts' states after this layer."""
+        """The router reads prompts' states after this many layers."""
         return min(max(_ROUTER_LAYER, *self.layers), self.model.config.num_layers - 1)
 
     def measuring_prompts(self, domain: Domain) -> list[list[int]]:
@@ -120,7 +120,7 @@ class Setup:
         profile.check(self.model)
         self.layers = [layer for layer in layers if not self.settings.exits or layer in self.settings.exits]
         if not self.layers:
-            raise ValueError(f"the profile has exits after layers {layers}, none of those asked for with --exits")
+            raise ValueError(f"none of the exits {layers} of the profile is among those asked for with --exits")
         return profile
 
 

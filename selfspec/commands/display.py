@@ -67,7 +67,8 @@ def how_decoded(completion: Completion) -> str:
     plans = {change.plan for change in stats.changes} - {"none"}
     plan = f"plan {short_plan_name(stats.plan)}" if len(plans) <= 1 else f"mostly plan {short_plan_name(stats.plan)}"
     only_copies = all(plan.startswith("copy:") for plan in plans)
-    after = "" if stats.exit_layer is None or only_copies else f" after layer {stats.exit_layer}"
+    layer = stats.exit_layer
+    after = "" if layer is None or only_copies else f" after {layer} layer{'' if layer == 1 else 's'}"
     return (
         f"{'drafting at times' if stats.plan == 'none' else plan}{after}: "
         f"{stats.tokens_per_cycle:.2f} tokens per step, {stats.accept_rate:.0%} of reached depths accepted"

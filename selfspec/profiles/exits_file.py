@@ -38,12 +38,12 @@ class ExitsFile:
         try:
             return _exit_from_tensors(model, layer, own)
         except KeyError as error:
-            raise self._unusable(f"lacks {error} of the exit after layer {layer}") from error
+            raise self._unusable(f"lacks {error} of the exit with exit_layer={layer}") from error
         except ValueError as error:
             raise self._unusable(str(error)) from error
 
     def layers(self) -> list[int]:
-        """The layers after which the file has trained exits."""
+        """The numbers of layers below the file's trained exits."""
         if self.path is None or not self.path.exists():
             return []
         try:

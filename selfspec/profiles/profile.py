@@ -215,7 +215,7 @@ class Profile(Entry):
     created: str = ""
     objective: str = "throughput"
     trained: dict[str, float] = {}  # amounts of the calibration: tokens, steps, seconds
-    router_layer: int = 1  # the router reads hidden states after this layer
+    router_layer: int = 1  # the router reads hidden states after this many layers
     folder: Path | None = None  # of the profile's files; not stored in them
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
@@ -373,7 +373,7 @@ class Profile(Entry):
         return self._exits_file.exit(model, layer)
 
     def trained_layers(self) -> list[int]:
-        """The layers after which the profile has trained exits."""
+        """The numbers of layers below the profile's trained exits."""
         return self._exits_file.layers()
 
     def head_rows(self, model: Decoder, domain: str) -> torch.Tensor | None:

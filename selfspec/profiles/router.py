@@ -1,6 +1,6 @@
 """Routing: finds the domain of a prompt from its hidden states after a few layers.
 
-The *embedding* of a prompt is the mean of its tokens' RMS-normed states after the router's layer. The router is a
+The *embedding* of a prompt is the mean of its tokens' RMS-normed states after `router_layer` layers. The router is a
 linear discriminant analysis: a prompt gets the domain whose centroid, the mean of its prompts' embeddings, is nearest
 by the Mahalanobis distance of the embeddings' covariance within domains.
 """

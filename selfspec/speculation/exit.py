@@ -1,4 +1,4 @@
-"""Exit: computes draft logits from the hidden states after layer N.
+"""Exit: computes draft logits from the hidden states after N layers.
 
 An exit is a norm and the model's own LM head, optionally with a trained block (about one decoder layer) before them and
 optionally with only some rows of the head. The block also reads the feature of the previous position: after a committed
@@ -35,7 +35,7 @@ class ExitBlock:
     feature_weight: torch.Tensor  # [hidden, 2 * hidden]: projects the feature
 
     def add_feature(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's input: states after layer N plus the projected features of the previous positions,
+        """Returns the layer's input: states after N layers plus the projected features of the previous positions,
         [..., 2 * hidden] after committed tokens and [..., hidden] (the exit's normed state) after drafted ones."""
         return hidden + F.linear(previous, self.feature_weight[:, : previous.shape[-1]])
 
@@ -74,7 +74,7 @@ class HeadRows:
 
 @dataclass(eq=False)
 class Exit:
-    """An exit after layers 0 to `layer` - 1 of `model`."""
+    """An exit after the first `layer` layers of `model`."""
 
     model: Decoder
     layer: int
@@ -134,7 +134,7 @@ class Exit:
         return self.head_nbytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def read(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
-        """Returns the normed states [B, M, hidden] that the LM head reads, from the hidden states after layer N and the
+        """Returns the normed states [B, M, hidden] that the LM head reads, from the states after N layers and the
         features of the previous positions; stores the block's keys and values."""
         assert self.norm is not None
         if self.block is not None:
@@ -202,7 +202,7 @@ def _head_rows(model: Decoder, ids: torch.Tensor) -> Linear:
 
 
 def check_exit_layer(layer: int, num_layers: int) -> None:
-    """Raises ValueError unless the exit is after the embedding (0) or a layer that is not the last."""
+    """Raises ValueError unless `layer`, the number of layers below the exit, is from 0 to `num_layers` - 1."""
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
         raise ValueError(
             f"exit_layer={layer!r} is not possible: this model has {num_layers} layers, so pass an integer from 0 to "

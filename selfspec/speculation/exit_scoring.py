@@ -31,7 +31,7 @@ class SequenceUnfilled:
 
     def __init__(self) -> None:
         self._count = 0
-        # Of each position: the hidden state after layer N [hidden], and the feature of the previous one [2 * hidden].
+        # Of each position: the hidden state after N layers [hidden], and the feature of the previous one [2 * hidden].
         self._states: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class UnfilledBatch:
     """The states of the newest T positions of B sequences, to be run through the exit."""
 
     sequences: Seq[KVPages]
-    hidden: torch.Tensor  # [B, T, hidden]: output of layer N - 1
+    hidden: torch.Tensor  # [B, T, hidden]: states after N layers
     previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
 
     @classmethod

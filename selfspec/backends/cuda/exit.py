@@ -115,11 +115,11 @@ class FusedExit:
         last: Residual | None = None,
         unfilled: SlotUnfilled | None = None,
     ) -> None:
-        """Runs the states after layer N through the rest of the model and writes the features [R, 2 * hidden].
+        """Runs the states after N layers through the rest of the model and writes the features [R, 2 * hidden].
 
         `middle` is the buffer for the states up to the feature layer, `last` for the states after it. Without `last`,
         `middle` serves for both, which saves memory and costs one launch. With `unfilled` also saves there the states
-        after layer N and the features that `features` held before.
+        after N layers and the features that `features` held before.
         """
         decoder, hidden, layers = self.decoder, states.states.shape[1], self.decoder.model.config.num_layers
         at_middle = decoder.run(range(self.exit.layer, self.exit.feature_layer), states, middle, nodes)
@@ -133,7 +133,7 @@ class FusedExit:
             decoder.final_norm(at_last, features, at_middle, hidden=kept, unfilled=unfilled)
 
     def fill_metadata(self, nodes: Nodes, newest_tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Fills the metadata of rows whose states after layer N are given: positions, cache slots and rotations. Only
+        """Fills the metadata of rows whose states after N layers are given: positions, cache slots and rotations. Only
         the first `counts` [B] rows of each sequence get a cache slot; the others write no keys and values. The
         embeddings of `newest_tokens`, which the kernel computes too, are not used."""
         decoder, model = self.decoder, self.decoder.model
@@ -145,7 +145,7 @@ class FusedExit:
         )  # fmt: skip
 
     def fill(self, states: torch.Tensor, previous: PreviousFeatures, nodes: Nodes) -> None:
-        """Writes the block's keys and values of all rows from the states after layer N [R, hidden]."""
+        """Writes the block's keys and values of all rows from the states after N layers [R, hidden]."""
         block = self.exit.block
         assert block is not None
         source = self._block_input(block, states, previous)
@@ -155,9 +155,9 @@ class FusedExit:
     def run_block(
         self, states: torch.Tensor, previous: PreviousFeatures | None, nodes: Nodes, head_input: HeadInput
     ) -> torch.Tensor:
-        """Runs the exit's block over the states after layer N [R, hidden]; writes `head_input` and the block's keys and
-        values. Returns the states [R, hidden] before the exit's norm, in scratch that the next call overwrites. An exit
-        without a block norms the given states and returns them."""
+        """Runs the exit's block over the states after N layers [R, hidden]; writes `head_input` and the block's keys
+        and values. Returns the states [R, hidden] before the exit's norm, in scratch that the next call overwrites. An
+        exit without a block norms the given states and returns them."""
         exit, block = self.exit, self.exit.block
         assert exit.norm is not None
         if block is None:
@@ -198,7 +198,7 @@ class FusedExit:
         return Ranking(scores, width, tokens)
 
     def _block_input(self, block: ExitBlock, states: torch.Tensor, previous: PreviousFeatures) -> Residual:
-        """Returns the block's input: the states after layer N plus the projected features of the previous positions."""
+        """Returns the block's input: states after N layers plus the projected features of the previous positions."""
         residual, norm = self.block_residual(len(states)), block.layer.attention_norm
         columns = block.feature_weight[:, : previous.features.shape[1]]
         next_norm = self.decoder.next_norm(norm, residual)
@@ -242,7 +242,7 @@ def feature_buffer(model: Decoder, rows: int) -> torch.Tensor:
 
 def prompt_end_buffer(model: Decoder, prompts: int) -> torch.Tensor:
     """Returns zeros for the states by which the exit is scored on prompts, [PROMPT_END, prompts, 4 * hidden]: at each
-    prompt's last positions the state after layer N, the feature of the previous position, and the model's normed final
+    prompt's last positions the state after N layers, the feature of the previous position, and the model's normed final
     state."""
     width = (2 + FEATURE_STATES) * model.config.hidden_size
     return torch.zeros(PROMPT_END, prompts, width, dtype=model.dtype, device=model.device)

@@ -59,7 +59,7 @@ class PromptScore:
         torch.clamp(self.prompt_lengths, max=len(self.prompt_end), out=self.counts)
         torch.sub(self.prompt_lengths, self.counts, out=self.lengths)
         sizes = (hidden, FEATURE_STATES * hidden, hidden)
-        # Each [PROMPT_END * B, ...]: the states after layer N, the previous features, the model's final states.
+        # Each [PROMPT_END * B, ...]: the states after N layers, the previous features, the model's final states.
         states, previous, final_states = self.prompt_end.flatten(0, 1).split(sizes, dim=1)
         exit, rows = FusedExit(decoder, self.exit), len(states)
         exit.fill_metadata(self.nodes, self.slots.newest_tokens, self._no_rows)
