@@ -1,6 +1,6 @@
 """Makes the model write given texts: by a logits processor on the host, or in captured steps on the device.
 
-The model verifies and its exit drafts as usual; only the target's choice is replaced. On the device that is one small
+The model verifies and its exit drafts as usual; only the model's choice is replaced. On the device that is one small
 launch more in every step, in all modes alike. `bench.governor_sets` provides the texts.
 """
 
@@ -71,7 +71,7 @@ def _force_tokens(
 
 
 def force_tokens(
-    chosen: torch.Tensor,  # [(n + 1) * B] int32: the target's choice at every node, node-major; replaced
+    chosen: torch.Tensor,  # [(n + 1) * B] int32: the model's choice at every node, node-major; replaced
     next_positions: torch.Tensor,  # [(n + 1) * B] int32: the positions of the chosen tokens
     seeds: torch.Tensor,  # [B] int64: each sequence's text, as an index into `forced`
     forced: torch.Tensor,  # [texts, positions] int32, FREE where the model chooses

@@ -1,6 +1,6 @@
-"""Acceptance: finds for each sequence the longest path of its draft tree along the target's choices.
+"""Acceptance: finds for each sequence the longest path of its draft tree along the model's choices.
 
-Reads the target's choice at every node (drawn before the walk), the nodes' tokens and the tree. Writes for each
+Reads the model's choice at every node (drawn before the walk), the nodes' tokens and the tree. Writes for each
 sequence the accepted path and a report for the host, and updates committed length, newest token, text and token counts.
 `kv_compaction` moves keys and values. A node is reached if its parent is reached and the choice after the parent is the
 node's token; no node is reached after a stop token, or after the choice -1 (no finite logit), which is reported as it
@@ -123,7 +123,7 @@ def _accept_kernel(
 
 
 def accept(
-    chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the target's choice at every node, node-major
+    chosen: torch.Tensor,  # [(n + 1) * B] int32 or int64: the model's choice at every node, node-major
     tokens: torch.Tensor,  # [(n + 1) * B] int32: the nodes' tokens
     tree: TreeTensors,
     active: torch.Tensor,  # [B] int32: 0 idle, nothing changes; 1 emits only the root's choice; 2 accepts nodes

@@ -1,8 +1,8 @@
 """Sampling parameters, Gumbel noise and sortable keys: the parts that all kernels which score logits share.
 
 A token is drawn as argmax(logits / temperature + gumbel); the noise is a pure function of (seed, sample index,
-position, token id, stream), the same as `selfspec.kernels.philox`. Every kernel that draws for the target takes its
-noise from here. All roundings are explicit (multiply-adds as `fma`, divisions as `div_rn`), so that the compiler cannot
+position, token id, stream), the same as `selfspec.kernels.philox`. Every kernel that draws tokens takes its noise
+from here. All roundings are explicit (multiply-adds as `fma`, divisions as `div_rn`), so that the compiler cannot
 contract them differently and two kernels give the same bits.
 
 Parameters have one entry per sequence of the batch, [B]. Rows are node-major: row = node * B + sequence. A row's result

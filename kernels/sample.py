@@ -1,4 +1,4 @@
-"""Chooses a token for each of R rows among those that top-k, top-p and min-p keep: the target's choice.
+"""Chooses a token for each of R rows among those that top-k, top-p and min-p keep: the model's choice.
 
 Input is `topk.Scores` over the whole vocabulary, written by `lm_head_topk` or `score_logits`. The scores of a sequence
 that is not truncated include the noise (of a greedy one, none): its choice is the best score. The scores of a truncated

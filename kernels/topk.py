@@ -356,7 +356,7 @@ def topk_tokens(
     """Writes the best tokens of each row, best first: tokens_out [R, W] int32 or int64, -1 where a row has fewer.
 
     token_ids [N] int32 or int64, all different: the columns' tokens; None: column i is token i.
-    finite: for the target's choice, with W = 1: also -1 where the best score is infinite or NaN.
+    finite: for the model's choice, with W = 1: also -1 where the best score is infinite or NaN.
     log_probs_out [R, W] float32, with the strides of tokens_out: also writes the tokens' log probabilities, see
     `_log_probs`.
     """

@@ -61,7 +61,7 @@ class StepHistory:
 
     @property
     def rejections(self) -> int:
-        """Number of steps that ended because no child carried the target's token."""
+        """Number of steps that ended because no child carried the model's token."""
         return sum(self.reached_by_depth) - self.accepted
 
     @property
@@ -105,7 +105,7 @@ class StepHistory:
 
     @property
     def origins(self) -> list[str]:
-        """For every new token "drafted", "decoded" (the target's own token of a step that drafted) or "plain". Computed
+        """For every new token "drafted", "decoded" (the model's own token of a step that drafted) or "plain". Computed
         once per step, since streams read it after every step."""
         steps = self.steps  # the loop may add a step meanwhile, first its record and then its last node
         new = slice(self._steps_in_origins, steps)

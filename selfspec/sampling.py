@@ -1,4 +1,4 @@
-"""Sampling: SamplingParams, logits processing, Gumbel noise, the target's choice, and rejection sampling.
+"""Sampling: SamplingParams, logits processing, Gumbel noise, the model's choice, and rejection sampling.
 
 The choice at a position is argmax(processed logits + Gumbel noise), the noise a pure function of (seed, sample index,
 position, token id), so the same logits give the same token in any tree and any batch. Greedy is the same without noise.
@@ -17,9 +17,9 @@ import torch
 
 from selfspec.kernels.philox import gumbel, uniform, uniform_vocabulary
 
-# Independent noise streams. Coupled drafts use the target's; rejection sampling draws children, accepts them and draws
-# from the residual with noise of three streams.
-TARGET, CHILDREN, ACCEPT = 0, 1, 2
+# Independent streams of noise. The model's choice and coupled drafts share CHOICE. Rejection sampling draws children
+# with CHILDREN, accepts them with ACCEPT, and draws from the residual with CHOICE.
+CHOICE, CHILDREN, ACCEPT = 0, 1, 2
 
 MAX_STOPS = 32  # stop tokens that a minimum length can ban: a slot on the device holds this many
 
@@ -318,7 +318,7 @@ def ranked(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def perturbed(
-    values: torch.Tensor, key: NoiseKey, stream: int = TARGET, token_ids: torch.Tensor | None = None
+    values: torch.Tensor, key: NoiseKey, stream: int = CHOICE, token_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns values [R, V] plus Gumbel noise; `token_ids` [V] are the token ids of the columns (None: 0 to V - 1)."""
     kept_rows, kept_columns = (values > -math.inf).nonzero(as_tuple=True)
@@ -335,7 +335,7 @@ def perturbed(
 
 
 def choose(values: torch.Tensor, params: Sequence[SamplingParams], key: NoiseKey) -> torch.Tensor:
-    """Returns the target's choice for each row of processed logits [R, V]: token ids [R]. Raises ValueError if the
+    """Returns the model's choice for each row of processed logits [R, V]: token ids [R]. Raises ValueError if the
     largest value of a row is not finite."""
     largest = values.amax(-1)
     finite = largest.isfinite()
@@ -355,7 +355,7 @@ def choose(values: torch.Tensor, params: Sequence[SamplingParams], key: NoiseKey
 
 
 def reject_or_accept(
-    p: torch.Tensor,  # [R, V] the target's probabilities
+    p: torch.Tensor,  # [R, V] the model's probabilities
     draft: torch.Tensor,  # [R, V] the draft's processed logits, -inf for tokens that it cannot draft
     ranked_tokens: torch.Tensor,  # [R, K] drawn from the draft without replacement
     offered: Sequence[bool],  # K: true for the ranks that are nodes of the tree
@@ -378,4 +378,4 @@ def reject_or_accept(
             total = left.sum(-1, keepdim=True)  # 0 only if p equals q and rounding rejected the token
             p = torch.where(open_rows & ~accepted & (total > 0), left / total, p)
         draft = draft.scatter(1, tokens, -math.inf)
-    return torch.where(chosen < 0, perturbed(p.log(), key, TARGET).argmax(-1), chosen)
+    return torch.where(chosen < 0, perturbed(p.log(), key, CHOICE).argmax(-1), chosen)

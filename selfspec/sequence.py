@@ -93,7 +93,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def append(self, token: int, drafted: bool) -> None:
-        """Appends the target's token and sets `finish_reason` if the sequence ends with it. `drafted`: a node carried
+        """Appends the model's token and sets `finish_reason` if the sequence ends with it. `drafted`: a node carried
         it. Token -1 means that the logits were not finite: fails the request. Does nothing once the request failed."""
         if self.request.error is not None:
             return

@@ -35,7 +35,7 @@ from selfspec.governor.rules import Policy, Rules
 from selfspec.metrics import Metrics
 from selfspec.models import loading as weights
 from selfspec.models.decoder import Decoder
-from selfspec.sampling import ACCEPT, TARGET, NoiseKey, SamplingParams, perturbed, uniform
+from selfspec.sampling import ACCEPT, CHOICE, NoiseKey, SamplingParams, perturbed, uniform
 from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.draft_tree import Draft
@@ -238,7 +238,7 @@ def classical(
             if draft_loses(is_node):
                 q = q.scatter(1, token, 0)
                 q = q / q.sum(-1, keepdim=True)
-        rest = perturbed(p.log(), key, TARGET).argmax(-1, keepdim=True)
+        rest = perturbed(p.log(), key, CHOICE).argmax(-1, keepdim=True)
         return torch.where(chosen < 0, rest, chosen).squeeze(1)
 
     return rule
@@ -267,7 +267,7 @@ def test_a_wrong_rejection_rule_fails(rule: Rule, plan: str, monkeypatch: pytest
 
 
 def test_rejection_fails_if_children_and_residual_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "CHILDREN", TARGET)
+    monkeypatch.setattr(torch_backend, "CHILDREN", CHOICE)
     assert p_value(draw("nodes:0.1,1.1", rejection=True)) < WRONG
 
 

@@ -1,4 +1,4 @@
-"""The target's choice with top-k, top-p and min-p, in Triton's interpreter against `selfspec.sampling`."""
+"""The model's choice with top-k, top-p and min-p, in Triton's interpreter against `selfspec.sampling`."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from transformers import (
 from selfspec.sampling import (
     ACCEPT,
     CHILDREN,
+    CHOICE,
     MAX_STOPS,
-    TARGET,
     NoiseKey,
     SamplingParams,
     choose,
@@ -43,7 +43,7 @@ from selfspec.sampling import (
 )
 
 PROPERTY = settings(max_examples=60)
-STREAMS = pytest.mark.parametrize("stream", [TARGET, CHILDREN, ACCEPT], ids=["target", "children", "accept"])
+STREAMS = pytest.mark.parametrize("stream", [CHOICE, CHILDREN, ACCEPT], ids=["choice", "children", "accept"])
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(do_sample=True)
 
 eighths = st.integers(-200, 200).map(lambda n: n / 8)  # exact in float32, and small enough for every softmax
@@ -301,7 +301,7 @@ def test_columns_of_a_trimmed_head_get_the_noise_of_their_tokens() -> None:
     key = key_of(4)
     values = torch.randn(4, 37, generator=torch.Generator().manual_seed(1))
     head = torch.tensor([0, 3, 4, 11, 30, 36])
-    assert torch.equal(perturbed(values[:, head], key, TARGET, head), perturbed(values, key, TARGET)[:, head])
+    assert torch.equal(perturbed(values[:, head], key, CHOICE, head), perturbed(values, key, CHOICE)[:, head])
 
 
 def test_the_choice_of_a_row_does_not_depend_on_the_other_rows() -> None:

@@ -29,7 +29,7 @@ from selfspec.speculation.draft_tree import Draft
 from selfspec.speculation.plan import NONE
 from tests.scripted import IRREGULAR, ScriptedPolicy
 
-OWN, DRAFTED, END = 5, 10, 100  # the target's token; a node's, plus the node; added to either where a sequence ends
+OWN, DRAFTED, END = 5, 10, 100  # the model's token; a node's, plus the node; added to either where a sequence ends
 VOCABULARY = 256
 LENGTHS = {"prompt": 3, "most": 40}
 

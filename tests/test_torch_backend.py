@@ -271,7 +271,7 @@ def test_drafts_contain_no_end_token_before_min_new_tokens() -> None:
 
 
 def test_drafts_contain_the_end_token_as_soon_as_it_is_allowed() -> None:
-    """It is allowed from the third node of the second step on, where the target chooses it."""
+    """It is allowed from the third node of the second step on, where the model chooses it."""
     engine = silent_engine("llama", 2)
     text = greedy_text(engine, 8)
     assert text[7] not in text[:7]
@@ -339,7 +339,7 @@ def scripted_engine() -> Engine:
 
 
 def scripted_stats(plan: str, new_tokens: int, rank_of_truth: Callable[[int], int | None], **options: Any) -> Stats:
-    """Statistics where the target's new token i has rank `rank_of_truth(i)` in the draft; None: is not drafted."""
+    """Statistics where the model's new token i has rank `rank_of_truth(i)` in the draft; None: is not drafted."""
     engine = scripted_engine()
     text = greedy_text(engine_of("llama"), 40)
 
@@ -356,7 +356,7 @@ def scripted_stats(plan: str, new_tokens: int, rank_of_truth: Callable[[int], in
 
 
 def test_accept_rate_of_a_chain_that_is_wrong_twice() -> None:
-    """Tokens 0 and 1 are accepted, 2 rejected; 3 and 4 accepted, 5 rejected; 6, 7 and 8 accepted, 9 the target's."""
+    """Tokens 0 and 1 are accepted, 2 rejected; 3 and 4 accepted, 5 rejected; 6, 7 and 8 accepted, 9 the model's."""
     stats = scripted_stats("chain:3", 10, lambda token: None if token in (2, 5) else 0)
     assert_counts(stats, new_tokens=10, steps=3, drafted=9, accepted=7, accept_rate=7 / 9)
 

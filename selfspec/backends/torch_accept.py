@@ -1,4 +1,4 @@
-"""The choice of the target's tokens and the walk down the draft tree, as PyTorch operations."""
+"""The model's choice of tokens and the walk down the draft tree, as PyTorch operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.speculation.draft_tree import Draft
 
 
 def accept(sequences: list[Sequence], draft: Draft, logits: torch.Tensor) -> tuple[list[list[int]], list[int]]:
-    """Walks down from the root: the target chooses the next token; if a child carries it, the walk goes on there.
+    """Walks down from the root: the model chooses the next token; if a child carries it, the walk goes on there.
     Appends tokens one by one up to the end of the sequence. Returns the accepted paths, root first, and of each
     sequence the deepest reached node that the exit drafted (or the root)."""
     trees, drafted = [draft.tree(index) for index in range(len(sequences))], draft.tokens.tolist()
@@ -42,7 +42,7 @@ def accept(sequences: list[Sequence], draft: Draft, logits: torch.Tensor) -> tup
 def _choose(
     sequences: list[Sequence], indices: list[int], nodes: list[int], draft: Draft, logits: torch.Tensor
 ) -> list[int]:
-    """The target's next token for each sequence, after its node; -1 where its logits are not finite."""
+    """The model's next token for each sequence, after its node; -1 where its logits are not finite."""
     values, params = logits[indices, nodes], [sequence.params for sequence in sequences]  # [R, V]
     texts, prompts = [sequence.tokens for sequence in sequences], [len(sequence.prompt) for sequence in sequences]
     values = process_logits(values, params, texts, prompts)

@@ -25,7 +25,7 @@ from selfspec.logprobs import TokenLogprob, pack_logprobs, prompt_logprobs
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import (
     CHILDREN,
-    TARGET,
+    CHOICE,
     NoiseKey,
     perturbed,
     process_logits,
@@ -205,7 +205,7 @@ class TorchBackend:
         if sampled:
             at_rows = torch.tensor(sampled, device=values.device)
             noisy = values.clone()
-            noisy[at_rows] = perturbed(values[at_rows], key.at(at_rows), CHILDREN if rejection else TARGET, ids)
+            noisy[at_rows] = perturbed(values[at_rows], key.at(at_rows), CHILDREN if rejection else CHOICE, ids)
         else:
             noisy = values
         columns = ranked(noisy, width)

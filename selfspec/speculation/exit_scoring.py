@@ -15,7 +15,7 @@ import torch
 from selfspec.cache.kv_cache import Cache, KVPages
 from selfspec.cache.layout import Rows
 from selfspec.kernels.philox import gumbel, uniform
-from selfspec.sampling import TARGET, NoiseKey, SamplingParams
+from selfspec.sampling import CHOICE, NoiseKey, SamplingParams
 from selfspec.speculation.exit import Exit
 
 PROMPT_END = 32  # positions at the end of a prompt at which the exit is compared with the model
@@ -113,7 +113,7 @@ def is_drafted(
         )
         sampled = torch.tensor([each.do_sample for each in params], device=logits.device)
         temperature, sampled = (values.repeat_interleave(tokens.shape[1])[:, None] for values in (temperature, sampled))
-        noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, TARGET))
+        noise = gumbel(uniform(key.seeds, key.sample_indices, key.positions, drafted, CHOICE))
         values = values / temperature + torch.where(sampled, noise, 0.0)
         drafted = drafted.gather(1, values.argmax(-1, keepdim=True))
     return drafted.view(tokens.shape) == tokens

@@ -56,7 +56,7 @@ class DeviceStep:
         self.draft = StepDraft(decoder, self.sampling, exit, self.masks)
         # Output of layers N..L-1. Without an exit verify overwrites its input, the draft's states.
         self._verify_states = self.draft.states if exit is None else FusedExit(decoder, exit.exit).block_residual(rows)
-        self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)  # the target's token after each row
+        self.chosen = torch.zeros(rows, 1, dtype=torch.int32, device=device)  # the model's token after each row
         self.paths = torch.zeros(batch, plan.depth + 1, dtype=torch.int32, device=device)  # accepted nodes, root first
         # Read by the host. Columns (see `kernels.accept`): number of tokens, last node, last node of the exit, tokens.
         self.report = torch.zeros(batch, TOKENS + plan.depth + 1, dtype=torch.int32, device=device)
@@ -168,7 +168,7 @@ class DeviceStep:
     # Choose and accept
 
     def choose(self) -> None:
-        """Chooses the target's next token after every row; -1 where its logits are not finite."""
+        """Chooses the model's next token after every row; -1 where its logits are not finite."""
         softcap, head = self.model.config.logit_softcap, self.model.head.weight
         states, masks = self.final_states, None if self.masks is None else self.masks.first(self.rows)
         self._choose(partial(lm_head_scores, states, head, softcap=softcap, masks=masks))

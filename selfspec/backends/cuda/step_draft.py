@@ -20,7 +20,7 @@ from selfspec.kernels.embed_rope import RowMetadata, embed_rope
 from selfspec.kernels.logits_processing import Processing
 from selfspec.kernels.noise import Noise, Truncation
 from selfspec.kernels.topk import MAX_SCAN_WIDTH, Ranking, topk_tokens
-from selfspec.sampling import TARGET
+from selfspec.sampling import CHOICE
 
 
 class SlotSampling:
@@ -40,7 +40,7 @@ class SlotSampling:
         """The noise of the tokens that follow these rows."""
         slots = self.slots
         keys = slots.seeds, slots.sample_indices, rows.next_positions, slots.temperature
-        return Noise(*keys, TARGET) if self.options.samples else None
+        return Noise(*keys, CHOICE) if self.options.samples else None
 
     def processing(self, rows: RowMetadata, all_rows: RowMetadata, first_node: int) -> Processing | None:
         """The processing of the logits at `rows`, which are the nodes from `first_node` on. `all_rows` has the tokens
