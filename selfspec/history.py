@@ -100,7 +100,7 @@ class StepHistory:
 
     @property
     def reached_by_depth(self) -> list[int]:
-        """Number of steps that accepted or rejected nodes of each depth, from depth 1 on."""
+        """Number of steps that accepted a node of each depth or rejected all of them, from depth 1 on."""
         return self._by_depth(1)
 
     @property

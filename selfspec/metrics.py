@@ -55,17 +55,17 @@ class Summary:
     requests: int
     tokens: int  # new tokens
     cycles: int  # steps
-    emissions: int  # sum over the steps of the number of sequences in the step
+    emissions: int  # steps, each counted once for every sequence in it: how often a sequence got tokens
     seconds: float  # spent in steps; prefill is not included
     seconds_by_plan: dict[str, float]  # in descending order
     cycles_by_plan: dict[str, int]  # in the order of seconds_by_plan
     accepted_by_depth: list[int]  # drafted nodes that were accepted, from depth 1 on
-    reached_by_depth: list[int]  # times that the accepted path reached the depth above, from depth 1 on
-    time_per_token: Percentiles  # over recent tokens: the step's time divided by the tokens the sequence got in it
-    gap: Percentiles  # over recent emissions: the step's time
-    speedup: float | None  # over plain decoding, of the steps whose plain time was known; None without such steps
-    mode_changes: int  # changes of a batch's plan, its first plan included
-    changes_by_reason: dict[str, int]  # of the changes to plain decoding
+    reached_by_depth: list[int]  # times that a node of the depth was accepted, or all of them were rejected
+    time_per_token: Percentiles  # of recent tokens: seconds of the step over the tokens that the sequence got in it
+    gap: Percentiles  # seconds of recent steps, each counted once for every sequence in it
+    speedup: float | None  # over plain decoding, in steps for which a plain step's time was known; None without any
+    mode_changes: int  # changes of plan of all batches; the first plan of a batch counts as one
+    changes_by_reason: dict[str, int]  # those to the plan `none`, by the reason for plain decoding
     drafted: int = 0  # tokens, of ended sequences
     prefix_cache_queries: int = 0  # prompt tokens of prefilled sequences
     prefix_cache_hits: int = 0  # those of them whose KV pages were reused
@@ -103,7 +103,7 @@ class Summary:
         by_depth = " ".join(f"{rate:.0%}" for rate in self.accept_rate_by_depth)
         yield "drafts accepted", f"{self.accept_rate:.0%} (by depth: {by_depth})" if by_depth else "nothing drafted"
         yield "time per token", f"{self.time_per_token}"
-        yield "gap between emissions", f"{self.gap}"
+        yield "time of a step", f"{self.gap}"
         yield "speed against plain", "unknown" if self.speedup is None else f"{self.speedup:.2f}x"
         for plan, share in islice(self.time_share_by_plan.items(), _LISTED):
             steps = _share(self.cycles_by_plan[plan], self.cycles)
@@ -118,21 +118,21 @@ class Summary:
         accepted, reached = (
             dict(enumerate(counts, start=1)) for counts in (self.accepted_by_depth, self.reached_by_depth)
         )
-        yield "requests_total", "Requests started", "", {"": self.requests}
+        yield "requests_total", "Requests submitted", "", {"": self.requests}
         yield "tokens_total", "Tokens generated", "", {"": self.tokens}
-        yield "emissions_total", "Steps, counted once for every sequence in them", "", {"": self.emissions}
+        yield "emissions_total", "Steps, each counted once for every sequence in it", "", {"": self.emissions}
         yield "cycles_total", "Steps by plan", "plan", self.cycles_by_plan
         yield "cycle_seconds_total", "Seconds in steps by plan", "plan", self.seconds_by_plan
-        yield "accepted_total", "Accepted nodes by depth", "depth", accepted
-        yield "reached_total", "Accepted paths that reached the depth above, by depth", "depth", reached
-        yield "mode_changes_total", "Changes of plan", "", {"": self.mode_changes}
-        yield "switched_off_total", "Changes to plain decoding", "reason", self.changes_by_reason
+        yield "accepted_total", "Accepted nodes by depth, from 1", "depth", accepted
+        yield "reached_total", "Times that nodes of a depth were accepted or all rejected, by depth", "depth", reached
+        yield "mode_changes_total", "Changes of a batch's plan, its first plan included", "", {"": self.mode_changes}
+        yield "switched_off_total", "Changes of a batch to plain decoding, by reason", "reason", self.changes_by_reason
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits
         yield "prefix_cache_queries_total", "Prompt tokens of prefilled sequences", "", {"": queries}
         yield "prefix_cache_hits_total", "Prompt tokens whose KV pages were reused", "", {"": hits}
         for name, meaning, times in (
-            ("time_per_token", "Time per token", self.time_per_token),
-            ("emission_gap", "Time between emissions of a sequence", self.gap),
+            ("time_per_token", "Seconds per token", self.time_per_token),
+            ("emission_gap", "Seconds of a step, counted once for every sequence in it", self.gap),
         ):
             quantiles = {"0.5": times.p50, "0.95": times.p95, "0.99": times.p99}
             yield f"{name}_seconds", f"{meaning}, of the last {WINDOW} steps", "quantile", quantiles

@@ -26,17 +26,17 @@ class Stats:
     cycles: int
     drafted: int
     accepted: int
-    accept_rate: float  # share of reached depths whose node was accepted; 0 where nothing was drafted
+    accept_rate: float  # accepted / sum of reached_by_depth; 0 where nothing was drafted
     tokens_per_cycle: float
     plan: str  # the most used one
     exit_layer: int | None  # of the exit that the request may draft with, also where the plan only copies
-    disabled_reason: str | None  # the first that held
+    disabled_reason: str | None  # the first reason for a plain step, other than `measuring`
     finish_reason: str
     elapsed_s: float
-    changes: list[Change]  # the first plan and every change of plan or reason since
+    changes: list[Change]  # the first plan, every change of plan, and of the reason `measuring`
     ood: bool  # the text was found to be unlike the texts that the exit was calibrated on
     accepted_by_depth: list[int]  # accepted nodes of each depth, from depth 1 on
-    reached_by_depth: list[int]  # steps that accepted or rejected nodes of each depth
+    reached_by_depth: list[int]  # steps that accepted a node of the depth, or rejected all of them
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class TestTable:
             "tokens per step        1.67",
             "drafts accepted        91% (by depth: 83% 100%)",
             "time per token         1.33 / 2.00 / 2.00 ms (p50 / p95 / p99)",
-            "gap between emissions  2.00 / 4.00 / 4.00 ms (p50 / p95 / p99)",
+            "time of a step         2.00 / 4.00 / 4.00 ms (p50 / p95 / p99)",
             "speed against plain    1.25x",
             "  none                 50.0% of the time, 66.7% of the steps",
             "prompt tokens          400, 32.0% of them reused",

@@ -93,7 +93,7 @@ def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str
     yield name, "Accepted tokens by depth, from 0", "position", accepted
     yield "plan_steps_total", "Steps by plan", "plan", summary.cycles_by_plan
     yield "plan_seconds_total", "Seconds in steps by plan", "plan", summary.seconds_by_plan
-    yield "switched_off_total", "Changes to plain decoding by reason", "reason", summary.changes_by_reason
+    yield "switched_off_total", "Changes of a batch to plain decoding, by reason", "reason", summary.changes_by_reason
 
 
 def _running(engine: Engine) -> int:
