@@ -16,12 +16,12 @@ from selfspec.speculation.plan import Plan
 
 @dataclass(frozen=True)
 class Setting:
-    """The temperature and batch of a trial, by their names, and how much it generates."""
+    """The temperature and batch size of a trial, and how much it generates."""
 
-    temperature: str
-    batch: str
-    sequences: int  # at least as many as a batch has
-    length: float  # of an answer, as a share of the usual length of trials
+    temperature: str  # a key of TEMPERATURES
+    batch: str  # a key of BATCHES
+    sequences: int  # to generate, in batches of that size
+    length: float  # new tokens of a sequence, as a share of `Trials.new_tokens`
 
 
 # A single sequence at every temperature, and the larger batches greedily.

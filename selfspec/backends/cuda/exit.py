@@ -75,11 +75,10 @@ class SlotExit:
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Input of an exit's LM head at R rows: without a block normed states; with a block states scaled by the norm's
-    weights, and the squares by which the head norms them."""
+    """What an exit's LM head reads at R rows. With a block the head divides the values by their root mean square."""
 
-    values: torch.Tensor  # [R, hidden]
-    squares: torch.Tensor  # [R, T] float32; unused without a block
+    values: torch.Tensor  # [R, hidden]: with a block its output times the exit norm's weights; without, normed states
+    squares: torch.Tensor  # [R, T] float32: sums of squares of the block's output, as in `Residual`; else unused
 
     @classmethod
     def empty(cls, rows: int, model: Decoder) -> HeadInput:
@@ -97,7 +96,7 @@ class PreviousFeatures:
 
     features: torch.Tensor  # [F, 2 * hidden]; of drafted nodes [F, hidden]: the inputs of the exit's head instead
     rows: torch.Tensor | None  # [R] int64; None: row r is row r of `features`
-    squares: torch.Tensor | None = None  # [F, T] of inputs of the head, which are scaled but not normed
+    squares: torch.Tensor | None = None  # [F, T], `HeadInput.squares`; None: `features` are normed
 
 
 class FusedExit:

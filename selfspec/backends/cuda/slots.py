@@ -298,14 +298,14 @@ class SlotState:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The optional parts that a captured step has, because a sequence of the batch needs them. A part that no sequence
-    needs costs time and changes no result."""
+    """The optional parts that a captured step has. A step needs those that some sequence of its batch needs; each one
+    costs time, and changes no result of the other sequences."""
 
-    samples: bool = False  # noise
-    truncates: bool = False  # top-k, top-p and min-p
-    small_top_k: bool = True  # truncation only with a top-k up to 64: the choice then takes one launch, not four
-    processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
-    grammar_masks: bool = False  # masks of grammars, which the host computes between the parts of a step
+    samples: bool = False  # adds noise
+    truncates: bool = False  # applies top-k, top-p and min-p
+    small_top_k: bool = True  # every truncated sequence has a top-k up to 64: truncation takes one launch, not four
+    processes: bool = False  # applies penalties, bias, allowed or banned tokens, minimum length
+    grammar_masks: bool = False  # applies masks of grammars, which the host computes between the parts of a step
 
     @classmethod
     def of(cls, batch: Seq[SamplingParams]) -> StepOptions:
