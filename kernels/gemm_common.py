@@ -7,10 +7,9 @@ in its stored layout; the same kernel adds the residual, applies the gate, or ap
 A row's result has the same bits whatever other rows are in the batch: one program sums over all of K, in blocks of BK
 columns, and BK depends on weight shape and dtype alone. Each tensor-core instruction waits for the previous sum, which
 for long K takes longer than reading weights: K is then summed in four slices, each a quarter of every block, which are
-added at the end. The rest of the tile (rows, weight rows, warps,
-stages, whether slices run together or in turn) does depend on the number of rows and changes no sum. Kernels are
-compiled without fusing multiplications and additions (`enable_fp_fusion=False`): the compiler's choice could differ
-between tiles.
+added at the end. The rest of the tile (rows, weight rows, warps, stages, whether slices run together or in turn) may
+depend on the number of rows: it changes no sum. Kernels are compiled without fusing multiplications and additions
+(`enable_fp_fusion=False`): the compiler's choice could differ between tiles.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ class Step:
 
     sequences: list[Sequence]
     record: StepRecord
-    last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence, after reading
-    seconds: float = 0.0  # on the device, without time in callables, after reading
+    last_nodes: list[int] = field(default_factory=list)  # last accepted node of each sequence; after reading
+    seconds: float = 0.0  # on the device, without time in callables; after reading
     is_cost_sample: bool = True  # `seconds` is the cost of this plan alone: the governor averages it
-    reasons: dict[Sequence, str] = field(default_factory=dict)  # of sequences that a rule forbids to draft for
+    reasons: dict[Sequence, str] = field(default_factory=dict)  # why a rule forbids drafting for a sequence
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
     charge: float = 0.0  # plain steps that its launch charged to the governor's budget
     # Of each sequence, the deepest reached node that the exit drafted, or the root; after reading. Empty: `last_nodes`.

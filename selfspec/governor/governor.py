@@ -16,23 +16,23 @@ from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
-MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and lengths are plain, and 1 in 128 later
+MEASURING = "measuring"  # reason of plain steps that measure: the first ones in a bucket, and one after 128 drafted
 
 
 @dataclass(frozen=True)
 class Change:
     """A change of plan in one sequence."""
 
-    step: int  # the sequence's first one with it
-    token: int  # new tokens so far
+    step: int  # number of steps before the first one with this plan
+    token: int  # new tokens before that step
     plan: str
     reason: str | None  # why nothing is drafted; None where something is
 
 
 class Budget:
-    """Plain steps that drafting may still lose. Launching a step charges its loss if no draft is accepted; reading it
-    adds the accepted nodes back, and a step that fails its whole charge; each plain step adds a refill. It is never
-    overdrawn, so over any number of steps the losses exceed the gains by at most the capacity plus all refills."""
+    """Plain steps that drafting may still lose. The launch of a step charges what it loses if no draft is accepted;
+    reading the step adds its accepted nodes back, a failure its whole charge; each plain step adds a refill. No
+    launch overdraws it, so over any number of steps losses exceed gains by at most the capacity plus all refills."""
 
     def __init__(self, capacity: float, refill: float) -> None:
         self.capacity, self.refill = capacity, refill

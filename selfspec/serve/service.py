@@ -55,7 +55,7 @@ class Service:
             steps = await asyncio.to_thread(engine.warmup, engine.max_batch, None, (0.0, temperature))
         except Exception:
             self.state = "failed"
-            _log.exception("the warm-up failed: requests will be tried, and /health stays red")
+            _log.exception("the warm-up failed: requests will be tried, and /health stays at status 503")
             return
         self.state = "ready"
         _log.info("warm after %.1f s, %d steps captured", time.monotonic() - started, steps)

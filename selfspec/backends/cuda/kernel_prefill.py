@@ -255,9 +255,9 @@ class KernelPrefill(PromptPass):
         self._before_is_set = False  # whether `before` holds values other than zero
         end, width = self.inputs.end, prompt_end_buffer(model, 1).shape[-1]
         self.prompt_end = self._take("end", width, end.numel()).view(*end.shape, width)
-        # [R]: for each row of the pass, the row of the previous position's feature in `features` of `launch`, which are
-        # `before` and then the pass's rows: row r - `count` of the pass, thus r. `launch` sets the first `count`, which
-        # begin segments.
+        # [R]: for each row of the pass, the row of the previous position in `features` of `launch`: `count` rows of
+        # `before`, then the pass's. The position before row r is row r - `count` of the pass, so row r of `features`;
+        # the first `count` rows begin segments, and `launch` sets theirs.
         self._previous_rows = torch.arange(self.rows, device=model.device)
 
     @property
