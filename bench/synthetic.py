@@ -213,7 +213,7 @@ def agreement(model: Decoder, exit_layer: int, texts: torch.Tensor, prompt: int)
         cache.reserve(sequence, count)
         rows = Rows.causal([sequence], count, model.device)
         hidden = model.run(model.embed(text[None, :-1]), 0, exit_layer, rows, cache)[:, prompt - 1 :]
-        ranked = exit.logits(exit.read(hidden, hidden, rows, cache))[0].topk(MOST_RANKED).indices
+        ranked = exit.logits(exit.head_input(hidden, hidden, rows, cache))[0].topk(MOST_RANKED).indices
         hits += (ranked == text[prompt:, None]).sum(0).cpu()
         cache.close(sequence)
     shares = hits / (len(texts) * (texts.shape[1] - prompt))

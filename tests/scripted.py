@@ -91,12 +91,12 @@ class ScriptedExit(Exit):
         super().__init__(model, layer)
         self.script = script
 
-    def read(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
+    def head_input(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
         self.positions: list[int] = rows.positions[0].tolist()
-        return super().read(hidden, previous, rows, cache)
+        return super().head_input(hidden, previous, rows, cache)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(*read.shape[:2], VOCABULARY)
+    def logits(self, head_input: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*head_input.shape[:2], VOCABULARY)
         for row, position in enumerate(self.positions):
             for rank, token in enumerate(self.script(position + 1)):
                 logits[0, row, token] = 1000.0 - rank

@@ -13,7 +13,7 @@ from selfspec import Engine
 from selfspec.backends.torch_backend import Draft, TorchBackend
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import drafted_reads, text_ranks
+from selfspec.calibrate.drafting import draft_states, text_ranks
 from selfspec.calibrate.measuring import DEPTHS, Measurement, measure, noise_behind
 from selfspec.calibrate.writing import Template, Writer
 from selfspec.models.decoder import Decoder
@@ -45,7 +45,7 @@ class Following(TorchBackend):
 
 
 @torch.inference_mode()
-def engine_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
+def engine_head_inputs(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
     """What the LM head reads of the exit at the root and at the drafted tokens after it, in a real step."""
     sequence = Sequence(text[: root + 1], 0, 0, max_length=len(text) + DEPTH)
     backend = Following(exit.model, new_cache(exit.model))
@@ -54,7 +54,7 @@ def engine_reads(exit: Exit, text: list[int], root: int) -> list[torch.Tensor]:
         pass
     backend.cache.reserve(sequence.kv, root + DEPTH + 1)
     draft = backend.draft([sequence], Plan.parse(f"chain:{DEPTH}"), exit)
-    return [draft.reads[depth][0, 0] for depth in range(DEPTH)]
+    return [draft.head_inputs[depth][0, 0] for depth in range(DEPTH)]
 
 
 @families
@@ -76,11 +76,11 @@ def test_drafts_along_a_text_have_the_states_of_the_engines_drafts(family: str, 
     with torch.no_grad():
         features = text_features(model, corpus, 1, torch.device("cpu"))
         below = list(hidden_states(model, corpus))[layer]
-        drafted = drafted_reads(exit, below, features, corpus, roots, DEPTH)
+        drafted = draft_states(exit, below, features, corpus, roots, DEPTH)
     for row, of_row in places.items():
         for index, (document, root) in enumerate(of_row):
-            for depth, read in enumerate(engine_reads(exit, document.tokens, root)):
-                torch.testing.assert_close(drafted[depth][row, index], read, rtol=1e-9, atol=1e-9)
+            for depth, head_input in enumerate(engine_head_inputs(exit, document.tokens, root)):
+                torch.testing.assert_close(drafted[depth][row, index], head_input, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
@@ -91,25 +91,25 @@ def test_ranks_are_those_of_a_naive_ranking(trimmed: bool, drawn: bool) -> None:
     model = decoder("llama")
     rows = torch.randperm(VOCABULARY, generator=generator)[:60].sort().values if trimmed else None
     exit = Exit(model, 2, head_rows=rows)
-    read = torch.randn(places, 32, generator=generator, dtype=torch.float64)
+    head_input = torch.randn(places, 32, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, VOCABULARY, (places,), generator=generator)
     noise = torch.randn(places, VOCABULARY, generator=generator) if drawn else None
     offered = range(VOCABULARY) if rows is None else rows.tolist()
     expected = []
     for place, token in enumerate(tokens.tolist()):
-        values = (read[place] @ model.head.weight.T).float()
+        values = (head_input[place] @ model.head.weight.T).float()
         values = values / temperature + noise[place] if noise is not None else values
         better = sum(float(values[other]) > float(values[token]) for other in offered)
         expected.append(better if token in offered else MISSED)
-    found = text_ranks(exit, read, tokens, noise, temperature if drawn else 1.0)
+    found = text_ranks(exit, head_input, tokens, noise, temperature if drawn else 1.0)
     assert found.tolist() == expected
     assert (MISSED in expected) == trimmed
 
 
 def test_an_exit_whose_states_are_nan_ranks_no_token() -> None:
     exit = Exit(decoder("llama"), 2)
-    read = torch.full((3, 32), torch.nan, dtype=torch.float64)
-    assert text_ranks(exit, read, torch.tensor([0, 5, 9])).tolist() == [MISSED] * 3
+    head_input = torch.full((3, 32), torch.nan, dtype=torch.float64)
+    assert text_ranks(exit, head_input, torch.tensor([0, 5, 9])).tolist() == [MISSED] * 3
 
 
 # Noise under the condition that it gave the known tokens

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import drafted_reads
+from selfspec.calibrate.drafting import draft_states
 from selfspec.calibrate.optimizer import Optimizer, orthogonalised
 from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places, fused_head_loss, head_loss
 from selfspec.calibrate.writing import Template, Writer
@@ -72,15 +72,15 @@ def test_the_heads_loss_is_torchs_cross_entropy(cap: float | None) -> None:
     """Value and gradient, over some rows of the head; logits are float32, hence the tolerance."""
     generator = torch.Generator().manual_seed(0)
     head = adopt(tiny_model("llama")).head.weight[:50]
-    read = torch.randn(20, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    head_input = torch.randn(20, 32, generator=generator, dtype=torch.float64, requires_grad=True)
     goal = 2 * torch.randn(20, 50, generator=generator, dtype=torch.float64)
-    loss, right = HeadLoss.apply(read, goal, head, cap)
-    (gradient,) = torch.autograd.grad(3 * loss, read)
+    loss, right = HeadLoss.apply(head_input, goal, head, cap)
+    (gradient,) = torch.autograd.grad(3 * loss, head_input)
 
-    logits = read @ head.T
+    logits = head_input @ head.T
     logits, target = (x if cap is None else cap * torch.tanh(x / cap) for x in (logits, goal))
     expected = F.cross_entropy(logits, target.softmax(-1))
-    (expected_gradient,) = torch.autograd.grad(3 * expected, read)
+    (expected_gradient,) = torch.autograd.grad(3 * expected, head_input)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
     assert right == (logits.argmax(-1) == target.argmax(-1)).float().mean()
@@ -102,10 +102,10 @@ def test_exits_are_trained_to_the_states_that_the_head_reads_of_the_model() -> N
     one = trainer()
     one._load_batch()
     with torch.no_grad():
-        reads = one.model.read(list(hidden_states(one.model, one._batch))[-1])
+        head_inputs = one.model.head_input(list(hidden_states(one.model, one._batch))[-1])
     for depth in range(RECIPE.depths):
-        at = (one._roots + depth)[..., None].expand(-1, -1, reads.shape[-1])
-        torch.testing.assert_close(one._wanted(depth), reads.gather(1, at).flatten(0, 1))
+        at = (one._roots + depth)[..., None].expand(-1, -1, head_inputs.shape[-1])
+        torch.testing.assert_close(one._wanted(depth), head_inputs.gather(1, at).flatten(0, 1))
 
 
 def test_the_loss_is_the_weighted_sum_over_exits_and_depths() -> None:
@@ -114,13 +114,13 @@ def test_the_loss_is_the_weighted_sum_over_exits_and_depths() -> None:
     total = one._loss()
     below, expected = list(hidden_states(one.model, one._batch)), torch.zeros(())
     for index, exit in enumerate(one.exits()):
-        reads = drafted_reads(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
-        for depth, read in enumerate(reads):
+        head_inputs = draft_states(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
+        for depth, head_input in enumerate(head_inputs):
             wanted = one._wanted(depth)
             target = one.model.project(wanted, one.model.head).softmax(-1)
-            entropy = F.cross_entropy(exit.logits(read).flatten(0, 1), target)
+            entropy = F.cross_entropy(exit.logits(head_input).flatten(0, 1), target)
             torch.testing.assert_close(one.seen[0, index, depth], entropy)
-            error = F.mse_loss(read.flatten(0, 1), wanted) / wanted.square().mean()
+            error = F.mse_loss(head_input.flatten(0, 1), wanted) / wanted.square().mean()
             expected += RECIPE.depth_weights[depth] * (entropy + 0.3 * error)
     torch.testing.assert_close(total.detach(), expected)
 
@@ -220,9 +220,9 @@ def test_an_untrained_exit_computes_the_models_next_layer(family: str) -> None:
     states = list(hidden_states(model, corpus))
     exit = Student(model, 2).exit()
     roots = torch.arange(5, 12).expand(len(corpus), -1)
-    (read,) = drafted_reads(exit, states[2], features, corpus, roots, 1)
+    (head_input,) = draft_states(exit, states[2], features, corpus, roots, 1)
     expected = model.normalise(states[3], model.norm).gather(1, roots[..., None].expand(-1, -1, 32))
-    torch.testing.assert_close(read.detach(), expected)
+    torch.testing.assert_close(head_input.detach(), expected)
 
 
 # Training

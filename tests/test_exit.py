@@ -98,11 +98,11 @@ class Trained:
         """The exit's logits at every position; the last `drafted` tokens are nodes of a draft tree."""
         features = self.hf_features(tokens)
         for end in range(len(tokens) - drafted, len(tokens)):  # a drafted token recalls only what the exit's head read
-            features[end - 1] = F.pad(self.hf_exit_read(tokens[:end], features)[-1], (0, HIDDEN))
-        return self.as_hf.lm_head(self.hf_exit_read(tokens, features))
+            features[end - 1] = F.pad(self.hf_exit_head_input(tokens[:end], features)[-1], (0, HIDDEN))
+        return self.as_hf.lm_head(self.hf_exit_head_input(tokens, features))
 
     @torch.no_grad()
-    def hf_exit_read(
+    def hf_exit_head_input(
         self, tokens: list[int], features: torch.Tensor, cache: DynamicCache | None = None
     ) -> torch.Tensor:
         """The exit's normed states, from the features of all positions."""
@@ -130,7 +130,7 @@ def prefill_logits(exit: Exit, tokens: list[int]) -> torch.Tensor:
         model, middle, model.run(middle, exit.feature_layer, model.config.num_layers, rows, cache)
     )
     previous = torch.cat((torch.zeros_like(features[:, :1]), features[:, :-1]), dim=1)
-    return exit.logits(exit.read(hidden, previous, rows, cache))[0]
+    return exit.logits(exit.head_input(hidden, previous, rows, cache))[0]
 
 
 def decoding(
@@ -244,7 +244,7 @@ def block_cache(running: Decoding, sequence: Sequence_) -> torch.Tensor:
 def hf_block_cache(trained: Trained, tokens: list[int]) -> torch.Tensor:
     """The same from transformers, with a cache that keeps positions outside of sliding windows."""
     cache = DynamicCache()
-    trained.hf_exit_read(tokens, trained.hf_features(tokens), cache)
+    trained.hf_exit_head_input(tokens, trained.hf_features(tokens), cache)
     last = cache.layers[-1]
     return torch.stack((last.keys, last.values))[:, 0].transpose(1, 2)
 
@@ -306,24 +306,24 @@ def test_block_cache_after_steps_is_that_of_a_fresh_prefill(plans: list[str]) ->
 
 
 class Taken(NamedTuple):
-    """The arguments and result of `Exit.read` for one level of a draft tree."""
+    """The arguments and result of `Exit.head_input` for one level of a draft tree."""
 
     nodes: range
     previous: torch.Tensor  # [B, M, hidden or more] what was recalled
-    read: torch.Tensor  # [B, M, hidden] what the exit's head then read
+    head_input: torch.Tensor  # [B, M, hidden] what the exit's head then read
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
-    """The calls of `Exit.read`, in order."""
+    """The calls of `Exit.head_input`, in order."""
     seen: list[Taken] = []
-    read = Exit.read
+    head_input = Exit.head_input
 
     def remember(self: Exit, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
-        seen.append(Taken(rows.nodes, previous, read(self, hidden, previous, rows, cache)))
-        return seen[-1].read
+        seen.append(Taken(rows.nodes, previous, head_input(self, hidden, previous, rows, cache)))
+        return seen[-1].head_input
 
-    monkeypatch.setattr(Exit, "read", remember)
+    monkeypatch.setattr(Exit, "head_input", remember)
     return seen
 
 
@@ -343,11 +343,11 @@ def test_the_root_reads_the_models_feature_of_the_previous_position(family: str,
 @pytest.mark.parametrize("plan", ["chain:4", IRREGULAR])
 def test_a_drafted_node_reads_the_exits_normed_state_of_its_parent(plan: str, taken: list[Taken]) -> None:
     decoding(trained_once("llama").exit, [random_tokens(20), random_tokens(9)], [plan]).step()
-    read = torch.cat([level.read for level in taken], dim=1)
+    head_inputs = torch.cat([level.head_input for level in taken], dim=1)
     previous = torch.cat([level.previous for level in taken[1:]], dim=1)
     parents = Plan.parse(plan).parents[: taken[-1].nodes.stop - 1]  # leaves of the last level are not read
     assert len(parents) >= 3
-    assert torch.equal(previous, read[:, list(parents)])
+    assert torch.equal(previous, head_inputs[:, list(parents)])
 
 
 def test_the_feature_before_the_first_position_is_zero(taken: list[Taken], monkeypatch: pytest.MonkeyPatch) -> None:

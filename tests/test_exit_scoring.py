@@ -46,7 +46,7 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     unfilled = [sequence.unfilled for sequence in sequences]
     assert {len(states) for states in unfilled} == {steps}
     batch = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], unfilled)
-    read = batch.read(running.exit, running.cache, 0, steps)
+    head_input = batch.head_input(running.exit, running.cache, 0, steps)
     assert {len(states) for states in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
     positions = [
@@ -54,7 +54,7 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     ]
     columns = torch.tensor([(sequence.seed, sequence.sample_index, at) for sequence, at in positions])
     key = NoiseKey(*columns.unbind(1))
-    return exit_scoring.is_drafted(running.exit, read, tokens, [params] * len(sequences), key).tolist()
+    return exit_scoring.is_drafted(running.exit, head_input, tokens, [params] * len(sequences), key).tolist()
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
@@ -87,7 +87,7 @@ def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
 def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, stop: int) -> None:
     exit = trained_once("llama").exit
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
-    reads = []
+    head_inputs = []
     for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
         kvs, unfilled = (
             [sequence.kv for sequence in running.sequences],
@@ -96,8 +96,8 @@ def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, st
         batch = exit_scoring.UnfilledBatch.of(kvs, unfilled)
         if running is some:
             batch.fill(exit, running.cache)
-        reads.append(batch.read(exit, running.cache, *places))
-    assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
+        head_inputs.append(batch.head_input(exit, running.cache, *places))
+    assert head_inputs[0].shape[1] == stop - start and torch.allclose(head_inputs[0], head_inputs[1][:, start:stop])
     assert_same_sequences(some, all_of_it)
 
 

@@ -158,7 +158,7 @@ def test_plain_requests_never_run_an_exit(monkeypatch: pytest.MonkeyPatch) -> No
     def forbidden(*_: Any) -> None:
         raise AssertionError("an exit was run")
 
-    for step in ("read", "logits", "fill"):
+    for step in ("head_input", "logits", "fill"):
         monkeypatch.setattr(Exit, step, forbidden)
     stats = stats_of(engine_of("llama"), PROMPTS, max_new_tokens=3, exit_layer=2, speculative_decoding=False)
     assert [each.new_tokens for each in stats] == [3, 3, 3]

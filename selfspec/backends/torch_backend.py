@@ -187,11 +187,10 @@ class TorchBackend:
         """Runs the exit at the nodes of one level and ranks their children."""
         depth, width = draft.plan.depths[level.start], draft.plan.width(level)
         previous = self._previous_features(sequences)
-        if draft.reads:
-            previous = _of_parents(draft.reads[-1], self._shape(draft, level).parents)
-        read = exit.read(hidden, previous, at, self.cache)
-        draft.reads.append(read)
-        logits, ids = exit.logits(read).flatten(0, 1), exit.head_rows  # [B * M, V]
+        if draft.head_inputs:
+            previous = _of_parents(draft.head_inputs[-1], self._shape(draft, level).parents)
+        draft.head_inputs.append(exit.head_input(hidden, previous, at, self.cache))
+        logits, ids = exit.logits(draft.head_inputs[-1]).flatten(0, 1), exit.head_rows  # [B * M, V]
         params = [sequence.params for sequence in sequences for _ in level]
         if any(param.changes_logits for param in params):
             prompts = [len(sequence.prompt) for sequence in sequences for _ in level]
@@ -295,9 +294,10 @@ class TorchBackend:
         firsts = noise_key(sequences, self.model.device, -scored, repeat=scored)
         steps = torch.arange(scored, device=self.model.device).repeat(len(sequences))
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
-        read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
+        head_input = unfilled.head_input(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
-        self._scores += zip(sequences, exit_scoring.is_drafted(exit, read, tokens, params, key).tolist(), strict=True)
+        right = exit_scoring.is_drafted(exit, head_input, tokens, params, key).tolist()
+        self._scores += zip(sequences, right, strict=True)
 
     def unfilled(self, sequence: Sequence) -> int:
         return len(sequence.unfilled)
@@ -344,7 +344,7 @@ class TorchBackend:
         last = self.model.run(hidden, middle, layers, rows, self.cache)
         for kv in rows.sequences:
             kv.verified = rows.nodes.stop
-        return self.model.read(last) if exit is None else position_features(self.model, hidden, last)
+        return self.model.head_input(last) if exit is None else position_features(self.model, hidden, last)
 
     def _rows_at(self, sequences: list[Sequence], draft: Draft, nodes: range) -> Rows:
         shape, kvs = self._shape(draft, nodes), [sequence.kv for sequence in sequences]

@@ -160,8 +160,8 @@ def hidden_states(model: Decoder, batch: Corpus) -> Iterator[torch.Tensor]:
 def text_features(
     model: Decoder, corpus: Corpus, rows: int, keep_on: torch.device, progress: Callable[[int], None] = lambda _: None
 ) -> torch.Tensor:
-    """The states that exits read one position later and are trained to predict, [R, T, 2 * hidden]: what the head reads
-    and the state after half of the layers. Passes `rows` rows at a time through the model; keeps them on `keep_on`."""
+    """The states that exits read one position later and are trained to predict, [R, T, 2 * hidden]: see
+    `position_features`. Passes `rows` rows at a time through the model; keeps the states on `keep_on`."""
     size = FEATURE_STATES * model.config.hidden_size
     pinned = keep_on.type == "cpu" and model.device.type == "cuda"
     kept = torch.empty(*corpus.tokens.shape, size, dtype=model.dtype, device=keep_on, pin_memory=pinned)

@@ -18,7 +18,7 @@ from selfspec.speculation.exit import Exit
 _RANKED_TOGETHER = 256  # positions; bounds the memory of their logits
 
 
-def drafted_reads(
+def draft_states(
     exit: Exit,
     hidden: torch.Tensor,  # [B, T, hidden] after N layers
     features: torch.Tensor,  # [B, T, 2 * hidden] the model's states that the exit reads one position later
@@ -26,7 +26,7 @@ def drafted_reads(
     roots: torch.Tensor,  # [B, n] indices in the rows
     depths: int,
 ) -> list[torch.Tensor]:
-    """What the LM head reads of the exit, [B, n, hidden] for each depth: at the roots, at the tokens after them, and so
+    """The inputs of the exit's LM head, [B, n, hidden] for each depth: at the roots, at the tokens after them, and so
     on. A root reads the model's states of the position before it, deeper nodes the exit's own. All nodes attend to the
     text up to their root, and to their own draft after it."""
     model, block = exit.model, exit.block
@@ -86,16 +86,16 @@ def _attend(
 @torch.no_grad()
 def text_ranks(
     exit: Exit,
-    read: torch.Tensor,  # [P, hidden] what the LM head reads of the exit at some positions
+    head_input: torch.Tensor,  # [P, hidden]: the exit's normed states at some positions
     tokens: torch.Tensor,  # [P] the tokens that follow
     noise: torch.Tensor | None = None,  # [P, V] with which they were drawn; None: greedy
     temperature: float = 1.0,
 ) -> np.ndarray:
     """The rank of each token in the exit's draft; MISSED where the exit's head has no row for it."""
     ranks = []
-    for start in range(0, len(read), _RANKED_TOGETHER):
+    for start in range(0, len(head_input), _RANKED_TOGETHER):
         part = slice(start, start + _RANKED_TOGETHER)
-        values = exit.logits(read[part])
+        values = exit.logits(head_input[part])
         if noise is not None:
             values = values / temperature + (noise[part] if exit.head_rows is None else noise[part][:, exit.head_rows])
         column = _column(exit, tokens[part])

@@ -14,7 +14,7 @@ import torch
 
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import drafted_reads, text_ranks
+from selfspec.calibrate.drafting import draft_states, text_ranks
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import DEEPEST_PLAN as DEPTHS
@@ -88,19 +88,19 @@ def _measure_rows(
     # [rows, longest] roots from each answer's first prediction on; shorter answers repeat their last one, unused.
     roots = torch.stack([(first + steps).clamp(max=last - 1) for first, last in zip(firsts, lasts, strict=True)])
     ends = torch.stack([(first - 1 - torch.arange(_PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
-    drafts = [drafted_reads(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
-    at_ends = [drafted_reads(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
+    drafts = [draft_states(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
+    at_ends = [draft_states(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-        reads = features[row, :, : model.config.hidden_size]
+        final_states = features[row, :, : model.config.hidden_size]
         tokens, noise = batch.tokens[row, : last + DEPTHS], None
         if temperature:
-            logits = model.project(reads[first : len(tokens) - 1], model.head) / temperature
+            logits = model.project(final_states[first : len(tokens) - 1], model.head) / temperature
             noise = noise_behind(logits, tokens[first + 1 :], random)
-        answer = _Answer(tokens, first, last, temperature, noise, reads)
+        answer = _Answer(tokens, first, last, temperature, noise, final_states)
         yield [
             answer.measured(
                 exit.with_head_rows(head_rows, [answer.prompt]),
-                [read[row, : last - first] for read in drafted],
+                [head_input[row, : last - first] for head_input in drafted],
                 end[row, : min(first, _PROMPT_END)],
             )
             for exit, drafted, end in zip(exits, drafts, at_ends, strict=True)
@@ -109,14 +109,14 @@ def _measure_rows(
 
 @dataclass(frozen=True)
 class _Answer:
-    """One answer, and what the LM head reads of the model along it."""
+    """One answer, and the model's normed final states along it."""
 
     tokens: torch.Tensor  # [T] prompt and answer
     first: int  # the first root
     last: int  # the end of the roots
     temperature: float
     noise: torch.Tensor | None  # [T - 1 - first, V] from the first root on; None: greedy
-    reads: torch.Tensor  # [.., hidden]
+    final_states: torch.Tensor  # [.., hidden]
 
     @property
     def prompt(self) -> list[int]:
@@ -125,10 +125,10 @@ class _Answer:
     def measured(self, exit: Exit, drafted: list[torch.Tensor], at_end: torch.Tensor) -> Measurement:
         roots = torch.arange(self.first, self.last, device=self.tokens.device)
         ranks = []
-        for depth, read in enumerate(drafted):
+        for depth, head_input in enumerate(drafted):
             at = roots + depth
             noise = None if self.noise is None else self.noise[at - self.first]
-            ranks.append(text_ranks(exit, read, self.tokens[at + 1], noise, self.temperature or 1.0))
+            ranks.append(text_ranks(exit, head_input, self.tokens[at + 1], noise, self.temperature or 1.0))
         following = roots[:, None] + torch.arange(1, DEPTHS + 1, device=roots.device)
         tokens = self.tokens[following].cpu().numpy()
         ends = self.first - 1 - torch.arange(len(at_end), device=roots.device)
@@ -137,12 +137,12 @@ class _Answer:
             np.stack(ranks, axis=1), tokens, np.isin(tokens, self.prompt), [agreements[0]], [agreements[1]]
         )
 
-    def _agreement(self, exit: Exit, read: torch.Tensor, places: torch.Tensor) -> float:
+    def _agreement(self, exit: Exit, head_input: torch.Tensor, places: torch.Tensor) -> float:
         """The share of positions where the exit's best token is the model's."""
         if not len(places):
             return 0.0
-        best = exit.model.project(self.reads[places], exit.model.head).argmax(-1)
-        return float((exit.to_token_ids(exit.logits(read).argmax(-1)) == best).float().mean())
+        best = exit.model.project(self.final_states[places], exit.model.head).argmax(-1)
+        return float((exit.to_token_ids(exit.logits(head_input).argmax(-1)) == best).float().mean())
 
 
 def noise_behind(logits: torch.Tensor, chosen: torch.Tensor, random: torch.Generator) -> torch.Tensor:

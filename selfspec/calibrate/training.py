@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from selfspec.calibrate.corpus import Corpus, hidden_states
-from selfspec.calibrate.drafting import drafted_reads
+from selfspec.calibrate.drafting import draft_states
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.models.linear import Linear, expand
@@ -100,7 +100,7 @@ class Trainer:
         model: Decoder,
         layers: list[int],
         corpus: Corpus,
-        features: torch.Tensor,  # [R, T, 2 * hidden] what the LM head reads, and the state after half of the layers
+        features: torch.Tensor,  # [R, T, 2 * hidden] the LM head's input, and the state after half of the layers
         head_rows: torch.Tensor,
         recipe: Recipe,
         steps: int,
@@ -204,7 +204,7 @@ class Trainer:
         with torch.no_grad():
             below = [next(states) for _ in range(self.students[-1].layer + 1)]
         drafts = [
-            drafted_reads(student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths)
+            draft_states(student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths)
             for student in self.students
         ]
         compute, cap = fused_head_loss() if recipe.compiled else head_loss, self.model.config.logit_softcap
@@ -213,24 +213,24 @@ class Trainer:
             wanted = self._wanted(depth)
             goal = Linear(self.head).apply(wanted)
             for index, drafted in enumerate(drafts):
-                read = drafted[depth].flatten(0, 1)
-                loss, right = HeadLoss.apply(read, goal, self.head, cap, compute)
-                error = relative_error(read, wanted)
+                head_input = drafted[depth].flatten(0, 1)
+                loss, right = HeadLoss.apply(head_input, goal, self.head, cap, compute)
+                error = relative_error(head_input, wanted)
                 total = total + recipe.depth_weights[depth] * (loss + recipe.error_weight * error)
                 self.seen[0, index, depth] = loss.detach()
                 self.seen[1, index, depth] = right
         return total
 
     def _wanted(self, depth: int) -> torch.Tensor:
-        """What the LM head reads of the model `depth` tokens after each root: [B * n, hidden]."""
-        hidden = self.model.config.hidden_size  # the first half of `features` is what the LM head reads
+        """The model's LM head input `depth` tokens after each root: [B * n, hidden]."""
+        hidden = self.model.config.hidden_size  # `features` begin with the LM head's input
         at = (self._roots + depth)[..., None].expand(-1, -1, hidden)
         return self._features[..., :hidden].gather(1, at).flatten(0, 1)
 
 
-def relative_error(read: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def relative_error(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The squared error of states over the mean square of the wanted ones."""
-    return (read.float() - wanted.float()).square().mean() / wanted.float().square().mean()
+    return (states.float() - wanted.float()).square().mean() / wanted.float().square().mean()
 
 
 def head_loss(
@@ -257,27 +257,27 @@ def fused_head_loss() -> Callable[..., Any]:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The loss of the states `read` [P, hidden], given the goal's logits [P, K]. Forms the gradient in the forward
+    """The loss of the head's input [P, hidden], given the goal's logits [P, K]. Forms the gradient in the forward
     pass, so that no logits are kept: they are the largest tensors of a step."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        read: torch.Tensor,
+        head_input: torch.Tensor,
         goal: torch.Tensor,
         head: torch.Tensor,
         cap: float | None,
         compute: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = head_loss,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, and the share of positions with the goal's best token
-        loss, right, gradient = compute(Linear(head).apply(read), goal, cap)
+        loss, right, gradient = compute(Linear(head).apply(head_input), goal, cap)
         ctx.save_for_backward(gradient @ head)
         ctx.mark_non_differentiable(right)
         return loss, right
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (of_read,) = ctx.saved_tensors
-        return of_read * gradients[0].to(of_read.dtype), None, None, None, None
+        (of_input,) = ctx.saved_tensors
+        return of_input * gradients[0].to(of_input.dtype), None, None, None, None
 
 
 class _Places:

@@ -188,10 +188,10 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and full head: [..., hidden] to float32 logits [..., vocabulary]."""
-        return self.project(self.read(hidden), self.head)
+        return self.project(self.head_input(hidden), self.head)
 
-    def read(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm: the last layer's output to the LM head's input."""
+    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The LM head's input: the final norm of the last layer's output."""
         return self.normalise(hidden, self.norm)
 
     def project(self, hidden: torch.Tensor, head: Linear) -> torch.Tensor:

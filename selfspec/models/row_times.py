@@ -58,7 +58,7 @@ def time_rows(model: Decoder, cache: Cache, clock: Callable[[], float] = time.pe
             hidden = model.embed(tokens[:, :count])
             started = clock()
             hidden = model.run(hidden, first, first + size, at[count], cache)
-            model.project(model.read(hidden), head).sum().item()  # waits for the device
+            model.project(model.head_input(hidden), head).sum().item()  # waits for the device
             seconds[count] = min(seconds[count], clock() - started)
     finally:
         cache.close(sequence)

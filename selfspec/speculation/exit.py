@@ -133,9 +133,9 @@ class Exit:
             tensors += self.block.layer.tensors().values()
         return self.head_nbytes + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def read(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
-        """Returns the normed states [B, M, hidden] that the LM head reads, from the states after N layers and the
-        features of the previous positions; stores the block's keys and values."""
+    def head_input(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> torch.Tensor:
+        """Returns the LM head's input, normed states [B, M, hidden], from the states after N layers and the features
+        of the previous positions; stores the block's keys and values."""
         assert self.norm is not None
         if self.block is not None:
             spec = self._block_config
@@ -145,9 +145,9 @@ class Exit:
             hidden = self.block.add_affine(hidden)
         return self.model.normalise(hidden, self.norm)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
+    def logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """Returns draft logits [B, M, vocabulary] (float32) of normed states [B, M, hidden]."""
-        parts = [self.model.project(read, head) for head in self._heads]
+        parts = [self.model.project(head_input, head) for head in self._heads]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def fill(self, hidden: torch.Tensor, previous: torch.Tensor, rows: Rows, cache: Cache) -> None:
@@ -193,7 +193,7 @@ def half_way(model: Decoder) -> int:
 def position_features(model: Decoder, middle: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Returns the features [..., 2 * hidden] of positions from their states half-way up and after the last layer: the
     normed final states come first."""
-    return torch.cat((model.read(last), F.rms_norm(middle, middle.shape[-1:])), dim=-1)
+    return torch.cat((model.head_input(last), F.rms_norm(middle, middle.shape[-1:])), dim=-1)
 
 
 def _head_rows(model: Decoder, ids: torch.Tensor) -> Linear:

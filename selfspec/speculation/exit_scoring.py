@@ -84,11 +84,11 @@ class UnfilledBatch:
         exit.fill(self.hidden, self.previous, newest(self.sequences, self.count, exit.model.device), cache)
 
     @torch.inference_mode()
-    def read(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
+    def head_input(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
         """Returns the exit's normed states [B, stop - start, hidden] at positions start to stop - 1 of the T, and fills
         the block's keys and values there."""
         at = newest(self.sequences, stop - start, exit.model.device, after=self.count - stop)
-        return exit.read(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
+        return exit.head_input(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
 
 
 def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int = 0) -> Rows:
@@ -99,11 +99,11 @@ def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int
 
 @torch.inference_mode()
 def is_drafted(
-    exit: Exit, read: torch.Tensor, tokens: torch.Tensor, params: Seq[SamplingParams], key: NoiseKey
+    exit: Exit, head_input: torch.Tensor, tokens: torch.Tensor, params: Seq[SamplingParams], key: NoiseKey
 ) -> torch.Tensor:
-    """Returns whether each decoded token [B, M] is the exit's best draft token at its position. `read` are the exit's
-    normed states, `params` the B sequences', `key` has B * M entries."""
-    logits = exit.logits(read).flatten(0, 1)  # [R, vocabulary]
+    """Returns whether each decoded token [B, M] is the exit's best draft token at its position. `head_input` are the
+    exit's normed states, `params` the B sequences', `key` has B * M entries."""
+    logits = exit.logits(head_input).flatten(0, 1)  # [R, vocabulary]
     samples = any(each.do_sample for each in params)
     values, columns = logits.topk(min(_NOISY if samples else 1, logits.shape[-1]), dim=-1)
     drafted = exit.to_token_ids(columns)
@@ -121,11 +121,11 @@ def is_drafted(
 
 @torch.inference_mode()
 def prompt_agreement(
-    exit: Exit, cache: Cache, sequences: Seq[KVPages], hidden: torch.Tensor, previous: torch.Tensor, read: torch.Tensor
+    exit: Exit, cache: Cache, kvs: Seq[KVPages], hidden: torch.Tensor, previous: torch.Tensor, final: torch.Tensor
 ) -> list[float]:
-    """Returns for each prompt the share of its last M positions at which the exit's best token is the model's; `read`
-    are the model's normed final states there [B, M, hidden]."""
+    """Returns for each prompt the share of its last M positions at which the exit's best token is the model's;
+    `final` are the model's normed final states there [B, M, hidden]."""
     model = exit.model
-    exit_read = exit.read(hidden, previous, newest(sequences, hidden.shape[1], model.device), cache)
-    drafted = exit.to_token_ids(exit.logits(exit_read).argmax(-1))
-    return (drafted == model.project(read, model.head).argmax(-1)).float().mean(1).tolist()
+    head_input = exit.head_input(hidden, previous, newest(kvs, hidden.shape[1], model.device), cache)
+    drafted = exit.to_token_ids(exit.logits(head_input).argmax(-1))
+    return (drafted == model.project(final, model.head).argmax(-1)).float().mean(1).tolist()

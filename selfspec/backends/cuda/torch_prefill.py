@@ -107,7 +107,7 @@ class TorchPrefill:
         if exit is None:
             last = model.run(hidden, 0, layers, at, self.cache)  # type: ignore[arg-type]
             if self.final_states is not None:
-                self.final_states.copy_(model.read(last)[0])
+                self.final_states.copy_(model.head_input(last)[0])
             return
         hidden = model.run(hidden, 0, exit.layer, at, self.cache)  # type: ignore[arg-type]
         middle = model.run(hidden, exit.layer, exit.feature_layer, at, self.cache)  # type: ignore[arg-type]
