@@ -21,10 +21,10 @@ class Draft:
 
     plan: Plan
     tokens: torch.Tensor  # [B, n+1], the root's first
-    hidden: torch.Tensor  # [B, n+1, hidden]: output of layer N-1
+    hidden: torch.Tensor  # [B, n+1, hidden]: states after N layers
     rows: Rows | None = None  # layout of the newest level
     # One entry for each level but the last, M being the number of its nodes, without the copied ones:
-    head_inputs: list[torch.Tensor] = field(default_factory=list)  # by depth [B, M, hidden]: normed states of the exit
+    head_inputs: list[torch.Tensor] = field(default_factory=list)  # [B, M, hidden]: the exit's normed states
     ranked: list[torch.Tensor] = field(default_factory=list)  # [B, M, width]: draft token ids, best first
     logits: list[torch.Tensor] = field(default_factory=list)  # [B, M, V]: processed draft logits, for rejection only
     beam: BeamTree | None = None  # None: the plan fixes the parents
