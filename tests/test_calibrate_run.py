@@ -419,7 +419,7 @@ def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: A
 
 FAILURES = {  # arguments that cannot work, and words of the error
     "no model": ("--model {tmp}/nothing", "nothing"),
-    "exits of letters": ("--exits x", "--exits 'x' must be layer numbers"),
+    "exits of letters": ("--exits x", "--exits 'x' must be numbers of layers"),
     "an exit too deep": ("--exits 4", "after 0 (the embedding) to 2 layers"),
     "no prompts": ("--domain c={tmp}/no.jsonl", "there is no file"),
     "a bad line": ("--domain c={tmp}/bad.jsonl", "bad.jsonl, line 1: expected"),

@@ -86,7 +86,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     try:
         given["exits"] = tuple(int(layer) for layer in args.exits.split(",") if layer.strip())
     except ValueError:
-        raise ValueError(f"--exits {args.exits!r} must be layer numbers like 1,2,3") from None
+        raise ValueError(f"--exits {args.exits!r} must be numbers of layers like 1,2,3") from None
     return Settings(**given)
 
 
