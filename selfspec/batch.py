@@ -278,9 +278,8 @@ class Batch:
         seconds = step.seconds if step.is_cost_sample else None
         if step.governor is not None:  # the one at the launch: `_update` may have replaced the batch's since
             step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
-            if step.governor.copies(len(step.sequences)):
-                for sequence in step.sequences:
-                    sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
+            for sequence in step.sequences:
+                sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
             self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
         if record.chosen != self._last_read_plan:

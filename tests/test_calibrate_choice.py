@@ -196,7 +196,7 @@ def test_a_step_costs_the_sum_of_its_parts() -> None:
 def test_costs_between_measured_numbers_of_nodes_are_interpolated() -> None:
     cost = StepCost(plain=1.0, depth=0.5, drafting=((1, 2.0), (3, 3.0), (11, 4.0)))
     assert [cost.seconds(1, nodes) for nodes in (1, 2, 3, 7, 11)] == pytest.approx([2.5, 3.0, 3.5, 4.0, 4.5])
-    assert cost.seconds(2, 63) == pytest.approx(1.0 + 4.0 + 52 / 8), "extrapolated from the last two"
+    assert cost.seconds(2, 61) == pytest.approx(1.0 + 4.0 + 50 * 0.2), "0.2 s a node in the mean"
 
 
 # Choosing for a domain

@@ -25,7 +25,7 @@ STEP = StepCost(plain=2.0, depth=0.5, drafting=((1, 2.2), (3, 2.4), (7, 3.0)), h
 
 @pytest.mark.parametrize(
     ("depth", "nodes", "seconds"),
-    [(0, 0, 2.0), (1, 1, 2.7), (2, 2, 3.3), (2, 5, 3.7), (1, 7, 3.5), (1, 9, 3.8)],
+    [(0, 0, 2.0), (1, 1, 2.7), (2, 2, 3.3), (2, 5, 3.7), (1, 7, 3.5), (1, 10, 3.9)],
     ids=["plain", "measured", "between", "between later", "last", "past the last"],
 )
 def test_a_step_costs_its_parts(depth: int, nodes: int, seconds: float) -> None:
@@ -173,6 +173,12 @@ def test_larger_batches_get_smaller_plans_and_above_the_limit_chains() -> None:
     assert any(not plan.is_chain for plan in found.table(4).plans)
 
 
+def test_batches_of_any_size_copy_as_many_nodes_as_fit_a_step() -> None:
+    found = candidates(max_step=1.67, row=0.01)
+    copies = {batch: [str(plan) for plan in found.table(batch).plans if not plan.uses_exit] for batch in (1, 4, 16)}
+    assert copies == {1: ["copy:3", "copy:15"], 4: ["copy:3", "copy:15"], 16: ["copy:3"]}
+
+
 def test_a_table_has_the_modelled_costs_and_expected_lengths_of_its_plans() -> None:
     found = candidates()
     table = found.table(4)
@@ -197,11 +203,11 @@ def test_where_rows_are_dear_small_plans_remain_to_probe_with() -> None:
     assert [str(plan) for plan in candidates(row=1.0).table(1).plans] == ["chain:1", "copy:3", "tree:4", "copy:15"]
 
 
-def test_without_an_exit_plans_only_copy_and_large_batches_have_none() -> None:
+def test_without_an_exit_plans_only_copy() -> None:
     models = {size: estimated_cost(0, 30, size) for size in (1, 4, 16)}
     found = PlanCandidates(None, models, SharedPlans(None, models, max_tree_batch=4))
     table = found.table(2)
-    assert [str(plan) for plan in table.plans] == ["copy:3", "copy:15"] and found.table(5).plans == ()
+    assert [str(plan) for plan in table.plans] == ["copy:3", "copy:15"] == [str(plan) for plan in found.table(5).plans]
     assert (table.lengths[:, 0] == 1).all() and table.lengths[3, :, 1] == pytest.approx(1 + REACH.sum(1))
     assert (table.lengths[:, 1:, 0] < table.lengths[:, 1:, 1]).all()
 

@@ -52,7 +52,7 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
     length = float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[Skill(skill).level])
     modelled = governor.candidates.cost(plan, batch)
     ratio = governor.costs.cost(governor.costs.bucket(batch, CONTEXT), plan, modelled)
-    return (drafting * length + batch - drafting) / batch / ratio
+    return batch / (drafting / length + batch - drafting) / ratio
 
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
@@ -194,13 +194,22 @@ def test_sequences_that_may_not_draft_count_as_one_token() -> None:
     assert choose(governor, skilled(1.0), batch=4) == (NONE, "goodput")
 
 
-@pytest.mark.parametrize("order", [(2.0, 0.05, 0.05, 0.05), (0.05, 0.05, 0.05, 2.0)])
-def test_a_batch_is_judged_by_the_mean_of_its_sequences(order: tuple[float, ...]) -> None:
-    governor = governor_of(batch=4, depth=0.6)
+@pytest.mark.parametrize("copying", [(16, 0, 0, 0), (0, 0, 0, 16)])
+def test_a_batch_is_judged_by_the_mean_time_per_token_of_its_sequences(copying: tuple[int, ...]) -> None:
+    """One sequence would copy 15 tokens in a step of 1.6 plain steps, for which the others would wait."""
+    governor = governor_of(batch=4)
     governor.budget.charge(0.1)
-    assert choose(governor, skilled(2.0), batch=1) == (NONE, MEASURING)
-    assert choose(governor, *map(skilled, order))[1] == "goodput"
-    assert choose(governor, *map(skilled, (2.0, 2.0, 2.0, 0.05)))[1] is None
+    for plan in governor.candidates.table(4).plans:
+        set_cost(governor, plan, 1.6, batch=4)
+
+    def choose_with(levels: tuple[int, ...]) -> tuple[Plan, Any]:
+        skills = [skilled(0.05) for _ in levels]
+        for skill, level in zip(skills, levels, strict=True):
+            skill.copying_level = level
+        return choose(governor, *skills)
+
+    assert choose_with(copying) == (NONE, "ood")
+    assert choose_with((16, 16, 16, 0))[0].copied
 
 
 @pytest.mark.parametrize(("skills", "reason"), [((0.1, 0.1), "ood"), ((0.1, UNFAMILIAR), "goodput")])

@@ -74,9 +74,8 @@ def test_a_rule_holds_past_its_threshold(
     assert reason(batch, sampling, rules) == expected
 
 
-def test_without_an_exit_small_batches_copy_and_larger_ones_are_off() -> None:
-    assert reason(has_exit=False) is reason(4, has_exit=False) is None
-    assert reason(5, has_exit=False) == "no_profile"
+def test_without_an_exit_the_same_batches_draft() -> None:
+    assert reason(16, has_exit=False) is None and reason(17, has_exit=False) == "batch"
 
 
 @given(temperature=st.floats(0.1, 9), top_k=st.integers(0, 1000))
@@ -87,7 +86,6 @@ def test_sampling_rules_leave_greedy_requests_alone(temperature: float, top_k: i
 HOLDS: dict[str, dict[str, Any]] = {  # in the order in which reasons are given
     "request": {"mode": False},
     "processor": {"stateful_processors": True},
-    "no_profile": {"has_exit": False, "batch": 17},
     "batch": {"batch": 17},
     "temperature": {"sampling": sampled(2.0, top_k=500)},
     "top_k": {"sampling": sampled(top_k=500)},
@@ -110,7 +108,7 @@ def test_forcing_skips_every_rule_but_what_the_request_itself_says(name: str) ->
 def test_only_reasons_of_the_batch_may_pass(name: str) -> None:
     request = {key: value for key, value in HOLDS[name].items() if key != "batch"}
     policy = Policy(**{"rules": Rules(), "sampling": GREEDY, **request})
-    assert policy.permanent_reason == (None if name in ("batch", "no_profile") else name)
+    assert policy.permanent_reason == (None if name == "batch" else name)
 
 
 def test_a_request_for_one_token_decodes_plainly_and_keeps_its_drafter() -> None:

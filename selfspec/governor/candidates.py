@@ -45,7 +45,7 @@ class SharedPlans:
         self,
         acceptance: Acceptance | None,  # None: there is no exit, and plans have copied nodes only
         costs: dict[int, CostModel],  # by the largest batch that each is for
-        max_tree_batch: int,  # larger batches draft chains without copied nodes
+        max_tree_batch: int,  # larger batches draft chains: of the exit, or of copied nodes
         widest: int = MAX_NODES,  # ranks that the exit can offer
         max_step: float = inf,  # plain steps that a step may take
     ) -> None:
@@ -54,13 +54,13 @@ class SharedPlans:
         self.plans = cache(self._plans)
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
-        """The fastest plan for each skill, and smaller plans, for devices on which large ones are slower than modelled:
-        all shorter chains, or two small trees; without `chains` also plans with copied nodes. Smallest first. `size` is
-        one of the batch sizes that have a cost model."""
+        """Copied nodes alone, the fastest plan for each skill, and smaller plans, for devices on which large ones are
+        slower than modelled: all shorter chains, or two small trees; without `chains` also trees with copied nodes.
+        Smallest first. `size` is one of the batch sizes that have a cost model."""
         if self._max_step < 1:
             return ()
-        width = 1 if chains else self._widest
-        plans = set() if chains else {NONE.with_copy(count) for count in _ONLY_COPIES}
+        width, cost = 1 if chains else self._widest, self._costs[size]
+        plans = {NONE.with_copy(count) for count in _ONLY_COPIES if cost(0, count) <= self._max_step}
         if self._acceptance is not None:
             found = [self._fastest(skill, 0.0, width, size) for skill in _SKILLS]
             if width == 1:

@@ -54,15 +54,16 @@ class StepCost:
         return drafting
 
     def seconds(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """Seconds of a step that drafts `nodes` nodes, linear between and past the measured numbers of nodes.
-        `head_rows`: rows of the draft head; None: as measured. A depth takes at least 0 s."""
+        """Seconds of a step that drafts `nodes` nodes: linear between the measured numbers of nodes, past them by the
+        mean seconds of a measured node. `head_rows`: rows of the draft head; None: as measured. A depth takes at least
+        0 s."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
         numbers, seconds = zip(*self.drafting, strict=True)
         rest = float(np.interp(nodes, numbers, seconds))
         if nodes > numbers[-1] and len(numbers) > 1:
-            rest += (nodes - numbers[-1]) * (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2])
+            rest += (nodes - numbers[-1]) * (seconds[-1] - seconds[0]) / (numbers[-1] - numbers[0])
         return rest + depth * max(0.0, self.depth + rows * self.head_row)
 
 

@@ -107,8 +107,6 @@ class Policy:
             return "processor"
         if self.mode == "force":
             return None
-        if self.only_copies and batch > rules.max_tree_batch:
-            return NO_PROFILE
         if batch > rules.max_batch:
             return "batch"
         if sampling.do_sample and sampling.temperature > rules.max_temperature:
