@@ -408,9 +408,18 @@ def test_impossible_amounts_are_refused(name: str, value: float) -> None:
         Settings(**{name: value})
 
 
-def test_missing_texts_are_refused(tmp_path: Path) -> None:
+def test_texts_that_are_missing_or_not_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text .*no such file"):
         Settings(text=(tmp_path / "missing.txt",))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="--text .*bytes.txt cannot be read as UTF-8 text"):
+        Settings(text=(tmp_path / "bytes.txt",))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**62])
+def test_seeds_that_measuring_could_not_use_are_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="--seed must be from 0 to"):
+        Settings(seed=seed)
 
 
 # Memory
