@@ -36,7 +36,15 @@ from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 from selfspec.text import encode
-from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quieten, write_lines, write_prompts
+from tests.calibrated import (
+    CHAT_TEMPLATE,
+    chat_tokenizer,
+    cheap_drafting,
+    documents_of,
+    quieten,
+    write_lines,
+    write_prompts,
+)
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
@@ -428,7 +436,7 @@ FAILURES = {  # arguments that cannot work, and words of the error
     "no folder": ("--out {tmp}/bad.jsonl/out", "choose another folder with --out"),
     "no minutes": ("--minutes 0", "--minutes must be above 0"),
     "no text": ("--text {tmp}/no.txt", "there is no such file"),
-    "a text of bytes": ("--text {place}/model/model.safetensors", "utf-8"),
+    "a text of bytes": ("--text {place}/model/model.safetensors", "model.safetensors cannot be read as UTF-8 text"),
     "nothing trained": ("--no-train", "leave out --no-train"),
 }
 
@@ -442,6 +450,22 @@ def test_an_error_is_printed_and_the_exit_code_is_2(place: Place, quickly: Any, 
     assert failed.code == 2
     assert "error: " in failed.text and said in failed.text
     assert not (tmp_path / "out" / "profile.json").exists()
+
+
+def test_a_training_prompt_that_the_chat_template_refuses_is_an_error_before_any_work(
+    place: Place, quickly: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(place.folder, tmp_path / "strict")
+    here = Place(tmp_path / "strict")
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}" + CHAT_TEMPLATE
+    tokenizer.save_pretrained(here.model)
+    turns = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    with (here.folder / "a.jsonl").open("a") as prompts:
+        prompts.write(json.dumps(turns) + "\n")
+    failed = here.calibrate(tmp_path / "out", *AMOUNTS)
+    assert failed.code == 2 and "error: domain 'a': the model's chat template refuses" in failed.text
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_train_refuses_layers_without_an_exit(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Calibration:
     def _write(self) -> Corpus:
         """Writes chunks of training text, or reads those of the stopped run, until there is enough."""
         recipe = self.setup.recipe
-        prompts = [self.setup.fitting(domain.name, domain.training) for domain in self.setup.domains]
+        prompts = self.setup.training_prompts
         chunks: list[Corpus] = []
         with self.display.stage("write", self.settings.tokens) as stage:
             for number in count():
