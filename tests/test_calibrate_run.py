@@ -537,6 +537,14 @@ def test_a_restart_that_is_refused_keeps_the_stopped_run(place: Place, quickly: 
     assert place.calibrate(out, *amounts, "--minutes", "9", "--restart").code == 130, "enough time: it is dropped"
 
 
+def test_paths_after_an_equals_sign_may_begin_in_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = command.parse(["--out=~/profile", "--text=~/a.txt"])
+    assert (args.out, args.text) == (tmp_path / "profile", [tmp_path / "a.txt"])
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)
 def test_help_and_wrong_options_are_answered_without_importing_torch(arguments: list[str]) -> None:
     code = (
