@@ -279,6 +279,27 @@ def test_a_stopped_run_is_dropped_only_with_restart(tmp_path: Path) -> None:
     assert Work(tmp_path, {"a": 2}, resume=True).read_json("other") == 3
 
 
+@pytest.mark.parametrize("options", [{"resume": True}, {"restart": True}], ids=str)
+def test_a_run_is_neither_resumed_nor_dropped_while_another_process_runs_it(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    work = Work(tmp_path / "work", {"a": 1})
+    with work.alone():
+        work.begin()
+        work.write_json("steps", 12)
+        with (
+            pytest.raises(ValueError, match=r"another calibration runs in .*work: wait.*--out"),
+            Work(tmp_path / "work", {"a": 1}, **options).alone(),
+        ):
+            pass
+        assert work.read_json("steps") == 12
+    stopped = Work(tmp_path / "work", {"a": 1}, **options)
+    with stopped.alone():
+        stopped.begin()
+        stopped.remove()
+    assert not (tmp_path / "work").exists()
+
+
 def test_a_run_that_stopped_before_its_first_piece_needs_no_restart(tmp_path: Path) -> None:
     Work(tmp_path, {"a": 1})
     assert not Work(tmp_path, {"a": 2}).resumed

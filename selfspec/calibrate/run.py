@@ -45,6 +45,11 @@ class Calibration:
     def run(self) -> Profile:
         self.setup = setup = Setup(self.settings)
         self.work, self.model = setup.work, setup.model
+        with self.work.alone():
+            return self._run()
+
+    def _run(self) -> Profile:
+        setup = self.setup
         self._announce()
         try:
             self._announce_duration(expected_duration(setup))
