@@ -380,6 +380,18 @@ def test_no_train_chooses_among_the_profiles_exits(place: Place, whole: Outcome,
     assert all(len(Plan.parse(plan)) for plan in plans)
 
 
+def test_no_train_with_some_of_the_exits_keeps_the_others(
+    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.out, tmp_path / "again")
+    again = place.calibrate(tmp_path / "again", "--no-train", "--exits", "1")
+    assert again.code == 0, again.text
+    assert {choice.exit_layer for choice in again.profile.domains.values()} == {1}
+    assert again.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, again.tensors[name])
+
+
 def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: Any, tmp_path: Path) -> None:
     """No chat template, no amounts, no folder; one exit at a time, measured costs; profile='auto' finds the result."""
     here = Place(tmp_path)
