@@ -464,19 +464,27 @@ def test_an_error_is_printed_and_the_exit_code_is_2(place: Place, quickly: Any, 
     assert not (tmp_path / "out" / "profile.json").exists()
 
 
-def test_a_training_prompt_that_the_chat_template_refuses_is_an_error_before_any_work(
-    place: Place, quickly: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("in_chats", "said"),
+    [
+        ("{{ raise_exception('one turn only') }}", "the model's chat template refuses"),
+        ("<new>", "token id 101, outside"),
+    ],
+)
+def test_a_training_prompt_that_the_model_cannot_read_is_an_error_before_any_work(
+    place: Place, quickly: Any, tmp_path: Path, in_chats: str, said: str
 ) -> None:
     shutil.copytree(place.folder, tmp_path / "strict")
     here = Place(tmp_path / "strict")
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = "{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}" + CHAT_TEMPLATE
+    tokenizer.add_tokens(["<new>"], special_tokens=True)
+    tokenizer.chat_template = "{% if messages[1:] %}" + in_chats + "{% endif %}" + CHAT_TEMPLATE
     tokenizer.save_pretrained(here.model)
     turns = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
     with (here.folder / "a.jsonl").open("a") as prompts:
         prompts.write(json.dumps(turns) + "\n")
     failed = here.calibrate(tmp_path / "out", *AMOUNTS)
-    assert failed.code == 2 and "error: domain 'a': the model's chat template refuses" in failed.text
+    assert failed.code == 2 and "error: domain 'a': " in failed.text and said in failed.text
     assert not (tmp_path / "out").exists()
 
 

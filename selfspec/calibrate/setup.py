@@ -96,7 +96,14 @@ class Setup:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
             prompt = "\n".join(message["content"] for message in prompt)
-        return encode(tokenizer, prompt)
+        tokens = encode(tokenizer, prompt)
+        largest = max(tokens, default=0)
+        if largest >= self.vocabulary:
+            raise ValueError(
+                f"a prompt has token id {largest}, outside the model's vocabulary (0 to {self.vocabulary - 1}): use "
+                "the model's own tokenizer"
+            )
+        return tokens
 
     def _key(self) -> dict[str, Any]:
         """Identifies the run: only a run with an equal key is resumed."""
