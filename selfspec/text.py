@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from os.path import commonprefix
 from typing import Any
 
+from jinja2 import TemplateError
+
 Message = dict[str, Any]
 Prompt = str | list[Message]  # a text to continue, or a chat to answer
 
@@ -33,7 +35,10 @@ def encode(tokenizer: Any, prompt: Prompt, tools: Sequence[dict[str, Any]] | Non
             "this model's tokenizer has no chat template: pass the prompt as one string instead of messages"
         )
     messages = [{**message, "content": _plain(message["content"])} for message in prompt]
-    text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:  # templates refuse some orders of roles
+        raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     return _tokens(tokenizer, text, add_special_tokens=False)
 
 

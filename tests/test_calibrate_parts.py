@@ -275,6 +275,27 @@ def test_a_stopped_run_is_dropped_only_with_restart(tmp_path: Path) -> None:
     assert Work(tmp_path, {"a": 2}, resume=True).read_json("other") == 3
 
 
+@pytest.mark.parametrize("options", [{"resume": True}, {"restart": True}], ids=str)
+def test_a_run_is_neither_resumed_nor_dropped_while_another_process_runs_it(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    work = Work(tmp_path / "work", {"a": 1})
+    with work.alone():
+        work.begin()
+        work.write_json("steps", 12)
+        with (
+            pytest.raises(ValueError, match=r"another calibration runs in .*work: wait.*--out"),
+            Work(tmp_path / "work", {"a": 1}, **options).alone(),
+        ):
+            pass
+        assert work.read_json("steps") == 12
+    stopped = Work(tmp_path / "work", {"a": 1}, **options)
+    with stopped.alone():
+        stopped.begin()
+        stopped.remove()
+    assert not (tmp_path / "work").exists()
+
+
 def test_a_run_that_stopped_before_its_first_piece_needs_no_restart(tmp_path: Path) -> None:
     Work(tmp_path, {"a": 1})
     assert not Work(tmp_path, {"a": 2}).resumed
@@ -404,9 +425,18 @@ def test_impossible_amounts_are_refused(name: str, value: float) -> None:
         Settings(**{name: value})
 
 
-def test_missing_texts_are_refused(tmp_path: Path) -> None:
+def test_texts_that_are_missing_or_not_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--text .*no such file"):
         Settings(text=(tmp_path / "missing.txt",))
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="--text .*bytes.txt cannot be read as UTF-8 text"):
+        Settings(text=(tmp_path / "bytes.txt",))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**62])
+def test_seeds_that_measuring_could_not_use_are_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="--seed must be from 0 to"):
+        Settings(seed=seed)
 
 
 # Memory

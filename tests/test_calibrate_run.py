@@ -36,7 +36,15 @@ from selfspec.profiles.router import prompt_embeddings
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 from selfspec.text import encode
-from tests.calibrated import chat_tokenizer, cheap_drafting, documents_of, quieten, write_lines, write_prompts
+from tests.calibrated import (
+    CHAT_TEMPLATE,
+    chat_tokenizer,
+    cheap_drafting,
+    documents_of,
+    quieten,
+    write_lines,
+    write_prompts,
+)
 from tests.tiny import tiny_model
 from tests.tiny_tokenizer import ids_of, tiny_tokenizer
 
@@ -372,6 +380,18 @@ def test_no_train_chooses_among_the_profiles_exits(place: Place, whole: Outcome,
     assert all(len(Plan.parse(plan)) for plan in plans)
 
 
+def test_no_train_with_some_of_the_exits_keeps_the_others(
+    place: Place, whole: Outcome, quickly: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(whole.out, tmp_path / "again")
+    again = place.calibrate(tmp_path / "again", "--no-train", "--exits", "1")
+    assert again.code == 0, again.text
+    assert {choice.exit_layer for choice in again.profile.domains.values()} == {1}
+    assert again.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, again.tensors[name])
+
+
 def test_a_base_model_is_calibrated_in_a_given_time_with_a_users_text(quickly: Any, tmp_path: Path) -> None:
     """No chat template, no amounts, no folder; one exit at a time, measured costs; profile='auto' finds the result."""
     here = Place(tmp_path)
@@ -428,7 +448,7 @@ FAILURES = {  # arguments that cannot work, and words of the error
     "no folder": ("--out {tmp}/bad.jsonl/out", "choose another folder with --out"),
     "no minutes": ("--minutes 0", "--minutes must be above 0"),
     "no text": ("--text {tmp}/no.txt", "there is no such file"),
-    "a text of bytes": ("--text {place}/model/model.safetensors", "utf-8"),
+    "a text of bytes": ("--text {place}/model/model.safetensors", "model.safetensors cannot be read as UTF-8 text"),
     "nothing trained": ("--no-train", "leave out --no-train"),
 }
 
@@ -442,6 +462,30 @@ def test_an_error_is_printed_and_the_exit_code_is_2(place: Place, quickly: Any, 
     assert failed.code == 2
     assert "error: " in failed.text and said in failed.text
     assert not (tmp_path / "out" / "profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_chats", "said"),
+    [
+        ("{{ raise_exception('one turn only') }}", "the model's chat template refuses"),
+        ("<new>", "token id 101, outside"),
+    ],
+)
+def test_a_training_prompt_that_the_model_cannot_read_is_an_error_before_any_work(
+    place: Place, quickly: Any, tmp_path: Path, in_chats: str, said: str
+) -> None:
+    shutil.copytree(place.folder, tmp_path / "strict")
+    here = Place(tmp_path / "strict")
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<new>"], special_tokens=True)
+    tokenizer.chat_template = "{% if messages[1:] %}" + in_chats + "{% endif %}" + CHAT_TEMPLATE
+    tokenizer.save_pretrained(here.model)
+    turns = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    with (here.folder / "a.jsonl").open("a") as prompts:
+        prompts.write(json.dumps(turns) + "\n")
+    failed = here.calibrate(tmp_path / "out", *AMOUNTS)
+    assert failed.code == 2 and "error: domain 'a': " in failed.text and said in failed.text
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_train_refuses_layers_without_an_exit(place: Place, whole: Outcome, quickly: Any, tmp_path: Path) -> None:
@@ -511,6 +555,14 @@ def test_a_restart_that_is_refused_keeps_the_stopped_run(place: Place, quickly: 
     assert (out / WORK / "chunk-0000.safetensors").exists()
     assert place.calibrate(out, *amounts, "--minutes", "0.2", "--resume").code == 130
     assert place.calibrate(out, *amounts, "--minutes", "9", "--restart").code == 130, "enough time: it is dropped"
+
+
+def test_paths_after_an_equals_sign_may_begin_in_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = command.parse(["--out=~/profile", "--text=~/a.txt"])
+    assert (args.out, args.text) == (tmp_path / "profile", [tmp_path / "a.txt"])
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--objective", "fun"], ["--version-of-what"]], ids=str)

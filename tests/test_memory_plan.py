@@ -80,6 +80,12 @@ def test_the_plan_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Engine.from_pretrained(source, quantize="int8", **OPTIONS)
 
 
+def test_a_folder_whose_name_ends_like_a_gguf_file_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+    folder = dense(tmp_path / "tiny.gguf")
+    weights = Engine.from_pretrained(folder, profile=None, **OPTIONS).memory()["weights"]
+    assert plan_memory(folder, profile=None, **OPTIONS)[0].weights == weights
+
+
 def save_profile(folder: Path, model: Decoder) -> Profile:
     """A profile with one exit and a trimmed head of 24 rows."""
     plans = {"1": "tree:2,1", "2-4": "chain:2", "5-16": "none"}

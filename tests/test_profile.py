@@ -119,6 +119,18 @@ def test_a_saved_profile_loads_with_equal_entries(tmp_path: Path) -> None:
     assert list(loaded.domains["text"].exits) == [1, 2, 3], "layers are numbers, though JSON has only text for keys"
 
 
+def test_who_may_read_the_profile_may_read_its_exits(tmp_path: Path) -> None:
+    full_profile().save(tmp_path, [random_exit(model(), 2)])
+    modes = {(tmp_path / name).stat().st_mode for name in ("profile.json", "exits.safetensors")}
+    assert len(modes) == 1
+
+
+def test_a_profile_is_found_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    full_profile().save(tmp_path / "mine", [])
+    assert Profile.load("~/mine").folder == tmp_path / "mine"
+
+
 def test_the_full_profile_of_these_tests_leaves_no_entry_at_its_default() -> None:
     for entry in entries_of(full_profile()):
         left = {name for name, field in type(entry).model_fields.items() if getattr(entry, name) == field.default}

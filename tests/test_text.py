@@ -61,6 +61,14 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_place() -> None:
             encode(tokenizer, prompt)
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{{ messages[0].content + 1 }}"])
+def test_messages_that_the_chat_template_refuses_are_an_error_that_says_so(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"chat template refuses these messages: (no system role|can only conc)"):
+        encode(tokenizer, [{"role": "system", "content": "Be brief."}])
+
+
 def test_the_first_word_keeps_its_space() -> None:
     detokenizer = Detokenizer(sentence_pieces(), pieces("<s>", "▁the", "▁second", "▁is"))
     assert detokenizer.add(pieces("▁the")) == " the"

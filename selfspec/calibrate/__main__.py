@@ -31,7 +31,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     add("--model", default="demo", help="folder, .gguf file, hub name, or 'demo' (default)")
     domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: six that ship)"
     add("--domain", dest="domains", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
-    add("--out", type=Path, help="folder of the profile (default: the folder that profile='auto' searches)")
+    add("--out", type=_path, help="folder of the profile (default: the folder that profile='auto' searches)")
     add("--exits", default="", metavar="1,2,3", help="number of layers below each exit to train (default: three exits)")
     minutes = "time for the whole run (default: %(default)g); too short for this machine: refused, with the least"
     add("--minutes", type=float, default=DEFAULT_MINUTES, help=minutes)
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     add("--no-train", dest="train", action="store_false", help=without)
     add("--resume", action="store_true", help="continue the stopped run in the profile's folder")
     add("--restart", action="store_true", help="drop the stopped run in the profile's folder and start again")
-    add("--text", action="append", default=[], type=Path, metavar="FILE", help="also train on this text; repeatable")
+    add("--text", action="append", default=[], type=_path, metavar="FILE", help="also train on this text; repeatable")
     exact = parser.add_argument_group("exact amounts, for runs that give the same exits each time")
     exact.add_argument("--tokens", type=int, help="tokens of text to write, instead of a share of --minutes")
     exact.add_argument("--steps", type=int, help="training steps, instead of a share of --minutes")
@@ -54,6 +54,10 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     machine.add_argument("--quantize", choices=("int8", "int4"), help=rounded)
     machine.add_argument("--memory-gb", type=float, help="the most GPU memory to use, in GB")
     return parser.parse_args(arguments)
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()  # a shell leaves the ~ of --out=~/profile
 
 
 def calibrate(args: argparse.Namespace) -> int:

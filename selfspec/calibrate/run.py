@@ -45,6 +45,11 @@ class Calibration:
     def run(self) -> Profile:
         self.setup = setup = Setup(self.settings)
         self.work, self.model = setup.work, setup.model
+        with self.work.alone():
+            return self._run()
+
+    def _run(self) -> Profile:
+        setup = self.setup
         self._announce()
         try:
             self._announce_duration(expected_duration(setup))
@@ -101,7 +106,7 @@ class Calibration:
     def _write(self) -> Corpus:
         """Writes chunks of training text, or reads those of the stopped run, until there is enough."""
         recipe = self.setup.recipe
-        prompts = [self.setup.fitting(domain.name, domain.training) for domain in self.setup.domains]
+        prompts = self.setup.training_prompts
         chunks: list[Corpus] = []
         with self.display.stage("write", self.settings.tokens) as stage:
             for number in count():

@@ -40,11 +40,15 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
         if self.resume and self.restart:
             raise ValueError("--resume continues a stopped run and --restart drops it: pass one of them")
-        if self.seed < 0:
-            raise ValueError(f"--seed must be 0 or above, got {self.seed}")
+        if not 0 <= self.seed < 2**62:  # measuring adds to it, and seeds of requests have 63 bits
+            raise ValueError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
         for path in self.text:
             if not path.is_file():
                 raise ValueError(f"--text {path}: there is no such file; correct the path")
+            try:
+                path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--text {path} cannot be read as UTF-8 text ({error}); convert it first") from error
 
     @property
     def loading(self) -> str:

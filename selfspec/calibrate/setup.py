@@ -45,6 +45,7 @@ class Setup:
         )  # fmt: skip
         if self.engine.tokenizer is None:
             raise ValueError(f"{settings.model} has no tokenizer, and prompts are text: add one to its folder")
+        self.training_prompts = [self.fitting(domain.name, domain.training) for domain in self.domains]
         on_gpu = self.model.device.type == "cuda"
         self._most_measured, self.answer_tokens = _MEASURED if on_gpu else _MEASURED_WITHOUT_GPU
         self.layers = settings.exit_layers(self.model.config.num_layers)
@@ -76,7 +77,10 @@ class Setup:
 
     def fitting(self, name: str, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Prompts as tokens, without those longer than half of the model's context."""
-        tokens = [self._tokens_of(prompt) for prompt in prompts]
+        try:
+            tokens = [self._tokens_of(prompt) for prompt in prompts]
+        except ValueError as error:
+            raise ValueError(f"domain {name!r}: {error}") from error
         fitting = [prompt for prompt in tokens if len(prompt) <= self.engine.context // 2]
         if not fitting:
             raise ValueError(
@@ -92,7 +96,14 @@ class Setup:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
             prompt = "\n".join(message["content"] for message in prompt)
-        return encode(tokenizer, prompt)
+        tokens = encode(tokenizer, prompt)
+        largest = max(tokens, default=0)
+        if largest >= self.vocabulary:
+            raise ValueError(
+                f"a prompt has token id {largest}, outside the model's vocabulary (0 to {self.vocabulary - 1}): use "
+                "the model's own tokenizer"
+            )
+        return tokens
 
     def _key(self) -> dict[str, Any]:
         """Identifies the run: only a run with an equal key is resumed."""

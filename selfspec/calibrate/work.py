@@ -1,23 +1,26 @@
 """The work folder of a calibration: every finished piece of work as a file, so that a stopped run can continue.
 
 A marker file lists every file that selfspec wrote into the folder. A folder with any other file is refused, and only
-listed files are removed.
+listed files are removed. A lock file keeps two processes from working in one folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 FOLDER = ".selfspec-calibration"  # within the profile's folder
 _MARKER = "made-by-selfspec.json"
+_LOCK = "running.lock"
 
 
 class Work:
@@ -32,7 +35,8 @@ class Work:
         stopped = self._stopped_run()
         if stopped["pieces"] and not resume and not restart:
             raise ValueError(
-                f"a calibration was stopped in {folder}: pass --resume to continue it, or --restart to drop it"
+                f"a calibration was stopped, or still runs, in {folder}: pass --resume to continue it, or --restart to "
+                "drop it"
             )
         if stopped["pieces"] and resume and stopped["key"] != key:
             changed = sorted(name for name in key if stopped["key"].get(name) != key[name])
@@ -42,6 +46,7 @@ class Work:
             )
         self.resumed = bool(stopped["pieces"]) and resume
         self._made: dict[str, Any] = stopped if stopped["pieces"] else {"key": key, "pieces": []}
+        self._lock = FileLock(folder / _LOCK)
         self._created = [path for path in folder.parents if not path.exists()]  # innermost first
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,12 +59,25 @@ class Work:
         """Whether the folder has no piece, neither of this run nor of a stopped one."""
         return not self._made["pieces"]
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Raises ValueError if another process is in this context with the same folder."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"another calibration runs in {self.folder}: wait for its end, or choose another folder with --out"
+            ) from None
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def begin(self) -> None:
         """Drops the stopped run, unless this one continues it. Call it before the first write."""
         if not self.resumed:
-            self.remove()
+            self._unlink(self._made["pieces"])
             self._made = {"key": self._key, "pieces": []}
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._write_marker()
 
     def read_json(self, name: str) -> Any:
@@ -86,12 +104,16 @@ class Work:
 
     def remove(self) -> None:
         """Removes the files that selfspec wrote, and the folders that it made if nothing else is in them."""
-        for path in map(self.folder.joinpath, [*self._made["pieces"], _MARKER]):
-            path.unlink(missing_ok=True)
-            _part_of(path).unlink(missing_ok=True)
+        self._lock.release()
+        self._unlink([*self._made["pieces"], _MARKER, _LOCK])
         with suppress(OSError):  # the first that is not empty ends it
             for path in (self.folder, *self._created):
                 path.rmdir()
+
+    def _unlink(self, names: list[str]) -> None:
+        for path in map(self.folder.joinpath, names):
+            path.unlink(missing_ok=True)
+            _part_of(path).unlink(missing_ok=True)
 
     def _stopped_run(self) -> dict[str, Any]:
         """The marker of the run in the folder; one without pieces where there is no folder or an empty one."""
@@ -103,7 +125,7 @@ class Work:
         except OSError as error:
             raise self._unwritable(error) from error
         made = self._read_marker() or empty
-        own = {*made["pieces"], _MARKER}
+        own = {*made["pieces"], _MARKER, _LOCK}
         foreign = sorted(found - own - {_part_of(Path(name)).name for name in own})
         if foreign or (_MARKER in found and made is empty):
             names = ", ".join((foreign or [_MARKER])[:3])

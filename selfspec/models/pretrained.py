@@ -111,7 +111,7 @@ def stored_weights(
     Reads headers only, and expands no GGUF file; downloads a hub name's files.
     """
     _check_native(dtype, quantize)
-    is_gguf = dtype == NATIVE or Path(path_or_name).suffix.lower() == ".gguf"
+    is_gguf = dtype == NATIVE or (path_or_name != "demo" and resolve_gguf(path_or_name) is not None)
     source = _native_source(path_or_name) if is_gguf else None
     if source is None:
         folder = resolve(path_or_name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -26,6 +27,7 @@ from selfspec.governor.rules import BATCHES, TEMPERATURES
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import fingerprint, same_fingerprint
 from selfspec.profiles.exits_file import HOW_TO_CALIBRATE, ExitsFile
+from selfspec.profiles.exits_file import NAME as EXITS
 from selfspec.profiles.paths import profiles_dir, shipped_dir
 from selfspec.profiles.router import Router, distances
 from selfspec.speculation.exit import Exit, check_exit_layer
@@ -226,7 +228,7 @@ class Profile(Entry):
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
         """Reads a profile folder. Raises ValueError, with the fix, for a missing, damaged or outdated profile."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         path = folder / "profile.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -279,11 +281,12 @@ class Profile(Entry):
     def save(self, folder: str | Path, exits: list[Exit], head_rows: dict[str, torch.Tensor] | None = None) -> Profile:
         """Writes the profile, its exits and the rows of each domain's trimmed head; returns the profile with its
         folder."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         ExitsFile(folder).write(exits, head_rows or {})
         text = json.dumps(self.model_dump(mode="json", exclude={"folder"}), indent=1)
         (folder / "profile.json").write_text(_numbers_on_one_line(text) + "\n", encoding="utf-8")
+        shutil.copymode(folder / "profile.json", folder / EXITS)  # safetensors lets only the owner read its files
         return self.model_copy(update={"folder": folder})
 
     def check(self, model: Decoder, identity: ModelIdentity | None = None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from selfspec.engine import Engine
@@ -74,7 +73,7 @@ def tokenize_text(engine: Engine, text: str) -> list[int]:
 def _encode(engine: Engine, prompt: Prompt, param: str, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     try:
         return encode(engine.tokenizer, prompt, tools)
-    except (ValueError, TypeError, TemplateError, RecursionError) as error:  # templates refuse some orders of roles
+    except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param) from None
 
 
