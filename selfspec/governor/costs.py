@@ -91,15 +91,15 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 class _Average:
     """The mean of the first samples, then an exponential average."""
 
-    seconds: float = 0.0
+    value: float = 0.0  # 0: the first sample may have any size
     samples: int = 0
 
-    def add(self, seconds: float) -> float:
+    def add(self, sample: float) -> float:
         self.samples += 1
-        if self.samples > 1:
-            seconds = min(seconds, _OUTLIER * self.seconds)
-        self.seconds += (seconds - self.seconds) / min(self.samples, MEMORY)
-        return self.seconds
+        if self.value:
+            sample = min(sample, _OUTLIER * self.value)
+        self.value += (sample - self.value) / min(self.samples, MEMORY)
+        return self.value
 
 
 @dataclass
@@ -123,19 +123,18 @@ class CostBucket:
             return average.add(seconds)
         self.drafted = 0
         if self.plain is None and average.samples:
-            average.seconds = seconds = min(seconds, average.seconds)
+            average.value = seconds = min(seconds, average.value)
         average.add(seconds)
         if average.samples >= PLAIN_SAMPLES:
-            self.plain = average.seconds
-        return average.seconds
+            self.plain = average.value
+        return average.value
 
 
 class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
-        self._corrections = 0  # samples of the correction
+        self.correction = _Average(1.0)  # of measured over modelled cost, of all plans that draft
         self._buckets: defaultdict[tuple[int, int], CostBucket] = defaultdict(CostBucket)
         self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
@@ -147,9 +146,7 @@ class Costs:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
         average = bucket.observe(plan, max(seconds, 1e-9))  # timers can return 0
         if len(plan) and bucket.plain is not None:
-            self._corrections += 1
-            error = min(average / bucket.plain / modelled, _OUTLIER * self.correction)
-            self.correction += (error - self.correction) / min(self._corrections, MEMORY)
+            self.correction.add(average / bucket.plain / modelled)
 
     def pays_capture(self, batch: int, plan: Plan, saved: float, capture: float) -> bool:
         """Adds the seconds that one step would have saved with this plan, whose step is not captured. Returns whether
@@ -164,5 +161,5 @@ class Costs:
         times the correction; at least 1."""
         average = bucket.averages.get(plan)
         if average is None or bucket.plain is None:
-            return max(1.0, self.correction * modelled)
-        return max(1.0, average.seconds / bucket.plain)
+            return max(1.0, self.correction.value * modelled)
+        return max(1.0, average.value / bucket.plain)
