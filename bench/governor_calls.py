@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import mean, median, median_high
 from typing import Any
 
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from selfspec.metrics import Percentiles
 from selfspec.scheduler import Scheduler
 from selfspec.sequence import Request

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from selfspec.logprobs import TokenLogprob
 from selfspec.request import Settings
 from selfspec.scheduler import Scheduler

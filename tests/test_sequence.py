@@ -19,8 +19,8 @@ from selfspec.backends.cuda.backend import append_tokens
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.drafters import Drafters
-from selfspec.governor.governor import MEASURING, Change
-from selfspec.history import StepHistory, StepRecord
+from selfspec.governor.governor import MEASURING
+from selfspec.history import Change, StepHistory, StepRecord
 from selfspec.metrics import Metrics
 from selfspec.results import stats_of
 from selfspec.sampling import SamplingParams

@@ -8,7 +8,6 @@ plans, so choices change only the speed. The hard rules come first: `rules.Polic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
@@ -17,16 +16,6 @@ from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
 MEASURING = "measuring"  # why the first steps in a bucket of batch sizes and lengths are plain, and 1 in 128 later
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of plan in one sequence."""
-
-    step: int  # the sequence's first one with it
-    token: int  # new tokens so far
-    plan: str
-    reason: str | None  # why nothing is drafted; None where something is
 
 
 class Budget:
