@@ -34,6 +34,7 @@ class Batch:
     def __init__(self, backend: Backend, exit: Exit | None, drafters: Drafters, metrics: Metrics) -> None:
         self.backend, self.drafters, self.metrics = backend, drafters, metrics
         self.base_exit = exit  # drafts from the whole LM head
+        self.prefilling: list[Sequence] = []  # admitted; they join once their prompts are in the cache
         self.running: list[Sequence] = []
         self.in_flight: Step | None = None  # launched and not read yet
         self._unread: list[Step] = []  # launched steps, at most 2

@@ -222,7 +222,7 @@ def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
     scheduler = engine.scheduler
     scheduler.waiting.extend(request.sequences)
     scheduler._admit()
-    ((batch, _),) = scheduler.prefilling.items()
+    (batch,) = scheduler.batches.values()
     backend: Any = batch.backend
     backend._prompt_ends[request.sequences[0]] = [torch.zeros(1)]
     scheduler._remove(request)
