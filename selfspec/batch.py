@@ -109,13 +109,9 @@ class Batch:
         requests = [sequence.request for sequence in self.running if sequence.drafts]
         self.governor = None
         if requests and self._ungoverned_policy() is None:
-            found = [request.drafter.candidates for request in requests if request.drafter is not None]
-            ((candidates, _),) = Counter(found).most_common(1)
-            policy = next(
-                request.policy
-                for request in requests
-                if request.drafter is not None and request.drafter.candidates is candidates
-            )
+            drafting = [(request.drafter, request.policy) for request in requests if request.drafter is not None]
+            ((candidates, _),) = Counter(drafter.candidates for drafter, _ in drafting).most_common(1)
+            policy = next(policy for drafter, policy in drafting if drafter.candidates is candidates)
             assert policy is not None and candidates is not None
             rules, waits_for_host = policy.rules, any(sequence.request.uses_host for sequence in self.running)
             # Steps with grammars or callables wait for the host, so their time has no limit.
