@@ -192,7 +192,7 @@ def stats_of(sequence: Sequence) -> Stats:
         finish_reason=sequence.finish_reason,
         elapsed_s=sequence.elapsed_s,
         changes=list(history.changes),
-        ood=sequence.was_ood,
+        ood=sequence.skill.was_ood,
         accepted_by_depth=list(history.accepted_by_depth),
         reached_by_depth=list(history.reached_by_depth),
     )

@@ -145,10 +145,6 @@ class Sequence:
                 return tokens[:count]
         return []
 
-    @property
-    def was_ood(self) -> bool:
-        return self.skill.was_ood
-
     def expected_tokens(self, plan: Plan) -> float:
         """Expected tokens of a step with this plan: the mean of the steps so far, at most the plan's depth + 1."""
         steps = self.history.steps

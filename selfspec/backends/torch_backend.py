@@ -245,8 +245,9 @@ class TorchBackend:
         """Runs the saved states of root and nodes through layers N..L-1 in one pass. Returns their features
         [B, n + 1, 2 * hidden], without an exit only the normed final states [B, n + 1, hidden]."""
         all_nodes = range(len(draft.plan) + 1)
-        reuses = draft.rows is not None and draft.rows.nodes == all_nodes
-        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft, all_nodes)
+        at = draft.rows
+        if at is None or at.nodes != all_nodes:
+            at = self._rows_at(sequences, draft, all_nodes)
         features = self._run_verify_partition(draft.hidden, at, exit)
         if exit is not None and len(draft.plan):
             of_parents = _of_parents(features, self._shape(draft, all_nodes).parents)
