@@ -18,6 +18,7 @@ from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.final_norm import SlotUnfilled
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import MAX_STOPS, SamplingParams
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_STEP_ROWS
 
@@ -272,18 +273,16 @@ class SlotState:
     stops: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, length: int, newest_token: int, sample_index: int, prompt: int, drafts: bool,
-        processed: bool,
-    ) -> SlotState:  # fmt: skip
-        """Returns the values for a sequence. `prompt`: number of prompt tokens; `processed`: whether the device
-        processes the sequence's logits, not the host."""
-        shortest = max(params.min_length, prompt + params.min_new_tokens if params.min_new_tokens else 0)
+    def of(cls, sequence: Sequence) -> SlotState:
+        """Returns the values for a sequence."""
+        params, processed = sequence.params, not sequence.request.processors  # whether the device processes its logits
+        after_prompt = len(sequence.prompt) + params.min_new_tokens if params.min_new_tokens else 0
+        shortest = max(params.min_length, after_prompt)
         return cls(
-            lengths=length,
-            newest_tokens=newest_token,
-            sample_indices=sample_index,
-            active=DRAFTING if drafts else PLAIN,
+            lengths=sequence.kv.length,
+            newest_tokens=sequence.tokens[-1],
+            sample_indices=sequence.sample_index,
+            active=DRAFTING if sequence.drafts else PLAIN,
             top_k=min(params.top_k, _MAX_INT32) if params.do_sample else 0,
             min_length=min(shortest, _MAX_INT32) if processed else 0,
             temperature=params.temperature if params.do_sample else 0.0,
