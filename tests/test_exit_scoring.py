@@ -45,9 +45,8 @@ def is_drafted(running: Decoding, params: SamplingParams = GREEDY, steps: int = 
     sequences = running.sequences
     unfilled = [sequence.unfilled for sequence in sequences]
     assert {len(states) for states in unfilled} == {steps}
-    batch = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], unfilled)
-    read = batch.read(running.exit, running.cache, 0, steps)
-    assert {len(states) for states in unfilled} == {0}
+    read = exit_scoring.fill(running.exit, running.cache, [sequence.kv for sequence in sequences], unfilled, steps)
+    assert read is not None and {len(states) for states in unfilled} == {0}
     tokens = torch.tensor([sequence.tokens[-steps:] for sequence in sequences])
     positions = [
         (sequence, at) for sequence in sequences for at in range(len(sequence.tokens) - steps, len(sequence.tokens))
@@ -83,21 +82,17 @@ def test_a_token_that_the_trimmed_head_lacks_is_a_miss() -> None:
     assert not any(map(any, is_drafted(plainly_decoded(replace(exit, head_rows=lacking)))))
 
 
-@pytest.mark.parametrize(("start", "stop"), [(STEPS - 4, STEPS), (2, 5)])
-def test_a_range_of_unfilled_positions_is_read_and_all_are_filled(start: int, stop: int) -> None:
+def test_the_newest_unfilled_positions_are_read_and_all_are_filled() -> None:
     exit = trained_once("llama").exit
     some, all_of_it = plainly_decoded(exit), plainly_decoded(exit)
     reads = []
-    for running, places in ((some, (start, stop)), (all_of_it, (0, STEPS))):
+    for running, scored in ((some, 4), (all_of_it, STEPS)):
         kvs, unfilled = (
             [sequence.kv for sequence in running.sequences],
             [sequence.unfilled for sequence in running.sequences],
         )
-        batch = exit_scoring.UnfilledBatch.of(kvs, unfilled)
-        if running is some:
-            batch.fill(exit, running.cache)
-        reads.append(batch.read(exit, running.cache, *places))
-    assert reads[0].shape[1] == stop - start and torch.allclose(reads[0], reads[1][:, start:stop])
+        reads.append(exit_scoring.fill(exit, running.cache, kvs, unfilled, scored))
+    assert reads[0].shape[1] == 4 and torch.allclose(reads[0], reads[1][:, -4:])
     assert_same_sequences(some, all_of_it)
 
 

@@ -282,17 +282,14 @@ class TorchBackend:
 
     def _fill_exit(self, sequences: list[Sequence], exit: Exit, scored: int) -> None:
         """Fills all unfilled positions and scores the newest `scored` of them."""
-        states = [sequence.unfilled for sequence in sequences]
-        unfilled = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], states)
-        if scored < unfilled.count:
-            unfilled.fill(exit, self.cache)
-        if not scored:
+        kvs, unfilled = [sequence.kv for sequence in sequences], [sequence.unfilled for sequence in sequences]
+        read = exit_scoring.fill(exit, self.cache, kvs, unfilled, scored)
+        if read is None:
             return
         tokens = torch.tensor([sequence.tokens[-scored:] for sequence in sequences], device=self.model.device)
         firsts = noise_key(sequences, self.model.device, -scored, repeat=scored)
         steps = torch.arange(scored, device=self.model.device).repeat(len(sequences))
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
-        read = unfilled.read(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
         self._scores += zip(sequences, exit_scoring.is_drafted(exit, read, tokens, params, key).tolist(), strict=True)
 
