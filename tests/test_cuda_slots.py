@@ -205,8 +205,8 @@ def test_step_options_cover_all_sequences_and_are_one_of_four() -> None:
     greedy, sampled = SamplingParams(top_k=5), SamplingParams(do_sample=True)
     small_top_k, top_p = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
     biased = SamplingParams(logit_bias={1: 1.0})
-    truncating = StepOptions(samples=True, truncates=True)
-    everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
+    truncating = StepOptions(samples=True)
+    everything = StepOptions(samples=True, processes=True)
     assert StepOptions.of([greedy]) == StepOptions()
     assert StepOptions.of([greedy, biased]) == StepOptions(processes=True)
     assert StepOptions.of([greedy, sampled]) == StepOptions.of([sampled, small_top_k]) == truncating

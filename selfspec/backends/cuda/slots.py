@@ -300,10 +300,10 @@ class StepOptions:
     """The optional parts that a captured step has, because a sequence of the batch needs them. A part that no sequence
     needs costs time and changes no result."""
 
-    samples: bool = False  # noise
-    truncates: bool = False  # top-k, top-p and min-p
-    small_top_k: bool = True  # truncation only with a top-k up to 64: the choice then takes one launch, not four
-    processes: bool = False  # penalties, bias, allowed or banned tokens, minimum length
+    samples: bool = False  # noise, top-k, top-p and min-p
+    # Penalties, bias, allowed or banned tokens, minimum length; when sampling also any truncation, by four launches:
+    # one launch is enough for a top-k up to 64.
+    processes: bool = False
     grammar_masks: bool = False  # masks of grammars, which the host computes between the parts of a step
 
     @classmethod
@@ -311,17 +311,9 @@ class StepOptions:
         """Returns one of four combinations, so that few steps are captured: greedy; greedy with processing; sampling,
         truncated with a top-k up to 64 or not at all; sampling with any truncation and with processing."""
         sampling = [params for params in batch if params.do_sample]
-        processes = any(params.changes_logits for params in batch)
         truncating = [params for params in sampling if params.top_k or params.top_p < 1 or params.min_p > 0]
         small_top_k = all(1 <= params.top_k <= 64 for params in truncating)
-        if not sampling:
-            return cls(processes=processes)
-        return cls(
-            samples=True,
-            truncates=True,
-            small_top_k=small_top_k and not processes,
-            processes=processes or not small_top_k,
-        )
+        return cls(bool(sampling), not small_top_k or any(params.changes_logits for params in batch))
 
 
 class SlotBuffers:
