@@ -172,7 +172,7 @@ def test_a_step_that_fails_after_its_launch_gives_its_charge_back(monkeypatch: p
     budget = scheduler.drafters.budget(Rules())
 
     def drafts() -> bool:
-        return any(batch.in_flight and len(batch.in_flight.record.plan) for batch in scheduler.batches.values())
+        return any(len(step.record.plan) for batch in scheduler.batches.values() for step in batch.unread)
 
     while not drafts():
         scheduler.step()
