@@ -217,8 +217,7 @@ class Request:
     criteria: tuple[Criterion, ...] = ()
     policy: Policy | None = None  # None: plain decoding
     drafter: Drafter | None = None  # domain, exit and plans; None: plain decoding
-    find_drafter: Callable[[], Drafter | None] = lambda: None  # called by the loop before the request is admitted
-    is_prepared: bool = False  # `find_drafter` was called
+    find_drafter: Callable[[], Drafter | None] | None = None  # called by the loop before the request is admitted
     rejection: bool = False  # `acceptance="rejection"`
     logprobs: int | None = None  # likely tokens listed beside each new token's log probability; None: not computed
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -239,9 +238,9 @@ class Request:
 
     def prepare(self) -> None:
         """Finds the drafter, once. Runs passes over the prompts, so only the loop's thread may call it."""
-        if not self.is_prepared:
+        if self.find_drafter is not None:
             self.draft_with(self.find_drafter())
-            self.is_prepared = True
+            self.find_drafter = None
 
     def draft_with(self, drafter: Drafter | None) -> None:
         """Sets the drafter; sequences whose prompts are unlike every domain begin with the skill of such texts."""
