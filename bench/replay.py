@@ -237,7 +237,7 @@ class Governed:
                 [exit_node for *_, exit_node in outcomes],
             )
             self.governor.observe(plan, observed, measured, _CONTEXT, exit_nodes)
-            for number, *_ in outcomes if self.governor.copies(count) else ():
+            for number, *_ in outcomes if count <= self.timing.rules.max_tree_batch else ():
                 text = running.texts[number]
                 end = text.prompt + running.positions[number]
                 self.skills[number].copying_level = self.copying[number].read(text.tokens[:end], text.prompt)

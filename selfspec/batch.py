@@ -274,7 +274,7 @@ class Batch:
         seconds = step.seconds if step.is_cost_sample else None
         if step.governor is not None:  # the one at the launch: `_update` may have replaced the batch's since
             step.governor.observe(plan, outcomes, seconds, context, step.exit_nodes)
-            if step.governor.copies(len(step.sequences)):
+            if len(step.sequences) <= step.governor.rules.max_tree_batch:  # larger batches copy nothing
                 for sequence in step.sequences:
                     sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:

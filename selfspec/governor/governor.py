@@ -110,10 +110,6 @@ class Governor:
             self._lengths = key, ((lengths + (batch - len(levels))) / batch).tolist()
         return self._lengths[1]
 
-    def copies(self, batch: int) -> bool:
-        """Whether some candidate for a batch of this size copies."""
-        return batch <= self.rules.max_tree_batch
-
     def charge_step(self, plan: Plan, batch: int, context: int) -> float:
         """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
         if not len(plan):
