@@ -278,7 +278,7 @@ class Batch:
                 for sequence in step.sequences:
                     sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
-            self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
+            self._costs.bucket(len(step.sequences), context).observe(plan, seconds, modelled=1.0)
         if record.chosen != self._last_read_plan:
             self.metrics.add_plan_change(record.reason)
             self._last_read_plan = record.chosen

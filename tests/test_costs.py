@@ -50,12 +50,12 @@ def test_models_count_in_plain_steps() -> None:
 
 
 def measured_cost(costs: Costs, plan: Plan, modelled: float = 1.5, batch: int = 1, context: int = 9) -> float:
-    return costs.cost(costs.bucket(batch, context), plan, modelled)
+    return costs.bucket(batch, context).cost(plan, modelled)
 
 
 def observe(costs: Costs, plan: Plan, *seconds: float, modelled: float = 1.5, batch: int = 1, context: int = 9) -> None:
     for sample in seconds:
-        costs.observe(costs.bucket(batch, context), plan, sample, modelled if len(plan) else 1.0)
+        costs.bucket(batch, context).observe(plan, sample, modelled if len(plan) else 1.0)
 
 
 def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> None:

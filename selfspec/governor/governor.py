@@ -95,8 +95,8 @@ class Governor:
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
         """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than
         the budget has left."""
-        most, cost = min(self.rules.step_limit, 1 + self.budget.left), self.costs.cost
-        costs = [cost(bucket, plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
+        most = min(self.rules.step_limit, 1 + self.budget.left)
+        costs = [bucket.cost(plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
         lengths = self._mean_lengths(skills, batch, table)
         return [length / steps if steps <= most else 0.0 for length, steps in zip(lengths, costs, strict=True)]
 
@@ -114,8 +114,7 @@ class Governor:
         """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
         if not len(plan):
             return 0.0
-        modelled = self.candidates.cost(plan, batch)
-        loss = self.costs.cost(self.costs.bucket(batch, context), plan, modelled) - 1
+        loss = self.costs.bucket(batch, context).cost(plan, self.candidates.cost(plan, batch)) - 1
         self.budget.charge(loss)
         return loss
 
@@ -133,8 +132,7 @@ class Governor:
         accepted node."""
         batch = len(outcomes)
         if seconds is not None:
-            bucket, modelled = self.costs.bucket(batch, context), self.candidates.cost(plan, batch)
-            self.costs.observe(bucket, plan, seconds, modelled)
+            self.costs.bucket(batch, context).observe(plan, seconds, self.candidates.cost(plan, batch))
         if not len(plan):
             self.budget.add(self.budget.refill)
             return
