@@ -178,7 +178,7 @@ def stats_of(sequence: Sequence) -> Stats:
     history = sequence.history
     reached = history.accepted + history.rejections
     assert sequence.finish_reason is not None
-    exit = sequence.request.drafter.exit if sequence.request.drafter is not None else None
+    exit = sequence.request.exit
     return Stats(
         new_tokens=sequence.new_tokens,
         cycles=history.steps,

@@ -279,7 +279,7 @@ class Scheduler:
         """Returns the batch of the sequence's exit and acceptance rule. If there is none, closes idle batches and makes
         it."""
         request = sequence.request
-        exit: Exit | None = request.drafter.exit if request.drafter is not None else None
+        exit = request.exit
         if exit is None and not request.rejection:
             exit = self.drafters.loaded_exit  # so that sequences that never draft join the batch of those that do
         key = (exit_key(exit), request.rejection)
@@ -321,8 +321,8 @@ class Scheduler:
         prompts = [sequence for sequence in batch.prefilling if not sequence.is_prefilled and sequence.parent is None]
         if not prompts:
             return True
-        uses_exit = _uses_exit(prompts[0])
-        together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
+        uses_exit = prompts[0].request.exit is not None
+        together = [sequence for sequence in prompts if (sequence.request.exit is not None) == uses_exit]
         exit = batch.base_exit if uses_exit else None
         for sequence in together:
             self.prompt_pages.reuse(batch.backend, sequence, exit)
@@ -445,11 +445,6 @@ class Scheduler:
                 batch.backend.close()
         self.waiting.clear()
         self.batches.clear()
-
-
-def _uses_exit(sequence: Sequence) -> bool:
-    """Returns whether the sequence drafts with an exit, so that prefill also fills the exit block's KV."""
-    return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
 def _with_advice(error: Exception) -> Exception:

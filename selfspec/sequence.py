@@ -27,6 +27,7 @@ from selfspec.history import StepHistory
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.sampling import SamplingParams
+from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import SequenceUnfilled
 from selfspec.speculation.plan import Plan
 
@@ -235,6 +236,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def exit(self) -> Exit | None:
+        """The exit of its drafter; None: it drafts nothing, or only copied tokens."""
+        return None if self.drafter is None else self.drafter.exit
 
     def prepare(self) -> None:
         """Finds the drafter, once. Runs passes over the prompts, so only the loop's thread may call it."""
