@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import mean, median, median_high
 from typing import Any
 
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from selfspec.metrics import Percentiles
 from selfspec.scheduler import Scheduler
 from selfspec.sequence import Request
@@ -99,7 +99,7 @@ def _run_request(
     request.prepare()
     prepare_s, sequences = clock() - started, request.sequences
     stamps, lengths = [clock()], [[len(sequence.prompt) for sequence in sequences]]  # after every step
-    ood_at = [0 if sequence.was_ood else None for sequence in sequences]
+    ood_at = [0 if sequence.skill.was_ood else None for sequence in sequences]
     scheduler.waiting.extend(sequences)
     while not request.progress.is_over:
         scheduler.step()
@@ -109,7 +109,7 @@ def _run_request(
         stamps.append(now)
         lengths.append(tokens)
         for index, sequence in enumerate(sequences):
-            if sequence.was_ood and ood_at[index] is None:
+            if sequence.skill.was_ood and ood_at[index] is None:
                 ood_at[index] = sequence.new_tokens
     if request.error is not None:
         raise request.error

@@ -127,7 +127,7 @@ def idle_scheduler(
     sequences = [Sequence([1] * PROMPT, seed, 0, PROMPT + new_tokens, params) for seed in range(count)]
     policy = Policy(rules, params, mode=None if governed else False)
     drafter = Drafter(_EXIT, candidates=candidates) if governed else None
-    request = Request(sequences, policy=policy, drafter=drafter, is_prepared=True)
+    request = Request(sequences, policy=policy, drafter=drafter)
     cache: Any = SimpleNamespace(keys=torch.empty(0), free_pages=1 << 20, close=lambda kv: None)
     drafters: Any = SimpleNamespace(
         loaded_exit=_EXIT,

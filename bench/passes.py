@@ -23,7 +23,7 @@ from bench.synthetic import SHAPES, random_quantized, synthetic
 from selfspec import Engine
 from selfspec.backends.cuda.graphs import Graphs
 from selfspec.backends.cuda.slots import SlotState, StepOptions
-from selfspec.sampling import SamplingParams
+from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import NONE, Plan
 
 _REPLAYS = 20  # of which the median is taken
@@ -34,8 +34,9 @@ def pass_seconds(graphs: Graphs, tokens: int, length: int) -> float:
     """Median time of a pass over a root and `tokens` - 1 copied nodes, which need no exit, after `length` positions."""
     buffers, text = graphs.take_buffers(), graphs.cache.open()
     graphs.cache.reserve(text, length + tokens)
+    text.length = length
     _, replay = graphs.step(buffers, 1, plan_of(tokens), None, StepOptions(), length + tokens)
-    slot, times = SlotState.of(SamplingParams(), length, 0, 0, length, True, True), []
+    slot, times = SlotState.of(Sequence_([0] * length, 0, 0, length + tokens, kv=text)), []
     for _ in range(_REPLAYS):
         buffers.slots.write([0], [slot], [0], [text.pages])  # a pass advances the length
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

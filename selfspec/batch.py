@@ -34,9 +34,9 @@ class Batch:
     def __init__(self, backend: Backend, exit: Exit | None, drafters: Drafters, metrics: Metrics) -> None:
         self.backend, self.drafters, self.metrics = backend, drafters, metrics
         self.base_exit = exit  # drafts from the whole LM head
+        self.prefilling: list[Sequence] = []  # admitted; they join once their prompts are in the cache
         self.running: list[Sequence] = []
-        self.in_flight: Step | None = None  # launched and not read yet
-        self._unread: list[Step] = []  # launched steps, at most 2
+        self.unread: list[Step] = []  # launched steps, oldest first; two only while `step` runs
         self.exit: Exit | None = None  # drafts from the head rows of its sequences; None: no sequence has an exit
         self._head_prompts: set[Sequence] = set()  # sequences whose prompts' own tokens `exit` can draft
         self.governor: Governor | None = None  # None: a rule forbids drafting, or a request's policy chooses the plan
@@ -108,13 +108,9 @@ class Batch:
         requests = [sequence.request for sequence in self.running if sequence.drafts]
         self.governor = None
         if requests and self._ungoverned_policy() is None:
-            found = [request.drafter.candidates for request in requests if request.drafter is not None]
-            ((candidates, _),) = Counter(found).most_common(1)
-            policy = next(
-                request.policy
-                for request in requests
-                if request.drafter is not None and request.drafter.candidates is candidates
-            )
+            drafting = [(request.drafter, request.policy) for request in requests if request.drafter is not None]
+            ((candidates, _),) = Counter(drafter.candidates for drafter, _ in drafting).most_common(1)
+            policy = next(policy for drafter, policy in drafting if drafter.candidates is candidates)
             assert policy is not None and candidates is not None
             rules, waits_for_host = policy.rules, any(sequence.request.uses_host for sequence in self.running)
             # Steps with grammars or callables wait for the host, so their time has no limit.
@@ -140,14 +136,16 @@ class Batch:
     def step(self) -> None:
         """Advances every running sequence by at least one token. If the backend overlaps, launches the next step before
         it reads this one."""
-        step = self.in_flight or self.launch(None)
-        self.in_flight, continues = None, self._continues(step)
+        if not self.unread:
+            self.launch()
+        step = self.unread[0]
+        continues = self._continues(step)
         if continues and self._overlaps:
             with suppress(CacheFull):  # sequences that end with this step may free enough pages
-                self.in_flight = self.launch(step)
+                self.launch()
         if continues and self.scoring.prompts:  # while the device runs their first steps
             self._score_and_route()
-        self._read(step)
+        self._read()
 
     @property
     def _overlaps(self) -> bool:
@@ -156,24 +154,23 @@ class Batch:
 
     def drain(self) -> None:
         """Reads the step in flight, so that the host has its lengths and tokens."""
-        step, self.in_flight = self.in_flight, None
-        if step is not None:
-            self._read(step)
+        while self.unread:
+            self._read()
 
-    def _read(self, step: Step) -> None:
-        self.backend.read(step)
-        self._unread.remove(step)
-        self._account(step)
+    def _read(self) -> None:
+        self.backend.read(self.unread[0])
+        self._account(self.unread.pop(0))
 
     def abort(self) -> None:
         """Drops launched steps after one has failed, and returns what they charged to budgets."""
-        for step in self._unread:
+        for step in self.unread:
             if step.governor is not None:
                 step.governor.budget.add(step.charge)
-        self._unread, self.in_flight = [], None
+        self.unread = []
 
-    def launch(self, in_flight: Step | None) -> Step:
-        """Launches the next step; `in_flight` was launched and not read yet."""
+    def launch(self) -> None:
+        """Launches the next step."""
+        in_flight = self.unread[-1] if self.unread else None
         if self.scoring.apply_routing():
             self._update(joined=True)
         self.scoring.score_exit(self.running, self.exit, self.governor, in_flight)
@@ -193,10 +190,9 @@ class Batch:
         step.governor = self.governor
         if self.governor is not None:
             step.charge = self.governor.charge_step(plan, len(self.running), self._context)
-        self._unread.append(step)
+        self.unread.append(step)
         self._capture_seconds[plan] = 0.0
         self.scoring.count_step(plan, self.exit)
-        return step
 
     def _score_and_route(self) -> None:
         self.scoring.score_and_route(len(self.running), self.exit, self.governor)
@@ -281,7 +277,7 @@ class Batch:
             for sequence in step.sequences:
                 sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
-            self._costs.observe(self._costs.bucket(len(step.sequences), context), plan, seconds, modelled=1.0)
+            self._costs.bucket(len(step.sequences), context).observe(plan, seconds, modelled=1.0)
         if record.chosen != self._last_read_plan:
             self.metrics.add_plan_change(record.reason)
             self._last_read_plan = record.chosen

@@ -69,8 +69,8 @@ class Drafters:
         self._row_cost = time_rows() if time_rows is not None and self._lacks_costs else gpu_rows
         self.exits: dict[int, Exit] = {}  # by layer; they draft from the whole LM head
         self.head_rows: dict[str | None, HeadRows | None] = {}  # by domain; None: all domains together
-        self._costs: dict[Hashable, Costs] = {}  # by `Batch._cost_kind`
-        self._budgets: dict[tuple[float, float], Budget] = {}  # by capacity and refill
+        self.costs: Callable[[Hashable], Costs] = cache(lambda kind: Costs())  # by `Batch._cost_kind`
+        self._budget = cache(Budget)  # by capacity and refill
         self._candidates: dict[tuple[str, float, int, float], PlanCandidates] = {}  # by domain, temperature and rules
         self._last_domain: str | None = None  # of the request routed last
         self._domains_share_exit = lru_cache(maxsize=64)(self._compare_domains)  # by temperature
@@ -235,14 +235,9 @@ class Drafters:
         device = self.profile.device if self.profile is not None else None
         return device is None or device.type == self.model.device.type
 
-    def costs(self, kind: Hashable) -> Costs:
-        """Costs of batches with this `Batch._cost_kind`."""
-        return self._costs.setdefault(kind, Costs())
-
     def budget(self, rules: Rules) -> Budget:
         """The budget of all batches of the engine with these rules."""
-        key = rules.budget, rules.budget_refill
-        return self._budgets.setdefault(key, Budget(*key))
+        return self._budget(rules.budget, rules.budget_refill)
 
     def _is_governed(self, choice: DomainChoice, policy: Policy) -> bool:
         """Whether the governor chooses the plans: the request neither gives nor forces one, and calibration measured

@@ -133,10 +133,8 @@ class Engine:
             limits = max_length, max_batch, kv_cache_gb, memory_gb
             plans = plan_memory(path_or_name, device, dtype, profile, quantize, *limits, kernels)
             kv_cache_gb = limit_to_plan(plans, device)
-        loaded = load_pretrained(path_or_name, device, dtype, quantize)
-        parts = loaded.model, loaded.tokenizer, loaded.generation_config
-        name = str(path_or_name)
-        return cls(*parts, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, prefix_reuse)
+        loaded, name = load_pretrained(path_or_name, device, dtype, quantize), str(path_or_name)
+        return cls(*loaded, profile, rules, max_length, max_batch, kernels, kv_cache_gb, name, prefix_reuse)
 
     @classmethod
     @refuse_unknown

@@ -9,8 +9,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from selfspec.governor.governor import MEASURING, Change
+from selfspec.governor.governor import MEASURING
 from selfspec.speculation.plan import Plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of plan in one sequence."""
+
+    step: int  # number of steps before the first one with this plan
+    token: int  # new tokens before that step
+    plan: str
+    reason: str | None  # why nothing is drafted; None where something is
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which makes counting fast

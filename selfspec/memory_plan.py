@@ -29,7 +29,7 @@ from selfspec.cache.size import (
     longest_sequence,
 )
 from selfspec.drafters import Drafters
-from selfspec.governor.rules import Rules
+from selfspec.governor.rules import BATCHES, Rules
 from selfspec.logprobs import logprobs_nbytes
 from selfspec.memory import free_device_bytes, limit_memory
 from selfspec.models.decoder import Decoder
@@ -53,8 +53,6 @@ GRAPH_NBYTES = 10**6  # bytes of one captured graph in the driver and in its mem
 # and one of captured graphs: PyTorch shares no segment between these. Without them a model of 127 MB did not load
 # within its plan on an H200.
 SEGMENTS_NBYTES = 3 * 20 * 2**20
-
-BATCHES = (1, 4, 16)  # sequences for which the longest context is given: the largest batches of a profile's bands
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def _plan(
     buffers = buffers + of_prefill if has_kernels else max(buffers, of_prefill)
     held = pages(limits.max_batch, buffers)
     context = min(wanted, longest_sequence(held))
-    longest = {batch: min(wanted, longest_sequence(pages(batch, buffers), batch)) for batch in BATCHES}
+    longest = {batch: min(wanted, longest_sequence(pages(batch, buffers), batch)) for batch in BATCHES.values()}
     total = model.nbytes + exits + held * size + buffers + cuda
     fits = total <= available and (limits.max_length is None or context >= wanted)
     return MemoryPlan(way.name, model.nbytes, exits, held * size, buffers, cuda, available, context, longest, fits)
@@ -285,7 +283,7 @@ def table(plans: Sequence[MemoryPlan]) -> Table:
     for field in ("weights", "exits", "cache", "buffers", "cuda", "total", "available"):
         shown.add_row(field, *(f"{getattr(plan, field) / 1e9:.2f}" for plan in plans))
     shown.add_row("fits", *("yes" if plan.fits else "no" for plan in plans), end_section=True)
-    for batch in BATCHES:
+    for batch in BATCHES.values():
         name = "most tokens of 1 sequence" if batch == 1 else f"most tokens of each of {batch} sequences"
         shown.add_row(name, *(f"{plan.longest[batch]:,}" if plan.fits else "-" for plan in plans))
     return shown

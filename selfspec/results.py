@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from selfspec.logprobs import TokenLogprob
 from selfspec.request import Settings
 from selfspec.scheduler import Scheduler
@@ -178,7 +178,7 @@ def stats_of(sequence: Sequence) -> Stats:
     history = sequence.history
     reached = history.accepted + history.rejections
     assert sequence.finish_reason is not None
-    exit = sequence.request.drafter.exit if sequence.request.drafter is not None else None
+    exit = sequence.request.exit
     return Stats(
         new_tokens=sequence.new_tokens,
         cycles=history.steps,
@@ -192,7 +192,7 @@ def stats_of(sequence: Sequence) -> Stats:
         finish_reason=sequence.finish_reason,
         elapsed_s=sequence.elapsed_s,
         changes=list(history.changes),
-        ood=sequence.was_ood,
+        ood=sequence.skill.was_ood,
         accepted_by_depth=list(history.accepted_by_depth),
         reached_by_depth=list(history.reached_by_depth),
     )

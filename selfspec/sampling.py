@@ -155,6 +155,9 @@ class NoiseKey:
         return NoiseKey(self.seeds[rows], self.sample_indices[rows], self.positions[rows])
 
 
+_Texts = Sequence[tuple[Sequence[int], int]]  # tokens of each row's text, and how many of them are the prompt's
+
+
 @dataclass(frozen=True)
 class _Columns:
     """The token ids of the columns of logits [R, count]."""
@@ -209,25 +212,10 @@ def process_logits(
     def process(values: torch.Tensor, row_params: SamplingParams, rows: Sequence[int]) -> torch.Tensor:
         if not row_params.changes_logits:
             return values
-        group = _Texts([texts[row] for row in rows], [prompt_lengths[row] for row in rows])
-        return _ban(_penalise(values, row_params, group, columns), row_params, group, columns)
+        own = [(texts[row], prompt_lengths[row]) for row in rows]
+        return _ban(_penalise(values, row_params, own, columns), row_params, own, columns)
 
     return _by_params(logits, params, process)
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The texts of some rows, and the number of prompt tokens with which each begins."""
-
-    tokens: Sequence[Sequence[int]]
-    prompt_lengths: Sequence[int]
-
-    def generated(self) -> list[Sequence[int]]:
-        return [text[length:] for text, length in zip(self.tokens, self.prompt_lengths, strict=True)]
-
-    def shorter_than_minimum(self, params: SamplingParams) -> list[bool]:
-        lengths = zip(self.tokens, self.prompt_lengths, strict=True)
-        return [len(text) < max(params.min_length, prompt + params.min_new_tokens) for text, prompt in lengths]
 
 
 def _by_params(
@@ -253,10 +241,10 @@ def _penalise(values: torch.Tensor, params: SamplingParams, texts: _Texts, colum
     if params.logit_bias:
         values = values + columns.bias(params.logit_bias, values.dtype)
     if params.repetition_penalty != 1:
-        seen, factor = columns.counts(texts.tokens, values.dtype) > 0, params.repetition_penalty
+        seen, factor = columns.counts([text for text, _ in texts], values.dtype) > 0, params.repetition_penalty
         values = torch.where(seen, torch.where(values < 0, values * factor, values / factor), values)
     if params.presence_penalty or params.frequency_penalty:
-        counts = columns.counts(texts.generated(), values.dtype)
+        counts = columns.counts([text[prompt:] for text, prompt in texts], values.dtype)
         values = values - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
     return values
 
@@ -267,7 +255,7 @@ def _ban(values: torch.Tensor, params: SamplingParams, texts: _Texts, columns: _
         values = values.masked_fill(columns.mask(params.banned_token_ids), -math.inf)
     if params.allowed_token_ids is not None:
         values = values.masked_fill(~columns.mask(params.allowed_token_ids), -math.inf)
-    too_short = texts.shorter_than_minimum(params)
+    too_short = [len(text) < max(params.min_length, prompt + params.min_new_tokens) for text, prompt in texts]
     if any(too_short) and params.stop_token_ids:
         stops = columns.mask(params.stop_token_ids)
         values = values.masked_fill(torch.tensor(too_short, device=values.device)[:, None] & stops, -math.inf)

@@ -52,7 +52,6 @@ class Scheduler:
         self._new_backend, self._before_first = new_backend, before_first
         self._requests: set[Request] = set()  # requests that have not ended
         self.waiting: deque[Sequence] = deque()  # for admission
-        self.prefilling: dict[Batch, list[Sequence]] = {}  # admitted, by the batch that they will join
         self.batches: dict[tuple, Batch] = {}  # by exit and acceptance rule
         self._thread = LoopThread(cache.keys.device)
         self._has_cancelled = False  # whether a request was cancelled since the loop last checked
@@ -145,7 +144,7 @@ class Scheduler:
                 except Exception:  # the step in flight failed; its sequences have all ended, so no request fails
                     batch.abort()
         self._admit()
-        return bool(self.waiting or self.prefilling or self._is_decoding)
+        return bool(self.waiting or self.admitted)
 
     def _take_arrivals(self) -> None:
         """Runs queued calls, and moves the sequences of queued requests to `waiting`."""
@@ -171,10 +170,8 @@ class Scheduler:
     def _sequences(self) -> Iterator[Sequence]:
         """Yields all sequences: waiting, prefilling and running."""
         yield from self.waiting
-        for sequences in self.prefilling.values():
-            yield from sequences
         for batch in self.batches.values():
-            yield from batch.running
+            yield from (*batch.prefilling, *batch.running)
 
     def _remove(self, request: Request) -> None:
         """Removes a request's sequences from all lists and ends the request, even if a backend fails to release one."""
@@ -182,12 +179,11 @@ class Scheduler:
             for sequence in request.sequences:
                 if sequence in self.waiting:
                     self.waiting.remove(sequence)
-            for batch, sequences in list(self.prefilling.items()):
-                for sequence in (other for other in sequences if other.request is request):
+            for batch in self.batches.values():
+                for sequence in (other for other in batch.prefilling if other.request is request):
                     self.prompt_pages.register(batch.backend, sequence)
                     batch.backend.release(sequence)
-                self._set_prefilling(batch, [other for other in sequences if other.request is not request])
-            for batch in self.batches.values():
+                batch.prefilling = [other for other in batch.prefilling if other.request is not request]
                 running = [sequence for sequence in batch.running if sequence.request is request]
                 if running:
                     for sequence in running:
@@ -221,20 +217,23 @@ class Scheduler:
         return any(batch.running for batch in self.batches.values())
 
     @property
-    def _admitted(self) -> int:
-        """Number of sequences that prefill or run in a batch."""
-        prefilling = sum(len(sequences) for sequences in self.prefilling.values())
-        return prefilling + sum(len(batch.running) for batch in self.batches.values())
+    def admitted(self) -> int:
+        """Number of sequences that prefill or run in a batch. Copies the dict first, for other threads."""
+        return sum(len(batch.prefilling) + len(batch.running) for batch in list(self.batches.values()))
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        return [sequence for batch in self.batches.values() for sequence in batch.prefilling]
 
     def _admit(self) -> None:
         """Admits waiting sequences in order of arrival, while fewer than `max_decoding` are admitted and enough pages
         are free for their prompts and two steps. If no sequence is admitted, admits the first one however few
         pages are free."""
         spare = self._spare_pages() if self.waiting else 0
-        while self.waiting and self._admitted < self.max_decoding:
+        while self.waiting and self.admitted < self.max_decoding:
             sequence = self.waiting[0]
             needed = self._pages_needed(sequence)
-            if needed > spare and self._admitted:
+            if needed > spare and self.admitted:
                 return  # until admitted sequences free pages
             if sequence.swapped is not None and self.prefilling:
                 return  # its steps could take the pages that prefilling prompts were admitted with
@@ -247,7 +246,7 @@ class Scheduler:
                 if sequence.swapped is not None:
                     self.prompt_pages.swap_in(sequence, sequence.swapped)
             except Exception as error:
-                if isinstance(error, CacheFull) and self._admitted:
+                if isinstance(error, CacheFull) and self.admitted:
                     return  # until admitted sequences free the pages that this one needs
                 sequence.request.fail(_with_advice(error))
                 self._remove(sequence.request)
@@ -258,7 +257,7 @@ class Scheduler:
                 sequence.swapped = None
                 self._join(batch, [sequence])
             else:
-                self.prefilling.setdefault(batch, []).append(sequence)
+                batch.prefilling.append(sequence)
 
     @staticmethod
     def _pages_needed(sequence: Sequence) -> int:
@@ -273,15 +272,14 @@ class Scheduler:
     def _spare_pages(self) -> int:
         """Returns the number of free pages, less those that prefilling sequences were admitted with and have not taken
         yet."""
-        prefilling = (sequence for sequences in self.prefilling.values() for sequence in sequences)
-        promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in prefilling)
+        promised = (max(0, self._pages_needed(sequence) - len(sequence.kv.pages)) for sequence in self.prefilling)
         return self.cache.free_pages - sum(promised)
 
     def _batch(self, sequence: Sequence) -> Batch:
         """Returns the batch of the sequence's exit and acceptance rule. If there is none, closes idle batches and makes
         it."""
         request = sequence.request
-        exit: Exit | None = request.drafter.exit if request.drafter is not None else None
+        exit = request.exit
         if exit is None and not request.rejection:
             exit = self.drafters.loaded_exit  # so that sequences that never draft join the batch of those that do
         key = (exit_key(exit), request.rejection)
@@ -292,7 +290,7 @@ class Scheduler:
 
     def close_idle_batches(self) -> None:
         """Frees the device buffers of batches without sequences. Must be called on the loop's thread."""
-        for key in [key for key, batch in self.batches.items() if not batch.running and batch not in self.prefilling]:
+        for key in [key for key, batch in self.batches.items() if not batch.running and not batch.prefilling]:
             self.batches.pop(key).backend.close()
 
     def _join(self, batch: Batch, sequences: list[Sequence]) -> None:
@@ -308,23 +306,23 @@ class Scheduler:
     def _prefill(self, batch: Batch) -> None:
         """Runs one prefill pass, if a prompt of the batch is left to prefill. Then adds to the batch the sequences of
         requests whose admitted sequences all have their prompts in the cache."""
-        prefilling = self.prefilling.get(batch, [])
+        prefilling = batch.prefilling
         started = time.perf_counter()
-        if not self._prefill_prompts(batch, prefilling):
+        if not self._prefill_prompts(batch):
             return
-        self._join_prefilled(batch, prefilling)
+        self._join_prefilled(batch)
         seconds = time.perf_counter() - started
         for sequence in prefilling:
             sequence.elapsed_s += seconds
 
-    def _prefill_prompts(self, batch: Batch, prefilling: list[Sequence]) -> bool:
+    def _prefill_prompts(self, batch: Batch) -> bool:
         """Runs one prefill pass: over one chunk of a long prompt, or over several short prompts, all of them with or
         all without the exit. Returns False if the pass failed."""
-        prompts = [sequence for sequence in prefilling if not sequence.is_prefilled and sequence.parent is None]
+        prompts = [sequence for sequence in batch.prefilling if not sequence.is_prefilled and sequence.parent is None]
         if not prompts:
             return True
-        uses_exit = _uses_exit(prompts[0])
-        together = [sequence for sequence in prompts if _uses_exit(sequence) == uses_exit]
+        uses_exit = prompts[0].request.exit is not None
+        together = [sequence for sequence in prompts if (sequence.request.exit is not None) == uses_exit]
         exit = batch.base_exit if uses_exit else None
         for sequence in together:
             self.prompt_pages.reuse(batch.backend, sequence, exit)
@@ -341,18 +339,17 @@ class Scheduler:
             return False
         return True
 
-    def _join_prefilled(self, batch: Batch, prefilling: list[Sequence]) -> None:
+    def _join_prefilled(self, batch: Batch) -> None:
         """Gives the other samples of a prefilled prompt (`num_return_sequences`) its pages, then adds to the batch the
         sequences of each request whose admitted sequences are all prefilled."""
-        for sequence in prefilling:
+        for sequence in batch.prefilling:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)
-        for request in dict.fromkeys(sequence.request for sequence in prefilling):
-            ready = [sequence for sequence in prefilling if sequence.request is request]
-            if all(sequence.is_prefilled for sequence in ready):
+        for request in dict.fromkeys(sequence.request for sequence in batch.prefilling):
+            ready = [sequence for sequence in batch.prefilling if sequence.request is request]
+            if ready and all(sequence.is_prefilled for sequence in ready):
                 self.prompt_pages.hold_for_samples(ready)
-                prefilling = [sequence for sequence in prefilling if sequence.request is not request]
-                self._set_prefilling(batch, prefilling)
+                batch.prefilling = [sequence for sequence in batch.prefilling if sequence.request is not request]
                 self._join(batch, ready)
 
     @staticmethod
@@ -365,12 +362,6 @@ class Scheduler:
             if len(sequences) == 1:
                 raise
             return batch.backend.prefill(sequences[:1], exit)
-
-    def _set_prefilling(self, batch: Batch, sequences: list[Sequence]) -> None:
-        if sequences:
-            self.prefilling[batch] = sequences
-        else:
-            self.prefilling.pop(batch, None)
 
     # Decoding
 
@@ -399,7 +390,7 @@ class Scheduler:
         `error` if no other sequence is admitted. Swaps none if the batch is empty once its step in flight is read."""
         batch.drain()
         self._finish(batch)
-        if self._admitted < 2:  # no other sequence will free pages
+        if self.admitted < 2:  # no other sequence will free pages
             for sequence in list(batch.running):
                 sequence.request.fail(error)
                 self._remove(sequence.request)
@@ -453,13 +444,7 @@ class Scheduler:
             with suppress(Exception):
                 batch.backend.close()
         self.waiting.clear()
-        self.prefilling.clear()
         self.batches.clear()
-
-
-def _uses_exit(sequence: Sequence) -> bool:
-    """Returns whether the sequence drafts with an exit, so that prefill also fills the exit block's KV."""
-    return sequence.request.drafter is not None and sequence.request.drafter.exit is not None
 
 
 def _with_advice(error: Exception) -> Exception:

@@ -27,6 +27,7 @@ from selfspec.history import StepHistory
 from selfspec.logprobs import TokenLogprob, unpack_logprobs
 from selfspec.processors import Processor, run_processors
 from selfspec.sampling import SamplingParams
+from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import SequenceUnfilled
 from selfspec.speculation.plan import Plan
 
@@ -145,10 +146,6 @@ class Sequence:
                 return tokens[:count]
         return []
 
-    @property
-    def was_ood(self) -> bool:
-        return self.skill.was_ood
-
     def expected_tokens(self, plan: Plan) -> float:
         """Expected tokens of a step with this plan: the mean of the steps so far, at most the plan's depth + 1."""
         steps = self.history.steps
@@ -221,8 +218,7 @@ class Request:
     criteria: tuple[Criterion, ...] = ()
     policy: Policy | None = None  # None: plain decoding
     drafter: Drafter | None = None  # domain, exit and plans; None: plain decoding
-    find_drafter: Callable[[], Drafter | None] = lambda: None  # called by the loop before the request is admitted
-    is_prepared: bool = False  # `find_drafter` was called
+    find_drafter: Callable[[], Drafter | None] | None = None  # called by the loop before the request is admitted
     rejection: bool = False  # `acceptance="rejection"`
     logprobs: int | None = None  # likely tokens listed beside each new token's log probability; None: not computed
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -241,11 +237,16 @@ class Request:
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
 
+    @property
+    def exit(self) -> Exit | None:
+        """The exit of its drafter; None: it drafts nothing, or only copied tokens."""
+        return None if self.drafter is None else self.drafter.exit
+
     def prepare(self) -> None:
         """Finds the drafter, once. Runs passes over the prompts, so only the loop's thread may call it."""
-        if not self.is_prepared:
+        if self.find_drafter is not None:
             self.draft_with(self.find_drafter())
-            self.is_prepared = True
+            self.find_drafter = None
 
     def draft_with(self, drafter: Drafter | None) -> None:
         """Sets the drafter; sequences whose prompts are unlike every domain begin with the skill of such texts."""

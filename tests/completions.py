@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec import Completion, Stats
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 
 
 def completed(

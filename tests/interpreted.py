@@ -119,7 +119,7 @@ class ScriptedBatch(Batch):
     def fill_exit(self, score: bool = False) -> None:
         """Fills the exit's KV now; with `score` also scores the exit."""
         assert self.exit is not None
-        self.scoring.fill_exit(self.running, self.exit, score, self.in_flight)
+        self.scoring.fill_exit(self.running, self.exit, score, self.unread[-1] if self.unread else None)
 
     def dismiss(self, sequence: Sequence) -> None:
         """Removes a sequence, finished or not, and frees its pages."""

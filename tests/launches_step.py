@@ -49,8 +49,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     features = feature_buffer(model, SLOTS + 64 * SLOTS)
     exit = SlotExit(_exit(model), DraftHead.empty(16384, META), features, SLOTS, unfilled)
     decoder = FusedDecoder(model, cache, Scratch(META), slots, MAX_CONTEXT)
-    few = StepOptions(samples=True, truncates=True, small_top_k=True)
-    everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
+    few = StepOptions(samples=True)
+    everything = StepOptions(samples=True, processes=True)
     tree = Plan.parse("tree:4,2")
     yield "a tree", DeviceStep(decoder, slots, tree, exit, few).launch
     yield "a plain step that keeps unfilled states", DeviceStep(decoder, slots, NONE, exit, few).launch

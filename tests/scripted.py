@@ -199,9 +199,7 @@ class Decoding:
         shape = Plan.parse(plan)
         for sequence in self.batch.running:
             self.cache.reserve(sequence.kv, sequence.kv.length + len(shape) + 1)
-        drafted = self.backend.draft(self.batch.running, shape, self.exit).tokens[:, 1:].tolist()
-        self.cache.abort([sequence.kv for sequence in self.batch.running])
-        return drafted
+        return self.backend.draft(self.batch.running, shape, self.exit).tokens[:, 1:].tolist()
 
     def close(self) -> None:
         for sequence in list(self.batch.running):

@@ -341,7 +341,7 @@ def test_the_domain_of_a_prompt_is_found_behind_its_first_step() -> None:
         assert all(governor.candidates is wanted.candidates for governor in governors)
     assert events[:6] == ["step", "step", "embed", "step", "step", "1 found"]
     assert events.count("embed") == events.count("1 found") == 1
-    assert request.drafter is found and request.sequences[0].was_ood
+    assert request.drafter is found and request.sequences[0].skill.was_ood
     assert request.sequences[0].new_tokens >= 40
 
 

@@ -31,8 +31,7 @@ from bench.governor_calls import (
 from bench.governor_sets import FOREIGN_TOKENS, HIGH_TEMPERATURE, IN_DOMAIN, Missing, PromptSet, Source
 from selfspec import Engine, Rules
 from selfspec.governor.costs import gpu_rows
-from selfspec.governor.governor import Change
-from selfspec.history import StepRecord
+from selfspec.history import Change, StepRecord
 from selfspec.sequence import Request
 from selfspec.sequence import Sequence as Sequence_
 from selfspec.speculation.plan import NONE

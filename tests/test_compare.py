@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from selfspec.commands.compare import TURNS, Mode, Runs, is_measurable, modes, show, take_turns, verdict
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from tests.completions import completed
 
 DRAFTING = Change(0, 0, "chain:2", None)

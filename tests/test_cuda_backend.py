@@ -319,9 +319,10 @@ def test_the_time_of_a_step_with_a_grammar_is_not_typical_if_a_prompt_is_prefill
     batch.admit([follow(sequence_of(prompt_of(5, 1), 8), "[a-m]{30}")])
     batch.step()
     batch.step()
-    assert batch.in_flight is not None and batch.in_flight.is_cost_sample
+    (in_flight,) = batch.unread
+    assert in_flight.is_cost_sample
     backend.prefill([sequence_of(prompt_of(5, 2), 1)], None)
-    assert not batch.in_flight.is_cost_sample
+    assert not in_flight.is_cost_sample
 
 
 # Failures
@@ -355,7 +356,7 @@ def test_a_sequence_leaves_its_slot_even_if_its_open_step_cannot_be_completed(mo
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr("selfspec.backends.cuda.masking.Masking.complete", raise_out_of_memory)
         batch.dismiss(failing)
-    batch.in_flight = None
+    batch.unread = []
     batch.admit([later])
     batch.run()
     assert later.tokens == plain_tokens(later)

@@ -134,11 +134,11 @@ def test_the_prompts_own_tokens_do_not_change_the_captured_size_of_the_draft_hea
         config = large
 
     def capacity(rows: int, prompt_tokens: int) -> int:
-        exit = replace(Exit(model, 1), head_rows=torch.arange(rows), prompt_rows=prompt_tokens)
+        exit = Exit(model, 1).with_head_rows(torch.arange(rows), [range(rows, rows + prompt_tokens)])
         return draft_head_capacity(exit, Large())  # type: ignore[arg-type]
 
-    assert [capacity(4000 + own, own) for own in (0, 1, 1024)] == [8192] * 3
-    assert [capacity(3000 + own, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
+    assert [capacity(4000, own) for own in (0, 1, 1024)] == [8192] * 3
+    assert [capacity(3000, own) for own in (0, 1096)] == [4096] * 2, "domains share capacities"
 
 
 def test_batches_of_one_domain_and_of_several_share_a_captured_size_of_the_draft_head(tmp_path: Path) -> None:

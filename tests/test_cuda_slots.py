@@ -19,6 +19,7 @@ from selfspec.backends.cuda.slots import (
     StepOptions,
 )
 from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request, Sequence
 
 CAPACITY, PAGES, VOCABULARY, IDLE_PAGE = 8, 5, 11, 99
 STATE_FIELDS = [name for name in SlotState.__dataclass_fields__ if name != "stops"]
@@ -191,7 +192,9 @@ def test_processing_is_off_in_the_slot_of_a_sequence_with_callables() -> None:
     params = SamplingParams(
         repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_new_tokens=3, stop_token_ids=(2,)
     )
-    on, off = (SlotState.of(params, 4, 5, 0, prompt=5, drafts=True, processed=processed) for processed in (True, False))
+    sequences = [Sequence([5] * 5, 0, 0, 9, params) for _ in range(2)]
+    Request(sequences[1:], processors=(lambda tokens, logits: logits,))
+    on, off = map(SlotState.of, sequences)
     assert (on.repetition, on.presence, on.frequency, on.min_length) == (1.2, 0.3, 0.2, 8)
     assert (off.repetition, off.presence, off.frequency, off.min_length) == (1.0, 0.0, 0.0, 0)
     assert on.temperature == off.temperature == 0.0  # greedy
@@ -202,8 +205,8 @@ def test_step_options_cover_all_sequences_and_are_one_of_four() -> None:
     greedy, sampled = SamplingParams(top_k=5), SamplingParams(do_sample=True)
     small_top_k, top_p = SamplingParams(do_sample=True, top_k=64, top_p=0.5), SamplingParams(do_sample=True, top_p=0.5)
     biased = SamplingParams(logit_bias={1: 1.0})
-    truncating = StepOptions(samples=True, truncates=True)
-    everything = StepOptions(samples=True, truncates=True, small_top_k=False, processes=True)
+    truncating = StepOptions(samples=True)
+    everything = StepOptions(samples=True, processes=True)
     assert StepOptions.of([greedy]) == StepOptions()
     assert StepOptions.of([greedy, biased]) == StepOptions(processes=True)
     assert StepOptions.of([greedy, sampled]) == StepOptions.of([sampled, small_top_k]) == truncating

@@ -70,8 +70,7 @@ class Run:
         rows = Rows([sequence], range(count), torch.arange(count), causal, self.decoder.device)
         hidden = self.decoder.embed(torch.tensor([tokens]))
         hidden = self.decoder.run(hidden, 0, self.decoder.config.num_layers, rows, self.cache)
-        sequence.drafted = sequence.verified = count
-        self.cache.commit([sequence], [range(count)])
+        sequence.length += count
         return hidden[0]
 
 

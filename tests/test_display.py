@@ -6,7 +6,7 @@ import pytest
 
 from selfspec import Completion
 from selfspec.commands.display import STYLES, origins, summary
-from selfspec.governor.governor import Change
+from selfspec.history import Change
 from tests.completions import completed
 
 FROM_THE_START = Change(0, 0, "tree:4", None)

@@ -109,7 +109,7 @@ def test_flash_attn_on_the_gpu_gives_what_pytorch_gives(window: int | None) -> N
     cache.reserve(kv, 600)
     cache.keys.normal_()
     cache.values.normal_()
-    cache.extend(kv, 300)
+    kv.length += 300
     rows = Rows.causal([kv], 200, device)
     heads, dim = config.num_heads, config.head_dim
     q, k, v = (

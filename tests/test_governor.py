@@ -35,7 +35,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
     candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
     for _ in range(PLAIN_SAMPLES if measured else 0):
-        governor.costs.observe(governor.costs.bucket(batch, CONTEXT), NONE, 1.0, 1.0)
+        governor.costs.bucket(batch, CONTEXT).observe(NONE, 1.0, 1.0)
     return governor
 
 
@@ -51,13 +51,13 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
     """As the formula says."""
     length = float(governor.candidates.acceptance.reach(plan.without_copy).sum(0)[Skill(skill).level])
     modelled = governor.candidates.cost(plan, batch)
-    ratio = governor.costs.cost(governor.costs.bucket(batch, CONTEXT), plan, modelled)
+    ratio = governor.costs.bucket(batch, CONTEXT).cost(plan, modelled)
     return batch / (drafting / length + batch - drafting) / ratio
 
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    governor.costs.observe(governor.costs.bucket(batch, CONTEXT), plan, ratio, 1.0)
+    governor.costs.bucket(batch, CONTEXT).observe(plan, ratio, 1.0)
 
 
 # Start, stop, switch
@@ -76,7 +76,7 @@ def test_plain_steps_are_measured_again_while_drafting() -> None:
     plan, _ = choose(governor, skill)
     for _ in range(PLAIN_INTERVAL):
         assert choose(governor, skill, in_use=plan)[1] is None
-        governor.costs.observe(governor.costs.bucket(1, CONTEXT), plan, 1.2, 1.2)
+        governor.costs.bucket(1, CONTEXT).observe(plan, 1.2, 1.2)
     assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
     governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
     assert choose(governor, skill, in_use=plan)[1] is None

@@ -202,7 +202,6 @@ class CacheEvents(RuleBasedStateMachine):
     def aborted_step(self, data: st.DataObject, plan: Plan, verify: bool) -> None:
         sequences = self.some_sequences(data)
         self.write(sequences, plan, data, verify)
-        self.cache.abort([sequence.kv for sequence in sequences])
 
     def write(
         self, sequences: list[Sequence], plan: Plan, data: st.DataObject, verify: bool = True
@@ -360,57 +359,6 @@ def test_a_cache_that_does_not_fit_into_memory_is_refused_with_the_remedy(monkey
     monkeypatch.setattr(cache_module, "_zeros", fails)
     with pytest.raises(CacheFull, match="20 pages.*smaller kv_cache_gb, max_length or max_batch"):
         llama_cache()
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param([1, 0], id="descends"),
-        pytest.param([-1, 0], id="negative"),
-        pytest.param([0, 4], id="past the nodes"),
-    ],
-)
-def test_commit_refuses_an_impossible_path_and_changes_no_sequence(path: list[int]) -> None:
-    cache = llama_cache()
-    prefilled_ones = [prefilled(cache, 10), prefilled(cache, 20)]
-    sequences = [sequence.kv for sequence in prefilled_ones]
-    Forced("llama", cache).write(prefilled_ones, Plan.tree((3,)), [[1, 2, 3], [4, 5, 6]])
-    keys = cache.keys.clone()
-    with pytest.raises(ValueError, match="path"):
-        cache.commit(sequences, [[0, 2], path])
-    assert torch.equal(cache.keys, keys)
-    assert [sequence.length for sequence in sequences] == [10, 20]
-
-
-@pytest.mark.parametrize("path", [[0], [0, 1]], ids=["root", "child"])
-def test_commit_refuses_slots_that_only_the_draft_pass_has_written(path: list[int]) -> None:
-    cache = llama_cache()
-    sequence = prefilled(cache, 10)
-    Forced("llama", cache).write([sequence], Plan.tree((3,)), [[1, 2, 3]], verify=False)
-    with pytest.raises(ValueError, match="0 slots written"):
-        cache.commit([sequence.kv], [path])
-
-
-@pytest.mark.parametrize(("drafted", "verified"), [(3, 2), (2, 3)], ids=["draft ahead", "verify ahead"])
-def test_commit_accepts_only_slots_that_both_passes_have_written(drafted: int, verified: int) -> None:
-    cache = llama_cache()
-    sequence = prefilled(cache, 10)
-    cache.reserve(sequence.kv, 13)
-    sequence.kv.drafted, sequence.kv.verified = drafted, verified
-    with pytest.raises(ValueError, match="2 slots written"):
-        cache.commit([sequence.kv], [[0, 1, 2]])
-    cache.commit([sequence.kv], [[0, 1]])
-    assert sequence.kv.length == 12
-
-
-@pytest.mark.parametrize("ending", ["commit", "abort"])
-def test_a_path_is_accepted_only_in_the_step_that_wrote_it(ending: str) -> None:
-    cache = llama_cache()
-    sequence = prefilled(cache, 10)
-    Forced("llama", cache).write([sequence], Plan.tree((3,)), [[1, 2, 3]])
-    cache.commit([sequence.kv], [[0, 1]]) if ending == "commit" else cache.abort([sequence.kv])
-    with pytest.raises(ValueError, match="0 slots written"):
-        cache.commit([sequence.kv], [[0]])
 
 
 def attends(plan: Plan, length: int, node: int, slot: int, window: int | None) -> bool:

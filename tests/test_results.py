@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from selfspec.drafters import Drafter
-from selfspec.governor.governor import Change
-from selfspec.history import StepRecord
+from selfspec.history import Change, StepRecord
 from selfspec.results import Completion, Stream, completion_of, stats_of
 from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import NONE, Plan

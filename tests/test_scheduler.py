@@ -553,6 +553,7 @@ def test_a_request_waits_for_the_page_that_its_router_needs(engine: Engine) -> N
         attempts.append(len(engine.scheduler.batches))
         if len(attempts) < 3:
             raise CacheFull
+        assert find is not None
         return find()
 
     second.find_drafter = full_at_first

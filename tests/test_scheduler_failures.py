@@ -22,7 +22,7 @@ from selfspec.cache.kv_cache import Cache
 from selfspec.governor.costs import Costs
 from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sampling import SamplingParams
-from selfspec.sequence import Request
+from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import MAX_STEP_ROWS, Plan
 from tests.serving import eventually
 from tests.tiny import tiny_model
@@ -172,7 +172,7 @@ def test_a_step_that_fails_after_its_launch_gives_its_charge_back(monkeypatch: p
     budget = scheduler.drafters.budget(Rules())
 
     def drafts() -> bool:
-        return any(batch.in_flight and len(batch.in_flight.record.plan) for batch in scheduler.batches.values())
+        return any(len(step.record.plan) for batch in scheduler.batches.values() for step in batch.unread)
 
     while not drafts():
         scheduler.step()
@@ -222,7 +222,7 @@ def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
     scheduler = engine.scheduler
     scheduler.waiting.extend(request.sequences)
     scheduler._admit()
-    ((batch, _),) = scheduler.prefilling.items()
+    (batch,) = scheduler.batches.values()
     backend: Any = batch.backend
     backend._prompt_ends[request.sequences[0]] = [torch.zeros(1)]
     scheduler._remove(request)
@@ -231,7 +231,7 @@ def test_a_cancelled_request_leaves_no_prompt_states_behind() -> None:
 
 def test_slots_hold_any_parameters_that_a_request_may_have() -> None:
     params = SamplingParams(do_sample=True, top_k=2**40, min_new_tokens=2**40, stop_token_ids=(2**40, 7))
-    state = SlotState.of(params, 3, 5, 0, 4, drafts=True, processed=True)
+    state = SlotState.of(Sequence([0, 0, 0, 5], 0, 0, 9, params))
     store = SlotStore(4, 2, 50, torch.device("cpu"), idle_page=0)
     store.write([1], [state], [2**60], [[3]])
     slots = store.first(2)

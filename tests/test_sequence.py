@@ -19,8 +19,8 @@ from selfspec.backends.cuda.backend import append_tokens
 from selfspec.backends.torch_backend import TorchBackend
 from selfspec.batch import Batch
 from selfspec.drafters import Drafters
-from selfspec.governor.governor import MEASURING, Change
-from selfspec.history import StepHistory, StepRecord
+from selfspec.governor.governor import MEASURING
+from selfspec.history import Change, StepHistory, StepRecord
 from selfspec.metrics import Metrics
 from selfspec.results import stats_of
 from selfspec.sampling import SamplingParams
@@ -158,13 +158,10 @@ class Observer:
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
-        self.rules, self.may_score = Rules(), False
+        self.rules, self.may_score = Rules(max_tree_batch=0), False
         self.timed: list[bool] = []
 
     def charge_step(self, *_: Any) -> None: ...
-
-    def copies(self, batch: int) -> bool:
-        return False
 
     def observe(self, plan: Plan, outcomes: Any, seconds: float | None, context: int, exit_nodes: Any) -> None:
         self.seen.append((plan, [None if skill is None else last for skill, last in outcomes], context))

@@ -86,7 +86,7 @@ class TorchBackend:
         self.cache.reserve(sequence.kv, sequence.kv.length + count)
         at = Rows.causal([sequence.kv], count, self.model.device)
         hidden = self.model.embed(torch.tensor([tokens], device=self.model.device))
-        hidden = self._run_draft_partition(hidden, at, exit)
+        hidden = self.model.run(hidden, 0, _split(exit), at, self.cache)
         features = self._run_verify_partition(hidden, at, exit)
         if not bool(torch.isfinite(features).all()):
             raise ValueError("the model's states for this prompt are not finite: its weights or embeddings overflow")
@@ -99,7 +99,7 @@ class TorchBackend:
             exit.fill(hidden, previous, at, self.cache)
             self._keep_prompt_end(sequence, hidden, previous, features)
             sequence.previous_feature = sequence.prompt_feature = features[0, -1]
-        self.cache.extend(sequence.kv, count)
+        sequence.kv.length += count
         sequence.prompt_logprobs += logprobs  # last: a chunk that failed before runs again
 
     def _keep_prompt_end(self, sequence: Sequence, *states: torch.Tensor) -> None:
@@ -131,17 +131,13 @@ class TorchBackend:
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:
         """Runs the step. Every sequence advances by at least one token."""
         started, callbacks = time.perf_counter(), callback_seconds(sequences)
-        sequences, plan, kvs = list(sequences), record.plan, [sequence.kv for sequence in sequences]
-        for kv in kvs:
-            self.cache.reserve(kv, kv.length + len(plan) + 1)
-        try:
-            draft = self.draft(sequences, plan, exit)
-            features = self.verify(sequences, draft, exit)
-            logits = self._logits(features)
-            paths, exit_nodes = accept(sequences, draft, logits)
-        except BaseException:
-            self.cache.abort(kvs)
-            raise
+        sequences, plan = list(sequences), record.plan
+        for sequence in sequences:
+            self.cache.reserve(sequence.kv, sequence.kv.length + len(plan) + 1)
+        draft = self.draft(sequences, plan, exit)
+        features = self.verify(sequences, draft, exit)
+        logits = self._logits(features)
+        paths, exit_nodes = accept(sequences, draft, logits)
         self.commit(sequences, draft, features, paths, exit)
         _add_logprobs(sequences, paths, logits)
         seconds = time.perf_counter() - started - (callback_seconds(sequences) - callbacks)
@@ -165,7 +161,7 @@ class TorchBackend:
                 draft.tokens = torch.cat((draft.tokens, self._children(draft, level)), dim=1)
             draft.rows = at = self._rows_at(sequences, draft, level)
             states = self.model.embed(draft.tokens[:, level.start : level.stop].clamp(min=0))
-            hidden.append(self._run_draft_partition(states, at, exit))
+            hidden.append(self.model.run(states, 0, _split(exit), at, self.cache))
             if exit is not None and plan.width(level):
                 ranked = level if depth else range(1)
                 at = at if ranked == level else self._rows_at(sequences, draft, ranked)
@@ -244,8 +240,9 @@ class TorchBackend:
         """Runs the saved states of root and nodes through layers N..L-1 in one pass. Returns their features
         [B, n + 1, 2 * hidden], without an exit only the normed final states [B, n + 1, hidden]."""
         all_nodes = range(len(draft.plan) + 1)
-        reuses = draft.rows is not None and draft.rows.nodes == all_nodes
-        at = draft.rows if reuses and draft.rows is not None else self._rows_at(sequences, draft, all_nodes)
+        at = draft.rows
+        if at is None or at.nodes != all_nodes:
+            at = self._rows_at(sequences, draft, all_nodes)
         features = self._run_verify_partition(draft.hidden, at, exit)
         if exit is not None and len(draft.plan):
             of_parents = _of_parents(features, self._shape(draft, all_nodes).parents)
@@ -284,17 +281,14 @@ class TorchBackend:
 
     def _fill_exit(self, sequences: list[Sequence], exit: Exit, scored: int) -> None:
         """Fills all unfilled positions and scores the newest `scored` of them."""
-        states = [sequence.unfilled for sequence in sequences]
-        unfilled = exit_scoring.UnfilledBatch.of([sequence.kv for sequence in sequences], states)
-        if scored < unfilled.count:
-            unfilled.fill(exit, self.cache)
-        if not scored:
+        kvs, unfilled = [sequence.kv for sequence in sequences], [sequence.unfilled for sequence in sequences]
+        head_input = exit_scoring.fill(exit, self.cache, kvs, unfilled, scored)
+        if head_input is None:
             return
         tokens = torch.tensor([sequence.tokens[-scored:] for sequence in sequences], device=self.model.device)
         firsts = noise_key(sequences, self.model.device, -scored, repeat=scored)
         steps = torch.arange(scored, device=self.model.device).repeat(len(sequences))
         key = NoiseKey(firsts.seeds, firsts.sample_indices, firsts.positions + steps)
-        head_input = unfilled.head_input(exit, self.cache, unfilled.count - scored, unfilled.count)
         params = [sequence.params for sequence in sequences]
         right = exit_scoring.is_drafted(exit, head_input, tokens, params, key).tolist()
         self._scores += zip(sequences, right, strict=True)
@@ -331,19 +325,11 @@ class TorchBackend:
     def _no_feature(self) -> torch.Tensor:
         return self.model.norm.new_zeros(FEATURE_STATES * self.model.config.hidden_size)
 
-    def _run_draft_partition(self, hidden: torch.Tensor, rows: Rows, exit: Exit | None) -> torch.Tensor:
-        hidden = self.model.run(hidden, 0, _split(exit), rows, self.cache)
-        for kv in rows.sequences:
-            kv.drafted = rows.nodes.stop
-        return hidden
-
     def _run_verify_partition(self, hidden: torch.Tensor, rows: Rows, exit: Exit | None) -> torch.Tensor:
         layers, split = self.model.config.num_layers, _split(exit)
         middle = split if exit is None else exit.feature_layer
         hidden = self.model.run(hidden, split, middle, rows, self.cache)
         last = self.model.run(hidden, middle, layers, rows, self.cache)
-        for kv in rows.sequences:
-            kv.verified = rows.nodes.stop
         return self.model.head_input(last) if exit is None else position_features(self.model, hidden, last)
 
     def _rows_at(self, sequences: list[Sequence], draft: Draft, nodes: range) -> Rows:

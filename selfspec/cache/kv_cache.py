@@ -31,8 +31,6 @@ class KVPages:
 
     pages: list[int] = field(default_factory=list)
     length: int = 0  # committed slots: slot i < length holds the keys and values of position i in every layer
-    drafted: int = 0  # slots past the length that the draft pass of this step has written
-    verified: int = 0  # slots past the length that the verify pass of this step has written
     closed: bool = False
 
 
@@ -90,8 +88,7 @@ class Cache:
         """Releases the sequence's pages; a second call does nothing."""
         self._release(sequence.pages)
         sequence.pages.clear()
-        sequence.length = sequence.drafted = sequence.verified = 0
-        sequence.closed = True
+        sequence.length, sequence.closed = 0, True
 
     def reserve(self, sequence: KVPages, slots: int) -> None:
         """Gives the sequence pages for its first `slots` slots, and makes every slot past the length writable: copies
@@ -156,9 +153,6 @@ class Cache:
         source: list[int] = []
         target: list[int] = []
         for sequence, path in zip(sequences, paths, strict=True):
-            written = min(sequence.drafted, sequence.verified)
-            if any(not 0 <= node < written for node in path) or list(path) != sorted(set(path)):
-                raise ValueError(f"path {list(path)} must ascend within the {written} slots written in this step")
             for offset, node in enumerate(path):
                 if node != offset:
                     source.append(flat_slot(sequence, sequence.length + node))
@@ -169,17 +163,6 @@ class Cache:
             compact(self.values, moves[0], moves[1])
         for sequence, path in zip(sequences, paths, strict=True):
             sequence.length += len(path)
-            sequence.drafted = sequence.verified = 0
-
-    def extend(self, sequence: KVPages, count: int) -> None:
-        """Advances the length by `count` slots, which a prefill pass has written in every layer."""
-        sequence.length += count
-        sequence.drafted = sequence.verified = 0
-
-    def abort(self, sequences: Seq[KVPages]) -> None:
-        """Drops the slots that this step has written past the committed lengths."""
-        for sequence in sequences:
-            sequence.drafted = sequence.verified = 0
 
     def swap_out(self, sequence: KVPages) -> SwappedPages:
         """Copies the committed pages to host memory and releases all of the sequence's pages."""
@@ -187,7 +170,7 @@ class Cache:
         swapped = SwappedPages(self.keys[:, pages].cpu(), self.values[:, pages].cpu(), sequence.length)
         self._release(sequence.pages)
         sequence.pages.clear()
-        sequence.length = sequence.drafted = sequence.verified = 0
+        sequence.length = 0
         return swapped
 
     def swap_in(self, sequence: KVPages, swapped: SwappedPages) -> None:

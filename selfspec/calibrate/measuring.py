@@ -17,10 +17,10 @@ from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
 from selfspec.calibrate.drafting import draft_states, text_ranks
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
+from selfspec.speculation.exit_scoring import PROMPT_END
 from selfspec.speculation.plan import DEEPEST_PLAN as DEPTHS
 
 _MEASURED_TOGETHER = 8  # answers; bounds the memory of their states and noise
-_PROMPT_END = 32  # positions at the end of a prompt on which the exit's agreement with the model is measured
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _measure_rows(
     steps = torch.arange(longest, device=model.device)
     # [rows, longest] roots from each answer's first prediction on; shorter answers repeat their last one, unused.
     roots = torch.stack([(first + steps).clamp(max=last - 1) for first, last in zip(firsts, lasts, strict=True)])
-    ends = torch.stack([(first - 1 - torch.arange(_PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
+    ends = torch.stack([(first - 1 - torch.arange(PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
     drafts = [draft_states(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
     at_ends = [draft_states(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
@@ -101,7 +101,7 @@ def _measure_rows(
             answer.measured(
                 exit.with_head_rows(head_rows, [answer.prompt]),
                 [head_input[row, : last - first] for head_input in drafted],
-                end[row, : min(first, _PROMPT_END)],
+                end[row, : min(first, PROMPT_END)],
             )
             for exit, drafted, end in zip(exits, drafts, at_ends, strict=True)
         ]

@@ -119,7 +119,7 @@ def _head_row_cost(engine: Engine, exit: Exit, batch: int, chain: float) -> floa
     """Seconds that a row of the trimmed head adds to a depth: compares a chain with all of the exit's rows, which takes
     `chain` seconds, and a chain with a quarter of them."""
     rows = torch.arange(exit.vocabulary, device=engine.model.device) if exit.head_rows is None else exit.head_rows
-    fewer = replace(exit, head_rows=rows[::_HEAD_STEP], domain_rows=None, prompt_rows=0)
+    fewer = replace(exit, head_rows=rows[::_HEAD_STEP], domain_rows=None)
     saved = exit.vocabulary - fewer.vocabulary
     if not saved:
         return 0.0

@@ -65,7 +65,6 @@ class Student:
 
     def __init__(self, model: Decoder, layer: int) -> None:
         self.model, self.layer = model, layer
-        self.spec = model.config.layers[layer]
         self.pieces = {name: [part.shape[0] for part in parts] for name, parts in layer_parts(model.config, "").items()}
         hidden = model.config.hidden_size
         start, first = {"norm": model.norm}, model.layers[layer].tensors()

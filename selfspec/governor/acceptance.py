@@ -8,7 +8,6 @@ calibration; near 0 no draft is accepted. A skill is updated with drafted steps 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 from math import fsum, log, log2
@@ -16,14 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.speculation.plan import MAX_NODES, Plan
+from selfspec.speculation.plan import Plan
 
 MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
 UNFAMILIAR = 0.25  # skill of a prompt unlike every domain; below it a text is out of distribution
+_KEPT = 1 - 1 / MEMORY  # of both sums of a skill after each observed token
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
-# Factors by which both sums of a skill shrink, by the number of tokens that a step emits.
-_KEPT = [(1 - 1 / MEMORY) ** tokens for tokens in range(MAX_NODES + 2)]
 LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
 _LEAST = 0.005  # chances stay within 0.005 and 0.995: smaller ones rest on too few calibrated tokens
 
@@ -36,7 +34,6 @@ class Evidence(NamedTuple):
     tokens: int  # that the step emitted
 
 
-@dataclass
 class Skill:
     """How well the drafts for one sequence are accepted, compared with those that calibration saw: observed / expected.
 
@@ -45,17 +42,12 @@ class Skill:
     variable of rate y that is at least 1. The ratio approaches the s whose chances m**s explain the outcomes best. Each
     observed token first multiplies both sums by 1 - 1/MEMORY."""
 
-    prior: InitVar[float] = 1.0
-    observed: float = field(init=False)
-    expected: float = field(init=False)
-    value: float = field(init=False)
-    level: int = field(init=False)  # index of the nearest of LEVELS
-    was_ood: bool = False  # the skill was below UNFAMILIAR at some time
-    copying_level: int = 0  # index into `copying.REACH`: how often copied nodes would be accepted
-    _prior_left: float = field(default=PRIOR_WEIGHT, init=False)  # exposure of the prior that still counts
-
-    def __post_init__(self, prior: float) -> None:
-        self._update(PRIOR_WEIGHT * prior, PRIOR_WEIGHT)
+    def __init__(self, prior: float = 1.0) -> None:
+        self.was_ood = False  # the skill was below UNFAMILIAR at some time
+        self.copying_level = 0  # index into `copying.REACH`: how often copied nodes would be accepted
+        self._prior_left = PRIOR_WEIGHT  # exposure of the prior that still counts
+        self.observed = self.expected = 0.0
+        self._add(PRIOR_WEIGHT * prior, PRIOR_WEIGHT, tokens=0)
 
     @property
     def is_ood(self) -> bool:
@@ -63,17 +55,12 @@ class Skill:
 
     def observe(self, step: Evidence) -> None:
         """Updates the skill with a step."""
-        kept = _KEPT[step.tokens]
-        self._prior_left *= kept
-        self._update(kept * self.observed + step.observed[self.level], kept * self.expected + step.expected)
+        self._add(step.observed[self.level], step.expected, step.tokens)
 
     def observe_share(self, accepted: float, positions: int, exposure: float) -> None:
         """Updates the skill with exit scores: the exit's best token was the model's at `accepted` of the `positions`.
         `exposure`: that of the best draft token."""
-        kept = (1 - 1 / MEMORY) ** positions
-        self._prior_left *= kept
-        observed = accepted * float(_observed(exposure, self.value))
-        self._update(kept * self.observed + observed, kept * self.expected + positions * exposure)
+        self._add(accepted * float(_observed(exposure, self.value)), positions * exposure, positions)
 
     def observe_prompt(self, agreement: float, positions: int, calibrated: float) -> None:
         """Updates the skill with the share of a prompt's last positions at which exit and model agree; `calibrated`
@@ -84,12 +71,14 @@ class Skill:
 
     def begin_unfamiliar(self) -> None:
         """Lowers the prior from 1 to UNFAMILIAR, for a prompt unlike every domain; may be called after steps."""
-        self._update(self.observed - (1 - UNFAMILIAR) * self._prior_left, self.expected)
+        self._add(-(1 - UNFAMILIAR) * self._prior_left, 0.0, tokens=0)
 
-    def _update(self, observed: float, expected: float) -> None:
-        self.observed, self.expected = observed, expected
-        self.value = value = min(max(LEVELS[0], observed / expected), LEVELS[-1])
-        self.level = round(_PER_OCTAVE * (log2(value) - _LOWEST))
+    def _add(self, observed: float, expected: float, tokens: int) -> None:
+        kept = _KEPT**tokens
+        self._prior_left *= kept
+        self.observed, self.expected = kept * self.observed + observed, kept * self.expected + expected
+        self.value = value = min(max(LEVELS[0], self.observed / self.expected), LEVELS[-1])
+        self.level = round(_PER_OCTAVE * (log2(value) - _LOWEST))  # index of the nearest of LEVELS
         if value < UNFAMILIAR:
             self.was_ood = True
 

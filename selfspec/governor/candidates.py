@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from heapq import heappop, heappush
 from itertools import product
 from math import inf
 
@@ -20,8 +19,10 @@ from selfspec.governor.copying import MOST_COPIED, REACH
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
-_SKILLS = tuple(2 ** (half / 2) for half in range(-6, 3))  # skills for which a tree is chosen: 1/8 to 2
-_COPYING = ((0.7, 0.5), (0.7, 0.75))  # (skill, share of hits, see `copying`) for which trees that copy are chosen
+# Texts, as (skill, share of hits, see `copying`), for which a tree is chosen: of nine skills from 1/8 to 2; and those
+# for which a tree that copies is chosen.
+_TEXTS = tuple((2 ** (half / 2), 0.0) for half in range(-6, 3))
+_COPYING = ((0.7, 0.5), (0.7, 0.75))
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
 _ONLY_COPIES = (3, MOST_COPIED)  # copied nodes of plans without the exit: 3 where every row costs, as on a CPU
 _WIDEST = 24  # ranks that plans draft from: the profile's shares of later ranks are hardly more than 0
@@ -54,43 +55,44 @@ class SharedPlans:
         self.plans = cache(self._plans)
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
-        """Copied nodes alone, the fastest plan for each skill, and smaller plans, for devices on which large ones are
-        slower than modelled: all shorter chains, or two small trees; without `chains` also trees with copied nodes.
+        """The fastest plan for each skill, and smaller plans, for devices on which large ones are slower than modelled:
+        all shorter chains, or two small trees; without `chains` also trees with copied nodes; and copied nodes alone.
         Smallest first. `size` is one of the batch sizes that have a cost model."""
         if self._max_step < 1:
             return ()
-        width, cost = 1 if chains else self._widest, self._costs[size]
-        plans = {NONE.with_copy(count) for count in _ONLY_COPIES if cost(0, count) <= self._max_step}
+        plans: set[Plan] = set()
         if self._acceptance is not None:
-            found = [self._fastest(skill, 0.0, width, size) for skill in _SKILLS]
-            if width == 1:
-                deepest = max((plan.depth for plan in found if plan is not None), default=1)
-                plans |= {Plan.tree((1,) * depth) for depth in range(1, deepest)}
-            if not chains:
-                found += [self._fastest(skill, share, width, size) for skill, share in _COPYING]
-            plans |= {plan for plan in found if plan is not None} | {Plan.tree((1,)), Plan.tree((min(4, width),))}
-        return tuple(sorted(plans, key=lambda plan: (len(plan), str(plan))))
+            texts, width = (_TEXTS, 1) if chains else (_TEXTS + _COPYING, self._widest)
+            plans |= {self._fastest(skill, share, width, size) for skill, share in texts}
+            plans |= {Plan.tree((1,)), Plan.tree((min(4, width),))}
+        if chains:
+            plans |= {plan.truncated(depth) for plan in plans for depth in range(1, plan.depth)}
+        cost = self._costs[size]
+        plans |= {NONE.with_copy(count) for count in _ONLY_COPIES if cost(0, count) <= self._max_step}
+        return tuple(sorted(plans - {NONE}, key=lambda plan: (len(plan), str(plan))))
 
     def for_batch(self, batch: int) -> tuple[Plan, ...]:
         """The plans for the smallest batch size with a cost model that holds this batch."""
         return self.plans(size_of(batch, self._costs), batch > self._max_tree_batch)
 
-    def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan | None:
-        """The fastest plan (expected accepted length over cost) among those that take at most `max_step` plain steps;
-        None: plain decoding. For each depth, adds nodes in the order of their chances. With a `share` of hits above 0
-        the plan has copied nodes."""
+    def _fastest(self, skill: float, share: float, width: int, size: int) -> Plan:
+        """The fastest plan (expected accepted length over cost) among those that take at most `max_step` plain steps.
+        For each depth, adds nodes in the order of their chances. With a `share` of hits above 0 the plan has copied
+        nodes."""
         assert self._acceptance is not None
-        level, best, speed, copies, cost = Skill(skill).level, None, 1.0, 0, self._costs[size]
+        level, best, copies, speed, cost = Skill(skill).level, list[Node](), 0, 1.0, self._costs[size]
+        chance_of, depths = self._acceptance.chance, range(DEEPEST_PLAN)
+        likely = likeliest([[chance_of(depth, rank, level) for rank in range(width)] for depth in depths])
         for depth, count in product(range(1, DEEPEST_PLAN + 1), _COPIES if share else (0,)):
-            chances = [[self._acceptance.chance(at, rank, level) for rank in range(width)] for at in range(depth)]
             copied = share ** np.arange(1, count + 1)  # by depth: the chance that the copied node is accepted
-            nodes, length = likeliest(chances)[: MAX_NODES - count], 1.0 + float(copied.sum())
+            nodes = [node for node in likely if len(node[1]) <= depth][: MAX_NODES - count]
+            length = 1.0 + float(copied.sum())
             for taken, (chance, path) in enumerate(nodes, start=1):
                 length += chance * (1 - (float(copied[len(path) - 1]) if len(path) <= count else 0.0))
                 steps = cost(depth, taken + count)
                 if steps <= self._max_step and length / steps > speed:
-                    best, speed, copies = nodes[:taken], length / steps, count
-        return None if best is None else Plan.from_paths([path for _, path in best]).with_copy(copies)
+                    best, copies, speed = nodes[:taken], count, length / steps
+        return Plan.from_paths(path for _, path in best).with_copy(copies)
 
 
 class PlanCandidates:
@@ -149,27 +151,18 @@ def size_of(batch: int, costs: Iterable[int]) -> int:
 
 
 def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
-    """The MAX_NODES nodes with the highest chances to be accepted, highest first, without those whose chance is 0; a
-    token has the chance [depth][rank] after an accepted parent. A node comes after its parent and its likelier
-    siblings, so the next one is the best child of a taken node or the next sibling of one."""
-    ranks = [sorted(range(len(level)), key=level.__getitem__, reverse=True) for level in chances]
-    found: list[Node] = []
-    # Heap entries: chance negated, depth, path, place among the siblings, parent.
-    open_nodes: list[tuple[float, int, tuple[int, ...], int, Node]] = []
-
-    def add(parent: Node, place: int) -> None:
-        chance, path = parent
-        depth = len(path)
-        if depth < len(ranks) and place < len(ranks[depth]):
-            rank = ranks[depth][place]
-            heappush(open_nodes, (-chance * chances[depth][rank], depth + 1, (*path, rank), place, parent))
-
-    add((1.0, ()), 0)
-    while open_nodes and len(found) < MAX_NODES:
-        negated, _, path, place, parent = heappop(open_nodes)
-        if not negated:
-            break
-        found.append((-negated, path))
-        add(parent, place + 1)
-        add(found[-1], 0)
-    return found
+    """The nodes with the highest chances to be accepted, highest first: at least the MAX_NODES best of all nodes up to
+    each depth, without those whose chance is 0. A token has the chance [depth][rank] after an accepted parent. A node
+    comes after its parent and its likelier siblings."""
+    level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # chance negated, depth, path; first the root
+    found = level[1:]
+    for by_rank in chances:
+        ranks = sorted(range(len(by_rank)), key=by_rank.__getitem__, reverse=True)
+        # With the n-th best parent, the k-th best rank comes after n * k - 1 other nodes.
+        level = sorted(
+            (negated * by_rank[rank], depth + 1, (*path, rank))
+            for place, (negated, depth, path) in enumerate(level, start=1)
+            for rank in ranks[: MAX_NODES // place]
+        )[:MAX_NODES]
+        found += level
+    return [(-negated, path) for negated, _, path in sorted(found) if negated]

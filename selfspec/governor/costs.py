@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Annotated
 
@@ -92,21 +92,21 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 class _Average:
     """The mean of the first samples, then an exponential average."""
 
-    seconds: float = 0.0
+    value: float = 0.0  # 0: the first sample may have any size
     samples: int = 0
 
-    def add(self, seconds: float) -> float:
+    def add(self, sample: float) -> None:
         self.samples += 1
-        if self.samples > 1:
-            seconds = min(seconds, _OUTLIER * self.seconds)
-        self.seconds += (seconds - self.seconds) / min(self.samples, MEMORY)
-        return self.seconds
+        if self.value:
+            sample = min(sample, _OUTLIER * self.value)
+        self.value += (sample - self.value) / min(self.samples, MEMORY)
 
 
 @dataclass
 class CostBucket:
     """Average device times of the steps in one bucket of batch sizes and lengths."""
 
+    correction: _Average  # of measured over modelled cost, of all plans that draft, in all buckets
     averages: dict[Plan, _Average] = field(default_factory=dict)
     plain: float | None = None  # seconds of a plain step; None before PLAIN_SAMPLES were measured
     drafted: int = 0  # drafted steps since a plain step was measured
@@ -116,41 +116,43 @@ class CostBucket:
         """Whether the next step must be plain, to measure it."""
         return self.plain is None or self.drafted >= PLAIN_INTERVAL
 
-    def observe(self, plan: Plan, seconds: float) -> float:
-        """Adds the time of a step; returns its plan's average."""
+    def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
+        """Adds the device time of a step; `modelled` is its cost by the cost model."""
+        seconds = max(seconds, 1e-9)  # timers can return 0
         average = self.averages.get(plan) or self.averages.setdefault(plan, _Average())
         if len(plan):
             self.drafted += 1
-            return average.add(seconds)
+            average.add(seconds)
+            if self.plain is not None:
+                self.correction.add(average.value / self.plain / modelled)
+            return
         self.drafted = 0
         if self.plain is None and average.samples:
-            average.seconds = seconds = min(seconds, average.seconds)
+            average.value = seconds = min(seconds, average.value)
         average.add(seconds)
         if average.samples >= PLAIN_SAMPLES:
-            self.plain = average.seconds
-        return average.seconds
+            self.plain = average.value
+
+    def cost(self, plan: Plan, modelled: float) -> float:
+        """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost
+        times the correction; at least 1."""
+        average = self.averages.get(plan)
+        if average is None or self.plain is None:
+            return max(1.0, self.correction.value * modelled)
+        return max(1.0, average.value / self.plain)
 
 
 class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = 1.0  # average of measured over modelled cost, of all plans that draft
-        self._corrections = 0  # samples of the correction
-        self._buckets: defaultdict[tuple[int, int], CostBucket] = defaultdict(CostBucket)
+        self.correction = _Average(1.0)  # see `CostBucket`
+        self._buckets: dict[tuple[int, int], CostBucket] = defaultdict(partial(CostBucket, self.correction))
         self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
     def bucket(self, batch: int, context: int) -> CostBucket:
         """The bucket of a batch size, up to the next power of two, and of the longest sequence's tokens, `context`."""
         return self._buckets[(batch - 1).bit_length(), (((context - 1) >> _SHORT_BITS).bit_length() + 1) // 2]
-
-    def observe(self, bucket: CostBucket, plan: Plan, seconds: float, modelled: float) -> None:
-        """Adds the device time of a step; `modelled` is its cost by the cost model."""
-        average = bucket.observe(plan, max(seconds, 1e-9))  # timers can return 0
-        if len(plan) and bucket.plain is not None:
-            self._corrections += 1
-            error = min(average / bucket.plain / modelled, _OUTLIER * self.correction)
-            self.correction += (error - self.correction) / min(self._corrections, MEMORY)
 
     def pays_capture(self, batch: int, plan: Plan, saved: float, capture: float) -> bool:
         """Adds the seconds that one step would have saved with this plan, whose step is not captured. Returns whether
@@ -159,11 +161,3 @@ class Costs:
         total = self._savings.get(key, 0.0) + saved
         self._savings[key] = 0.0 if total >= capture else total
         return total >= capture
-
-    def cost(self, bucket: CostBucket, plan: Plan, modelled: float) -> float:
-        """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost
-        times the correction; at least 1."""
-        average = bucket.averages.get(plan)
-        if average is None or bucket.plain is None:
-            return max(1.0, self.correction * modelled)
-        return max(1.0, average.seconds / bucket.plain)

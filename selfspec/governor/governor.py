@@ -9,7 +9,6 @@ come first: `rules.Policy` applies them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from selfspec.governor.acceptance import Skill
 from selfspec.governor.candidates import PlanCandidates, PlanTable
@@ -18,16 +17,6 @@ from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
 MEASURING = "measuring"  # reason of plain steps that measure: the first ones in a bucket, and one after 128 drafted
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of plan in one sequence."""
-
-    step: int  # number of steps before the first one with this plan
-    token: int  # new tokens before that step
-    plan: str
-    reason: str | None  # why nothing is drafted; None where something is
 
 
 class Budget:
@@ -107,8 +96,8 @@ class Governor:
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
         """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than
         the budget has left."""
-        most, cost = min(self.rules.step_limit, 1 + self.budget.left), self.costs.cost
-        costs = [cost(bucket, plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
+        most = min(self.rules.step_limit, 1 + self.budget.left)
+        costs = [bucket.cost(plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
         lengths = self._mean_lengths(skills, batch, table)
         return [length / steps if steps <= most else 0.0 for length, steps in zip(lengths, costs, strict=True)]
 
@@ -126,8 +115,7 @@ class Governor:
         """Charges a launched step's loss if no draft is accepted, and returns it in plain steps."""
         if not len(plan):
             return 0.0
-        modelled = self.candidates.cost(plan, batch)
-        loss = self.costs.cost(self.costs.bucket(batch, context), plan, modelled) - 1
+        loss = self.costs.bucket(batch, context).cost(plan, self.candidates.cost(plan, batch)) - 1
         self.budget.charge(loss)
         return loss
 
@@ -145,8 +133,7 @@ class Governor:
         accepted node."""
         batch = len(outcomes)
         if seconds is not None:
-            bucket, modelled = self.costs.bucket(batch, context), self.candidates.cost(plan, batch)
-            self.costs.observe(bucket, plan, seconds, modelled)
+            self.costs.bucket(batch, context).observe(plan, seconds, self.candidates.cost(plan, batch))
         if not len(plan):
             self.budget.add(self.budget.refill)
             return

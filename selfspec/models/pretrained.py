@@ -33,29 +33,21 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 NATIVE = "native"  # the dtype that keeps a GGUF file's quantized weights
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """A loaded model."""
-
-    model: Decoder
-    tokenizer: Any  # None: there is none beside the weights
-    generation_config: GenerationConfig
-
-
 def load_pretrained(
     path_or_name: str | Path, device: torch.device, dtype: torch.dtype | str, quantize: str | None = None
-) -> Pretrained:
-    """Loads a folder, a GGUF file, "demo" or a hub name. `dtype` NATIVE: see `gguf.native`; of other dtypes a GGUF file
-    is expanded once into a folder in the cache. `quantize`: see `load_folder`."""
+) -> tuple[Decoder, Any, GenerationConfig]:
+    """Loads a folder, a GGUF file, "demo" or a hub name: model, tokenizer (None: there is none) and generation config.
+    `dtype` NATIVE: see `gguf.native`; of other dtypes a GGUF file is expanded once into a folder in the cache.
+    `quantize`: see `load_folder`."""
     _check_native(dtype, quantize)
     if dtype == NATIVE:
         source = _native_source(path_or_name)
         tokenizer, config = build_tokenizer(source), GenerationConfig(**source.generation_config())
-        return Pretrained(load_native(source, device), tokenizer, config)
+        return load_native(source, device), tokenizer, config
     folder = resolve(path_or_name)
     # Before the weights: a fault in these must not cost their loading.
     tokenizer, config = load_tokenizer(folder), load_generation_config(folder)
-    return Pretrained(load_folder(folder, device, dtype, quantize), tokenizer, config)
+    return load_folder(folder, device, dtype, quantize), tokenizer, config
 
 
 def load_tokenizer(folder: Path) -> Any:

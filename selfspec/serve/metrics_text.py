@@ -76,7 +76,7 @@ def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str
     summary, cache = engine.metrics(), engine.cache
     accepted = dict(enumerate(summary.accepted_by_depth))
     used = 1 - cache.free_pages / cache.num_pages
-    yield "num_requests_running", "Sequences that prefill or decode", "", {"": _running(engine)}
+    yield "num_requests_running", "Sequences that prefill or decode", "", {"": engine.scheduler.admitted}
     yield "num_requests_waiting", "Sequences that wait for admission", "", {"": len(engine.scheduler.waiting)}
     yield "kv_cache_usage_perc", "Share of KV pages in use, 1 is all", "", {"": f"{used:.6f}"}
     yield "prompt_tokens_total", "Prompt tokens of answered requests", "", {"": counters.prompt_tokens}
@@ -94,9 +94,3 @@ def _series(engine: Engine, counters: ServerCounters) -> Iterator[tuple[str, str
     yield "plan_steps_total", "Steps by plan", "plan", summary.cycles_by_plan
     yield "plan_seconds_total", "Seconds in steps by plan", "plan", summary.seconds_by_plan
     yield "switched_off_total", "Changes of a batch to plain decoding, by reason", "reason", summary.changes_by_reason
-
-
-def _running(engine: Engine) -> int:
-    """Counts admitted sequences; copies the lists, which the decoding loop's thread changes."""
-    prefilling = list(engine.scheduler.prefilling.values())
-    return sum(map(len, prefilling)) + sum(len(batch.running) for batch in list(engine.scheduler.batches.values()))

@@ -81,8 +81,7 @@ class Exit:
     norm: torch.Tensor | None = None  # [hidden]; None: the model's final norm
     block: ExitBlock | None = None
     head_rows: torch.Tensor | None = None  # [K] token ids of the trimmed head; None: the full head
-    domain_rows: HeadRows | None = None  # the domain's rows, with which head_rows begins
-    prompt_rows: int = 0  # rows after these: the prompts' own tokens
+    domain_rows: HeadRows | None = None  # with which head_rows begins; the others are the prompts' own tokens
 
     def __post_init__(self) -> None:
         check_exit_layer(self.layer, self.model.config.num_layers)
@@ -97,8 +96,8 @@ class Exit:
             return [self.model.head]
         if self.domain_rows is None:
             return [_head_rows(self.model, self.head_rows)]
-        prompts = [_head_rows(self.model, self.head_rows[-self.prompt_rows :])] if self.prompt_rows else []
-        return [self.domain_rows.of(self.model), *prompts]
+        of_prompts = self.head_rows[len(self.domain_rows) :]
+        return [self.domain_rows.of(self.model), *([_head_rows(self.model, of_prompts)] if len(of_prompts) else [])]
 
     def with_head_rows(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
         """Returns this exit with a head of the given rows and the prompts' own tokens: a text often repeats tokens of
@@ -106,8 +105,7 @@ class Exit:
         if head_rows is None:
             return self
         rows = HeadRows(head_rows) if isinstance(head_rows, torch.Tensor) else head_rows
-        joined = rows.with_tokens_of(prompts)
-        return replace(self, head_rows=joined, domain_rows=rows, prompt_rows=len(joined) - len(rows))
+        return replace(self, head_rows=rows.with_tokens_of(prompts), domain_rows=rows)
 
     @property
     def vocabulary(self) -> int:

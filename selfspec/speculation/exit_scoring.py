@@ -8,7 +8,6 @@ decides by these scores; nothing here drafts or changes a token.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
@@ -57,44 +56,28 @@ class SequenceUnfilled:
         self._count = 0
 
 
-@dataclass(frozen=True)
-class UnfilledBatch:
-    """The states of the newest T positions of B sequences, to be run through the exit."""
-
-    sequences: Seq[KVPages]
-    hidden: torch.Tensor  # [B, T, hidden]: states after N layers
-    previous: torch.Tensor  # [B, T, 2 * hidden]: features of the previous positions
-
-    @classmethod
-    def of(cls, sequences: Seq[KVPages], unfilled: Seq[SequenceUnfilled]) -> UnfilledBatch:
-        """Takes all unfilled states of the sequences, which must have the same number of them, and clears them."""
-        states = zip(*(of_sequence.states for of_sequence in unfilled), strict=True)
-        hidden, previous = (torch.stack(of_sequences) for of_sequences in states)
-        for of_sequence in unfilled:
-            of_sequence.clear()
-        return cls(sequences, hidden, previous)
-
-    @property
-    def count(self) -> int:
-        return self.hidden.shape[1]
-
-    @torch.inference_mode()
-    def fill(self, exit: Exit, cache: Cache) -> None:
-        """Stores the exit block's keys and values of all T positions."""
-        exit.fill(self.hidden, self.previous, newest(self.sequences, self.count, exit.model.device), cache)
-
-    @torch.inference_mode()
-    def head_input(self, exit: Exit, cache: Cache, start: int, stop: int) -> torch.Tensor:
-        """Returns the exit's normed states [B, stop - start, hidden] at positions start to stop - 1 of the T, and fills
-        the block's keys and values there."""
-        at = newest(self.sequences, stop - start, exit.model.device, after=self.count - stop)
-        return exit.head_input(self.hidden[:, start:stop], self.previous[:, start:stop], at, cache)
+@torch.inference_mode()
+def fill(
+    exit: Exit, cache: Cache, sequences: Seq[KVPages], unfilled: Seq[SequenceUnfilled], scored: int
+) -> torch.Tensor | None:
+    """Stores the exit block's keys and values at all unfilled positions of sequences that have the same number of them,
+    and clears their states. Returns the exit's normed states at the newest `scored` of these positions
+    [B, scored, hidden]; None for 0."""
+    states = zip(*(of_sequence.states for of_sequence in unfilled), strict=True)
+    hidden, previous = (torch.stack(of_sequences) for of_sequences in states)  # [B, T, hidden], [B, T, 2 * hidden]
+    for of_sequence in unfilled:
+        of_sequence.clear()
+    count, device = hidden.shape[1], exit.model.device
+    if scored < count:
+        exit.fill(hidden, previous, newest(sequences, count, device), cache)
+    if not scored:
+        return None
+    return exit.head_input(hidden[:, -scored:], previous[:, -scored:], newest(sequences, scored, device), cache)
 
 
-def newest(sequences: Seq[KVPages], count: int, device: torch.device, after: int = 0) -> Rows:
-    """The layout of `count` committed positions of each sequence, the last `after` of which are left out."""
-    before = [KVPages(sequence.pages, sequence.length - after - count) for sequence in sequences]
-    return Rows.causal(before, count, device)
+def newest(sequences: Seq[KVPages], count: int, device: torch.device) -> Rows:
+    """The layout of the last `count` committed positions of each sequence."""
+    return Rows.causal([KVPages(sequence.pages, sequence.length - count) for sequence in sequences], count, device)
 
 
 @torch.inference_mode()

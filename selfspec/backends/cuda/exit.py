@@ -55,7 +55,7 @@ def draft_head_capacity(exit: Exit, model: Decoder) -> int:
     _PROMPT_HEAD_ROWS, rounded up to a multiple, at most the vocabulary. So batches of one domain and of several share
     graphs; steps skip the rows past `DraftHead.count`."""
     assert exit.head_rows is not None
-    rows = len(exit.head_rows) - exit.prompt_rows if exit.domain_rows is None else exit.domain_rows.largest
+    rows = len(exit.head_rows) if exit.domain_rows is None else exit.domain_rows.largest
     multiple = _HEAD_ROWS_MULTIPLE
     return min(-(-(rows + _PROMPT_HEAD_ROWS) // multiple) * multiple, model.config.vocab_size)
 

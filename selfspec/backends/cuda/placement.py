@@ -135,7 +135,7 @@ class SlotPlacement:
             return
         self._times.exclude_next_step()
         store, slots = self._buffers.slots, [*self.slots(joined), *idle]
-        states = [*map(_slot_state, joined), *(None for _ in idle)]
+        states = [*map(SlotState.of, joined), *(None for _ in idle)]
         pages = [*(sequence.kv.pages for sequence in joined), *([store.idle_page] for _ in idle)]
         written = store.write(slots, states, [*(sequence.seed for sequence in joined), *(0 for _ in idle)], pages)
         for sequence in joined:
@@ -193,11 +193,3 @@ class SlotPlacement:
         if slots:
             self._buffers.slots.write_pages(slots, [changed[slot] for slot in slots])
         self.pages.changed.clear()
-
-
-def _slot_state(sequence: Sequence) -> SlotState:
-    processed = not sequence.request.processors
-    return SlotState.of(
-        sequence.params, sequence.kv.length, sequence.tokens[-1], sequence.sample_index, len(sequence.prompt),
-        sequence.drafts, processed,
-    )  # fmt: skip

@@ -86,7 +86,7 @@ class PromptPrefill:
             rows = [prefill.inputs.rows_of(first, length) for first, length in zip(firsts, lengths, strict=True)]
             self._add_logprobs(sequences, prefill.final_states, rows)
         for kv, length in zip(kvs, lengths, strict=True):
-            self.cache.extend(kv, length)
+            kv.length += length
 
     def _prefill_chunk(self, sequence: Sequence, exit: Exit | None, captures: bool) -> list[Sequence]:
         """Runs the next chunk of one prompt with PyTorch operations, captured if `captures` is true and the chunk ends
@@ -109,7 +109,7 @@ class PromptPrefill:
             self.prompt_ends[sequence] = prefill.prompt_end.clone()
         if prefill.final_states is not None:
             self._add_logprobs([sequence], prefill.final_states, [torch.arange(len(chunk))])
-        self.cache.extend(kv, len(chunk))
+        kv.length += len(chunk)
         return [sequence] if kv.length == len(context) else []
 
     def _add_logprobs(self, sequences: list[Sequence], states: torch.Tensor, rows: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from selfspec.kernels.constants import PAGE_SIZE
 from selfspec.kernels.final_norm import SlotUnfilled
 from selfspec.models.decoder import Decoder
 from selfspec.sampling import MAX_STOPS, SamplingParams
+from selfspec.sequence import Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import MAX_STEP_ROWS
 
@@ -272,18 +273,16 @@ class SlotState:
     stops: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, length: int, newest_token: int, sample_index: int, prompt: int, drafts: bool,
-        processed: bool,
-    ) -> SlotState:  # fmt: skip
-        """Returns the values for a sequence. `prompt`: number of prompt tokens; `processed`: whether the device
-        processes the sequence's logits, not the host."""
-        shortest = max(params.min_length, prompt + params.min_new_tokens if params.min_new_tokens else 0)
+    def of(cls, sequence: Sequence) -> SlotState:
+        """Returns the values for a sequence."""
+        params, processed = sequence.params, not sequence.request.processors  # whether the device processes its logits
+        after_prompt = len(sequence.prompt) + params.min_new_tokens if params.min_new_tokens else 0
+        shortest = max(params.min_length, after_prompt)
         return cls(
-            lengths=length,
-            newest_tokens=newest_token,
-            sample_indices=sample_index,
-            active=DRAFTING if drafts else PLAIN,
+            lengths=sequence.kv.length,
+            newest_tokens=sequence.tokens[-1],
+            sample_indices=sequence.sample_index,
+            active=DRAFTING if sequence.drafts else PLAIN,
             top_k=min(params.top_k, _MAX_INT32) if params.do_sample else 0,
             min_length=min(shortest, _MAX_INT32) if processed else 0,
             temperature=params.temperature if params.do_sample else 0.0,
@@ -301,10 +300,10 @@ class StepOptions:
     """The optional parts that a captured step has. A step needs those that some sequence of its batch needs; each one
     costs time, and changes no result of the other sequences."""
 
-    samples: bool = False  # adds noise
-    truncates: bool = False  # applies top-k, top-p and min-p
-    small_top_k: bool = True  # every truncated sequence has a top-k up to 64: truncation takes one launch, not four
-    processes: bool = False  # applies penalties, bias, allowed or banned tokens, minimum length
+    samples: bool = False  # adds noise; applies top-k, top-p and min-p
+    # Applies penalties, bias, allowed or banned tokens, minimum length; when sampling also any truncation, by four
+    # launches: one launch is enough for a top-k up to 64.
+    processes: bool = False
     grammar_masks: bool = False  # applies masks of grammars, which the host computes between the parts of a step
 
     @classmethod
@@ -312,17 +311,9 @@ class StepOptions:
         """Returns one of four combinations, so that few steps are captured: greedy; greedy with processing; sampling,
         truncated with a top-k up to 64 or not at all; sampling with any truncation and with processing."""
         sampling = [params for params in batch if params.do_sample]
-        processes = any(params.changes_logits for params in batch)
         truncating = [params for params in sampling if params.top_k or params.top_p < 1 or params.min_p > 0]
         small_top_k = all(1 <= params.top_k <= 64 for params in truncating)
-        if not sampling:
-            return cls(processes=processes)
-        return cls(
-            samples=True,
-            truncates=True,
-            small_top_k=small_top_k and not processes,
-            processes=processes or not small_top_k,
-        )
+        return cls(bool(sampling), not small_top_k or any(params.changes_logits for params in batch))
 
 
 class SlotBuffers:

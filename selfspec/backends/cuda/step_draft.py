@@ -31,10 +31,10 @@ class SlotSampling:
 
     @property
     def truncation(self) -> Truncation | None:
-        if not self.options.truncates:
+        if not self.options.samples:
             return None
         slots = self.slots
-        return Truncation(slots.top_k, slots.top_p, slots.min_p, small_top_k=self.options.small_top_k)
+        return Truncation(slots.top_k, slots.top_p, slots.min_p, small_top_k=not self.options.processes)
 
     def noise(self, rows: RowMetadata) -> Noise | None:
         """The noise of the tokens that follow these rows."""
