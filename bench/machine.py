@@ -46,7 +46,7 @@ def describe(engine: Engine, model: str, synthetic: dict[str, Any] | None = None
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "kernels": engine.has_kernels,
         "threads": torch.get_num_threads(),
-        "exits": f"exits trained (layers below them: {', '.join(map(str, trained))})" if trained else "exits untrained",
+        "exits": f"exits trained after {', '.join(map(str, trained))} layers" if trained else "exits untrained",
         "synthetic": synthetic,
         "memory_gb": None if allowed is None else round(allowed / 1e9, 2),
         "bandwidth_gb_s": round(bandwidth / 1e9, 1),

@@ -75,7 +75,7 @@ class Drafters:
         self._last_domain: str | None = None  # of the request routed last
         self._domains_share_exit = lru_cache(maxsize=64)(self._compare_domains)  # by temperature
         self._shared_plans = cache(self._make_shared_plans)  # by exit layer and rules
-        self._copying = cache(self._make_copying)  # by rules
+        self._copying = cache(self._make_copying)  # by step limit
         self._trimmed_exits: WeakValueDictionary[int, Exit] = WeakValueDictionary()  # those in use, by id
 
     @property
@@ -273,12 +273,12 @@ class Drafters:
 
     def copying_candidates(self, rules: Rules) -> PlanCandidates:
         """The plans that the governor chooses from without an exit."""
-        return self._copying(rules.max_tree_batch, rules.step_limit)
+        return self._copying(rules.step_limit)
 
-    def _make_copying(self, max_tree_batch: int, step_limit: float) -> PlanCandidates:
+    def _make_copying(self, step_limit: float) -> PlanCandidates:
         row_cost = gpu_rows if self._time_rows is None else self._time_rows()
         costs = {size: estimated_cost(0, self.model.config.num_layers, size, row_cost) for size in BATCHES.values()}
-        return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch, max_step=step_limit))
+        return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch=0, max_step=step_limit))
 
     def _cost_models(self, choice: DomainChoice) -> dict[int, CostModel]:
         """Cost models by the largest batch that each is for."""

@@ -124,7 +124,12 @@ class Summary:
         yield "cycles_total", "Steps by plan", "plan", self.cycles_by_plan
         yield "cycle_seconds_total", "Seconds in steps by plan", "plan", self.seconds_by_plan
         yield "accepted_total", "Accepted nodes by depth, from 1", "depth", accepted
-        yield "reached_total", "Times that nodes of a depth were accepted or all rejected, by depth", "depth", reached
+        yield (
+            "reached_total",
+            "Steps that accepted a node of the depth or rejected all, once per sequence",
+            "depth",
+            reached,
+        )
         yield "mode_changes_total", "Changes of a batch's plan, its first plan included", "", {"": self.mode_changes}
         yield "switched_off_total", "Changes of a batch to plain decoding, by reason", "reason", self.changes_by_reason
         queries, hits = self.prefix_cache_queries, self.prefix_cache_hits

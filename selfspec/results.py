@@ -33,7 +33,7 @@ class Stats:
     disabled_reason: str | None  # the first reason for a plain step, other than `measuring`
     finish_reason: str
     elapsed_s: float
-    changes: list[Change]  # the first plan, every change of plan, and of the reason `measuring`
+    changes: list[Change]  # the first plan, every change of plan, and the end of `measuring`
     ood: bool  # the text was found to be unlike the texts that the exit was calibrated on
     accepted_by_depth: list[int]  # accepted nodes of each depth, from depth 1 on
     reached_by_depth: list[int]  # steps that accepted a node of the depth, or rejected all of them

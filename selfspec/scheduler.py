@@ -223,6 +223,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Sequence]:
+        """Sequences whose prompts are not in the cache yet, of all batches."""
         return [sequence for batch in self.batches.values() for sequence in batch.prefilling]
 
     def _admit(self) -> None:

@@ -91,7 +91,9 @@ def expected_steps(
         asked = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         params = read_settings(generation_config, None, asked).resolve(1).params
         yield ExpectedStep(size, NONE, None, params)
-        for plan in drafters.copying_candidates(rules).table(min(size, batch)).plans if profile is None else ():
+        sequences, policy = min(size, batch), Policy(rules, params)
+        copies = profile is None and policy.reason(sequences) is None
+        for plan in drafters.copying_candidates(rules).table(sequences).plans if copies else ():
             yield ExpectedStep(size, plan, None, params)
-        for plan, exit in drafters.expected(min(size, batch), domains, Policy(rules, params)):
+        for plan, exit in drafters.expected(sequences, domains, policy):
             yield ExpectedStep(size, plan, exit, params)

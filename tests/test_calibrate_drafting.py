@@ -13,7 +13,7 @@ from selfspec import Engine
 from selfspec.backends.torch_backend import Draft, TorchBackend
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import draft_states, text_ranks
+from selfspec.calibrate.drafting import draft_head_inputs, text_ranks
 from selfspec.calibrate.measuring import DEPTHS, Measurement, measure, noise_behind
 from selfspec.calibrate.writing import Template, Writer
 from selfspec.models.decoder import Decoder
@@ -76,7 +76,7 @@ def test_drafts_along_a_text_have_the_states_of_the_engines_drafts(family: str, 
     with torch.no_grad():
         features = text_features(model, corpus, 1, torch.device("cpu"))
         below = list(hidden_states(model, corpus))[layer]
-        drafted = draft_states(exit, below, features, corpus, roots, DEPTH)
+        drafted = draft_head_inputs(exit, below, features, corpus, roots, DEPTH)
     for row, of_row in places.items():
         for index, (document, root) in enumerate(of_row):
             for depth, head_input in enumerate(engine_head_inputs(exit, document.tokens, root)):

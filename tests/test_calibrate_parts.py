@@ -252,6 +252,7 @@ def test_a_resumed_run_finds_its_pieces(tmp_path: Path) -> None:
     work = Work(tmp_path / "work", {"a": 1, "b": (1, 2)})
     work.write_json("steps", 12)
     work.write_tensors("chunk", {"x": torch.arange(6).view(2, 3).T, "y": torch.tensor(3)})
+    work.close()
     again = Work(tmp_path / "work", {"a": 1, "b": (1, 2)}, resume=True)
     assert again.resumed and again.read_json("steps") == 12
     stored = again.read_tensors("chunk")
@@ -268,10 +269,13 @@ def test_a_stopped_run_is_dropped_only_with_restart(tmp_path: Path) -> None:
     assert Work(tmp_path, {"a": 1}, resume=True).read_json("steps") == 12
     work = Work(tmp_path, {"a": 2}, restart=True)
     assert not work.resumed
+    work.close()
     assert Work(tmp_path, {"a": 1}, resume=True).read_json("steps") == 12, "kept until the new run begins"
+    work = Work(tmp_path, {"a": 2}, restart=True)
     work.begin()
     assert work.read_json("steps") is None
     work.write_json("other", 3)
+    work.close()
     assert Work(tmp_path, {"a": 2}, resume=True).read_json("other") == 3
 
 
@@ -280,19 +284,16 @@ def test_a_run_is_neither_resumed_nor_dropped_while_another_process_runs_it(
     tmp_path: Path, options: dict[str, bool]
 ) -> None:
     work = Work(tmp_path / "work", {"a": 1})
-    with work.alone():
-        work.begin()
-        work.write_json("steps", 12)
-        with (
-            pytest.raises(ValueError, match=r"another calibration runs in .*work: wait.*--out"),
-            Work(tmp_path / "work", {"a": 1}, **options).alone(),
-        ):
-            pass
-        assert work.read_json("steps") == 12
+    work.begin()
+    work.write_json("steps", 12)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"another calibration runs in .*work: wait.*--out"):
+        Work(tmp_path / "work", {"a": 1}, **options)
+    assert contents(tmp_path) == before
+    work.close()
     stopped = Work(tmp_path / "work", {"a": 1}, **options)
-    with stopped.alone():
-        stopped.begin()
-        stopped.remove()
+    stopped.begin()
+    stopped.remove()
     assert not (tmp_path / "work").exists()
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import draft_states
+from selfspec.calibrate.drafting import draft_head_inputs
 from selfspec.calibrate.optimizer import Optimizer, orthogonalised
 from selfspec.calibrate.training import HeadLoss, Recipe, Student, Trainer, _Places, fused_head_loss, head_loss
 from selfspec.calibrate.writing import Template, Writer
@@ -114,7 +114,7 @@ def test_the_loss_is_the_weighted_sum_over_exits_and_depths() -> None:
     total = one._loss()
     below, expected = list(hidden_states(one.model, one._batch)), torch.zeros(())
     for index, exit in enumerate(one.exits()):
-        head_inputs = draft_states(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
+        head_inputs = draft_head_inputs(exit, below[exit.layer], one._features, one._batch, one._roots, RECIPE.depths)
         for depth, head_input in enumerate(head_inputs):
             wanted = one._wanted(depth)
             target = one.model.project(wanted, one.model.head).softmax(-1)
@@ -220,7 +220,7 @@ def test_an_untrained_exit_computes_the_models_next_layer(family: str) -> None:
     states = list(hidden_states(model, corpus))
     exit = Student(model, 2).exit()
     roots = torch.arange(5, 12).expand(len(corpus), -1)
-    (head_input,) = draft_states(exit, states[2], features, corpus, roots, 1)
+    (head_input,) = draft_head_inputs(exit, states[2], features, corpus, roots, 1)
     expected = model.normalise(states[3], model.norm).gather(1, roots[..., None].expand(-1, -1, 32))
     torch.testing.assert_close(head_input.detach(), expected)
 

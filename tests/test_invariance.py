@@ -99,13 +99,15 @@ def test_tokens_are_the_same_with_any_copied_nodes(plan: Plan, prompt: list[int]
 
 
 @pytest.mark.filterwarnings("ignore:drafting only")
-def test_without_a_profile_text_that_repeats_is_copied_and_stays_the_same() -> None:
-    engine, period = Engine.from_model(forced_text_model([5, 9, 7, 3, 11])), [5, 9, 7, 3, 11, 5, 9]
+@pytest.mark.parametrize("sequences", [1, 6])
+def test_without_a_profile_text_that_repeats_is_copied_and_stays_the_same(sequences: int) -> None:
+    engine, prompts = Engine.from_model(forced_text_model([5, 9, 7, 3, 11])), [[5, 9, 7, 3, 11, 5, 9]] * sequences
     settings = {"speculative_decoding": None, "max_new_tokens": 60}
-    plain, (of_plain,) = generate(engine, [period], 0, "greedy", **settings | {"speculative_decoding": False})
-    copied, (stats,) = generate(engine, [period], 0, "greedy", **settings)
-    assert copied == plain and of_plain.disabled_reason == "request"
-    assert stats.accepted > 10 and (stats.exit_layer, stats.disabled_reason) == (None, "no_profile")
+    plain, of_plain = generate(engine, prompts, 0, "greedy", **settings | {"speculative_decoding": False})
+    copied, of_copied = generate(engine, prompts, 0, "greedy", **settings)
+    assert copied == plain and of_plain[0].disabled_reason == "request"
+    for stats in of_copied:
+        assert stats.accepted > 10 and (stats.exit_layer, stats.disabled_reason) == (None, "no_profile")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

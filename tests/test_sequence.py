@@ -158,7 +158,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
-        self.rules, self.may_score = Rules(max_tree_batch=0), False
+        self.rules, self.may_score = Rules(), False
         self.timed: list[bool] = []
 
     def charge_step(self, *_: Any) -> None: ...

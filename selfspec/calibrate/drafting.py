@@ -18,7 +18,7 @@ from selfspec.speculation.exit import Exit
 _RANKED_TOGETHER = 256  # positions; bounds the memory of their logits
 
 
-def draft_states(
+def draft_head_inputs(
     exit: Exit,
     hidden: torch.Tensor,  # [B, T, hidden] after N layers
     features: torch.Tensor,  # [B, T, 2 * hidden] the model's states that the exit reads one position later

@@ -14,7 +14,7 @@ import torch
 
 from selfspec.calibrate.choice import MISSED
 from selfspec.calibrate.corpus import Corpus, hidden_states, text_features
-from selfspec.calibrate.drafting import draft_states, text_ranks
+from selfspec.calibrate.drafting import draft_head_inputs, text_ranks
 from selfspec.models.decoder import Decoder
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.exit_scoring import PROMPT_END
@@ -88,8 +88,8 @@ def _measure_rows(
     # [rows, longest] roots from each answer's first prediction on; shorter answers repeat their last one, unused.
     roots = torch.stack([(first + steps).clamp(max=last - 1) for first, last in zip(firsts, lasts, strict=True)])
     ends = torch.stack([(first - 1 - torch.arange(PROMPT_END, device=model.device)).clamp(min=0) for first in firsts])
-    drafts = [draft_states(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
-    at_ends = [draft_states(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
+    drafts = [draft_head_inputs(e, below[e.layer], features, batch, roots, DEPTHS) for e in exits]
+    at_ends = [draft_head_inputs(e, below[e.layer], features, batch, ends, 1)[0] for e in exits]
     for row, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
         final_states = features[row, :, : model.config.hidden_size]
         tokens, noise = batch.tokens[row, : last + DEPTHS], None

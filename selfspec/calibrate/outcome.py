@@ -123,15 +123,14 @@ def _after(planned: PlanChoice, measured: Run | None) -> PlanChoice:
 
 def _save(setup: Setup, trained: Trained, profile: Profile) -> Profile:
     """Saves the profile with the head rows of every domain and with all exits, since requests may name any of them:
-    without training also those of the profile before that were not asked for."""
+    without training also the other exits of the profile that it replaces."""
     rows = {
         domain.name: trained.head_rows(index, profile.domains[domain.name].head_rows or setup.vocabulary)
         for index, domain in enumerate(setup.domains)
     }
-    exits, before = list(trained.exits), setup.trained_before
-    if before is not None:
-        exits += [before.exit(setup.model, layer) for layer in before.trained_layers() if layer not in setup.layers]
-    return profile.save(setup.out, exits, {name: own for name, own in rows.items() if own is not None})
+    return profile.save(
+        setup.out, [*trained.exits, *setup.kept_exits], {name: own for name, own in rows.items() if own is not None}
+    )
 
 
 def _plan_choice(candidate: Candidate) -> PlanChoice:

@@ -45,8 +45,10 @@ class Calibration:
     def run(self) -> Profile:
         self.setup = setup = Setup(self.settings)
         self.work, self.model = setup.work, setup.model
-        with self.work.alone():
+        try:
             return self._run()
+        finally:
+            self.work.close()
 
     def _run(self) -> Profile:
         setup = self.setup
@@ -83,7 +85,7 @@ class Calibration:
             f"{config.vocab_size:,}) on {outcome.device_name(self.model)} in {str(self.model.dtype).split('.')[-1]}"
         )
         layers = ", ".join(map(str, setup.layers))
-        exits = f"{'trains' if settings.train else 'uses the trained'} exits (layers below them: {layers})"
+        exits = f"{'trains' if settings.train else 'uses the trained'} exits after {layers} layers"
         say(f"  domains {', '.join(domain.name for domain in setup.domains)}; {exits}; writes to {setup.out}")
         if settings.train:
             say(f"  {setup.resources.describe()}")

@@ -26,7 +26,9 @@ from selfspec.text import encode
 # The most prompts of a domain to measure with, and the most tokens of their answers; fewer without a GPU.
 _MEASURED, _MEASURED_WITHOUT_GPU = (24, 128), (6, 48)
 _DISK_BYTES = 2 * 2**30  # of text, checkpoints and exits in the profile's folder
-_ROUTER_LAYER = 3  # the router reads states after so many layers, or at the deepest exit if that is deeper
+_ROUTER_LAYER = (
+    3  # the router reads states after so many layers, or as many as below the deepest exit if that is deeper
+)
 
 
 class Setup:
@@ -51,7 +53,9 @@ class Setup:
         self.layers = settings.exit_layers(self.model.config.num_layers)
         self.identity = ModelIdentity.of(self.model)
         self.out = settings.out or profiles_dir() / self.identity.name
-        self.trained_before = None if settings.train else self._profile_with_exits()
+        self.trained_before = before = None if settings.train else self._profile_with_exits()
+        kept = [] if before is None else [layer for layer in before.trained_layers() if layer not in self.layers]
+        self.kept_exits = [] if before is None else [before.exit(self.model, layer) for layer in kept]
         self.work = Work(self.out / FOLDER, self._key(), settings.resume, settings.restart)
         _check_disk(self.out)
         recipe = Recipe.for_device(self.model.device, self.engine.context, settings.seed)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from selfspec.calibrate.corpus import Corpus, hidden_states
-from selfspec.calibrate.drafting import draft_states
+from selfspec.calibrate.drafting import draft_head_inputs
 from selfspec.calibrate.optimizer import Optimizer
 from selfspec.models.decoder import Decoder, Layer, layer_parts
 from selfspec.models.linear import Linear, expand
@@ -203,7 +203,9 @@ class Trainer:
         with torch.no_grad():
             below = [next(states) for _ in range(self.students[-1].layer + 1)]
         drafts = [
-            draft_states(student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths)
+            draft_head_inputs(
+                student.exit(), below[student.layer], self._features, self._batch, self._roots, recipe.depths
+            )
             for student in self.students
         ]
         compute, cap = fused_head_loss() if recipe.compiled else head_loss, self.model.config.logit_softcap

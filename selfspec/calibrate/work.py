@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,51 +26,39 @@ class Work:
     """Named pieces of work in a folder. A piece is replaced in one operation, so it is never there in part."""
 
     def __init__(self, folder: Path, key: dict[str, Any], resume: bool = False, restart: bool = False) -> None:
-        """Opens a new folder, or one that selfspec made: to continue the run in it (`resume`; its key must be the same)
-        or to drop that run (`restart`), which `begin` does. Raises ValueError for a folder with files that selfspec did
-        not write, and for a stopped run when neither was asked for."""
+        """Opens a new folder, or one that selfspec made, until `close`: to continue the run in it (`resume`; its key
+        must be the same) or to drop that run (`restart`), which `begin` does. Raises ValueError for a folder with files
+        that selfspec did not write, for one that is open in another process, and for a stopped run when neither was
+        asked for."""
         self.folder = folder
-        self._key = key = json.loads(json.dumps(key))  # as `read_json` will return it
-        stopped = self._stopped_run()
-        if stopped["pieces"] and not resume and not restart:
-            raise ValueError(
-                f"a calibration was stopped, or still runs, in {folder}: pass --resume to continue it, or --restart to "
-                "drop it"
-            )
-        if stopped["pieces"] and resume and stopped["key"] != key:
-            changed = sorted(name for name in key if stopped["key"].get(name) != key[name])
-            raise ValueError(
-                f"the stopped run in {folder} had other settings ({', '.join(changed)}): repeat them with --resume, or "
-                "pass --restart to drop it"
-            )
-        self.resumed = bool(stopped["pieces"]) and resume
-        self._made: dict[str, Any] = stopped if stopped["pieces"] else {"key": key, "pieces": []}
+        self._key = json.loads(json.dumps(key))  # as `read_json` will return it
+        self._stopped_run()  # refuses a folder of others before anything is written to it
         self._lock = FileLock(folder / _LOCK)
         self._created = [path for path in folder.parents if not path.exists()]  # innermost first
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+            stopped = self._stopped_run()
+            self._check_stopped(stopped, resume, restart)
+            self.resumed = bool(stopped["pieces"]) and resume
+            self._made: dict[str, Any] = stopped if stopped["pieces"] else {"key": self._key, "pieces": []}
             self._write_marker()
-        except OSError as error:
-            raise self._unwritable(error) from error
+        except Timeout:
+            raise ValueError(
+                f"another calibration runs in {folder}: wait for its end, or choose another folder with --out"
+            ) from None
+        except (OSError, ValueError) as error:
+            self.close()
+            raise self._unwritable(error) if isinstance(error, OSError) else error from error
+
+    def close(self) -> None:
+        """Lets another run open the folder."""
+        self._lock.release()
 
     @property
     def is_empty(self) -> bool:
         """Whether the folder has no piece, neither of this run nor of a stopped one."""
         return not self._made["pieces"]
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Raises ValueError if another process is in this context with the same folder."""
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"another calibration runs in {self.folder}: wait for its end, or choose another folder with --out"
-            ) from None
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def begin(self) -> None:
         """Drops the stopped run, unless this one continues it. Call it before the first write."""
@@ -104,11 +91,11 @@ class Work:
 
     def remove(self) -> None:
         """Removes the files that selfspec wrote, and the folders that it made if nothing else is in them."""
-        self._lock.release()
         self._unlink([*self._made["pieces"], _MARKER, _LOCK])
         with suppress(OSError):  # the first that is not empty ends it
             for path in (self.folder, *self._created):
                 path.rmdir()
+        self.close()
 
     def _unlink(self, names: list[str]) -> None:
         for path in map(self.folder.joinpath, names):
@@ -134,6 +121,19 @@ class Work:
                 "folder with --out"
             )
         return made
+
+    def _check_stopped(self, stopped: dict[str, Any], resume: bool, restart: bool) -> None:
+        """Raises ValueError unless the options say what to do with the stopped run, if there is one."""
+        if stopped["pieces"] and not resume and not restart:
+            raise ValueError(
+                f"a calibration was stopped in {self.folder}: pass --resume to continue it, or --restart to drop it"
+            )
+        if stopped["pieces"] and resume and stopped["key"] != self._key:
+            changed = sorted(name for name in self._key if stopped["key"].get(name) != self._key[name])
+            raise ValueError(
+                f"the stopped run in {self.folder} had other settings ({', '.join(changed)}): repeat them with "
+                "--resume, or pass --restart to drop it"
+            )
 
     def _unwritable(self, error: OSError) -> ValueError:
         return ValueError(f"cannot write to {self.folder.parent} ({error}); choose another folder with --out")

@@ -20,7 +20,7 @@ from selfspec.speculation.plan import Plan
 MEMORY = 12  # tokens (of a skill) or samples (of a cost) after which an observation counts 1/e
 PRIOR_WEIGHT = 4.0  # exposure of the skill that a sequence begins with: about 4 tokens of text
 UNFAMILIAR = 0.25  # skill of a prompt unlike every domain; below it a text is out of distribution
-_KEPT = 1 - 1 / MEMORY  # of both sums of a skill after each observed token
+_KEPT = 1 - 1 / MEMORY  # factor of both sums of a skill for each observed token
 _PER_OCTAVE, _LOWEST = 8, -6  # levels of skill for which expected lengths are tabulated: 2**-6 .. 2**2, 9% apart
 LEVELS = tuple(2 ** (_LOWEST + level / _PER_OCTAVE) for level in range(8 * _PER_OCTAVE + 1))
 _LEAST = 0.005  # chances stay within 0.005 and 0.995: smaller ones rest on too few calibrated tokens

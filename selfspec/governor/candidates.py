@@ -55,8 +55,8 @@ class SharedPlans:
         self.plans = cache(self._plans)
 
     def _plans(self, size: int, chains: bool) -> tuple[Plan, ...]:
-        """The fastest plan for each skill, and smaller plans, for devices on which large ones are slower than modelled:
-        all shorter chains, or two small trees; without `chains` also trees with copied nodes; and copied nodes alone.
+        """The fastest plan for each skill; smaller plans, for devices on which large ones are slower than modelled: all
+        shorter chains, or two small trees; without `chains` also trees with copied nodes; and copied nodes alone.
         Smallest first. `size` is one of the batch sizes that have a cost model."""
         if self._max_step < 1:
             return ()
@@ -151,9 +151,9 @@ def size_of(batch: int, costs: Iterable[int]) -> int:
 
 
 def likeliest(chances: Sequence[Sequence[float]]) -> list[Node]:
-    """The nodes with the highest chances to be accepted, highest first: at least the MAX_NODES best of all nodes up to
-    each depth, without those whose chance is 0. A token has the chance [depth][rank] after an accepted parent. A node
-    comes after its parent and its likelier siblings."""
+    """Nodes by their chances to be accepted, highest first, without those whose chance is 0. For each depth they
+    include the MAX_NODES best of all nodes up to it; there may be more than MAX_NODES in all. A token has the chance
+    [depth][rank] after an accepted parent. A node comes after its parent and its likelier siblings."""
     level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # chance negated, depth, path; first the root
     found = level[1:]
     for by_rank in chances:

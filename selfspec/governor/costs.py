@@ -54,9 +54,9 @@ class StepCost:
         return drafting
 
     def seconds(self, depth: int, nodes: int, head_rows: int | None = None) -> float:
-        """Seconds of a step that drafts `nodes` nodes: linear between the measured numbers of nodes, past them by the
-        mean seconds of a measured node. `head_rows`: rows of the draft head; None: as measured. A depth takes at least
-        0 s."""
+        """Seconds of a step that drafts `nodes` nodes: linear between the measured numbers of nodes; beyond them each
+        node adds the mean of the measured range. `head_rows`: rows of the draft head; None: as measured. A depth takes
+        at least 0 s."""
         if not nodes:
             return self.plain
         rows = 0 if head_rows is None else head_rows - self.head_rows
@@ -92,7 +92,7 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 class _Average:
     """The mean of the first samples, then an exponential average."""
 
-    value: float = 0.0  # 0: the first sample may have any size
+    value: float = 0.0  # 0: no sample yet, so the next one is not limited
     samples: int = 0
 
     def add(self, sample: float) -> None:

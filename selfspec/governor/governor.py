@@ -16,7 +16,9 @@ from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
-MEASURING = "measuring"  # reason of plain steps that measure: the first ones in a bucket, and one after 128 drafted
+MEASURING = (
+    "measuring"  # reason of a plain step that is run to be timed: the first ones in a bucket, and one after 128 drafted
+)
 
 
 class Budget:

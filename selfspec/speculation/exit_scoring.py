@@ -58,7 +58,7 @@ class SequenceUnfilled:
 
 @torch.inference_mode()
 def fill(
-    exit: Exit, cache: Cache, sequences: Seq[KVPages], unfilled: Seq[SequenceUnfilled], scored: int
+    exit: Exit, cache: Cache, kvs: Seq[KVPages], unfilled: Seq[SequenceUnfilled], scored: int
 ) -> torch.Tensor | None:
     """Stores the exit block's keys and values at all unfilled positions of sequences that have the same number of them,
     and clears their states. Returns the exit's normed states at the newest `scored` of these positions
@@ -69,15 +69,15 @@ def fill(
         of_sequence.clear()
     count, device = hidden.shape[1], exit.model.device
     if scored < count:
-        exit.fill(hidden, previous, newest(sequences, count, device), cache)
+        exit.fill(hidden, previous, newest(kvs, count, device), cache)
     if not scored:
         return None
-    return exit.head_input(hidden[:, -scored:], previous[:, -scored:], newest(sequences, scored, device), cache)
+    return exit.head_input(hidden[:, -scored:], previous[:, -scored:], newest(kvs, scored, device), cache)
 
 
-def newest(sequences: Seq[KVPages], count: int, device: torch.device) -> Rows:
+def newest(kvs: Seq[KVPages], count: int, device: torch.device) -> Rows:
     """The layout of the last `count` committed positions of each sequence."""
-    return Rows.causal([KVPages(sequence.pages, sequence.length - count) for sequence in sequences], count, device)
+    return Rows.causal([KVPages(kv.pages, kv.length - count) for kv in kvs], count, device)
 
 
 @torch.inference_mode()

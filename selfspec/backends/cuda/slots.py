@@ -301,8 +301,8 @@ class StepOptions:
     costs time, and changes no result of the other sequences."""
 
     samples: bool = False  # adds noise; applies top-k, top-p and min-p
-    # Applies penalties, bias, allowed or banned tokens, minimum length; when sampling also any truncation, by four
-    # launches: one launch is enough for a top-k up to 64.
+    # Applies penalties, bias, allowed or banned tokens, minimum length. A sampling step with it truncates in any way
+    # (four launches), without it only by a top-k up to 64 (one launch).
     processes: bool = False
     grammar_masks: bool = False  # applies masks of grammars, which the host computes between the parts of a step
 
