@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from selfspec import Engine
+from selfspec import Engine, Rules
+from selfspec.warmup import Expected, expected_steps
 from tests.tiny import tiny_model
 
 
@@ -22,6 +24,13 @@ def test_a_warm_up_after_a_request_captures_the_steps_of_the_next_one() -> None:
     captured = len(engine._graphs.captured.entries)
     engine.generate(prompt.repeat(2, 1), **settings)  # type: ignore[arg-type]
     assert len(engine._graphs.captured.entries) == captured, "the request captured steps of its own"
+
+
+def test_batches_that_may_not_draft_expect_plain_steps_alone() -> None:
+    engine = Engine.from_model(tiny_model("llama", num_hidden_layers=2))
+    expected = Expected(batch=32, domain=None, temperatures=(0.0,), max_length=64)
+    steps = expected_steps(engine.drafters, Rules(), GenerationConfig(), expected)
+    assert {step.sequences for step in steps if len(step.plan)} == {1, 2, 4, 8, 16}
 
 
 def test_passes_over_prompts_are_captured_with_the_largest_first() -> None:
