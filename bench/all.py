@@ -117,7 +117,7 @@ def model_arguments(args: argparse.Namespace, sizes: Sizes) -> argparse.Namespac
 def run_section(name: str, run: Run) -> Result:
     """The section's figures and its seconds; if it fails, its error in place of the figures."""
     start = time.perf_counter()
-    print(f"{name}: at most about {run.seconds:g} s", file=sys.stderr, flush=True)
+    print(f"{name}: about {run.seconds:g} s, more if one run of each case takes more", file=sys.stderr, flush=True)
     found: Result
     try:
         found = {"figures": SECTIONS[name].measure(run)}

@@ -26,7 +26,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 engine = Engine.from_model(model, tokenizer)
 print(engine)
 
-inputs = tokenizer("The three primary colours are", return_tensors="pt")
+inputs = tokenizer("def fibonacci(n):", return_tensors="pt")
 settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 theirs = model.generate(**inputs, **settings)
 ours = engine.generate(**inputs, **settings)

@@ -15,6 +15,7 @@ from rich.table import Table
 from selfspec.calibrate.report import verdict
 from selfspec.calibrate.trial import COMPARED_CHAIN
 from selfspec.governor.rules import DEFAULT_TREE
+from selfspec.profiles.paths import profiles_dir
 from selfspec.profiles.profile import Profile
 from selfspec.speculation.plan import Plan
 
@@ -81,7 +82,9 @@ def show(profile: Profile, console: Console, model: str, loading: str = "") -> N
         console.print(table)
     lines = [verdict(profile), f"profile.json, exits.safetensors and report.html are in {profile.folder}"]
     if profile.drafts:
-        lines.append(f'use it:  Engine.from_pretrained("{model}"{loading}, profile="{profile.folder}")')
+        is_found = profile.folder is not None and profile.folder.parent == profiles_dir()
+        place = "" if is_found else f', profile="{profile.folder}"'
+        lines.append(f'use it:  Engine.from_pretrained("{model}"{loading}{place})')
     else:
         lines.append('profile="auto" prefers any other profile of this model that drafts')
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)

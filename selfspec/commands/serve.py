@@ -64,6 +64,7 @@ def serve(args: argparse.Namespace) -> int:
     level = "debug" if args.verbose else args.log_level
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
     listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
+    note(f"loading {args.model}")
     engine = options.load_engine(args)
     gc.collect()
     gc.freeze()  # a full garbage collection of what is loaded by now would stall all streams for 0.25 s
