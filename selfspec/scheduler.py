@@ -346,12 +346,12 @@ class Scheduler:
         for sequence in batch.prefilling:
             if not sequence.is_prefilled and sequence.parent is not None and sequence.parent.is_prefilled:
                 self.prompt_pages.share(sequence, sequence.parent)
-        for request in dict.fromkeys(sequence.request for sequence in batch.prefilling):
-            ready = [sequence for sequence in batch.prefilling if sequence.request is request]
-            if ready and all(sequence.is_prefilled for sequence in ready):
-                self.prompt_pages.hold_for_samples(ready)
-                batch.prefilling = [sequence for sequence in batch.prefilling if sequence.request is not request]
-                self._join(batch, ready)
+        unready = {sequence.request for sequence in batch.prefilling if not sequence.is_prefilled}
+        ready = [sequence for sequence in batch.prefilling if sequence.request not in unready]
+        batch.prefilling = [sequence for sequence in batch.prefilling if sequence.request in unready]
+        if ready:
+            self.prompt_pages.hold_for_samples(ready)
+            self._join(batch, ready)
 
     @staticmethod
     def _prefill_pass(batch: Batch, sequences: list[Sequence], exit: Exit | None) -> list[Sequence]:

@@ -30,11 +30,13 @@ from selfspec import Engine
 from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
+from selfspec.batch import Batch
 from selfspec.cache.kv_cache import PAGE_SIZE, CacheFull, page_nbytes
 from selfspec.request import SpeculationRequest, read_settings
 from selfspec.sequence import Progress, Request
 from tests.profiles import choice_of, profile_of, random_exit
 from tests.scripted import IRREGULAR, endless, random_prompt, silence
+from tests.stepping import enqueue, finish
 from tests.tiny import VOCABULARY, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -247,6 +249,19 @@ def test_a_swapped_sample_shares_the_prompt_pages_that_are_held_for_waiting_ones
     tokens = generate(engine, prompt, **options, **PLAIN)
     assert tokens == generate(new_engine(model=model), prompt, **options, **PLAIN)
     assert_all_pages_free(engine)
+
+
+def test_requests_whose_prompts_end_in_one_pass_join_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, join, joined = TorchBackend.prefill, Batch.join, []
+    monkeypatch.setattr(TorchBackend, "prefill", lambda *args: [prefill(args[0], [s], args[2])[0] for s in args[1]])
+    monkeypatch.setattr(Batch, "join", lambda batch, sequences: (joined.append(len(sequences)), join(batch, sequences)))
+    engine = plain_engine()
+    sampled = {"max_new_tokens": 4, "do_sample": True, "num_return_sequences": 2}
+    requests = [enqueue(engine, [[5 + index, 6]], seed=index, **sampled) for index in range(3)]
+    finish(engine)
+    assert joined == [6]
+    alone = [generate(engine, [5 + index, 6], seed=index, speculative_decoding=False, **sampled) for index in range(3)]
+    assert list(map(tokens_of, requests)) == alone
 
 
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
