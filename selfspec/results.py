@@ -107,7 +107,8 @@ class Stream(Iterator[str]):
     def completion(self) -> Completion | None:
         """The finished completion; None while there are pieces to come, and after an early close."""
         is_complete = self._sequence.finish_reason in ("stop", "length")
-        return completion_of(self._sequence, self._tokenizer) if is_complete and not self._waiting else None
+        all_shown = self._shown == self._sequence.new_tokens
+        return completion_of(self._sequence, self._tokenizer) if is_complete and all_shown else None
 
     @property
     def _waiting(self) -> int:
