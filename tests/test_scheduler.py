@@ -249,6 +249,23 @@ def test_a_swapped_sample_shares_the_prompt_pages_that_are_held_for_waiting_ones
     assert_all_pages_free(engine)
 
 
+@pytest.mark.parametrize("how", [PLAIN, TREE])
+def test_a_long_text_gets_the_pages_of_a_prompt_that_is_held_for_waiting_samples(how: dict[str, Any]) -> None:
+    """It grows to 8 of 14 pages beside a prompt of 7, one sample of which was swapped out and one waits."""
+    engine, plain = new_engine(pages=14, max_batch=2), {"do_sample": False, "max_new_tokens": 200, **PLAIN}
+    sampling = {"do_sample": True, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 100}
+    calls = [(random_prompt(300), plain), (random_prompt(400), {**sampling, **how})]
+    requests = [request_of(engine, [prompt], **options) for prompt, options in calls]
+    for request in requests:
+        engine.scheduler.waiting.extend(request.sequences)
+    while engine.scheduler.step():
+        pass
+    assert [request.error for request in requests] == [None, None]
+    expected = [generate(plain_engine(), prompt, **{**options, **PLAIN}) for prompt, options in calls]
+    assert [tokens_of(request) for request in requests] == expected
+    assert_all_pages_free(engine)
+
+
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five texts of a page each are about to need another; a prompt of two pages is prefilled meanwhile."""
     monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
