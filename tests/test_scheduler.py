@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from selfspec import Engine
+from selfspec import Engine, Rules
 from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
@@ -264,6 +264,23 @@ def test_a_long_text_gets_the_pages_of_a_prompt_that_is_held_for_waiting_samples
     expected = [generate(plain_engine(), prompt, **{**options, **PLAIN}) for prompt, options in calls]
     assert [tokens_of(request) for request in requests] == expected
     assert_all_pages_free(engine)
+
+
+def test_a_swapped_sequence_takes_the_exits_kv_of_plainly_decoded_tokens_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
+    engine, swaps = new_engine(pages=LEAST_PAGES + 2, rules=Rules(budget=0)), []  # no budget: all steps are plain
+    swap_out = engine.cache.swap_out
+
+    def remember(kv: Any) -> Any:
+        swaps.append(swap_out(kv))
+        return swaps[-1]
+
+    engine.cache.swap_out = remember  # type: ignore[method-assign]
+    request = request_of(engine, [random_prompt(60, seed) for seed in range(3)], do_sample=False, max_new_tokens=130)
+    engine.scheduler.submit(request)
+    engine.scheduler.wait(request)
+    keys = swaps[0].keys[-1].flatten(0, 1)[: swaps[0].length]
+    assert len(keys) > 60 and bool(keys.flatten(1).any(-1).all())
 
 
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
