@@ -100,7 +100,7 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Stops generating and frees the cache; harmless when already finished."""
         self._progress.close()
-        if self._request.is_cancelled:
+        if self._request.is_cancelled and self._made:  # before the first token: submitting failed, or has waited
             self._scheduler.cancel(self._request)
 
     @property
