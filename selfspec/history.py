@@ -143,9 +143,11 @@ class StepHistory:
 
     def _counted(self) -> Counter[tuple[StepRecord, int]]:
         """Number of steps by record and last node."""
-        start = self._counts.total()
-        if start < self.steps:
-            self._counts.update(zip(self.records[start:], self.last_nodes[start:], strict=True))
+        counts, steps = self._counts, self.steps  # the loop may add a step meanwhile, or count the steps itself
+        start = counts.total()
+        if start < steps:
+            new = zip(self.records[start:steps], self.last_nodes[start:steps], strict=True)
+            self._counts = counts + Counter(new)
         return self._counts
 
     def _by_depth(self, which: int) -> list[int]:

@@ -368,6 +368,14 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     assert sequence.history.origins == ["plain", "plain"]
 
 
+def test_statistics_can_be_read_while_the_loop_adds_a_step() -> None:
+    history, plan = StepHistory(), Plan.parse("chain:2")
+    record = StepRecord.of(plan, plan, None)
+    history.add(record, 1)
+    history.records.append(record)  # its last node follows
+    assert (history.drafted, history.accepted, history.rejections) == (2, 1, 1)
+
+
 def test_a_last_step_that_the_loop_adds_while_origins_are_read_marks_its_own_token() -> None:
     plan = Plan.parse("chain:2")
     record = StepRecord.of(plan, plan, None)
