@@ -74,7 +74,7 @@ class Batch:
 
     def _update(self, joined: bool) -> None:
         """Applies the rules after sequences joined, left or were routed; finds the batch's exit, costs and governor."""
-        self._capture_seconds = {}
+        was_off, self._capture_seconds = self._rule() is not None, {}
         if not self.running:
             self.exit = self.governor = None
             self._head_prompts = set()
@@ -87,7 +87,7 @@ class Batch:
         may_draft = [sequence for sequence in self.running if sequence.request.drafter is not None]
         if not may_draft or self.base_exit is None:
             self.exit = None
-        elif (joined and self._rule() is None) or self.exit is None:
+        elif self.exit is None or ((joined or was_off) and self._rule() is None):
             self._trim_head(self.base_exit, may_draft)
         self._costs = self.drafters.costs(self._cost_kind())
         self._choose_governor()

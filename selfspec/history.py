@@ -98,8 +98,10 @@ class StepHistory:
             outcomes[accepted, accepted + (not record.plan.is_leaf(last))] += times
         # A drafted token ended the sequence: a child of the last node carried it. A step that failed is not recorded.
         if self.drafted_end is not None and self.drafted_end < self.steps:
-            accepted = self.records[-1].plan.depths[self.last_nodes[-1]]
-            outcomes -= Counter({(accepted, accepted + 1): 1})
+            # Not so for a leaf: a copied node, at its depth and with its token, had that child.
+            plan, last = self.records[-1].plan, self.last_nodes[-1]
+            accepted = plan.depths[last]
+            outcomes -= Counter({(accepted, accepted + (not plan.is_leaf(last))): 1})
             outcomes[accepted + 1, accepted + 1] += 1
         return outcomes
 
@@ -141,9 +143,11 @@ class StepHistory:
 
     def _counted(self) -> Counter[tuple[StepRecord, int]]:
         """Number of steps by record and last node."""
-        start = self._counts.total()
-        if start < self.steps:
-            self._counts.update(zip(self.records[start:], self.last_nodes[start:], strict=True))
+        counts, steps = self._counts, self.steps  # the loop may add a step meanwhile, or count the steps itself
+        start = counts.total()
+        if start < steps:
+            new = zip(self.records[start:steps], self.last_nodes[start:steps], strict=True)
+            self._counts = counts + Counter(new)
         return self._counts
 
     def _by_depth(self, which: int) -> list[int]:

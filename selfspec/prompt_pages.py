@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from selfspec.backends.base import Backend
 from selfspec.cache.kv_cache import PAGE_SIZE, Cache, SwappedPages
 from selfspec.cache.prefixes import PageKeys
@@ -64,3 +66,15 @@ class PromptPages:
             elif parent.prompt_kv is not None:
                 self._cache.close(parent.prompt_kv)
                 parent.prompt_kv = None
+
+    def swap_out_held(self, waiting: Iterable[Sequence]) -> None:
+        """Moves the prompts that are held for waiting samples to host memory, as if the samples had been swapped out
+        before their first step."""
+        for parent in dict.fromkeys(sample.first_sample for sample in waiting):
+            if parent.prompt_kv is None:
+                continue
+            swapped, parent.prompt_kv = self._cache.swap_out(parent.prompt_kv), None
+            for sample in parent.request.sequences:
+                if sample.parent is parent and not sample.is_prefilled:
+                    sample.swapped, sample.previous_feature = swapped, parent.prompt_feature
+                    sample.is_prefilled = True

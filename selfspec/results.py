@@ -100,14 +100,15 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Stops generating and frees the cache; harmless when already finished."""
         self._progress.close()
-        if self._request.is_cancelled:
+        if self._request.is_cancelled and self._made:  # before the first token: submitting failed, or has waited
             self._scheduler.cancel(self._request)
 
     @property
     def completion(self) -> Completion | None:
         """The finished completion; None while there are pieces to come, and after an early close."""
         is_complete = self._sequence.finish_reason in ("stop", "length")
-        return completion_of(self._sequence, self._tokenizer) if is_complete and not self._waiting else None
+        all_shown = self._shown == self._sequence.new_tokens
+        return completion_of(self._sequence, self._tokenizer) if is_complete and all_shown else None
 
     @property
     def _waiting(self) -> int:

@@ -387,11 +387,14 @@ class Scheduler:
             sequence.elapsed_s += seconds
 
     def _preempt(self, batch: Batch, error: CacheFull) -> None:
-        """Swaps the batch's newest sequence to host memory and puts it first in the queue; fails its request with
-        `error` if no other sequence is admitted. Swaps none if the batch is empty once its step in flight is read."""
+        """Swaps the batch's newest sequence to host memory and puts it first in the queue. If no other sequence is
+        admitted, swaps the prompts that are held for waiting samples, and fails its request with `error` if that frees
+        no page. Swaps none if the batch is empty once its step in flight is read."""
         batch.drain()
         self._finish(batch)
         if self.admitted < 2:  # no other sequence will free pages
+            if self._swap_held_prompts():
+                return
             for sequence in list(batch.running):
                 sequence.request.fail(error)
                 self._remove(sequence.request)
@@ -408,6 +411,13 @@ class Scheduler:
             return
         batch.leave([newest])
         self.waiting.appendleft(newest)
+
+    def _swap_held_prompts(self) -> bool:
+        """Moves the prompts that are held for waiting samples to host memory; returns whether that freed pages."""
+        free = self.cache.free_pages
+        with suppress(Exception):  # too little host memory: the prompts stay
+            self.prompt_pages.swap_out_held(self.waiting)
+        return self.cache.free_pages > free
 
     def _fail_all(self, batch: Batch, error: Exception, joining: Seq[Sequence] = ()) -> None:
         """Fails all requests of a batch and of the `joining` sequences, some of which the batch may hold: the error of

@@ -283,6 +283,24 @@ def test_a_large_batch_is_off_whoever_governs(folder: Path) -> None:
     assert not any(s.drafted for s in stats)
 
 
+def test_a_sequence_that_joined_a_large_batch_gets_its_head_rows_once_the_batch_is_smaller(folder: Path) -> None:
+    """Its plan asks for rank 19, and the others' domain drafts 4 tokens."""
+    exit = trained("llama").exit
+    domains = {"narrow": choice_of(exit.layer, "chain:1", head_rows=4), "wide": choice_of(exit.layer, "chain:1")}
+    profile = profile_of(exit.model, domains).save(folder / "shrinks", [exit], {"narrow": torch.arange(3, 7)})
+    engine = Engine.from_model(trained("llama").hf, profile=profile)
+    options: dict[str, Any] = {"seed": 0, "do_sample": False}
+    requests = [engine.build_request([5, 6], max_new_tokens=40, domain="narrow", **options) for _ in range(17)]
+    requests.append(engine.build_request([5, 6], max_new_tokens=60, domain="wide", plan="tree:20", **options))
+    for request in requests:
+        engine.scheduler.waiting.extend(request.sequences)
+    while engine.scheduler.step():
+        pass
+    assert [request.error for request in requests] == [None] * 18
+    last = requests[-1].sequences[0].history
+    assert [change.plan for change in last.changes] == ["none", "chain:1", "tree:20"]
+
+
 @pytest.mark.parametrize(("prompt", "skill"), [(0, 1.0), (1, UNFAMILIAR)], ids=["familiar", "unfamiliar"])
 def test_a_prompt_far_from_every_domain_begins_with_the_skill_of_unfamiliar_text(
     folder: Path, prompt: int, skill: float

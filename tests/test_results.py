@@ -131,6 +131,13 @@ class TestStreams:
         assert stream.completion is not None
         assert stream.completion.origins == [origin for _, origin in MARKED]
 
+    def test_there_is_no_completion_while_pieces_of_an_ended_request_are_to_come(self):
+        stream = stream_of(*CYCLES)
+        next(stream)
+        for ahead in CYCLES[1:]:  # the loop goes on while the stream's reader does something else
+            stream._scheduler.step(ahead)  # type: ignore[attr-defined]
+        assert stream._sequence.is_finished and stream.completion is None
+
     def test_closing_early_ends_the_request_and_leaves_no_completion(self):
         stream = stream_of(*CYCLES)
         pieces = stream.marked()

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from selfspec import Engine
+from selfspec import Engine, Rules
 from selfspec import scheduler as scheduler_module
 from selfspec.backends import torch_backend
 from selfspec.backends.torch_backend import PREFILL_CHUNK, TorchBackend
@@ -262,6 +262,40 @@ def test_requests_whose_prompts_end_in_one_pass_join_at_once(monkeypatch: pytest
     assert joined == [6]
     alone = [generate(engine, [5 + index, 6], seed=index, speculative_decoding=False, **sampled) for index in range(3)]
     assert list(map(tokens_of, requests)) == alone
+
+
+@pytest.mark.parametrize("how", [PLAIN, TREE])
+def test_a_long_text_gets_the_pages_of_a_prompt_that_is_held_for_waiting_samples(how: dict[str, Any]) -> None:
+    """It grows to 8 of 14 pages beside a prompt of 7, one sample of which was swapped out and one waits."""
+    engine, plain = new_engine(pages=14, max_batch=2), {"do_sample": False, "max_new_tokens": 200, **PLAIN}
+    sampling = {"do_sample": True, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 100}
+    calls = [(random_prompt(300), plain), (random_prompt(400), {**sampling, **how})]
+    requests = [request_of(engine, [prompt], **options) for prompt, options in calls]
+    for request in requests:
+        engine.scheduler.waiting.extend(request.sequences)
+    while engine.scheduler.step():
+        pass
+    assert [request.error for request in requests] == [None, None]
+    expected = [generate(plain_engine(), prompt, **{**options, **PLAIN}) for prompt, options in calls]
+    assert [tokens_of(request) for request in requests] == expected
+    assert_all_pages_free(engine)
+
+
+def test_a_swapped_sequence_takes_the_exits_kv_of_plainly_decoded_tokens_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "_STEP_POSITIONS", 1)
+    engine, swaps = new_engine(pages=LEAST_PAGES + 2, rules=Rules(budget=0)), []  # no budget: all steps are plain
+    swap_out = engine.cache.swap_out
+
+    def remember(kv: Any) -> Any:
+        swaps.append(swap_out(kv))
+        return swaps[-1]
+
+    engine.cache.swap_out = remember  # type: ignore[method-assign]
+    request = request_of(engine, [random_prompt(60, seed) for seed in range(3)], do_sample=False, max_new_tokens=130)
+    engine.scheduler.submit(request)
+    engine.scheduler.wait(request)
+    keys = swaps[0].keys[-1].flatten(0, 1)[: swaps[0].length]
+    assert len(keys) > 60 and bool(keys.flatten(1).any(-1).all())
 
 
 def test_a_prompt_waits_for_pages_that_running_sequences_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:

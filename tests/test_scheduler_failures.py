@@ -21,11 +21,13 @@ from selfspec.batch import Batch
 from selfspec.cache.kv_cache import Cache
 from selfspec.governor.costs import Costs
 from selfspec.request import SpeculationRequest, read_settings
+from selfspec.results import Stream
 from selfspec.sampling import SamplingParams
 from selfspec.sequence import Request, Sequence
 from selfspec.speculation.plan import MAX_STEP_ROWS, Plan
 from tests.serving import eventually
 from tests.tiny import tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
 
 
 def engine_of(pages: int = 40, **options: Any) -> Engine:
@@ -94,6 +96,24 @@ def test_a_forked_process_generates_on_a_thread_of_its_own() -> None:
         signal.alarm(60)
         os._exit(0 if torch.equal(engine.generate(prompt, max_new_tokens=4), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_stream_whose_thread_cannot_start_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        stream = Stream(request_of(engine), engine.scheduler, tiny_tokenizer())
+        with pytest.raises(RuntimeError, match="start new thread"):
+            next(stream)
+    closing = threading.Thread(target=stream.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
 
 
 def test_an_interrupt_while_a_request_is_queued_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,16 @@ def test_statistics_equal_a_count_token_by_token(
     assert summary.tokens == sum(sequence.new_tokens for sequence in batch.sequences)
 
 
+def test_an_end_below_a_copied_node_whose_token_the_exit_drafted_as_a_leaf_counts_once() -> None:
+    plan, sequence = Plan.parse("tree:2,1+copy:4"), Sequence([1], 0, 0, max_length=4)
+    leaf = next(node for node in range(plan.copied + 1, len(plan) + 1) if plan.is_leaf(node))
+    for token in (5, 6, 7):
+        sequence.append(token, drafted=True)
+    sequence.history.add(StepRecord.of(plan, plan, None), leaf)
+    assert plan.depths[leaf] == 2 and sequence.history.origins == ["drafted"] * 3
+    assert sequence.history.accepted_by_depth == sequence.history.reached_by_depth == [1, 1, 1]
+
+
 @pytest.mark.parametrize("backend", [HostBackend, OverlappingBackend])
 def test_a_drafted_token_that_ends_the_sequence_is_followed_by_no_token(backend: type[HostBackend]) -> None:
     script = [Scripted(Plan.parse("chain:3"), None, [(2, None)]), Scripted(Plan.parse("chain:3"), None, [(2, 1)])]
@@ -356,6 +366,14 @@ def test_origins_can_be_read_while_the_loop_adds_a_step() -> None:
     assert sequence.history.origins == ["plain"]
     sequence.history.last_nodes.append(0)
     assert sequence.history.origins == ["plain", "plain"]
+
+
+def test_statistics_can_be_read_while_the_loop_adds_a_step() -> None:
+    history, plan = StepHistory(), Plan.parse("chain:2")
+    record = StepRecord.of(plan, plan, None)
+    history.add(record, 1)
+    history.records.append(record)  # its last node follows
+    assert (history.drafted, history.accepted, history.rejections) == (2, 1, 1)
 
 
 def test_a_last_step_that_the_loop_adds_while_origins_are_read_marks_its_own_token() -> None:
