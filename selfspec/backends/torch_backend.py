@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from itertools import product
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -54,7 +55,7 @@ class TorchBackend:
         self._prompt_ends: dict[Sequence, list[torch.Tensor]] = {}
         self._prompt_scores: dict[Sequence, tuple[float, int]] = {}
         self._scores: list[tuple[Sequence, list[bool]]] = []
-        self._exit: Exit | None = None  # of the newest step
+        self._exit: ReferenceType[Exit] | None = None  # of the newest step; its batch keeps it alive
         # On a CPU every row of a pass costs; on a GPU a pass over 32 rows takes about as long as one over 8.
         self._scored_positions = (
             exit_scoring.CPU_SCORED_POSITIONS if model.device.type == "cpu" else exit_scoring.PROMPT_END
@@ -132,7 +133,8 @@ class TorchBackend:
     def launch(self, sequences: Seq[Sequence], record: StepRecord, exit: Exit | None, in_flight: Step | None) -> Step:
         """Runs the step. Every sequence advances by at least one token."""
         started, callbacks = time.perf_counter(), callback_seconds(sequences)
-        sequences, plan, self._exit = list(sequences), record.plan, exit
+        sequences, plan = list(sequences), record.plan
+        self._exit = None if exit is None else ref(exit)
         for sequence in sequences:
             self.cache.reserve(sequence.kv, sequence.kv.length + len(plan) + 1)
         draft = self.draft(sequences, plan, exit)
@@ -307,8 +309,9 @@ class TorchBackend:
 
     def suspend(self, sequence: Sequence) -> None:
         """Fills the exit's KV of the sequence, which has the rest of its state."""
-        if self._exit is not None and len(sequence.unfilled):
-            self._fill_exit([sequence], self._exit, 0)
+        exit = None if self._exit is None else self._exit()
+        if exit is not None and len(sequence.unfilled):
+            self._fill_exit([sequence], exit, 0)
 
     def close(self) -> None:
         """Does nothing: a batch has no buffers of its own."""
