@@ -74,7 +74,8 @@ class Batch:
 
     def _update(self, joined: bool) -> None:
         """Applies the rules after sequences joined, left or were routed; finds the batch's exit, costs and governor."""
-        was_off, self._capture_seconds = self._rule() is not None, {}
+        was_off = self._rule() is not None  # a rule forbade drafting for every member until now
+        self._capture_seconds = {}
         if not self.running:
             self.exit = self.governor = None
             self._head_prompts = set()
