@@ -47,9 +47,12 @@ class Work:
             raise ValueError(
                 f"another calibration runs in {folder}: wait for its end, or choose another folder with --out"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self.close()
-            raise self._unwritable(error) if isinstance(error, OSError) else error from error
+            raise self._unwritable(error) from error
+        except ValueError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Lets another run open the folder."""

@@ -19,8 +19,8 @@ from selfspec.governor.copying import MOST_COPIED, REACH
 from selfspec.governor.costs import CostModel
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
-# Texts, as (skill, share of hits, see `copying`), for which a tree is chosen: of nine skills from 1/8 to 2; and those
-# for which a tree that copies is chosen.
+# For each (skill, share of copying's hits) one tree is chosen: nine skills from 1/8 to 2 where nothing is copied, and
+# two shares at which the tree also copies.
 _TEXTS = tuple((2 ** (half / 2), 0.0) for half in range(-6, 3))
 _COPYING = ((0.7, 0.5), (0.7, 0.75))
 _COPIES = (7, MOST_COPIED)  # copied nodes of such a tree
