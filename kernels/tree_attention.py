@@ -35,6 +35,7 @@ LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
 _LARGE_SHARED_BYTES = 200 * 1024
 _MANY_ROWS = 128  # rows of all sequences per key-value head; more keep SMs so busy that two programs should share one
 _MANY_NODES = 1024  # nodes of all sequences times key-value heads; more keep SMs busy even if nodes share a program
+_PREFIX_PROGRAMS_PER_SM = 2  # of a launch; programs without a range delay the node programs, which start after them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -101,6 +102,7 @@ def tree_attention(
     # Change the speed, never the result; None: chosen by shape and device.
     row_tile: int | None = None,  # rows of a prefix program: 16 or 64
     separate: bool | None = None,  # prefix and nodes in two launches; prefix programs take whole bundles
+    per_unit: int | None = None,  # prefix programs of a sequence, key-value head and tile of nodes
     pack: int | None = None,  # nodes of a node program
     tickets: bool | None = None,  # number programs in the order in which they start
 ) -> torch.Tensor:
@@ -125,10 +127,14 @@ def tree_attention(
     if full_pack % pack:
         raise ValueError(f"pack must divide {full_pack}, not be {pack}")
     tiles = -(-nodes // (row_tile // 16 * full_pack))
-    prefix_programs = _most_partials(ranges, window, separate) * batch * kv_heads * tiles
+    units, sms = batch * kv_heads * tiles, _sm_count(q)
+    per_unit = per_unit or max(1, _PREFIX_PROGRAMS_PER_SM * sms // units)
+    prefix_programs = min(per_unit, _most_partials(ranges, window, separate)) * units
     node_programs = batch * -(-nodes // pack) * kv_heads
     if tickets is None:
-        tickets = _need_tickets(q, node_programs)
+        # Whether waiting node programs could fill the GPU before all prefix programs have started. Fewer node programs
+        # than SMs leave one SM to the prefix; tickets, which cost a round trip to memory each, are not needed then.
+        tickets = node_programs >= sms
     partials = batch * ranges * nodes * kv_heads * group
     sums, stats = workspace[: partials * dim], workspace[partials * dim :]
     stages = partial(_stages, dim, keys.element_size(), row_tile, many=many_rows, large_shared=large_shared)
@@ -153,12 +159,9 @@ def _most_partials(ranges: int, window: int | None, separate: bool) -> int:
     return ranges if window is None else min(ranges, window // 128 + 2)
 
 
-def _need_tickets(q: torch.Tensor, node_programs: int) -> bool:
-    """Whether waiting node programs could fill the GPU before all prefix programs have started. Fewer node programs
-    than SMs leave one SM to the prefix; tickets, which cost a round trip to memory each, are not needed then."""
-    if not q.is_cuda:
-        return True
-    return node_programs >= torch.cuda.get_device_properties(q.device).multi_processor_count
+def _sm_count(q: torch.Tensor) -> int:
+    """The number of the GPU's SMs; 1 on a CPU, so that interpreted kernels take tickets and sum several ranges."""
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
 def _pack(full_pack: int, separate: bool, many_rows: bool, nodes: int) -> int:

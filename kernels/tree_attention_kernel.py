@@ -51,7 +51,7 @@ def _ticket(counter):
 
 @jit
 def _wait_for_prefix(counter, expected, packs):
-    """Waits until `expected` prefix programs of a unit have stored their partials. The last of the unit's `packs` node
+    """Waits until the partials of `expected` ranges of a unit are stored. The last of the unit's `packs` node
     programs clears the counter."""
     if expected > 0:
         while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < expected:
@@ -68,15 +68,15 @@ def _wait_for_prefix(counter, expected, packs):
 
 @jit
 def _prefix_program(
-    program, q, q_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
+    program, programs, q, q_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums one range of the prefix (SEPARATE: one bundle) for the ROW_TILE rows of a unit, and stores a partial. A row
-    is one of the GROUP query heads of a key-value head, of one node.
+    """Sums ranges of the prefix (SEPARATE: bundles), one after the other, for the ROW_TILE rows of a unit, and stores a
+    partial for each. A row is one of the GROUP query heads of a key-value head, of one node.
 
-    The launch has programs for as many ranges as any unit can have; each finds its range from the sequence's length,
-    and programs past the last range do nothing. A unit's last range comes first, as it is the longest.
+    All units have the same number of the launch's `programs`, which take the unit's ranges in turns, from the last one
+    on, as it is the longest. A program that gets none does nothing.
     """
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     lengths, _, depths, _, _, batch, nodes = layout
@@ -93,11 +93,11 @@ def _prefix_program(
     begin, end, low, high = prefix_of_tile(depths, length, first, count, WINDOW, ROW_TILE)
     fits = high <= ranges  # else the context is longer than the workspace allows: node programs write NaN
     low, high = partials_of(low, high, SEPARATE)
-    index = high - 1 - program // units
-    if (index >= low) & fits:
-        first_range = bundle_start_jit(index) if SEPARATE else index
-        after_last = bundle_start_jit(index + 1) if SEPARATE else index + 1
-        range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
+    per_unit = programs // units
+    first_index = high - 1 - program // units
+    turns = tl.where(fits & (first_index >= low), (first_index - low) // per_unit + 1, 0)
+    for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
+        index = first_index - turn * per_unit
         row = tl.arange(0, ROW_TILE)
         node = first + row // GROUP
         real = (row < NODES_PER_TILE * GROUP) & (node < nodes)  # other rows only fill the tile
@@ -109,6 +109,10 @@ def _prefix_program(
         q_at = (node * batch + b).to(tl.int64) * q_stride + query_head * DIM
         key = tl.arange(0, KEY_TILE)
         tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]  # [KEY_TILE, DIM_PAD]
+        pages = page_table + b * table_stride
+        first_range = bundle_start_jit(index) if SEPARATE else index
+        after_last = bundle_start_jit(index + 1) if SEPARATE else index + 1
+        range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
         m_i = tl.full((ROW_TILE,), float("-inf"), tl.float32)
         l_i = tl.zeros((ROW_TILE, SUM_COLUMNS), tl.float32)
         acc = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
@@ -116,11 +120,10 @@ def _prefix_program(
         start = tl.maximum(range_start_jit(first_range), begin // KEY_TILE * KEY_TILE)
         stop = tl.minimum(range_start_jit(after_last), end)
         bundle = (m_i, tl.zeros((ROW_TILE,), tl.float32), acc)  # SEPARATE: the merged ranges before the current one
-        pages = page_table + b * table_stride
         page = tl.load(pages + start // 64)
-        wait(PDL)
+        wait(PDL)  # in the loop, as the first page is loaded before it; further calls return at once
         if SEPARATE:
-            release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting for them
+            release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting
         q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
         for at in range(start, stop, KEY_TILE):
             if SEPARATE:  # noqa: SIM102
@@ -145,9 +148,9 @@ def _prefix_program(
         tl.store(stats + partial * 2, m_i, mask=real)
         tl.store(stats + partial * 2 + 1, l_row, mask=real)
         if not SEPARATE:
-            tl.debug_barrier()  # all warps have stored before one thread counts the program
+            tl.debug_barrier()  # all warps have stored before one thread counts the range
             tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
-    elif SEPARATE:
+    if SEPARATE:
         wait(PDL)  # so that the node launch, which waits for this one, also waits for all launches before it
 
 
@@ -377,8 +380,8 @@ def tree_attention_kernel(
     if PREFIX:  # noqa: SIM102
         if program < prefix_programs:
             _prefix_program(
-                program, q, q_stride, cache, layout, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE,
-                KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
+                program, prefix_programs, q, q_stride, cache, layout, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM,
+                DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:

@@ -56,6 +56,7 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
                 for separate in (False, True)
                 for pack in packs
             ]
+            choices += [{"per_unit": count, "separate": separate} for count in (1, 3) for separate in (False, True)]
             for options in [*choices, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
