@@ -203,7 +203,7 @@ def choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
     tile = _choose_tile(kind, n, k, rows)
     if kind != "linear" or k <= 1024 or k % _SLICED_COLUMNS:
         return tile
-    stages = 2 * tile.stages if rows > MAX_ROW_TILE else 6 if k > 2048 else 4
+    stages = 2 * tile.stages if _has_many_rows(n, k, rows) else 6 if k > 2048 else 4
     return replace(tile, block_k=_SLICED_COLUMNS, stages=stages, sliced=True)
 
 
@@ -213,7 +213,7 @@ def _choose_tile(kind: str, n: int, k: int, rows: int) -> TileConfig:
     if kind == "qkv_norm":
         return TileConfig(block_n=0, block_k=64, stages=4, warps=4, block_m=height)
     if _is_small(kind, n, k):
-        return (_choose_small if rows <= MAX_ROW_TILE else _choose_small_many_rows)(kind, n, k, rows)
+        return (_choose_small_many_rows if _has_many_rows(n, k, rows) else _choose_small)(kind, n, k, rows)
     if rows > MAX_ROW_TILE:
         return _choose_large_many_rows(kind, n, rows)
     if kind == "linear":
@@ -230,8 +230,13 @@ def _is_small(kind: str, n: int, k: int) -> bool:
     return k <= 2048 and (kind == "linear" or n <= 8192)
 
 
+def _has_many_rows(n: int, k: int, rows: int) -> bool:
+    """Whether the rows fill so many tiles that larger tiles, which read less, are faster."""
+    return rows > (2 * MAX_ROW_TILE if n * k <= _TINY_WEIGHT else MAX_ROW_TILE)
+
+
 def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
-    """Small weight, up to 64 rows: low and narrow tiles, so that every SM gets a program, as long as all of them run at
+    """Small weight, not many rows: low and narrow tiles, so that every SM gets a program, as long as all of them run at
     once; two warps for the shortest sums."""
     width = columns_per_square(n) if kind == "linear" else 16 if n <= 2048 else 32
     is_short = k <= 1024 and width == 16
@@ -241,11 +246,11 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
         block_m, block_n = 16, width
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
-    elif n * k <= _TINY_WEIGHT:
-        # Sums of more than 1024 columns are sliced, and low tiles sum slices fastest.
-        block_m, block_n = 32 if kind == "qkv" else 16 if k > 1024 else MAX_ROW_TILE, wider
     else:
-        block_m, block_n = MAX_ROW_TILE, width
+        # Sums of more than 1024 columns are sliced, and narrow tiles sum slices fastest.
+        block_m, block_n = MAX_ROW_TILE, width if k > 1024 or n * k > _TINY_WEIGHT else wider
+    if kind == "gate_up" and rows > MAX_ROW_TILE:
+        block_n = 64
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
     stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # with 5 the next launch fits beside it
     return TileConfig(
@@ -259,8 +264,7 @@ def _prefetched(k: int) -> int:
 
 
 def _choose_small_many_rows(kind: str, n: int, k: int, rows: int) -> TileConfig:
-    """Small weight, more than 64 rows (mostly prompts): there are enough programs, so larger tiles, which read less,
-    are faster."""
+    """Small weight, many rows, mostly those of prompts."""
     up_to_256 = rows <= 4 * MAX_ROW_TILE
     block_n = max(32 if kind == "linear" and up_to_256 else 64, columns_per_square(n))
     if kind == "gate_up" and not up_to_256:

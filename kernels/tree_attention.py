@@ -35,7 +35,9 @@ LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
 _LARGE_SHARED_BYTES = 200 * 1024
 _MANY_ROWS = 128  # rows of all sequences per key-value head; more keep SMs so busy that two programs should share one
 _MANY_NODES = 1024  # nodes of all sequences times key-value heads; more keep SMs busy even if nodes share a program
-_PREFIX_PROGRAMS_PER_SM = 2  # of a launch; programs without a range delay the node programs, which start after them
+# Of a launch, at most: more would mostly get no range and delay the node programs, which start after them; fewer would
+# leave SMs idle where sequences have different lengths.
+_PREFIX_PROGRAMS_PER_SM = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
