@@ -304,17 +304,17 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
         raise ValueError(f"input_ids must be a LongTensor of shape [batch, length], not {given}")
     if input_ids.shape[0] == 0:
         raise ValueError("input_ids has no rows (shape [0, length]): pass at least one prompt")
-    if attention_mask is None:
-        attention_mask = _infer_mask(input_ids, settings)
-    if not isinstance(attention_mask, torch.Tensor):
+    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
         raise ValueError(f"attention_mask must be a tensor of input_ids' shape, not a {type(attention_mask).__name__}")
-    if attention_mask.shape != input_ids.shape:
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask {list(attention_mask.shape)} and input_ids {list(input_ids.shape)} differ in shape: pass "
             "the attention_mask that the tokenizer returned with these input_ids"
         )
+    rows = input_ids.tolist()
+    masks = _infer_masks(rows, settings) if attention_mask is None else attention_mask.tolist()
     prompts = []
-    for row, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
+    for row, (ids, mask) in enumerate(zip(rows, masks, strict=True)):
         length = len(mask) - mask.count(0)
         if not all(mask[len(mask) - length :]):
             raise ValueError(
@@ -325,13 +325,13 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
     return prompts
 
 
-def _infer_mask(input_ids: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Returns a mask of the tokens that are not the pad token; all ones if there is no pad token or if it also is an
-    end token, as in transformers."""
+def _infer_masks(rows: list[list[int]], settings: Settings) -> list[list[int]]:
+    """Returns masks of the tokens that are not the pad token; all ones if there is no pad token or if it also is an end
+    token, as in transformers. On the host: work on the device would make the call wait for it."""
     pad = settings.pad_token_id
     if pad is None or pad in settings.eos_token_ids:
-        return torch.ones_like(input_ids)
-    return input_ids.ne(pad)
+        return [[1] * len(row) for row in rows]
+    return [[int(token != pad) for token in row] for row in rows]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

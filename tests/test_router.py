@@ -17,7 +17,7 @@ from selfspec.cache.kv_cache import PAGE_SIZE, Cache
 from selfspec.models.decoder import Decoder
 from selfspec.models.loading import adopt
 from selfspec.profiles.profile import Spread
-from selfspec.profiles.router import Router, distances, prompt_embedding
+from selfspec.profiles.router import Router, distances, normalised, prompt_embedding
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.stepping import enqueue
@@ -197,8 +197,10 @@ def test_distances_do_not_depend_on_lengths() -> None:
     expected = [
         [1 - F.cosine_similarity(of_prompt, centroid, dim=0) for centroid in centroids] for of_prompt in embeddings
     ]
-    torch.testing.assert_close(torch.from_numpy(distances(embeddings, centroids)), torch.tensor(expected))
-    assert distances(torch.zeros(1, 2), torch.ones(1, 2)).tolist() == [[1.0]], "no direction is half-way to any"
+    torch.testing.assert_close(torch.from_numpy(distances(embeddings, normalised(centroids))), torch.tensor(expected))
+    assert distances(torch.zeros(1, 2), normalised(torch.ones(1, 2))).tolist() == [[1.0]], (
+        "no direction is half-way to any"
+    )
 
 
 def test_an_unfamiliar_prompt_exceeds_the_distances_of_every_domain_that_has_them() -> None:

@@ -32,7 +32,7 @@ from selfspec.profiles.profile import (
     Run,
     Spread,
 )
-from selfspec.profiles.router import Router, distances, prompt_embeddings
+from selfspec.profiles.router import Router, distances, normalised, prompt_embeddings
 
 _GREEDY, _ONE = "0", "1"  # names of a temperature and a batch
 
@@ -72,7 +72,7 @@ def build(
             prompt_agreement=_spread(greedy.prompt_agreement),
             text_agreement=_spread(greedy.text_agreement),
             centroid=_rounded_all(router.centroids[index]),
-            distance=_spread(distances(measuring[index], router.centroids[index, None])[:, 0].tolist()),
+            distance=_spread(distances(measuring[index], normalised(router.centroids[index, None]))[:, 0].tolist()),
             direction=_rounded_all(router.directions[index]),
             offset=rounded(router.offsets[index].item()),
         )

@@ -29,7 +29,7 @@ from selfspec.models.loading import fingerprint, same_fingerprint
 from selfspec.profiles.exits_file import HOW_TO_CALIBRATE, ExitsFile
 from selfspec.profiles.exits_file import NAME as EXITS
 from selfspec.profiles.paths import profiles_dir, shipped_dir
-from selfspec.profiles.router import Router, distances
+from selfspec.profiles.router import Router, distances, normalised
 from selfspec.speculation.exit import Exit, check_exit_layer
 from selfspec.speculation.plan import Plan
 
@@ -361,14 +361,15 @@ class Profile(Entry):
         return Router(centroids, directions, torch.tensor([choice.offset for choice in choices]))
 
     @cached_property
-    def _distances(self) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """Of domains with a measured distance: centroids [D, hidden], and mean and deviation [D] of prompts' distances
-        to them. Made once: indexing a tensor can take milliseconds in a request, where it wakes PyTorch's threads."""
+    def _distances(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of domains with a measured distance: normalised centroids [D, hidden], and mean and deviation [D] of prompts'
+        distances to them. Made once: indexing a tensor can take milliseconds in a request, where it wakes PyTorch's
+        threads."""
         measured = [(number, choice.distance) for number, choice in enumerate(self.domains.values()) if choice.distance]
         means, spreads = (
             np.array([getattr(distance, name) for _, distance in measured]) for name in ("mean", "deviation")
         )
-        return self._router.centroids[[number for number, _ in measured]], means, spreads
+        return normalised(self._router.centroids[[number for number, _ in measured]]), means, spreads
 
     def exit(self, model: Decoder, layer: int) -> Exit:
         """The profile's exit after `layer` layers with the whole head, on the model's device; without a block where

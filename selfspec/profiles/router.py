@@ -65,12 +65,14 @@ def _products(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.einsum("ph,dh->pd", rows, others, optimize=False)
 
 
-def distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> np.ndarray:
-    """Cosine distances [P, D] of embeddings [P, hidden] and centroids [D, hidden]: from 0, the same direction, to 2."""
-    return 1 - _products(_normalised(embeddings), _normalised(centroids))
+def distances(embeddings: torch.Tensor, centroids: np.ndarray) -> np.ndarray:
+    """Cosine distances [P, D] of embeddings [P, hidden] and normalised centroids [D, hidden]: from 0, the same
+    direction, to 2."""
+    return 1 - _products(normalised(embeddings), centroids)
 
 
-def _normalised(vectors: torch.Tensor) -> np.ndarray:
+def normalised(vectors: torch.Tensor) -> np.ndarray:
+    """The vectors divided by their lengths; vectors of zeros stay."""
     found = vectors.numpy()
     return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), _TINY)
 
