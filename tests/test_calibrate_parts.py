@@ -237,7 +237,7 @@ def test_every_fourth_prompt_is_for_measuring(tmp_path: Path) -> None:
 
 def test_six_domains_are_shipped_and_share_no_prompt() -> None:
     domains = shipped_domains()
-    assert [domain.name for domain in domains] == list(SHIPPED) and len(SHIPPED) == 6
+    assert [domain.name for domain in domains] == list(SHIPPED) and len(SHIPPED) == 8
     texts = [json.dumps(prompt) for domain in domains for prompt in (*domain.training, *domain.measuring)]
     assert len(texts) == len(set(texts)), "also across domains"
     for domain in domains:

@@ -10,7 +10,7 @@ from typing import Any
 from selfspec.profiles.paths import shipped_dir
 from selfspec.text import Message
 
-SHIPPED = ("chat", "code", "math", "summarize", "extract", "write")
+SHIPPED = ("chat", "code", "math", "summarize", "extract", "write", "explain", "translate")
 FEWEST_PROMPTS = 8
 _MEASURED = 4  # every fourth prompt is for measuring
 
