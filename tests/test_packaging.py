@@ -131,7 +131,7 @@ def test_a_wheel_contains_prompts_profiles_the_reports_template_the_typing_marke
     others = {name for name in files if not name.endswith(".py") and ".dist-info/" not in name}
     expected = {f"selfspec/calibration/prompts/{name}" for name in PROMPTS}
     expected |= {f"selfspec/{name}" for name in A_PROFILE}
-    assert len(PROMPTS) == 6
+    assert len(PROMPTS) == 8
     assert others == expected | {
         "selfspec/calibrate/report.html.jinja",
         "selfspec/serve/page.html",
