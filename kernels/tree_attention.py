@@ -131,7 +131,8 @@ def tree_attention(
     tiles = -(-nodes // (row_tile // 16 * full_pack))
     units, sms = batch * kv_heads * tiles, _sm_count(q)
     per_unit = per_unit or max(1, _PREFIX_PROGRAMS_PER_SM * sms // units)
-    prefix_programs = min(per_unit, _most_partials(ranges, window, separate)) * units
+    partials_of_unit = _most_partials(ranges, window, separate)
+    prefix_programs = min(per_unit, partials_of_unit) * units
     node_programs = batch * -(-nodes // pack) * kv_heads
     if tickets is None:
         # Whether waiting node programs could fill the GPU before all prefix programs have started. Fewer node programs
@@ -146,7 +147,7 @@ def tree_attention(
             lengths, paths, *paths.stride()[:2], depths, batch, nodes, sums, stats, counters, ranges,
             prefix_programs if runs_prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
             DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=runs_prefix, NODES=runs_nodes,
-            TICKETS=tickets and not separate, **pdl,
+            TURNS=per_unit < partials_of_unit, TICKETS=tickets and not separate, **pdl,
             **(_tiles(dim, keys.element_size()) | stages(runs_prefix, runs_nodes)),
         )  # fmt: skip
     return out

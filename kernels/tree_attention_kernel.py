@@ -67,20 +67,87 @@ def _wait_for_prefix(counter, expected, packs):
 
 
 @jit
+def _sum_range(
+    index, unit, b, head, first, length, begin, end, q, q_stride, cache, layout, workspace, scale,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums range `index` of the prefix (SEPARATE: a bundle) for the ROW_TILE rows of a unit, and stores a partial. A
+    row is one of the GROUP query heads of a key-value head, of one node. `begin`, `end`: positions of the unit's
+    prefix."""
+    keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
+    _, _, depths, _, _, batch, nodes = layout
+    partials, stats, counters, ranges = workspace
+    NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
+    first_range = bundle_start_jit(index) if SEPARATE else index
+    after_last = bundle_start_jit(index + 1) if SEPARATE else index + 1
+    range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
+    row = tl.arange(0, ROW_TILE)
+    node = first + row // GROUP
+    real = (row < NODES_PER_TILE * GROUP) & (node < nodes)  # other rows only fill the tile
+    position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
+    own_end = split_point_jit(position)  # [ROW_TILE]: each row sums the keys below it
+    column = tl.arange(0, DIM_PAD)
+    inside = real[:, None] & (column < DIM)[None, :]
+    query_head = head * GROUP + row % GROUP
+    q_at = (node * batch + b).to(tl.int64) * q_stride + query_head * DIM
+    key = tl.arange(0, KEY_TILE)
+    tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]  # [KEY_TILE, DIM_PAD]
+    m_i = tl.full((ROW_TILE,), float("-inf"), tl.float32)
+    l_i = tl.zeros((ROW_TILE, SUM_COLUMNS), tl.float32)
+    acc = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
+    # Split points and ranges are whole pages, so every key of every tile is committed.
+    start = tl.maximum(range_start_jit(first_range), begin // KEY_TILE * KEY_TILE)
+    stop = tl.minimum(range_start_jit(after_last), end)
+    bundle = (m_i, tl.zeros((ROW_TILE,), tl.float32), acc)  # SEPARATE: the merged ranges before the current one
+    pages = page_table + b * table_stride
+    page = tl.load(pages + start // 64)
+    wait(PDL)
+    if SEPARATE:
+        release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting for them
+    q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
+    for at in range(start, stop, KEY_TILE):
+        if SEPARATE:  # noqa: SIM102
+            if (at % range_length == 0) & (at > start):
+                bundle = softmax_merge(*bundle, m_i, tl.max(l_i, 1), acc, scale)
+                m_i = tl.full((ROW_TILE,), float("-inf"), tl.float32)
+                l_i = tl.zeros((ROW_TILE, SUM_COLUMNS), tl.float32)
+                acc = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
+        offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
+        page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # of the next key tile, loaded ahead
+        k = load_columns(keys + offset + tile_at, column, DIM, DIM_PAD)
+        v = load_columns(values + offset + tile_at, column, DIM, DIM_PAD)
+        visible = (at + key)[None, :] < own_end[:, None]
+        if WINDOW > 0:
+            visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
+        m_i, l_i, acc = softmax_step(m_i, l_i, acc, q_tile, k, v, visible, scale)
+    l_row = tl.max(l_i, 1)
+    if SEPARATE:
+        m_i, l_row, acc = softmax_merge(*bundle, m_i, l_row, acc, scale)
+    partial = ((b * ranges + index).to(tl.int64) * nodes + node) * (KV_HEADS * GROUP) + query_head
+    tl.store(partials + partial[:, None] * DIM + column[None, :], acc, mask=inside)
+    tl.store(stats + partial * 2, m_i, mask=real)
+    tl.store(stats + partial * 2 + 1, l_row, mask=real)
+    if not SEPARATE:
+        tl.debug_barrier()  # all warps have stored before one thread counts the range
+        tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
+
+
+@jit
 def _prefix_program(
     program, programs, q, q_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, TURNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums ranges of the prefix (SEPARATE: bundles), one after the other, for the ROW_TILE rows of a unit, and stores a
-    partial for each. A row is one of the GROUP query heads of a key-value head, of one node.
+    """Sums ranges of a unit's prefix (SEPARATE: bundles).
 
-    All units have the same number of the launch's `programs`, which take the unit's ranges in turns, from the last one
-    on, as it is the longest. A program that gets none does nothing.
+    All units have the same number of the launch's `programs`. They take the unit's last range first, as it is the
+    longest; programs without a range do nothing. With TURNS, which costs registers, there may be fewer programs than
+    ranges: each then takes several, one after the other.
     """
-    keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     lengths, _, depths, _, _, batch, nodes = layout
-    partials, stats, counters, ranges = workspace
+    _, _, _, ranges = workspace
     NODES_PER_TILE: tl.constexpr = ROW_TILE // 16 * (16 // GROUP)
     tiles = tl.cdiv(nodes, NODES_PER_TILE)
     units = batch * KV_HEADS * tiles
@@ -93,63 +160,20 @@ def _prefix_program(
     begin, end, low, high = prefix_of_tile(depths, length, first, count, WINDOW, ROW_TILE)
     fits = high <= ranges  # else the context is longer than the workspace allows: node programs write NaN
     low, high = partials_of(low, high, SEPARATE)
-    per_unit = programs // units
-    first_index = high - 1 - program // units
-    turns = tl.where(fits & (first_index >= low), (first_index - low) // per_unit + 1, 0)
-    for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
-        index = first_index - turn * per_unit
-        row = tl.arange(0, ROW_TILE)
-        node = first + row // GROUP
-        real = (row < NODES_PER_TILE * GROUP) & (node < nodes)  # other rows only fill the tile
-        position = tl.where(real, length + tl.load(depths + node, mask=real, other=0), -1)
-        own_end = split_point_jit(position)  # [ROW_TILE]: each row sums the keys below it
-        column = tl.arange(0, DIM_PAD)
-        inside = real[:, None] & (column < DIM)[None, :]
-        query_head = head * GROUP + row % GROUP
-        q_at = (node * batch + b).to(tl.int64) * q_stride + query_head * DIM
-        key = tl.arange(0, KEY_TILE)
-        tile_at = key[:, None] * slot_stride + head * head_stride + column[None, :]  # [KEY_TILE, DIM_PAD]
-        pages = page_table + b * table_stride
-        first_range = bundle_start_jit(index) if SEPARATE else index
-        after_last = bundle_start_jit(index + 1) if SEPARATE else index + 1
-        range_length = range_start_jit(first_range + 1) - range_start_jit(first_range)
-        m_i = tl.full((ROW_TILE,), float("-inf"), tl.float32)
-        l_i = tl.zeros((ROW_TILE, SUM_COLUMNS), tl.float32)
-        acc = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
-        # Split points and ranges are whole pages, so every key of every tile is committed.
-        start = tl.maximum(range_start_jit(first_range), begin // KEY_TILE * KEY_TILE)
-        stop = tl.minimum(range_start_jit(after_last), end)
-        bundle = (m_i, tl.zeros((ROW_TILE,), tl.float32), acc)  # SEPARATE: the merged ranges before the current one
-        page = tl.load(pages + start // 64)
-        wait(PDL)  # in the loop, as the first page is loaded before it; further calls return at once
-        if SEPARATE:
-            release(PDL)  # not before `wait`: the node launch reads queries, keys and values without waiting
-        q_tile = tl.load(q + q_at[:, None] + column[None, :], mask=inside, other=0.0)
-        for at in range(start, stop, KEY_TILE):
-            if SEPARATE:  # noqa: SIM102
-                if (at % range_length == 0) & (at > start):
-                    bundle = softmax_merge(*bundle, m_i, tl.max(l_i, 1), acc, scale)
-                    m_i = tl.full((ROW_TILE,), float("-inf"), tl.float32)
-                    l_i = tl.zeros((ROW_TILE, SUM_COLUMNS), tl.float32)
-                    acc = tl.zeros((ROW_TILE, DIM_PAD), tl.float32)
-            offset = page.to(tl.int64) * page_stride + at % 64 * slot_stride
-            page = tl.load(pages + tl.minimum(at + KEY_TILE, stop - 1) // 64)  # of the next key tile, loaded ahead
-            k = load_columns(keys + offset + tile_at, column, DIM, DIM_PAD)
-            v = load_columns(values + offset + tile_at, column, DIM, DIM_PAD)
-            visible = (at + key)[None, :] < own_end[:, None]
-            if WINDOW > 0:
-                visible = visible & ((at + key)[None, :] > position[:, None] - WINDOW)
-            m_i, l_i, acc = softmax_step(m_i, l_i, acc, q_tile, k, v, visible, scale)
-        l_row = tl.max(l_i, 1)
-        if SEPARATE:
-            m_i, l_row, acc = softmax_merge(*bundle, m_i, l_row, acc, scale)
-        partial = ((b * ranges + index).to(tl.int64) * nodes + node) * (KV_HEADS * GROUP) + query_head
-        tl.store(partials + partial[:, None] * DIM + column[None, :], acc, mask=inside)
-        tl.store(stats + partial * 2, m_i, mask=real)
-        tl.store(stats + partial * 2 + 1, l_row, mask=real)
-        if not SEPARATE:
-            tl.debug_barrier()  # all warps have stored before one thread counts the range
-            tl.atomic_add(counters + unit, 1, sem="release", scope="gpu")
+    index = high - 1 - program // units
+    if TURNS:
+        per_unit = programs // units
+        turns = tl.where(fits & (index >= low), (index - low) // per_unit + 1, 0)
+        for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
+            _sum_range(
+                index - turn * per_unit, unit, b, head, first, length, begin, end, q, q_stride, cache, layout,
+                workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
+            )  # fmt: skip
+    elif (index >= low) & fits:
+        _sum_range(
+            index, unit, b, head, first, length, begin, end, q, q_stride, cache, layout, workspace, scale,
+            WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
+        )  # fmt: skip
     if SEPARATE:
         wait(PDL)  # so that the node launch, which waits for this one, also waits for all launches before it
 
@@ -364,6 +388,7 @@ def tree_attention_kernel(
     PACK: tl.constexpr,  # nodes of a node program, at most
     TAIL_STAGES: tl.constexpr,  # pipeline stages of the loop over a tail's blocks
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
+    TURNS: tl.constexpr,  # a prefix program may sum several ranges
     TICKETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Runs programs below `prefix_programs` as prefix programs, the others as node programs.
@@ -381,7 +406,7 @@ def tree_attention_kernel(
         if program < prefix_programs:
             _prefix_program(
                 program, prefix_programs, q, q_stride, cache, layout, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM,
-                DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
+                DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, TURNS, SEPARATE, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:

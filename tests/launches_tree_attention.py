@@ -55,4 +55,5 @@ def launch(
         ranges=ranges,
         window=window,
         scale=dim**-0.5,
+        per_unit=ranges if batch == 1 else None,  # several sequences: programs that sum several ranges
     )

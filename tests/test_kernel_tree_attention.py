@@ -115,8 +115,10 @@ def test_row_tiles_packs_and_launches_do_not_change_bits(length: int, window: in
     text = Text.random(400, 3, 1, 16, HALF)
     launch = drafted(text, length, Tree.random(9, 7))
     expected = launch.run(window, row_tile=16, pack=1)
-    tiles, separate, pack, per_unit = {"row_tile": 64}, {"separate": True}, {"pack": 5}, {"per_unit": 3}
-    for options in (tiles | {"ranges": 9}, pack, separate, separate | tiles | pack, per_unit, per_unit | separate):
+    tiles, separate, pack = {"row_tile": 64}, {"separate": True}, {"pack": 5}
+    one_range, several_ranges = {"per_unit": 99}, {"per_unit": 1}  # of a prefix program
+    choices = tiles | {"ranges": 9}, pack, separate, separate | tiles | pack, one_range, one_range | separate
+    for options in (*choices, several_ranges, several_ranges | separate):
         assert torch.equal(launch.run(window, **options), expected), options
 
 
