@@ -118,6 +118,7 @@ def run_section(name: str, run: Run) -> Result:
     """The section's figures and its seconds; if it fails, its error in place of the figures."""
     start = time.perf_counter()
     print(f"{name}: about {run.seconds:g} s, more if one run of each case takes more", file=sys.stderr, flush=True)
+    machine.freeze_objects(run.target.engine)  # also those that earlier sections compiled and captured
     found: Result
     try:
         found = {"figures": SECTIONS[name].measure(run)}

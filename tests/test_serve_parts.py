@@ -210,3 +210,16 @@ def test_a_server_that_ends_tells_its_clients(tmp_path, streams):
     assert json.loads(error)["error"]["message"] == "the server is shutting down: try again later"
     assert sent[0]["status"] == (200 if streams else 503)
     assert service.counters.finished == {"abort": 1}
+
+
+def test_a_service_calls_when_warm_once_before_it_is_ready(tmp_path: Path) -> None:
+    service, states = Service(tiny_engine(tmp_path)), list[str]()
+    service.when_warm = lambda: states.append(service.state)
+
+    async def run() -> None:
+        async with service.running():
+            while service.state == "warming up":
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert states == ["warming up"] and service.state == "ready"

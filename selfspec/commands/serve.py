@@ -66,9 +66,8 @@ def serve(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
     note(f"loading {args.model}")
     engine = options.load_engine(args)
-    gc.collect()
-    gc.freeze()  # a full garbage collection of what is loaded by now would stall all streams for 0.25 s
     app = create_app(engine, key, args.cors_origin)
+    app.state.service.when_warm = keep_from_collections
     config = uvicorn.Config(
         app,
         log_level=level,
@@ -85,6 +84,13 @@ def serve(args: argparse.Namespace) -> int:
     finally:
         gc.unfreeze()  # what is still frozen at exit, Triton prints as leaks
     return 0
+
+
+def keep_from_collections() -> None:
+    """Excludes what is loaded, compiled and captured by now from later garbage collections: a full one of all this
+    would stall all streams for 0.25 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def read_key(given: str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ class Service:
     counters: ServerCounters = field(default_factory=ServerCounters)
     started: int = field(default_factory=lambda: int(time.time()))
     state: str = "warming up"  # then "ready", or "failed"
+    when_warm: Callable[[], object] = lambda: None  # called once, before the state becomes "ready"
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.limits.sequences)
@@ -53,6 +54,7 @@ class Service:
         temperature = getattr(engine.generation_config, "temperature", None) or 1.0
         try:
             steps = await asyncio.to_thread(engine.warmup, engine.max_batch, None, (0.0, temperature))
+            await asyncio.to_thread(self.when_warm)
         except Exception:
             self.state = "failed"
             _log.exception("the warm-up failed: requests will be tried, and /health stays at status 503")
