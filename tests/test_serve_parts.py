@@ -212,7 +212,7 @@ def test_a_server_that_ends_tells_its_clients(tmp_path, streams):
     assert service.counters.finished == {"abort": 1}
 
 
-def test_a_service_calls_when_warm_once_before_it_is_ready(tmp_path: Path) -> None:
+def test_a_service_calls_when_warm_once_before_it_is_ready(tmp_path):
     service, states = Service(tiny_engine(tmp_path)), list[str]()
     service.when_warm = lambda: states.append(service.state)
 
