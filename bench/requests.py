@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser, new_tokens: int, prompts: int
     add("--limit", type=int, default=prompts, help=f"prompts of each file, or of a shape (default: {prompts})")
     add("--prompt-tokens", type=int, default=128, help="tokens of a shape's random prompts (default: 128)")
     add("--max-new-tokens", type=int, default=new_tokens, help=f"of each sequence (default: {new_tokens})")
-    add("--seconds", type=float, default=float("inf"), help="time budget after loading; for what fits (default: none)")
+    add(
+        "--seconds", type=float, default=float("inf"), help="of measuring; what takes longer is left out (default: all)"
+    )
 
 
 @dataclass

@@ -231,7 +231,8 @@ def _is_small(kind: str, n: int, k: int) -> bool:
 
 
 def _has_many_rows(n: int, k: int, rows: int) -> bool:
-    """Whether the rows fill so many tiles that larger tiles, which read less, are faster."""
+    """Whether there are more than 64 rows, or more than 128 for a tiny weight: larger tiles, which read less, are then
+    faster."""
     return rows > (2 * MAX_ROW_TILE if n * k <= _TINY_WEIGHT else MAX_ROW_TILE)
 
 
@@ -247,10 +248,10 @@ def _choose_small(kind: str, n: int, k: int, rows: int) -> TileConfig:
     elif rows <= 32:
         block_m, block_n = 16 if width == 16 else MAX_ROW_TILE, wider
     else:
-        # Sums of more than 1024 columns are sliced, and narrow tiles sum slices fastest.
+        # Sums of more than 1024 columns are sliced, and narrow tiles sum slices fastest. Otherwise wide tiles, which
+        # read less, are faster once every SM has a program: gate and up have the most columns.
         block_m, block_n = MAX_ROW_TILE, width if k > 1024 or n * k > _TINY_WEIGHT else wider
-    if kind == "gate_up" and rows > MAX_ROW_TILE:
-        block_n = 64
+        block_n = 64 if kind == "gate_up" and rows > MAX_ROW_TILE else block_n
     warps = 2 if is_short and rows <= most_in_low_tiles else 4
     stages = 5 if kind == "linear" and k > 1024 and 16 < rows <= 32 else 8  # with 5 the next launch fits beside it
     return TileConfig(
@@ -264,7 +265,7 @@ def _prefetched(k: int) -> int:
 
 
 def _choose_small_many_rows(kind: str, n: int, k: int, rows: int) -> TileConfig:
-    """Small weight, many rows, mostly those of prompts."""
+    """Small weight, many rows (usually a prompt's): fewer, larger tiles, which read less."""
     up_to_256 = rows <= 4 * MAX_ROW_TILE
     block_n = max(32 if kind == "linear" and up_to_256 else 64, columns_per_square(n))
     if kind == "gate_up" and not up_to_256:

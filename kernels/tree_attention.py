@@ -30,14 +30,14 @@ from selfspec.kernels.tree_attention_kernel import tree_attention_kernel
 from selfspec.kernels.triton_compat import pdl_options, shared_bytes
 
 LOG2_E = 1.4426950408889634  # the kernel computes exp2 instead of exp
-# With this much shared memory two programs of up to 99 KB, which every GPU has, share an SM. The three bounds are the
+# With this much shared memory two programs of up to 99 KB, which every GPU has, share an SM. These bounds are the
 # fastest on an H200; not measured on other GPUs.
 _LARGE_SHARED_BYTES = 200 * 1024
 _MANY_ROWS = 128  # rows of all sequences per key-value head; more keep SMs so busy that two programs should share one
 _MANY_NODES = 1024  # nodes of all sequences times key-value heads; more keep SMs busy even if nodes share a program
-# Of a launch, at most: more would mostly get no range and delay the node programs, which start after them; fewer would
-# leave SMs idle where sequences have different lengths.
-_PREFIX_PROGRAMS_PER_SM = 8
+# Prefix programs of a launch, but at least one per unit. More would mostly have no range and delay the node programs,
+# which start after them; fewer would leave SMs idle where lengths differ.
+_MOST_PREFIX_PROGRAMS_PER_SM = 8
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -104,7 +104,7 @@ def tree_attention(
     # Change the speed, never the result; None: chosen by shape and device.
     row_tile: int | None = None,  # rows of a prefix program: 16 or 64
     separate: bool | None = None,  # prefix and nodes in two launches; prefix programs take whole bundles
-    per_unit: int | None = None,  # prefix programs of a sequence, key-value head and tile of nodes
+    per_unit: int | None = None,  # prefix programs of a unit (sequence, key-value head, tile of nodes)
     pack: int | None = None,  # nodes of a node program
     tickets: bool | None = None,  # number programs in the order in which they start
 ) -> torch.Tensor:
@@ -130,13 +130,15 @@ def tree_attention(
         raise ValueError(f"pack must divide {full_pack}, not be {pack}")
     tiles = -(-nodes // (row_tile // 16 * full_pack))
     units, sms = batch * kv_heads * tiles, _sm_count(q)
-    per_unit = per_unit or max(1, _PREFIX_PROGRAMS_PER_SM * sms // units)
+    per_unit = max(1, _MOST_PREFIX_PROGRAMS_PER_SM * sms // units) if per_unit is None else per_unit
+    if per_unit < 1:
+        raise ValueError(f"per_unit must be at least 1, not {per_unit}")
     partials_of_unit = _most_partials(ranges, window, separate)
     prefix_programs = min(per_unit, partials_of_unit) * units
     node_programs = batch * -(-nodes // pack) * kv_heads
     if tickets is None:
-        # Whether waiting node programs could fill the GPU before all prefix programs have started. Fewer node programs
-        # than SMs leave one SM to the prefix; tickets, which cost a round trip to memory each, are not needed then.
+        # Needed if waiting node programs could fill the GPU before all prefix programs have started. With fewer node
+        # programs than SMs, one SM is left to the prefix; a ticket costs each program a round trip to memory.
         tickets = node_programs >= sms
     partials = batch * ranges * nodes * kv_heads * group
     sums, stats = workspace[: partials * dim], workspace[partials * dim :]
@@ -147,7 +149,7 @@ def tree_attention(
             lengths, paths, *paths.stride()[:2], depths, batch, nodes, sums, stats, counters, ranges,
             prefix_programs if runs_prefix else 0, scale * LOG2_E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUP=group,
             DIM=dim, ROW_TILE=row_tile, PACK=pack, PREFIX=runs_prefix, NODES=runs_nodes,
-            TURNS=per_unit < partials_of_unit, TICKETS=tickets and not separate, **pdl,
+            LOOP=per_unit < partials_of_unit, TICKETS=tickets and not separate, **pdl,
             **(_tiles(dim, keys.element_size()) | stages(runs_prefix, runs_nodes)),
         )  # fmt: skip
     return out
@@ -163,7 +165,7 @@ def _most_partials(ranges: int, window: int | None, separate: bool) -> int:
 
 
 def _sm_count(q: torch.Tensor) -> int:
-    """The number of the GPU's SMs; 1 on a CPU, so that interpreted kernels take tickets and sum several ranges."""
+    """The number of the GPU's SMs; 1 without a GPU, so that tests cover tickets and loops over ranges."""
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 

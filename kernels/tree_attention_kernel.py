@@ -73,9 +73,9 @@ def _sum_range(
     ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr, SUM_COLUMNS: tl.constexpr, SEPARATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums range `index` of the prefix (SEPARATE: a bundle) for the ROW_TILE rows of a unit, and stores a partial. A
-    row is one of the GROUP query heads of a key-value head, of one node. `begin`, `end`: positions of the unit's
-    prefix."""
+    """Sums range `index` of a unit's prefix (SEPARATE: bundle `index`) for the unit's ROW_TILE rows, and stores a
+    partial. A row is one of the GROUP query heads of a key-value head, of one node. The prefix is the positions from
+    `begin` to `end` - 1."""
     keys, values, page_table, page_stride, slot_stride, head_stride, table_stride = cache
     _, _, depths, _, _, batch, nodes = layout
     partials, stats, counters, ranges = workspace
@@ -138,13 +138,12 @@ def _sum_range(
 def _prefix_program(
     program, programs, q, q_stride, cache, layout, workspace, scale, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROW_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, TURNS: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, LOOP: tl.constexpr, SEPARATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums ranges of a unit's prefix (SEPARATE: bundles).
 
-    All units have the same number of the launch's `programs`. They take the unit's last range first, as it is the
-    longest; programs without a range do nothing. With TURNS, which costs registers, there may be fewer programs than
-    ranges: each then takes several, one after the other.
+    Each unit has per_unit = `programs` / units programs. Its program i sums range high - 1 - i, so that the last range,
+    the longest, starts first; with LOOP also every per_unit-th range before it. Programs without a range do nothing.
     """
     lengths, _, depths, _, _, batch, nodes = layout
     _, _, _, ranges = workspace
@@ -161,12 +160,13 @@ def _prefix_program(
     fits = high <= ranges  # else the context is longer than the workspace allows: node programs write NaN
     low, high = partials_of(low, high, SEPARATE)
     index = high - 1 - program // units
-    if TURNS:
+    if LOOP:
         per_unit = programs // units
-        turns = tl.where(fits & (index >= low), (index - low) // per_unit + 1, 0)
-        for turn in tl.range(0, turns, num_stages=1, disable_licm=True):
+        count_of_ranges = tl.where(fits & (index >= low), (index - low) // per_unit + 1, 0)
+        # Without hoisting: it would keep the addresses of all rows in registers, which then spill.
+        for i in tl.range(0, count_of_ranges, num_stages=1, disable_licm=True):
             _sum_range(
-                index - turn * per_unit, unit, b, head, first, length, begin, end, q, q_stride, cache, layout,
+                index - i * per_unit, unit, b, head, first, length, begin, end, q, q_stride, cache, layout,
                 workspace, scale, WINDOW, KV_HEADS, GROUP, DIM, DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, SEPARATE, PDL,
             )  # fmt: skip
     elif (index >= low) & fits:
@@ -388,7 +388,7 @@ def tree_attention_kernel(
     PACK: tl.constexpr,  # nodes of a node program, at most
     TAIL_STAGES: tl.constexpr,  # pipeline stages of the loop over a tail's blocks
     PREFIX: tl.constexpr, NODES: tl.constexpr,  # which programs this launch has
-    TURNS: tl.constexpr,  # a prefix program may sum several ranges
+    LOOP: tl.constexpr,  # prefix programs loop over ranges: for fewer programs than ranges; costs registers
     TICKETS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Runs programs below `prefix_programs` as prefix programs, the others as node programs.
@@ -406,7 +406,7 @@ def tree_attention_kernel(
         if program < prefix_programs:
             _prefix_program(
                 program, prefix_programs, q, q_stride, cache, layout, workspace, scale, WINDOW, KV_HEADS, GROUP, DIM,
-                DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, TURNS, SEPARATE, PDL,
+                DIM_PAD, ROW_TILE, KEY_TILE, SUM_COLUMNS, LOOP, SEPARATE, PDL,
             )  # fmt: skip
     if NODES:  # noqa: SIM102
         if program >= prefix_programs:

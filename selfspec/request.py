@@ -327,11 +327,10 @@ def read_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, s
 
 def _infer_masks(rows: list[list[int]], settings: Settings) -> list[list[int]]:
     """Returns masks of the tokens that are not the pad token; all ones if there is no pad token or if it also is an end
-    token, as in transformers. On the host: work on the device would make the call wait for it."""
+    token, as in transformers. On the host: a comparison on a GPU would queue behind the steps that run there."""
     pad = settings.pad_token_id
-    if pad is None or pad in settings.eos_token_ids:
-        return [[1] * len(row) for row in rows]
-    return [[int(token != pad) for token in row] for row in rows]
+    is_padded = pad is not None and pad not in settings.eos_token_ids
+    return [[int(token != pad) for token in row] if is_padded and pad in row else [1] * len(row) for row in rows]
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -235,7 +235,7 @@ def test_every_fourth_prompt_is_for_measuring(tmp_path: Path) -> None:
     assert domain.training[-1] == messages
 
 
-def test_six_domains_are_shipped_and_share_no_prompt() -> None:
+def test_eight_domains_are_shipped_and_share_no_prompt() -> None:
     domains = shipped_domains()
     assert [domain.name for domain in domains] == list(SHIPPED) and len(SHIPPED) == 8
     texts = [json.dumps(prompt) for domain in domains for prompt in (*domain.training, *domain.measuring)]

@@ -29,7 +29,7 @@ MODELS = {
 }
 ROWS = 600
 PAGES = 10
-COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 129, 200, 256, 257]
+COUNTS = [1, 2, 3, 7, 16, 17, 31, 33, 48, 64, 65, 96, 128, 129, 200, 256, 257]
 Inputs = dict[str, torch.Tensor]
 Op = Callable[[Inputs, TileConfig | None], Inputs]
 

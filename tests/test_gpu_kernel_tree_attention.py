@@ -60,7 +60,7 @@ def test_tiles_launches_and_repetition_keep_the_bits(shape: str) -> None:
             for options in [*choices, {"tickets": True}, {"tickets": False}, {"ranges": op.ranges_for(32768)}]:
                 assert torch.equal(launch.run(window, **options), expected), (length, nodes, options)
     if shape in ("8b", "smollm2"):
-        assert all(torch.equal(launch.run(window), expected) for _ in range(100))
+        assert all(torch.equal(launch.run(window, per_unit=per_unit), expected) for per_unit in [None, 1] * 100)
 
 
 @shapes
@@ -80,11 +80,12 @@ def test_a_sequence_keeps_its_bits_in_any_batch(shape: str) -> None:
     path, tokens, random = tree.deepest_path(), on_path(tree, 1500), [-1] * 64
     alone = lay([text], [1500], tree, [tokens]).run(window)[path]
     batch = lay([other, text, other, other], [2900, 1500, 3, 800], tree, [random, tokens, random, random], seed=5)
-    assert torch.equal(batch.run(window).view(64, 4, -1)[path, 1], alone)
+    for per_unit in (None, 1, 3):
+        assert torch.equal(batch.run(window, per_unit=per_unit).view(64, 4, -1)[path, 1], alone), per_unit
 
 
-@pytest.mark.parametrize("tickets", [False, True])
-def test_a_graph_can_be_replayed_as_the_text_grows(tickets: bool) -> None:
+@pytest.mark.parametrize(("tickets", "per_unit"), [(False, None), (True, None), (True, 2)])
+def test_a_graph_can_be_replayed_as_the_text_grows(tickets: bool, per_unit: int | None) -> None:
     text, _ = text_of("8b", 700)
     launch = text.plainly([600])
     ranges = op.ranges_for(2048)
@@ -96,8 +97,9 @@ def test_a_graph_can_be_replayed_as_the_text_grows(tickets: bool) -> None:
     def attend() -> None:
         for _ in range(3):  # one layer after the other, in the same workspace
             op.tree_attention(
-                *tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5, tickets=tickets
-            )
+                *tensors, out, workspace, counters, ranges=ranges, window=None, scale=128**-0.5, per_unit=per_unit,
+                tickets=tickets,
+            )  # fmt: skip
 
     attend()
     graph = torch.cuda.CUDAGraph()

@@ -211,6 +211,13 @@ def test_the_split_leaves_a_tail_of_at_most_127_keys_behind_the_deepest_root() -
     assert [op.ranges_for(context) for context in (0, 1, 127, 128, 256, 257, 1088, 5000)] == [0, 0, 0, 1, 2, 2, 8, 22]
 
 
+def test_a_unit_without_prefix_programs_is_refused() -> None:
+    launch = drafted(Text.random(100, 2, 1, 16, HALF), 60, Tree.random(4, 2))
+    for per_unit in (0, -1):
+        with pytest.raises(ValueError, match="per_unit must be at least 1"):
+            launch.run(per_unit=per_unit)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

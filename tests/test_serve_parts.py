@@ -212,9 +212,12 @@ def test_a_server_that_ends_tells_its_clients(tmp_path, streams):
     assert service.counters.finished == {"abort": 1}
 
 
-def test_a_service_calls_when_warm_once_before_it_is_ready(tmp_path):
+@pytest.mark.parametrize("end", ["ready", "failed"])
+def test_a_service_calls_after_warmup_once_before_it_is_ready_and_after_a_failure(tmp_path, monkeypatch, end):
     service, states = Service(tiny_engine(tmp_path)), list[str]()
-    service.when_warm = lambda: states.append(service.state)
+    service.after_warmup = lambda: states.append(service.state)
+    if end == "failed":
+        monkeypatch.setattr(service.engine, "warmup", lambda *arguments: 1 / 0)
 
     async def run() -> None:
         async with service.running():
@@ -222,4 +225,4 @@ def test_a_service_calls_when_warm_once_before_it_is_ready(tmp_path):
                 await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    assert states == ["warming up"] and service.state == "ready"
+    assert service.state == end and states == ["warming up" if end == "ready" else "failed"]

@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None, prog: str = "python -m selfspec.calibrate
     )
     add = parser.add_argument
     add("--model", default="demo", help="folder, .gguf file, hub name, or 'demo' (default)")
-    domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: six that ship)"
+    domain = "prompts of one domain, as JSON lines with 'prompt' or 'messages'; repeatable (default: eight that ship)"
     add("--domain", dest="domains", action="append", default=[], metavar="NAME=PROMPTS.jsonl", help=domain)
     add("--out", type=_path, help="folder of the profile (default: the folder that profile='auto' searches)")
     add("--exits", default="", metavar="1,2,3", help="number of layers below each exit to train (default: three exits)")

@@ -67,7 +67,7 @@ def serve(args: argparse.Namespace) -> int:
     note(f"loading {args.model}")
     engine = options.load_engine(args)
     app = create_app(engine, key, args.cors_origin)
-    app.state.service.when_warm = keep_from_collections
+    app.state.service.after_warmup = freeze_objects
     config = uvicorn.Config(
         app,
         log_level=level,
@@ -86,9 +86,9 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def keep_from_collections() -> None:
-    """Excludes what is loaded, compiled and captured by now from later garbage collections: a full one of all this
-    would stall all streams for 0.25 s."""
+def freeze_objects() -> None:
+    """Collects garbage, then excludes all present objects from later collections: a full one of what is loaded,
+    compiled and captured would stall all streams for 0.25 s."""
     gc.collect()
     gc.freeze()
 

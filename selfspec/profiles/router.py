@@ -72,9 +72,9 @@ def distances(embeddings: torch.Tensor, centroids: np.ndarray) -> np.ndarray:
 
 
 def normalised(vectors: torch.Tensor) -> np.ndarray:
-    """The vectors divided by their lengths; vectors of zeros stay."""
-    found = vectors.numpy()
-    return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), _TINY)
+    """The vectors scaled to length 1; vectors of zeros stay zero."""
+    array = vectors.numpy()
+    return array / np.maximum(np.linalg.norm(array, axis=-1, keepdims=True), _TINY)
 
 
 @dataclass(frozen=True)

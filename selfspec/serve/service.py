@@ -29,7 +29,7 @@ class Service:
     counters: ServerCounters = field(default_factory=ServerCounters)
     started: int = field(default_factory=lambda: int(time.time()))
     state: str = "warming up"  # then "ready", or "failed"
-    when_warm: Callable[[], object] = lambda: None  # called once, before the state becomes "ready"
+    after_warmup: Callable[[], object] = lambda: None  # called once, also if the warm-up failed
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.limits.sequences)
@@ -54,11 +54,12 @@ class Service:
         temperature = getattr(engine.generation_config, "temperature", None) or 1.0
         try:
             steps = await asyncio.to_thread(engine.warmup, engine.max_batch, None, (0.0, temperature))
-            await asyncio.to_thread(self.when_warm)
         except Exception:
             self.state = "failed"
             _log.exception("the warm-up failed: requests will be tried, and /health stays at status 503")
+            self.after_warmup()
             return
+        self.after_warmup()
         self.state = "ready"
         _log.info("warm after %.1f s, %d steps captured", time.monotonic() - started, steps)
 
