@@ -6,7 +6,6 @@ of the KV cache are not counted.
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import platform
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from selfspec import Engine
+from selfspec.commands import serve
 from selfspec.memory import free_device_bytes, memory_limit
 
 _REPLAYS = 7  # of a timed graph
@@ -30,8 +30,7 @@ def freeze_objects(engine: Engine) -> None:
     """On a GPU, keeps all present objects out of later garbage collections, as `selfspec serve` does: a full collection
     stalls all sequences for about 0.25 s."""
     if engine.model.device.type == "cuda":
-        gc.collect()
-        gc.freeze()
+        serve.freeze_objects()
 
 
 def describe(engine: Engine, model: str, synthetic: dict[str, Any] | None = None) -> dict[str, Any]:
