@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import replace
-from math import inf
 
 from selfspec.backends.base import Backend, Step
 from selfspec.batch_scoring import BatchScoring, is_unrouted
@@ -113,10 +111,8 @@ class Batch:
             ((candidates, _),) = Counter(drafter.candidates for drafter, _ in drafting).most_common(1)
             policy = next(policy for drafter, policy in drafting if drafter.candidates is candidates)
             assert policy is not None and candidates is not None
-            rules, waits_for_host = policy.rules, any(sequence.request.uses_host for sequence in self.running)
-            # Steps with grammars or callables wait for the host, so their time has no limit.
-            limited = replace(rules, max_step=inf) if waits_for_host else rules
-            self.governor = Governor(candidates, self._costs, limited, self.drafters.budget(rules))
+            budget = self.drafters.budget(policy.rules)
+            self.governor = Governor(candidates, self._costs, policy.rules, budget)
 
     def _cost_kind(self) -> Hashable:
         """Key of measured costs: the exit layer, and whether any sequence samples, processes logits, has Python logits

@@ -217,13 +217,6 @@ def test_a_limit_on_steps_changes_no_token(folder: Path, limit: float, monkeypat
     assert any(stats.drafted for stats in out.stats) == (limit >= 1), "no step is shorter than a plain one"
 
 
-def test_steps_that_wait_for_callables_have_no_limit(folder: Path) -> None:
-    rules = Rules(max_step=2.0)
-    engine = engine_of("llama", folder / "waiting")
-    found = [joined(engine, rules=rules, logits_processor=callables).governor for callables in ([], [lambda _, x: x])]
-    assert [governor.rules.max_step for governor in found if governor is not None] == [2.0, inf]
-
-
 @pytest.mark.parametrize("asked", [{"speculative_decoding": "force"}, {"plan": "chain:3"}], ids=["forced", "asked_for"])
 def test_a_plan_that_was_asked_for_is_not_limited(folder: Path, asked: dict[str, Any]) -> None:
     (stats,) = generate(engine_of("llama", folder / "asked"), PROMPTS[:1], rules=Rules(max_step=0), **asked).stats

@@ -64,16 +64,18 @@ def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> No
     observe(costs, NONE, 5.0, 3.0)
     assert costs.bucket(1, 9).plain is None
     observe(costs, NONE, 4.0)
-    assert costs.bucket(1, 9).plain == 3.0, "the fastest of the first ones: a step may stall, none is too fast"
+    assert costs.bucket(1, 9).plain == 3.0, "each time counts as the lesser of it and the one before"
     assert measured_cost(costs, CHAIN) == 1.5
     observe(costs, CHAIN, 6.0)
+    assert measured_cost(costs, CHAIN) == 1.5, "its first step may have stalled"
+    observe(costs, CHAIN, 9.0)
     assert measured_cost(costs, CHAIN) == 2.0
 
 
 def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
     costs = Costs()
     observe(costs, NONE, *[1.0] * PLAIN_SAMPLES)
-    observe(costs, CHAIN, 1.8, modelled=1.5)
+    observe(costs, CHAIN, 1.8, 1.8, modelled=1.5)
     assert costs.correction.value == pytest.approx(1.2)
     assert measured_cost(costs, TREE, modelled=2.0) == pytest.approx(2.4)
     assert measured_cost(costs, TREE, modelled=2.0, context=5000) == pytest.approx(2.4), "in other buckets too"
@@ -82,7 +84,7 @@ def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
 
 def test_drafted_steps_correct_nothing_before_a_plain_step_was_measured() -> None:
     costs = Costs()
-    observe(costs, CHAIN, 100.0)
+    observe(costs, CHAIN, 100.0, 100.0)
     assert costs.correction.value == 1.0 and measured_cost(costs, CHAIN) == 1.5
 
 
@@ -112,16 +114,25 @@ def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: lis
     assert costs.bucket(1, 9).plain == pytest.approx(1.0, rel=0.01)
 
 
-def test_one_stall_hardly_changes_an_average() -> None:
+@pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
+@pytest.mark.parametrize("before", [0, 1, MEMORY])
+def test_one_stall_changes_no_average(plan: Plan, before: int) -> None:
     costs = Costs()
-    observe(costs, NONE, *[1.0] * MEMORY, 1000.0)
-    assert costs.bucket(1, 9).plain == pytest.approx(1 + 1 / MEMORY)
+    observe(costs, plan, *[1.0] * before, 1000.0, *[1.0] * PLAIN_SAMPLES)
+    assert costs.bucket(1, 9).averages[plan].value == 1.0
+
+
+def test_a_plan_that_has_become_slower_costs_more() -> None:
+    costs = Costs()
+    observe(costs, NONE, *[1.0] * PLAIN_SAMPLES)
+    observe(costs, CHAIN, *[1.5] * MEMORY, *[3.0] * (6 * MEMORY))
+    assert measured_cost(costs, CHAIN) == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_clock_that_stands_still_divides_nothing_by_zero() -> None:
     costs = Costs()
     observe(costs, NONE, *[0.0] * PLAIN_SAMPLES)
-    observe(costs, CHAIN, 0.0)
+    observe(costs, CHAIN, 0.0, 0.0)
     assert measured_cost(costs, CHAIN) == 1.0
 
 

@@ -57,7 +57,8 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    governor.costs.bucket(batch, CONTEXT).observe(plan, ratio, 1.0)
+    for _ in range(2):
+        governor.costs.bucket(batch, CONTEXT).observe(plan, ratio, 1.0)
 
 
 # Start, stop, switch
@@ -179,9 +180,14 @@ def test_no_plan_takes_longer_than_a_step_may() -> None:
         plan = choose(limited, skilled(skill))[0]
         assert len(plan) and limited.candidates.cost(plan, 1) <= 1.4
     assert free.candidates.cost(choose(free, skilled(2.0))[0], 1) > 1.4
-    slow = choose(limited, skilled(1.0))[0]
-    set_cost(limited, slow, 1.45)
-    assert choose(limited, skilled(1.0), in_use=slow)[0] != slow, "its steps were measured to take longer"
+
+
+def test_a_plan_whose_steps_were_measured_a_little_longer_than_the_limit_stays() -> None:
+    """Noise of a few per cent must not forbid it: it would not run again, so that its cost would not be corrected."""
+    governor = governor_of(Rules(max_step=1.4))
+    plan = choose(governor, skilled(2.0))[0]
+    set_cost(governor, plan, 1.45)
+    assert choose(governor, skilled(2.0), in_use=plan)[0] == plan
 
 
 def test_sequences_that_may_not_draft_count_as_one_token() -> None:

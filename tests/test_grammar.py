@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from functools import cache
-from math import inf
 from typing import Any
 
 import jsonschema
@@ -16,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec import Engine, Rules
-from selfspec.governor.governor import Governor
+from selfspec import Engine
 from selfspec.grammar import MAX_BYTES, Grammar, Grammars, ResponseFormatError
 from selfspec.sequence import Sequence
 from selfspec.speculation.plan import Plan
@@ -238,22 +236,6 @@ def test_forced_tokens_are_computed_only_where_drafting_is_allowed(monkeypatch: 
         calls.clear()
         run_all([{"type": "regex", "regex": "[a-z]{9}"}], **options)
         assert bool(calls) == computes
-
-
-def test_the_governor_does_not_limit_the_time_of_steps_with_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It contains time of the host, so that a limit in plain steps would forbid plans by the speed of the host."""
-    limits = []
-
-    def record(candidates: Any, costs: Any, rules: Rules, budget: Any) -> Governor:
-        limits.append(rules.max_step)
-        return Governor(candidates, costs, rules, budget)
-
-    monkeypatch.setattr("selfspec.batch.Governor", record)
-    model = tiny_model("llama", vocab_size=len(JSON_TOKENS))
-    governed = Engine.from_model(model, json_tokenizer(), profile=None, rules=Rules(max_step=1.5))
-    for form in (None, {"type": "regex", "regex": "[a-z]{9}"}):
-        governed.complete("hi", max_new_tokens=2, response_format=form)
-    assert limits == [1.5, inf]
 
 
 def test_a_request_whose_grammar_takes_too_much_work_fails_alone() -> None:

@@ -24,9 +24,8 @@ RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in
 
 _ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
-PLAIN_SAMPLES = 3  # plain steps that are measured before drafting starts; the fastest counts, since others may stall
+PLAIN_SAMPLES = 3  # plain steps that are measured before drafting starts
 PLAIN_INTERVAL = 128  # drafted steps after which a plain step is measured again: less than 1% of the time
-_OUTLIER = 2.0  # times the average: a longer sample counts as this long, so one stall does not rule a plan out
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
@@ -92,24 +91,24 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 class _Average:
     """The mean of the first samples, then an exponential average."""
 
-    value: float = 0.0  # 0: no sample yet, so the next one is not limited
+    value: float = 0.0
     samples: int = 0
 
     def add(self, sample: float) -> None:
         self.samples += 1
-        if self.value:
-            sample = min(sample, _OUTLIER * self.value)
         self.value += (sample - self.value) / min(self.samples, MEMORY)
 
 
 @dataclass
 class CostBucket:
-    """Average device times of the steps in one bucket of batch sizes and lengths."""
+    """Average device times of the steps in one bucket of batch sizes and lengths. A time counts as the lesser of it and
+    the plan's time before, so that no single stall rules a plan out; the first one does not count."""
 
     correction: _Average  # of measured over modelled cost, of all plans that draft, in all buckets
     averages: dict[Plan, _Average] = field(default_factory=dict)
     plain: float | None = None  # seconds of a plain step; None before PLAIN_SAMPLES were measured
     drafted: int = 0  # drafted steps since a plain step was measured
+    _newest: dict[Plan, float] = field(default_factory=dict)  # seconds of each plan's newest step
 
     @property
     def wants_plain(self) -> bool:
@@ -119,19 +118,16 @@ class CostBucket:
     def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
         seconds = max(seconds, 1e-9)  # timers can return 0
-        average = self.averages.get(plan) or self.averages.setdefault(plan, _Average())
-        if len(plan):
-            self.drafted += 1
-            average.add(seconds)
-            if self.plain is not None:
-                self.correction.add(average.value / self.plain / modelled)
+        self.drafted = self.drafted + 1 if len(plan) else 0
+        before, self._newest[plan] = self._newest.get(plan), seconds
+        if before is None:
             return
-        self.drafted = 0
-        if self.plain is None and average.samples:
-            average.value = seconds = min(seconds, average.value)
-        average.add(seconds)
-        if average.samples >= PLAIN_SAMPLES:
-            self.plain = average.value
+        average = self.averages.setdefault(plan, _Average())
+        average.add(min(before, seconds))
+        if not len(plan):
+            self.plain = average.value if average.samples >= PLAIN_SAMPLES - 1 else None
+        elif self.plain is not None:
+            self.correction.add(average.value / self.plain / modelled)
 
     def cost(self, plan: Plan, modelled: float) -> float:
         """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost

@@ -96,9 +96,8 @@ class Governor:
         return best if self.costs.pays_capture(batch, plans[best], saved, seconds) else fastest
 
     def _speeds(self, skills: Sequence[Skill], batch: int, table: PlanTable, bucket: CostBucket) -> list[float]:
-        """Speed of each plan relative to plain decoding; 0 if its step is longer than the limit, or may lose more than
-        the budget has left."""
-        most = min(self.rules.step_limit, 1 + self.budget.left)
+        """Speed of each plan relative to plain decoding; 0 if its step may lose more than the budget has left."""
+        most = 1 + self.budget.left
         costs = [bucket.cost(plan, modelled) for plan, modelled in zip(table.plans, table.costs, strict=True)]
         lengths = self._mean_lengths(skills, batch, table)
         return [length / steps if steps <= most else 0.0 for length, steps in zip(lengths, costs, strict=True)]
