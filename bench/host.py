@@ -40,7 +40,6 @@ from selfspec.speculation.plan import NONE, Plan
 PROMPT = 10  # tokens
 CEILING = "backend alone"  # no scheduler, batch or governor
 CASES = {"plain": 0.0, "nothing accepted": 0.0, "drafting": 0.6}  # the share of nodes that are accepted
-_TOKEN = 7
 _SCORED = 4  # positions of a sequence that are scored at once
 _EXIT: Any = SimpleNamespace(layer=1, block=None, domain_rows=None)
 
@@ -83,7 +82,8 @@ class IdleBackend:
         unfinished = [(sequence, last) for sequence, last in pairs if not sequence.is_finished]
         step.sequences, step.last_nodes = [sequence for sequence, _ in unfinished], [last for _, last in unfinished]
         for sequence, last in unfinished:
-            sequence.tokens += [_TOKEN] * (step.record.plan.depths[last] + 1)
+            newest = len(sequence.tokens)  # tokens that do not repeat, so that none are copied
+            sequence.tokens += range(newest, newest + step.record.plan.depths[last] + 1)
             if sequence.tokens_left <= 0:
                 sequence.finish_reason = "length"
 

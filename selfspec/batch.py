@@ -98,7 +98,7 @@ class Batch:
         rows = self.drafters.shared_rows([member.request.drafter for member in members if member.request.drafter])
         routed = {member for member in members if member.parent is None and not is_unrouted(member.request)}
         if self.exit is None or self.exit.domain_rows is not rows or not routed <= self._head_prompts:
-            self.exit = self.drafters.exit_with_rows(exit, rows, [member.prompt for member in routed])
+            self.exit = self.drafters.exit_with_rows(exit, rows, [member.prompt_tokens for member in routed])
             self._head_prompts = routed
 
     def _choose_governor(self) -> None:
@@ -172,8 +172,6 @@ class Batch:
             self._update(joined=True)
         self.scoring.score_exit(self.running, self.exit, self.governor, in_flight)
         chosen, reason = self._choose_plan()
-        if reason != MEASURING:
-            self._in_use = chosen
         plan = chosen
         if not self.backend.overlaps:
             plan = chosen.truncated(max(sequence.tokens_left for sequence in self.running) - 1)
@@ -184,7 +182,9 @@ class Batch:
         step.reasons = {
             sequence: rule for sequence, rule in zip(self.running, self._reasons, strict=True) if rule is not None
         }
-        step.governor = self.governor
+        if reason != MEASURING:
+            self._in_use = chosen
+        step.governor, step.costs = self.governor, self._costs
         if self.governor is not None:
             step.charge = self.governor.charge_step(plan, len(self.running), self._context)
         self.unread.append(step)
@@ -274,9 +274,9 @@ class Batch:
             for sequence in step.sequences:
                 sequence.skill.copying_level = sequence.copying.read(sequence.tokens, len(sequence.prompt))
         elif not len(plan) and seconds is not None:
-            self._costs.bucket(len(step.sequences), context).observe(plan, seconds, modelled=1.0)
+            step.costs.bucket(len(step.sequences), context).observe(plan, seconds, modelled=1.0)
         if record.chosen != self._last_read_plan:
             self.metrics.add_plan_change(record.reason)
             self._last_read_plan = record.chosen
-        plain = self._costs.bucket(len(step.sequences), context).plain
+        plain = step.costs.bucket(len(step.sequences), context).plain
         self.metrics.add_step(plan, step.seconds, [depths[last] + 1 for last in step.last_nodes], plain)

@@ -46,9 +46,9 @@ class BatchScoring:
 
     def count_step(self, plan: Plan, exit: Exit | None) -> None:
         """Counts a step that was launched."""
-        if len(plan):
+        if plan.uses_exit:
             self._unscored = 0
-        elif exit is not None:
+        elif exit is not None and not len(plan):
             self.unfilled += 1
             self._unscored += 1
 

@@ -6,7 +6,7 @@ An engine keeps one `Drafters`; its requests share exits and plan candidates, wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import product
@@ -209,7 +209,7 @@ class Drafters:
             return None
         return next(iter(rows.values())) if len(rows) == 1 else self.head_rows_of(None)
 
-    def exit_with_rows(self, exit: Exit, rows: HeadRows | None, prompts: Sequence[Sequence[int]]) -> Exit:
+    def exit_with_rows(self, exit: Exit, rows: HeadRows | None, prompts: Sequence[Collection[int]]) -> Exit:
         """The exit with these head rows and those of the prompts' own tokens, which sequences often repeat."""
         trimmed = exit.with_head_rows(rows, prompts)
         if trimmed.head_rows is not None:

@@ -92,6 +92,8 @@ class RequestBuilder:
         )
         if not policy.permanent_reason:
             request.find_drafter = partial(self.drafters.drafter, speculation, prompts, policy, layer)
+            for sequence in request.sequences:  # here, since long prompts would keep the decoding loop's thread
+                sequence.copying.read(sequence.prompt, len(sequence.prompt))
         return request
 
     def build_for_tokens(

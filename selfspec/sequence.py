@@ -76,6 +76,11 @@ class Sequence:
     def stop_tokens(self) -> frozenset[int]:
         return frozenset(self.params.stop_token_ids)
 
+    @cached_property
+    def prompt_tokens(self) -> frozenset[int]:
+        """The different tokens of the prompt."""
+        return frozenset(self.prompt)
+
     @property
     def first_sample(self) -> Sequence:
         """The sample of its prompt that was prefilled: itself, or the one that it shares the prompt's pages with."""

@@ -24,18 +24,20 @@ from selfspec import Engine, Rules
 from selfspec.backends import torch_backend as runtime
 from selfspec.backends.base import Step
 from selfspec.batch import Batch
+from selfspec.batch_scoring import BatchScoring
 from selfspec.cache.kv_cache import Cache, CacheFull
 from selfspec.governor.acceptance import UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.costs import Costs, StepCost, estimated_cost, gpu_rows
 from selfspec.governor.governor import MEASURING, Governor
-from selfspec.governor.rules import BATCHES
+from selfspec.governor.rules import BATCHES, Policy
 from selfspec.models.decoder import Decoder
 from selfspec.models.row_times import RowTimes
 from selfspec.profiles.profile import Device, Spread
 from selfspec.profiles.router import Embedded, prompt_embedding
-from selfspec.sequence import Sequence
-from selfspec.speculation.plan import Plan
+from selfspec.sampling import SamplingParams
+from selfspec.sequence import Request, Sequence
+from selfspec.speculation.plan import NONE, Plan
 from tests.profiles import choice_of, profile_of
 from tests.scripted import endless, left_padded, random_prompt
 from tests.test_exit import Trained
@@ -463,3 +465,27 @@ def test_a_trimmed_head_is_scored_too(folder: Path) -> None:
     engine = Engine.from_model(trained("llama").hf, profile=saved)
     plain = generate(engine, PROMPTS[:2], 40, speculative_decoding=False)
     assert torch.equal(generate(engine, PROMPTS[:2], 40).sequences, plain.sequences)
+
+
+def test_a_step_is_timed_for_the_kind_of_batch_that_it_was_launched_for() -> None:
+    """A sampling request that joins before a greedy step is read gets its own kind of costs."""
+    found: dict[Any, Costs] = {}
+    scheduler, _ = idle_scheduler(IdleBackend(0.0), Costs(), 2, new_tokens=1000, governed=False)
+    scheduler.drafters.costs = lambda kind: found.setdefault(kind, Costs())
+    for _ in range(6):
+        scheduler.step()
+    batch, params = next(iter(scheduler.batches.values())), SamplingParams(do_sample=True)
+    sampling = Sequence([1] * 10, 9, 0, 500, params)
+    Request([sampling], policy=Policy(Rules(), params, mode=False))
+    batch.launch()
+    batch.join([sampling])
+    batch.drain()
+    assert {kind[1] for kind, costs in found.items() if costs._buckets} == {False}
+
+
+def test_copied_nodes_do_not_take_the_place_of_a_score() -> None:
+    parts: Any = None, None, SimpleNamespace()
+    scoring, exit = BatchScoring(*parts[:2]), parts[2]
+    for plan, unscored in ((NONE, 1), (Plan.parse("copy:3"), 1), (NONE, 2), (Plan.parse("chain:1"), 0)):
+        scoring.count_step(plan, exit)
+        assert scoring._unscored == unscored

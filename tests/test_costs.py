@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selfspec.governor.acceptance import MEMORY, Acceptance, Skill, mean_shares
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest, widest_rank
 from selfspec.governor.copying import REACH
-from selfspec.governor.costs import PLAIN_SAMPLES, Costs, StepCost, calibrated_cost, estimated_cost, gpu_rows
+from selfspec.governor.costs import FIRST_TIMES, FORGOTTEN, Costs, StepCost, calibrated_cost, estimated_cost, gpu_rows
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:4,2")
@@ -64,18 +64,18 @@ def test_a_plan_costs_what_was_measured_and_before_that_what_is_modelled() -> No
     observe(costs, NONE, 5.0, 3.0)
     assert costs.bucket(1, 9).plain is None
     observe(costs, NONE, 4.0)
-    assert costs.bucket(1, 9).plain == 3.0, "each time counts as the lesser of it and the one before"
+    assert costs.bucket(1, 9).plain == 3.0, "the fastest of the first ones: a step may stall, none is too fast"
     assert measured_cost(costs, CHAIN) == 1.5
-    observe(costs, CHAIN, 6.0)
-    assert measured_cost(costs, CHAIN) == 1.5, "its first step may have stalled"
     observe(costs, CHAIN, 9.0)
-    assert measured_cost(costs, CHAIN) == 2.0
+    assert measured_cost(costs, CHAIN) == 3.0
+    observe(costs, CHAIN, 6.0, 9.0)
+    assert measured_cost(costs, CHAIN) == 2.0, "the first steps may have stalled"
 
 
 def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
     costs = Costs()
-    observe(costs, NONE, *[1.0] * PLAIN_SAMPLES)
-    observe(costs, CHAIN, 1.8, 1.8, modelled=1.5)
+    observe(costs, NONE, *[1.0] * FIRST_TIMES)
+    observe(costs, CHAIN, *[1.8] * FIRST_TIMES, modelled=1.5)
     assert costs.correction.value == pytest.approx(1.2)
     assert measured_cost(costs, TREE, modelled=2.0) == pytest.approx(2.4)
     assert measured_cost(costs, TREE, modelled=2.0, context=5000) == pytest.approx(2.4), "in other buckets too"
@@ -84,7 +84,7 @@ def test_plans_that_have_not_run_are_corrected_by_those_that_have() -> None:
 
 def test_drafted_steps_correct_nothing_before_a_plain_step_was_measured() -> None:
     costs = Costs()
-    observe(costs, CHAIN, 100.0, 100.0)
+    observe(costs, CHAIN, *[100.0] * FIRST_TIMES)
     assert costs.correction.value == 1.0 and measured_cost(costs, CHAIN) == 1.5
 
 
@@ -105,7 +105,7 @@ def test_batches_and_lengths_share_buckets(one: tuple[int, int], other: tuple[in
     assert (costs.bucket(*one) is costs.bucket(*other)) == is_shared
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=PLAIN_SAMPLES, max_size=60))
+@given(st.lists(st.floats(0.5, 2.0), min_size=FIRST_TIMES, max_size=60))
 def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: list[float]) -> None:
     costs = Costs()
     observe(costs, NONE, *samples)
@@ -115,24 +115,38 @@ def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: lis
 
 
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
-@pytest.mark.parametrize("before", [0, 1, MEMORY])
-def test_one_stall_changes_no_average(plan: Plan, before: int) -> None:
+@pytest.mark.parametrize(("before", "most"), [(0, 1.0), (1, 1.0), (MEMORY, 1 + 1 / MEMORY)])
+def test_one_stall_hardly_changes_a_time(plan: Plan, before: int, most: float) -> None:
     costs = Costs()
-    observe(costs, plan, *[1.0] * before, 1000.0, *[1.0] * PLAIN_SAMPLES)
-    assert costs.bucket(1, 9).averages[plan].value == 1.0
+    observe(costs, plan, *[1.0] * before, 1000.0, *[1.0] * FIRST_TIMES)
+    assert 1.0 <= costs.bucket(1, 9).times[plan].seconds <= most
+
+
+@pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
+def test_times_that_rest_on_stalls_are_forgotten_once_the_plan_has_not_run_for_long(plan: Plan) -> None:
+    costs, other = Costs(), TREE
+    observe(costs, NONE, *[1.0] * FIRST_TIMES)
+    observe(costs, plan, *[50.0] * 60)
+    observe(costs, other, *[2.0] * (FORGOTTEN - 1))
+    bucket = costs.bucket(1, 9)
+    assert bucket.times[plan].seconds > 20 and bucket._remembered(plan) is not None
+    observe(costs, other, 2.0)
+    assert bucket._remembered(plan) is None
+    observe(costs, plan, *[1.5] * FIRST_TIMES)
+    assert bucket.times[plan].seconds == 1.5
 
 
 def test_a_plan_that_has_become_slower_costs_more() -> None:
     costs = Costs()
-    observe(costs, NONE, *[1.0] * PLAIN_SAMPLES)
+    observe(costs, NONE, *[1.0] * FIRST_TIMES)
     observe(costs, CHAIN, *[1.5] * MEMORY, *[3.0] * (6 * MEMORY))
     assert measured_cost(costs, CHAIN) == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_clock_that_stands_still_divides_nothing_by_zero() -> None:
     costs = Costs()
-    observe(costs, NONE, *[0.0] * PLAIN_SAMPLES)
-    observe(costs, CHAIN, 0.0, 0.0)
+    observe(costs, NONE, *[0.0] * FIRST_TIMES)
+    observe(costs, CHAIN, *[0.0] * FIRST_TIMES)
     assert measured_cost(costs, CHAIN) == 1.0
 
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.governor.acceptance import MEMORY, UNFAMILIAR, Acceptance, Skill
+from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.copying import Copying
-from selfspec.governor.costs import PLAIN_INTERVAL, PLAIN_SAMPLES, Costs, estimated_cost
+from selfspec.governor.costs import FIRST_TIMES, FORGOTTEN, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
 from selfspec.kernels.copy_draft import copy_reference
@@ -34,7 +34,7 @@ def governor_of(rules: Rules = RULES, measured: bool = True, depth: float = 0.17
     parts = Acceptance(SHARES), {16: model}
     candidates = PlanCandidates(*parts, SharedPlans(*parts, 4, max_step=rules.step_limit), SCORE_COST)
     governor = Governor(candidates, Costs(), rules, Budget(rules.budget, rules.budget_refill))
-    for _ in range(PLAIN_SAMPLES if measured else 0):
+    for _ in range(FIRST_TIMES if measured else 0):
         governor.costs.bucket(batch, CONTEXT).observe(NONE, 1.0, 1.0)
     return governor
 
@@ -57,7 +57,7 @@ def speed(governor: Governor, plan: Plan, skill: float, batch: int = 1, drafting
 
 def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> None:
     """Steps of this plan were measured to take so many plain steps."""
-    for _ in range(2):
+    for _ in range(FIRST_TIMES):
         governor.costs.bucket(batch, CONTEXT).observe(plan, ratio, 1.0)
 
 
@@ -66,7 +66,7 @@ def set_cost(governor: Governor, plan: Plan, ratio: float, batch: int = 1) -> No
 
 def test_the_first_steps_in_a_bucket_are_plain_until_enough_were_measured() -> None:
     governor = governor_of(measured=False)
-    for seconds in (None, *[1.0] * PLAIN_SAMPLES):  # the first step's time is not its plan's alone
+    for seconds in (None, *[1.0] * FIRST_TIMES):  # the first step's time is not its plan's alone
         assert choose(governor, skilled(1.0)) == (NONE, MEASURING)
         governor.observe(NONE, [(skilled(1.0), 0)], seconds, CONTEXT)
     assert choose(governor, skilled(1.0))[1] is None
@@ -75,11 +75,12 @@ def test_the_first_steps_in_a_bucket_are_plain_until_enough_were_measured() -> N
 def test_plain_steps_are_measured_again_while_drafting() -> None:
     governor, skill = governor_of(), skilled(1.0)
     plan, _ = choose(governor, skill)
-    for _ in range(PLAIN_INTERVAL):
+    for _ in range(FORGOTTEN):
         assert choose(governor, skill, in_use=plan)[1] is None
         governor.costs.bucket(1, CONTEXT).observe(plan, 1.2, 1.2)
-    assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
-    governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
+    for _ in range(FIRST_TIMES):
+        assert choose(governor, skill, in_use=plan) == (NONE, MEASURING)
+        governor.observe(NONE, [(skill, 0)], 1.0, CONTEXT)
     assert choose(governor, skill, in_use=plan)[1] is None
 
 
@@ -368,6 +369,15 @@ def test_drafting_that_does_not_pay_for_a_text_like_calibration_is_probed_when_t
     assert choose(governor, skill)[1] is None
 
 
+def test_a_probe_drafts_with_the_exit() -> None:
+    """Copied nodes are the fastest plan for a text that cannot be drafted, and would never raise its skill."""
+    governor, skill = governor_of(), skilled(LEVELS[0])
+    table = governor.candidates.table(1)
+    speeds = [speed(governor, plan, LEVELS[0]) for plan in table.plans]
+    assert not table.plans[speeds.index(max(speeds))].uses_exit
+    assert choose(governor, skill)[0].uses_exit
+
+
 def test_a_probe_ends_after_one_step() -> None:
     governor = governor_of()
     for plan in governor.candidates.table(1).plans:
@@ -381,7 +391,7 @@ def test_a_probe_ends_after_one_step() -> None:
 
 
 def test_scores_use_at_most_half_of_the_refills() -> None:
-    assert governor_of().score_interval == 2 * SCORE_COST / 0.01
+    assert governor_of().score_interval == int(2 * SCORE_COST / 0.01)
     assert governor_of(Rules(score_every=40)).score_interval == 40
     assert not governor_of(Rules(score_every=0)).may_score
     poor = governor_of()

@@ -27,6 +27,7 @@ class Step:
     seconds: float = 0.0  # on the device, without time in callables; after reading
     is_cost_sample: bool = True  # `seconds` is the cost of this plan alone: the governor averages it
     reasons: dict[Sequence, str] = field(default_factory=dict)  # why a rule forbids drafting for a sequence
+    costs: Any = None  # measured costs of batches of the kind that the batch had at the launch
     governor: Any = None  # which chose the plan and charged its budget; None: no governor did
     charge: float = 0.0  # plain steps that its launch charged to the governor's budget
     # Of each sequence, the deepest reached node that the exit drafted, or the root; after reading. Empty: `last_nodes`.

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import inf
 from statistics import fmean
 from typing import Annotated
 
@@ -17,15 +18,16 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic import dataclasses as checked
 
 from selfspec.governor.acceptance import MEMORY
-from selfspec.speculation.plan import MAX_NODES, Plan
+from selfspec.speculation.plan import MAX_NODES, NONE, Plan
 
 CostModel = Callable[[int, int], float]  # (depth, nodes) -> plain steps that a step of such a plan takes
 RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in passes over 1 row
 
 _ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
-PLAIN_SAMPLES = 3  # plain steps that are measured before drafting starts
-PLAIN_INTERVAL = 128  # drafted steps after which a plain step is measured again: less than 1% of the time
+FIRST_TIMES = 3  # times of a plan of which the least counts, since others may stall; so many plain steps come first
+FORGOTTEN = 512  # steps of a bucket after which a plan that did not run meanwhile counts as not measured
+_OUTLIER = 2.0  # times the average: a longer time counts as this long
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
@@ -100,42 +102,59 @@ class _Average:
 
 
 @dataclass
+class StepTime:
+    """Device time of a plan's steps in one bucket: the least of the first FIRST_TIMES, then an exponential average."""
+
+    seconds: float = inf
+    samples: int = 0
+    newest: int = 0  # number of the bucket's step that was added last
+
+    def add(self, seconds: float, step: int) -> None:
+        self.samples += 1
+        self.newest = step
+        if self.samples <= FIRST_TIMES:
+            self.seconds = min(self.seconds, seconds)
+        else:
+            limited = min(seconds, _OUTLIER * self.seconds)
+            self.seconds += (limited - self.seconds) / min(self.samples, MEMORY)
+
+
+@dataclass
 class CostBucket:
-    """Average device times of the steps in one bucket of batch sizes and lengths. A time counts as the lesser of it and
-    the plan's time before, so that no single stall rules a plan out; the first one does not count."""
+    """Device times of the steps in one bucket of batch sizes and lengths. Those of a plan are forgotten once FORGOTTEN
+    steps have run without it: a plan that stalls made look slow is tried again, and plain steps are measured again."""
 
     correction: _Average  # of measured over modelled cost, of all plans that draft, in all buckets
-    averages: dict[Plan, _Average] = field(default_factory=dict)
-    plain: float | None = None  # seconds of a plain step; None before PLAIN_SAMPLES were measured
-    drafted: int = 0  # drafted steps since a plain step was measured
-    _newest: dict[Plan, float] = field(default_factory=dict)  # seconds of each plan's newest step
+    times: dict[Plan, StepTime] = field(default_factory=dict)
+    steps: int = 0
 
     @property
-    def wants_plain(self) -> bool:
-        """Whether the next step must be plain, to measure it."""
-        return self.plain is None or self.drafted >= PLAIN_INTERVAL
+    def plain(self) -> float | None:
+        """Seconds of a plain step; None while FIRST_TIMES of them are not measured."""
+        time = self._remembered(NONE)
+        return None if time is None or time.samples < FIRST_TIMES else time.seconds
 
     def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
-        seconds = max(seconds, 1e-9)  # timers can return 0
-        self.drafted = self.drafted + 1 if len(plan) else 0
-        before, self._newest[plan] = self._newest.get(plan), seconds
-        if before is None:
-            return
-        average = self.averages.setdefault(plan, _Average())
-        average.add(min(before, seconds))
-        if not len(plan):
-            self.plain = average.value if average.samples >= PLAIN_SAMPLES - 1 else None
-        elif self.plain is not None:
-            self.correction.add(average.value / self.plain / modelled)
+        time = self._remembered(plan) or StepTime()
+        self.times[plan] = time
+        self.steps += 1
+        time.add(max(seconds, 1e-9), self.steps)  # timers can return 0
+        plain = self.plain
+        if len(plan) and plain is not None:
+            self.correction.add(time.seconds / plain / modelled)
 
     def cost(self, plan: Plan, modelled: float) -> float:
-        """Cost of a plan in plain steps: measured if it and plain steps ran in this bucket, else the modelled cost
-        times the correction; at least 1."""
-        average = self.averages.get(plan)
-        if average is None or self.plain is None:
+        """Cost of a plan in plain steps: measured if it has run and plain steps are measured in this bucket, else the
+        modelled cost times the correction; at least 1."""
+        time, plain = self._remembered(plan), self.plain
+        if time is None or plain is None:
             return max(1.0, self.correction.value * modelled)
-        return max(1.0, average.value / self.plain)
+        return max(1.0, time.seconds / plain)
+
+    def _remembered(self, plan: Plan) -> StepTime | None:
+        time = self.times.get(plan)
+        return None if time is None or self.steps - time.newest >= FORGOTTEN else time
 
 
 class Costs:

@@ -16,9 +16,8 @@ from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
-MEASURING = (
-    "measuring"  # reason of a plain step that is run to be timed: the first ones in a bucket, and one after 128 drafted
-)
+# Reason of a plain step that is run to be timed: the first three steps of a bucket, and three after every 512 drafted.
+MEASURING = "measuring"
 
 
 class Budget:
@@ -60,15 +59,17 @@ class Governor:
         draft, of `batch` in all; the longest has `context` tokens; `in_use` is the plan of the newest step that was not
         measuring; `capture_s` gives the seconds that capturing a plan's step takes first, 0 once it is captured."""
         bucket = self.costs.bucket(batch, context)
-        if bucket.wants_plain:
+        if bucket.plain is None:
             return NONE, MEASURING
         table = self.candidates.table(batch)
         speeds = self._speeds(skills, batch, table, bucket)
-        probes = not len(in_use) and self.budget.is_full and self.candidates.acceptance is not None
-        needed = 0.0 if probes else 1.0 if len(in_use) else 1 + self.rules.start_gain
-        best = max(range(len(speeds)), key=speeds.__getitem__, default=None)
+        needed, numbers = 1.0 if len(in_use) else 1 + self.rules.start_gain, list(range(len(speeds)))
+        if not len(in_use) and self.budget.is_full and max(speeds, default=0.0) <= needed:
+            # A probe. Copied nodes alone would not tell whether the exit's are accepted again.
+            needed, numbers = 0.0, [number for number in numbers if table.plans[number].uses_exit]
+        best = max(numbers, key=speeds.__getitem__, default=None)
         if best is not None and speeds[best] > needed:
-            best = self._until_captured(best, speeds, table.plans, batch, bucket, capture_s)
+            best = self._until_captured(best, numbers, speeds, table.plans, batch, bucket, capture_s)
             if speeds[best] > needed:
                 return table.plans[best], None
         if self.candidates.acceptance is None:
@@ -78,16 +79,17 @@ class Governor:
     def _until_captured(
         self,
         best: int,
+        numbers: Sequence[int],
         speeds: Sequence[float],
         plans: Sequence[Plan],
         batch: int,
         bucket: CostBucket,
         capture_s: Callable[[Plan], float],
     ) -> int:
-        """The fastest plan, `best`, if its step is captured, or if no plan's is for this batch. Else the fastest
-        captured plan, until `best` would have saved the time that its capture takes."""
+        """The fastest of the plans with these numbers, `best`, if its step is captured, or if no plan's is for this
+        batch. Else the fastest captured one, until `best` would have saved the time that its capture takes."""
         seconds = capture_s(plans[best])
-        captured = [number for number, plan in enumerate(plans) if not capture_s(plan)] if seconds else []
+        captured = [number for number in numbers if not capture_s(plans[number])] if seconds else []
         if not captured:
             return best
         fastest = max(captured, key=speeds.__getitem__)
@@ -149,9 +151,9 @@ class Governor:
     # Scores of the exit
 
     @property
-    def score_interval(self) -> float:
+    def score_interval(self) -> int:
         """Plain steps between exit scores. Scores use at most half of the refills; the rest is for probes."""
-        return max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9))
+        return int(max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9)))
 
     @property
     def may_score(self) -> bool:

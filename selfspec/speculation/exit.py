@@ -9,7 +9,7 @@ wrong draft costs time and changes no token. Calibration trains exits and choose
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,7 +56,7 @@ class HeadRows:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def with_tokens_of(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    def with_tokens_of(self, prompts: Sequence[Collection[int]]) -> torch.Tensor:
         """Returns these token ids, followed by the prompts' other tokens in ascending order."""
         new = sorted(set().union(*prompts) - self._host_ids)
         if not new:
@@ -99,7 +99,7 @@ class Exit:
         of_prompts = self.head_rows[len(self.domain_rows) :]
         return [self.domain_rows.of(self.model), *([_head_rows(self.model, of_prompts)] if len(of_prompts) else [])]
 
-    def with_head_rows(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> Exit:
+    def with_head_rows(self, head_rows: HeadRows | torch.Tensor | None, prompts: Sequence[Collection[int]]) -> Exit:
         """Returns this exit with a head of the given rows and the prompts' own tokens: a text often repeats tokens of
         its prompt. None: the full head."""
         if head_rows is None:

@@ -63,7 +63,7 @@ class SlotPlacement:
         self.pages = PagesAhead(graphs.cache)
         self.slot_of: dict[Sequence, int] = {}
         self.size = 0  # slots of the newest step: a power of two
-        self.options = StepOptions()  # of the newest step
+        self.options = StepOptions()  # of the newest step; kept while no sequence joins
         self.head_exit: Exit | None = None  # the exit whose head rows are in the buffers
         self._free = list(reversed(range(graphs.capacity)))  # free slots, the lowest last: it is taken first
         self._vacated: list[int] = []  # slots whose sequences have left since the newest step
@@ -99,7 +99,7 @@ class SlotPlacement:
         self.size = bucket(len(sequences))
         self._compact()
         self.options = options
-        if exit is not self.head_exit or joined:
+        if exit is not self.head_exit:
             self._fill_head(exit)
         self._write_drafting(sequences, joined)
         self._write_changed_pages()
@@ -108,6 +108,7 @@ class SlotPlacement:
         """Makes idle the slots whose sequences have left: a pass would write to their pages, which other sequences may
         have taken."""
         self._write([], self._vacated, None)
+        self._vacated = []
 
     def release(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that has left the batch."""

@@ -139,8 +139,9 @@ class StepTimes:
     def _is_cost_sample(self, step: StepInFlight, previous: Readback | None, overlaps: bool) -> bool:
         """Returns whether the step's time will be the cost of its plan. Requires that a step is in flight, that
         `exclude_next_step` was not called since its launch, and for a plain step that no other pass was launched since.
-        A step that drafts may follow another pass: filling the exit's KV is part of the cost of drafting. Returns True
-        without overlap, and for steps with the reason MEASURING, as the governor has no other times yet."""
+        A step that drafts may follow another pass, such as one that fills the exit's KV: its clock starts after the
+        pass. Returns True without overlap, and for steps with the reason MEASURING, as the governor has no other times
+        yet."""
         excluded, self._excludes_next = self._excludes_next, False
         if not overlaps or step.record.reason == MEASURING:
             return True
