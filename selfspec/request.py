@@ -179,7 +179,7 @@ def _arguments() -> list[str]:
 
 def unknown_argument(name: str, every: Sequence[str]) -> ValueError:
     """An error that names the accepted arguments that are spelt like an unknown one, or else all of them."""
-    close = get_close_matches(name, every)
+    close = [other for other in every if other.startswith(f"{name}_")] or get_close_matches(name, every)
     instead = f": did you mean {' or '.join(close)}?" if close else f"; supported are {', '.join(every)}"
     return ValueError(f"there is no argument {name!r}{instead}")
 

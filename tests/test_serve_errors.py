@@ -84,6 +84,7 @@ def test_a_refusal_says_what_to_use_instead(served):
         ({"guided_json": {}}, "use response_format"),
         ({"prompt_logprobs": 1}, "use echo with logprobs"),
         ({"messages": image}, "Only parts of type text are supported"),
+        ({"messages": [{"role": "user"}]}, "A message without tool_calls needs content"),
         ({"regex": "(a"}, "regex cannot be followed"),
     ):
         assert said in post(served, {"messages": CHAT, **fields}).json()["error"]["message"], fields

@@ -9,7 +9,7 @@ import json
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from selfspec.logprobs import MAX_TOP
@@ -101,6 +101,12 @@ class Message(Body):
             if not isinstance(part, dict) or part.get("type") != "text":
                 raise PydanticCustomError("part", "Only parts of type text are supported")
         return content
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "A message without tool_calls needs content")
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         """The message for a chat template: its text in one piece, and the arguments of tool calls as objects."""
