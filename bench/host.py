@@ -53,6 +53,9 @@ class IdleBackend:
     def slots_for(self, sequences: int) -> int:
         return sequences
 
+    def step_options(self, sequences: Seq[Sequence]) -> bool:
+        return any(sequence.params.do_sample for sequence in sequences)
+
     def __init__(self, accepted: float = 1.0, seed: int = 0) -> None:
         self._accepted, self._drawn = accepted, random.Random(seed)
         self._scores: list[tuple[Sequence, list[bool]]] = []

@@ -115,14 +115,13 @@ class Batch:
             self.governor = Governor(candidates, self._costs, policy.rules, budget)
 
     def _cost_kind(self) -> Hashable:
-        """Key of measured costs: the exit layer, and whether any sequence samples, processes logits, has Python logits
+        """Key of measured costs: the exit layer, the options of steps, and whether any sequence has Python logits
         processors, needs the host (for these or a grammar), uses rejection, or wants log probabilities."""
         requests = [sequence.request for sequence in self.running]
         return (
             None if self.exit is None else self.exit.layer,
-            any(sequence.params.do_sample for sequence in self.running),
-            any(sequence.params.changes_logits for sequence in self.running),
-            any(bool(request.processors) for request in requests),
+            self.backend.step_options(self.running),
+            any(request.processors for request in requests),
             any(request.uses_host for request in requests),
             any(request.rejection for request in requests),
             any(request.logprobs is not None for request in requests),

@@ -651,3 +651,17 @@ def test_the_time_of_a_capture_is_told_for_exactly_the_steps_that_are_captured_n
         batch.dismiss_finished()
     assert told[0] == (False, 1)  # the first capture: how long one takes is not known yet
     assert set(told[1:]) == {(False, 0), (True, 1)}
+
+
+def test_steps_are_timed_by_what_they_compute_to_choose_tokens() -> None:
+    """A captured step that truncates in any way has costs of its own; it stays in use when those that need it leave."""
+    batch = ScriptedBatch(cuda_backend(new_graphs()), accurate_exit())
+    settings: list[dict[str, Any]] = [{}, {"do_sample": True, "top_k": 50}, {"do_sample": True, "top_p": 0.9}]
+    made = [sequence_of(prompt_of(5, n), 8, SamplingParams(**each), seed=n) for n, each in enumerate(settings)]
+    kinds = []
+    for sequence in made:
+        batch.admit([sequence])
+        kinds.append(batch._cost_kind())
+        batch.step()
+    batch.dismiss(made[2])
+    assert len({*kinds}) == 3 and batch._cost_kind() == kinds[2]

@@ -6,6 +6,7 @@ together, with which plan, and when the exit is scored.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -49,6 +50,10 @@ class Backend(Protocol):
 
     def slots_for(self, sequences: int) -> int:
         """Number of slots that a step of `sequences` sequences computes, idle ones included."""
+        ...
+
+    def step_options(self, sequences: Seq[Sequence]) -> Hashable:
+        """How steps of these sequences choose tokens: steps with equal options and plans take equal time."""
         ...
 
     def prefill_kind(self, tokens: int) -> PrefillKind:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from functools import cached_property
 from itertools import product
@@ -63,6 +64,10 @@ class TorchBackend:
 
     def slots_for(self, sequences: int) -> int:
         return sequences
+
+    def step_options(self, sequences: Seq[Sequence]) -> Hashable:
+        params = [sequence.params for sequence in sequences]
+        return any(of.do_sample for of in params), any(of.changes_logits for of in params)
 
     # Prefill
 

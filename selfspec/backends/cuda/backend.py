@@ -26,7 +26,7 @@ from selfspec.backends.cuda.placement import SlotPlacement
 from selfspec.backends.cuda.prompt_scoring import PromptScoresInFlight
 from selfspec.backends.cuda.prompts import PromptPrefill
 from selfspec.backends.cuda.readback import StepInFlight, StepTimes
-from selfspec.backends.cuda.slots import bucket
+from selfspec.backends.cuda.slots import StepOptions, bucket
 from selfspec.backends.cuda.step import DeviceStep
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.cache.prefixes import PrefillKind
@@ -58,6 +58,9 @@ class CudaBackend:
 
     def slots_for(self, sequences: int) -> int:
         return bucket(sequences)
+
+    def step_options(self, sequences: Seq[Sequence]) -> StepOptions:
+        return self._placement.options_of(sequences)
 
     # Steps
 
