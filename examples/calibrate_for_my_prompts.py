@@ -2,8 +2,9 @@
 
 python examples/calibrate_for_my_prompts.py --model path/or/name --out my-profile
 
-The defaults train far too little to be useful, so that the example ends within minutes on a CPU. On a GPU run
-the `selfspec calibrate` command that the script prints, with 40 prompts or more.
+The defaults train far too little to be useful, so that the example ends within 10 minutes on a CPU. On a GPU run the
+`selfspec calibrate` command that the script prints without --tokens and --steps, with 40 prompts or more. Ctrl-C stops
+it; the same command with --resume continues.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ DISHES = ["pancakes", "tomato soup", "fried rice", "apple pie", "lentil stew", "
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo", help="folder, GGUF file or hub name")
 parser.add_argument("--out", type=Path, default=Path("my-profile"), help="folder of the profile")
-parser.add_argument("--tokens", type=int, default=1000, help="of text that the model writes to train on")
+parser.add_argument("--tokens", type=int, default=1000, help="of text, in chunks of up to 4,096 on a CPU")
 parser.add_argument("--steps", type=int, default=10, help="of training")
 parser.add_argument("--max-new-tokens", type=int, default=32)
-args = parser.parse_args()
+args, others = parser.parse_known_args()  # others: of `selfspec calibrate`, such as --resume
 
 # One JSON object per line, with "prompt" or with "messages".
 args.out.mkdir(parents=True, exist_ok=True)
@@ -32,9 +33,9 @@ prompts = args.out / "recipes.jsonl"
 prompts.write_text("".join(json.dumps({"prompt": f"How do I cook {dish}?"}) + "\n" for dish in DISHES))
 
 command = ["calibrate", "--model", args.model, "--domain", f"recipes={prompts}", "--out", str(args.out)]
+command += ["--exits", "1", "--tokens", str(args.tokens), "--steps", str(args.steps), *others]
 print("selfspec", *command)
-amounts = ["--exits", "1", "--tokens", str(args.tokens), "--steps", str(args.steps)]
-status = selfspec([*command, *amounts])
+status = selfspec(command)
 if status:
     sys.exit(status)
 

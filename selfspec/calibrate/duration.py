@@ -52,8 +52,9 @@ class Duration:
                 for name, (seconds, share) in self.least.items()
             )
             raise ValueError(
-                f"--minutes {minutes:g} is too short: pass --minutes {self.least_minutes:g} or more (the least amounts "
-                f"take {least} on this machine)"
+                f"--minutes {minutes:g} is too short for this machine, loaded as it is now: pass --minutes "
+                f"{self.least_minutes:g} or more, better a third more (the least amounts take {least}), or give amounts "
+                "with --tokens and --steps"
             )
 
 
