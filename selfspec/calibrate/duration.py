@@ -53,8 +53,8 @@ class Duration:
             )
             raise ValueError(
                 f"--minutes {minutes:g} is too short for this machine, loaded as it is now: pass --minutes "
-                f"{self.least_minutes:g} or more, better a third more (the least amounts take {least}), or give amounts "
-                "with --tokens and --steps"
+                f"{self.least_minutes:g} or more, better a third more (the least amounts take {least}), or give "
+                "amounts with --tokens and --steps"
             )
 
 
