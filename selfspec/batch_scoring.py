@@ -18,6 +18,8 @@ from selfspec.sequence import Request, Sequence
 from selfspec.speculation.exit import Exit
 from selfspec.speculation.plan import Plan
 
+_EMBEDDED_PROMPTS = 16  # of a request, for its domain; running sequences wait for their pass
+
 
 class BatchScoring:
     """Counts the plain steps of one batch, and launches passes that fill and score its exit and route its prompts."""
@@ -76,7 +78,7 @@ class BatchScoring:
     # Prompts
 
     def score_and_route(self, batch_size: int, exit: Exit | None, governor: Governor | None) -> None:
-        """Launches the passes that score the exit at the ends of new prompts, and that find their domains."""
+        """Launches the passes that score the exit at the ends of new prompts, and that find their requests' domains."""
         prompts, self.prompts = [sequence for sequence in self.prompts if not sequence.is_finished], []
         self._score_prompts(prompts, batch_size, exit, governor)
         embedding = {request for requests, _ in self._routing for request in requests}
@@ -87,7 +89,7 @@ class BatchScoring:
         ]
         if not requests:
             return
-        texts = [sequence.prompt for request in requests for sequence in request.first_samples]
+        texts = [sequence.prompt for request in requests for sequence in request.first_samples[:_EMBEDDED_PROMPTS]]
         try:
             embedded = self._drafters.embed(texts)
         except CacheFull:
@@ -118,7 +120,7 @@ class BatchScoring:
             rows = embedded.read()
             for request in requests:
                 assert request.drafter is not None and request.drafter.reroute is not None
-                count = len(request.first_samples)
+                count = min(len(request.first_samples), _EMBEDDED_PROMPTS)
                 request.draft_with(request.drafter.reroute(rows[:count]))
                 rows = rows[count:]
         return bool(arrived)

@@ -489,3 +489,20 @@ def test_copied_nodes_do_not_take_the_place_of_a_score() -> None:
     for plan, unscored in ((NONE, 1), (Plan.parse("copy:3"), 1), (NONE, 2), (Plan.parse("chain:1"), 0)):
         scoring.count_step(plan, exit)
         assert scoring._unscored == unscored
+
+
+def test_a_request_of_many_prompts_is_routed_by_the_first_16() -> None:
+    scheduler, request = idle_scheduler(IdleBackend(), Costs(), count=20, new_tokens=40)
+    known, embedded = request.drafter, []
+    assert known is not None
+    request.drafter = replace(known, reroute=lambda rows: replace(known, unfamiliar=[True] * len(rows)))
+
+    def embed(texts: list[list[int]]) -> Embedded:
+        embedded.append(len(texts))
+        return Embedded(lambda: torch.zeros(len(texts), 4))
+
+    scheduler.drafters.embed = embed
+    for _ in range(4):
+        scheduler.step()
+    assert embedded == [16]
+    assert [sequence.skill.value < 1 for sequence in request.sequences] == [True] * 16 + [False] * 4
