@@ -186,7 +186,7 @@ class Bench:
 
     def modes(self, prompts: PromptSet, size: int, domain: str) -> list[Mode]:
         """Plain decoding, the fixed plans and the governor. Fixed plans are `plans`, else all that the governor chooses
-        from, with and without the limit `max_step` of a step's time."""
+        from, with and without `max_step`."""
         choice = self.profile.choice(domain)
         options = {"speculative_decoding": "force", "exit_layer": choice.exit_layer, "domain": domain}
         plans = self.plans or self._plans(choice, domain, prompts.temperature, size)

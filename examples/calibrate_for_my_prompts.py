@@ -3,8 +3,8 @@
 python examples/calibrate_for_my_prompts.py --model path/or/name --out my-profile
 
 The defaults train far too little to be useful, so that the example ends within 10 minutes on a CPU. On a GPU run the
-`selfspec calibrate` command that the script prints without --tokens and --steps, with 40 prompts or more. Ctrl-C stops
-it; the same command with --resume continues.
+command that the script prints, but leave out --exits, --tokens and --steps, and give 40 prompts or more. Ctrl-C stops
+the script; with --resume it continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DISHES = ["pancakes", "tomato soup", "fried rice", "apple pie", "lentil stew", "
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="demo", help="folder, GGUF file or hub name")
 parser.add_argument("--out", type=Path, default=Path("my-profile"), help="folder of the profile")
-parser.add_argument("--tokens", type=int, default=1000, help="of text, in chunks of up to 4,096 on a CPU")
+parser.add_argument("--tokens", type=int, default=1000, help="of text; at least one chunk is written")
 parser.add_argument("--steps", type=int, default=10, help="of training")
 parser.add_argument("--max-new-tokens", type=int, default=32)
 args, others = parser.parse_known_args()  # others: of `selfspec calibrate`, such as --resume

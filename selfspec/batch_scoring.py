@@ -62,7 +62,7 @@ class BatchScoring:
         """Fills the exit's KV and scores the exit at plainly decoded tokens if a score is due; only fills it if the
         backend cannot hold more unfilled positions."""
         limit, is_due = float(self._backend.max_unfilled), False
-        if governor is not None and governor.may_score and self._unscored >= governor.score_interval:
+        if governor is not None and governor.may_score and self._unscored > governor.score_interval - 1:
             limit, is_due = min(limit, governor.score_interval), True
         if exit is not None and self.unfilled >= limit:
             self.fill_exit(sequences, exit, is_due, in_flight)

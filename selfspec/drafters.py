@@ -259,7 +259,7 @@ class Drafters:
             self._candidates[key] = PlanCandidates(acceptance, self._cost_models(choice), shared, self._score_cost)
         return self._candidates[key]
 
-    def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, step_limit: float) -> SharedPlans:
+    def _make_shared_plans(self, exit_layer: int, max_tree_batch: int, max_step: float) -> SharedPlans:
         """The plans of all governed domains that draft with this exit."""
         assert self.profile is not None
         choices = [
@@ -269,16 +269,16 @@ class Drafters:
         costs = {size: mean_cost([model[size] for model in models]) for size in BATCHES.values()}
         widest = min(choice.head_rows or self.model.config.vocab_size for choice in choices)
         acceptance = Acceptance(mean_shares([choice.ranks_at(0.0) for choice in choices]))
-        return SharedPlans(acceptance, costs, max_tree_batch, widest, step_limit)
+        return SharedPlans(acceptance, costs, max_tree_batch, widest, max_step)
 
     def copying_candidates(self, rules: Rules) -> PlanCandidates:
         """The plans that the governor chooses from without an exit."""
         return self._copying(rules.step_limit)
 
-    def _make_copying(self, step_limit: float) -> PlanCandidates:
+    def _make_copying(self, max_step: float) -> PlanCandidates:
         row_cost = gpu_rows if self._time_rows is None else self._time_rows()
         costs = {size: estimated_cost(0, self.model.config.num_layers, size, row_cost) for size in BATCHES.values()}
-        return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch=0, max_step=step_limit))
+        return PlanCandidates(None, costs, SharedPlans(None, costs, max_tree_batch=0, max_step=max_step))
 
     def _cost_models(self, choice: DomainChoice) -> dict[int, CostModel]:
         """Cost models by the largest batch that each is for."""

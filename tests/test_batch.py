@@ -506,3 +506,38 @@ def test_a_request_of_many_prompts_is_routed_by_the_first_16() -> None:
         scheduler.step()
     assert embedded == [16]
     assert [sequence.skill.value < 1 for sequence in request.sequences] == [True] * 16 + [False] * 4
+
+
+@pytest.mark.parametrize(("unscored", "is_scored"), [(16, True), (15, False)])
+def test_an_exit_whose_kv_must_be_filled_is_scored_if_a_score_is_due_within_a_step(
+    unscored: int, is_scored: bool
+) -> None:
+    """Else the fill would take the positions that the score needs."""
+    filled: list[bool] = []
+    backend: Any = SimpleNamespace(
+        max_unfilled=16,
+        fill_exit=lambda sequences, exit, score, in_flight: filled.append(score),
+        exit_scores=list,
+        prompt_scores=dict,
+    )
+    governor: Any = SimpleNamespace(may_score=True, score_interval=16.64, charge_score=lambda: None)
+    scoring, exit = BatchScoring(backend, backend), SimpleNamespace()
+    scoring.unfilled, scoring._unscored = 16, unscored
+    scoring.score_exit([], exit, governor, None)
+    assert filled == [is_scored]
+
+
+def test_a_launch_that_fails_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next plan would not need the gain with which drafting starts."""
+    scheduler, _ = idle_scheduler(IdleBackend(0.6), Costs(), new_tokens=400)
+    scheduler.step()
+    batch = next(iter(scheduler.batches.values()))
+
+    def fail(*_: Any) -> Step:
+        raise CacheFull("full")
+
+    monkeypatch.setattr(batch, "_choose_plan", lambda: (Plan.parse("chain:2"), None))
+    monkeypatch.setattr(batch.backend, "launch", fail)
+    with pytest.raises(CacheFull):
+        batch.launch()
+    assert batch._in_use == NONE

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from selfspec.governor.acceptance import MEMORY, Acceptance, Skill, mean_shares
 from selfspec.governor.candidates import PlanCandidates, SharedPlans, likeliest, widest_rank
 from selfspec.governor.copying import REACH
-from selfspec.governor.costs import FIRST_TIMES, FORGOTTEN, Costs, StepCost, calibrated_cost, estimated_cost, gpu_rows
+from selfspec.governor.costs import (
+    FIRST_TIMES,
+    FORGET_AFTER,
+    Costs,
+    StepCost,
+    calibrated_cost,
+    estimated_cost,
+    gpu_rows,
+)
 from selfspec.speculation.plan import DEEPEST_PLAN, MAX_NODES, NONE, Plan
 
 CHAIN, TREE = Plan.parse("chain:2"), Plan.parse("tree:4,2")
@@ -115,11 +123,22 @@ def test_an_average_stays_within_its_samples_and_follows_the_newest(samples: lis
 
 
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
-@pytest.mark.parametrize(("before", "most"), [(0, 1.0), (1, 1.0), (MEMORY, 1 + 1 / MEMORY)])
-def test_one_stall_hardly_changes_a_time(plan: Plan, before: int, most: float) -> None:
+def test_one_stall_hardly_changes_a_time(plan: Plan) -> None:
+    early, late = Costs(), Costs()
+    observe(early, plan, 1000.0, *[1.0] * (FIRST_TIMES - 1))
+    assert early.bucket(1, 9).times[plan].seconds == 1.0
+    observe(late, plan, *[1.0] * MEMORY, 1000.0)
+    assert late.bucket(1, 9).times[plan].seconds == pytest.approx(1 + 1 / MEMORY)
+
+
+@pytest.mark.parametrize("before", [0, 1, 60])
+def test_one_stall_hardly_changes_the_costs_of_plans_that_have_not_run(before: int) -> None:
     costs = Costs()
-    observe(costs, plan, *[1.0] * before, 1000.0, *[1.0] * FIRST_TIMES)
-    assert 1.0 <= costs.bucket(1, 9).times[plan].seconds <= most
+    for context in (9, 5000):
+        observe(costs, NONE, *[1.0] * FIRST_TIMES, context=context)
+    observe(costs, CHAIN, *[1.5] * before)
+    observe(costs, CHAIN, 1000.0, context=5000)
+    assert costs.correction.value <= 2.0
 
 
 @pytest.mark.parametrize("plan", [NONE, CHAIN], ids=["plain", "drafted"])
@@ -127,7 +146,7 @@ def test_times_that_rest_on_stalls_are_forgotten_once_the_plan_has_not_run_for_l
     costs, other = Costs(), TREE
     observe(costs, NONE, *[1.0] * FIRST_TIMES)
     observe(costs, plan, *[50.0] * 60)
-    observe(costs, other, *[2.0] * (FORGOTTEN - 1))
+    observe(costs, other, *[2.0] * (FORGET_AFTER - 1))
     bucket = costs.bucket(1, 9)
     assert bucket.times[plan].seconds > 20 and bucket._remembered(plan) is not None
     observe(costs, other, 2.0)

@@ -63,7 +63,7 @@ def test_a_16_bit_model_on_a_cpu_is_warned_of_with_the_dtype_to_pass(saved):
 
 def test_a_misspelt_argument_is_refused_with_those_that_it_is_close_to(engine):
     misspelt = {"temprature": "temperature", "logit_processor": "logits_processor", "exits_layer": "exit_layer"}
-    misspelt["stop"] = "stop_strings"
+    misspelt |= {"stop": "stop_strings"}
     for given, meant in misspelt.items():
         with pytest.raises(ValueError, match=rf"no argument '{given}': did you mean .*\b{meant}\b"):
             engine.generate(PROMPT, **{given: 1})

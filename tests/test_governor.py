@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from selfspec.governor.acceptance import LEVELS, MEMORY, UNFAMILIAR, Acceptance, Skill
 from selfspec.governor.candidates import PlanCandidates, SharedPlans
 from selfspec.governor.copying import Copying
-from selfspec.governor.costs import FIRST_TIMES, FORGOTTEN, Costs, estimated_cost
+from selfspec.governor.costs import FIRST_TIMES, FORGET_AFTER, Costs, estimated_cost
 from selfspec.governor.governor import MEASURING, Budget, Governor
 from selfspec.governor.rules import Rules
 from selfspec.kernels.copy_draft import copy_reference
@@ -75,7 +75,7 @@ def test_the_first_steps_in_a_bucket_are_plain_until_enough_were_measured() -> N
 def test_plain_steps_are_measured_again_while_drafting() -> None:
     governor, skill = governor_of(), skilled(1.0)
     plan, _ = choose(governor, skill)
-    for _ in range(FORGOTTEN):
+    for _ in range(FORGET_AFTER):
         assert choose(governor, skill, in_use=plan)[1] is None
         governor.costs.bucket(1, CONTEXT).observe(plan, 1.2, 1.2)
     for _ in range(FIRST_TIMES):
@@ -391,7 +391,7 @@ def test_a_probe_ends_after_one_step() -> None:
 
 
 def test_scores_use_at_most_half_of_the_refills() -> None:
-    assert governor_of().score_interval == int(2 * SCORE_COST / 0.01)
+    assert governor_of().score_interval == 2 * SCORE_COST / 0.01
     assert governor_of(Rules(score_every=40)).score_interval == 40
     assert not governor_of(Rules(score_every=0)).may_score
     poor = governor_of()

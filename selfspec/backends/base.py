@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def step_options(self, sequences: Seq[Sequence]) -> Hashable:
-        """How steps of these sequences choose tokens: steps with equal options and plans take equal time."""
+        """A key of what steps of these sequences compute to choose tokens; their times are kept apart by it."""
         ...
 
     def prefill_kind(self, tokens: int) -> PrefillKind:

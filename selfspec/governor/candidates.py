@@ -48,7 +48,7 @@ class SharedPlans:
         costs: dict[int, CostModel],  # by the largest batch that each is for
         max_tree_batch: int,  # larger batches draft chains: of the exit, or of copied nodes
         widest: int = MAX_NODES,  # ranks that the exit can offer
-        max_step: float = inf,  # plain steps that a step may take
+        max_step: float = inf,  # plain steps that a plan may take by the cost model
     ) -> None:
         self._acceptance, self._costs, self._max_tree_batch = acceptance, costs, max_tree_batch
         self._widest, self._max_step = min(widest, _WIDEST), max_step

@@ -25,9 +25,9 @@ RowCost = Callable[[int], float]  # (rows) -> time of a pass over these rows, in
 
 _ROW_COST = 0.008  # of each further row on a GPU, in passes over one row: most of a pass reads weights
 _SHORT_BITS = 8  # texts up to 256 tokens share a bucket; the next buckets end at 1024, 4096, ... tokens
-FIRST_TIMES = 3  # times of a plan of which the least counts, since others may stall; so many plain steps come first
-FORGOTTEN = 512  # steps of a bucket after which a plan that did not run meanwhile counts as not measured
-_OUTLIER = 2.0  # times the average: a longer time counts as this long
+FIRST_TIMES = 3  # first times of a plan, of which the least counts; also the plain steps before drafting starts
+FORGET_AFTER = 512  # steps of a bucket: a plan that did not run meanwhile counts as not measured
+_OUTLIER = 2.0  # times the average: a longer sample counts as this long, so that one stall does not rule a plan out
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e6)]  # of one step: less than 12 days
@@ -93,12 +93,12 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 class _Average:
     """The mean of the first samples, then an exponential average."""
 
-    value: float = 0.0
+    value: float
     samples: int = 0
 
     def add(self, sample: float) -> None:
         self.samples += 1
-        self.value += (sample - self.value) / min(self.samples, MEMORY)
+        self.value += (min(sample, _OUTLIER * self.value) - self.value) / min(self.samples, MEMORY)
 
 
 @dataclass
@@ -121,12 +121,13 @@ class StepTime:
 
 @dataclass
 class CostBucket:
-    """Device times of the steps in one bucket of batch sizes and lengths. Those of a plan are forgotten once FORGOTTEN
-    steps have run without it: a plan that stalls made look slow is tried again, and plain steps are measured again."""
+    """Device times of the steps in one bucket of batch sizes and lengths. Those of a plan are forgotten once
+    FORGET_AFTER steps have run without it: a plan that stalls made look slow is tried again, and plain steps are
+    measured again."""
 
     correction: _Average  # of measured over modelled cost, of all plans that draft, in all buckets
     times: dict[Plan, StepTime] = field(default_factory=dict)
-    steps: int = 0
+    steps: int = 0  # that were observed in this bucket
 
     @property
     def plain(self) -> float | None:
@@ -153,8 +154,9 @@ class CostBucket:
         return max(1.0, time.seconds / plain)
 
     def _remembered(self, plan: Plan) -> StepTime | None:
+        """The plan's times; None if it has not run in the last FORGET_AFTER steps."""
         time = self.times.get(plan)
-        return None if time is None or self.steps - time.newest >= FORGOTTEN else time
+        return None if time is None or self.steps - time.newest >= FORGET_AFTER else time
 
 
 class Costs:

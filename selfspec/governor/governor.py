@@ -16,7 +16,7 @@ from selfspec.governor.costs import CostBucket, Costs
 from selfspec.governor.rules import NO_PROFILE, Rules
 from selfspec.speculation.plan import NONE, Plan
 
-# Reason of a plain step that is run to be timed: the first three steps of a bucket, and three after every 512 drafted.
+# Reason of a plain step that is run to be timed: the first three of a bucket, and three once 512 others were measured.
 MEASURING = "measuring"
 
 
@@ -151,9 +151,9 @@ class Governor:
     # Scores of the exit
 
     @property
-    def score_interval(self) -> int:
+    def score_interval(self) -> float:
         """Plain steps between exit scores. Scores use at most half of the refills; the rest is for probes."""
-        return int(max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9)))
+        return max(self.rules.score_every, 2 * self.candidates.score_cost / max(self.budget.refill, 1e-9))
 
     @property
     def may_score(self) -> bool:
