@@ -17,6 +17,7 @@ import pytest
 import selfspec
 from selfspec import Engine, cli
 from selfspec.commands import chat as chat_command
+from selfspec.commands import serve
 from selfspec.commands.running import for_command, one_line_warnings, run
 from selfspec.commands.serve import listen, read_key
 from tests.commanding import answer, save_model
@@ -244,6 +245,19 @@ def test_a_port_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--port", "99999"])
     assert "99999 is not possible: ports are 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/", "http://", "foo"])
+def test_an_origin_that_no_page_has_is_refused(origin, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--cors-origin", origin])
+    assert "must look like http://localhost:3000" in capsys.readouterr().err
+
+
+def test_origins_are_taken_as_given():
+    given = ["http://localhost:3000", "https://a.example", "*"]
+    options = [part for origin in given for part in ("--cors-origin", origin)]
+    assert serve.parse(options).cors_origin == given
 
 
 @pytest.mark.parametrize(("given", "stored", "key"), [("a\n", "b", "a"), (None, " b\n", "b"), (None, None, None)])

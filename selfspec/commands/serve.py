@@ -6,6 +6,7 @@ import argparse
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 from functools import partial
@@ -35,7 +36,8 @@ def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=port, default=8000, help="0 takes a free one (default: %(default)s)")
     add("--api-key", metavar="KEY", help=f"clients must send it (default: the environment's {KEY_VARIABLE})")
-    add("--cors-origin", metavar="ORIGIN", action="append", default=[], help="of web pages that may call; repeatable")
+    of_pages = "of web pages that may call, as http://localhost:3000, or *; repeatable"
+    add("--cors-origin", metavar="ORIGIN", type=origin, action="append", default=[], help=of_pages)
     add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
     add("--plan-memory", action="store_true", help="load and serve nothing; print the memory that the model will take")
     add("--grace", metavar="S", type=int, default=10, help="seconds for requests to end on SIGTERM (default: 10)")
@@ -48,6 +50,13 @@ def port(text: str) -> int:
     if not 0 <= number < 1 << 16:
         raise argparse.ArgumentTypeError(f"{number} is not possible: ports are 0 to 65535")
     return number
+
+
+def origin(text: str) -> str:
+    """Reads an origin; browsers send exactly scheme, host and port."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must look like http://localhost:3000, without a path, or be *")
+    return text
 
 
 def serve(args: argparse.Namespace) -> int:
