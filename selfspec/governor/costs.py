@@ -90,7 +90,7 @@ def estimated_cost(exit_layer: int, num_layers: int, batch: int = 1, row_cost: R
 
 
 @dataclass
-class _Average:
+class Average:
     """The mean of the first samples, then an exponential average."""
 
     value: float
@@ -102,21 +102,17 @@ class _Average:
 
 
 @dataclass
-class StepTime:
-    """Device time of a plan's steps in one bucket: the least of the first FIRST_TIMES, then an exponential average."""
+class StepTime(Average):
+    """Seconds of a plan's steps in one bucket: the least of the first FIRST_TIMES, then the average."""
 
-    seconds: float = inf
-    samples: int = 0
+    value: float = inf
     newest: int = 0  # number of the bucket's step that was added last
 
-    def add(self, seconds: float, step: int) -> None:
-        self.samples += 1
-        self.newest = step
-        if self.samples <= FIRST_TIMES:
-            self.seconds = min(self.seconds, seconds)
+    def add(self, sample: float) -> None:
+        if self.samples >= FIRST_TIMES:
+            super().add(sample)
         else:
-            limited = min(seconds, _OUTLIER * self.seconds)
-            self.seconds += (limited - self.seconds) / min(self.samples, MEMORY)
+            self.samples, self.value = self.samples + 1, min(self.value, sample)
 
 
 @dataclass
@@ -125,7 +121,7 @@ class CostBucket:
     FORGET_AFTER steps have run without it: a plan that stalls made look slow is tried again, and plain steps are
     measured again."""
 
-    correction: _Average  # of measured over modelled cost, of all plans that draft, in all buckets
+    correction: Average  # of measured over modelled cost, of all plans that draft, in all buckets
     times: dict[Plan, StepTime] = field(default_factory=dict)
     steps: int = 0  # that were observed in this bucket
 
@@ -133,17 +129,16 @@ class CostBucket:
     def plain(self) -> float | None:
         """Seconds of a plain step; None while FIRST_TIMES of them are not measured."""
         time = self._remembered(NONE)
-        return None if time is None or time.samples < FIRST_TIMES else time.seconds
+        return None if time is None or time.samples < FIRST_TIMES else time.value
 
     def observe(self, plan: Plan, seconds: float, modelled: float) -> None:
         """Adds the device time of a step; `modelled` is its cost by the cost model."""
-        time = self._remembered(plan) or StepTime()
-        self.times[plan] = time
+        time = self.times[plan] = self._remembered(plan) or StepTime()
+        time.add(max(seconds, 1e-9))  # timers can return 0
         self.steps += 1
-        time.add(max(seconds, 1e-9), self.steps)  # timers can return 0
-        plain = self.plain
+        time.newest, plain = self.steps, self.plain
         if len(plan) and plain is not None:
-            self.correction.add(time.seconds / plain / modelled)
+            self.correction.add(time.value / plain / modelled)
 
     def cost(self, plan: Plan, modelled: float) -> float:
         """Cost of a plan in plain steps: measured if it has run and plain steps are measured in this bucket, else the
@@ -151,7 +146,7 @@ class CostBucket:
         time, plain = self._remembered(plan), self.plain
         if time is None or plain is None:
             return max(1.0, self.correction.value * modelled)
-        return max(1.0, time.seconds / plain)
+        return max(1.0, time.value / plain)
 
     def _remembered(self, plan: Plan) -> StepTime | None:
         """The plan's times; None if it has not run in the last FORGET_AFTER steps."""
@@ -163,7 +158,7 @@ class Costs:
     """Measured costs of the steps of an engine, for batches of one kind."""
 
     def __init__(self) -> None:
-        self.correction = _Average(1.0)  # see `CostBucket`
+        self.correction = Average(1.0)  # see `CostBucket`
         self._buckets: dict[tuple[int, int], CostBucket] = defaultdict(partial(CostBucket, self.correction))
         self._savings: dict[tuple[int, Plan], float] = {}  # by slots and plan, see `pays_capture`
 
