@@ -61,7 +61,7 @@ def random_weight(n: int, k: int, name: str, device: str) -> Weight:
     if name == "int4":
         zero = torch.randint(0, 16, (n, k // 128), device=device, dtype=torch.uint8)
         return QuantizedWeight.pack(q, _floats(n, k // 128, device), 128, bits=4, zero=zero)
-    scale, minimum = torch.randint(0, 64, (2, n, k // 32), device=device, dtype=torch.int8)
+    scale, minimum = torch.randint(0, 64, (2, n, k // 32), device=device, dtype=torch.uint8)
     above, below = (_floats(n, k // 256, device).half() for _ in range(2))
     return QuantizedWeight.pack(q, scale, 32, bits=4, super_scale=above, minimum=minimum, super_minimum=below)
 

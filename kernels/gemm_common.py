@@ -46,7 +46,7 @@ def matmul_reference(
 ) -> torch.Tensor:
     """bias + x @ weight^T [R, N] before rounding, in at least float32. With a norm x is the scaled stream."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    weight = weight.rounded(x.dtype) if isinstance(weight, QuantizedWeight) else weight
     sums = F.linear(x.to(wide), weight.to(wide))
     if norm is not None:
         mean_square = norm.squares.to(wide).sum(-1, keepdim=True) / x.shape[1]

@@ -32,7 +32,7 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
     if not isinstance(weight, QuantizedWeight):
         return choose_tile(kind, n, k, rows)
     splits = choose_splits(kind, n, k)
-    block_m = 8 if rows <= 8 else 16 if rows <= 16 or weight.has_many_scales else 32
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
     width = rows_of_warp(weight, block_m) * max(1, _MIN_WARPS // splits)
     width = max(width, columns_per_square(n) if kind == "linear" else HEAD_TILE if kind == "head" else TILE_ROWS)
     return TileConfig(width, block_k=0, stages=1, warps=splits, block_m=block_m, prefetch=_PREFETCH_WORDS)
@@ -40,10 +40,9 @@ def choose_weight_tile(kind: str, weight: Weight, rows: int) -> TileConfig:
 
 def rows_of_warp(weight: QuantizedWeight, block_m: int) -> int:
     """Returns the weight rows of a warp, 16 or 32, in a tile of `block_m` rows of x. With 32 a warp loads x half as
-    often; with 16 there are more warps, which few rows of x and few weight rows need, and more registers for scales
-    (with 32, Q4_K spills 112 bytes per thread on sm_86)."""
-    is_wide = block_m > 16 or (block_m == 16 and weight.shape[0] > _FEW_WEIGHT_ROWS)
-    return 2 * TILE_ROWS if is_wide and not weight.has_many_scales else TILE_ROWS
+    often; with 16 there are more warps, which few rows of x and few weight rows need."""
+    is_wide = block_m > 16 or (block_m == 16 and weight.shape[0] > 2 * _FEW_WEIGHT_ROWS)
+    return 2 * TILE_ROWS if is_wide else TILE_ROWS
 
 
 def choose_splits(kind: str, n: int, k: int) -> int:

@@ -1,4 +1,4 @@
-"""Parts of `quantized_tile`: loads words, scales and x, converts them to operands of tensor cores, applies scales."""
+"""Parts of `quantized_tile`: loads words, scales and x, and converts them to operands of the tensor cores."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ def fp8_value(byte):
 
 
 @jit
-def _run_ptx(PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, words, dtype: tl.constexpr):
-    """Runs PTX on `words`: a list of words and, for some formats, zeros to subtract. Returns 4 tensors of pairs. Triton
-    takes no constexpr tuple of dtypes, so both calls are written out."""
+def _run_ptx(PTX: tl.constexpr, words, scale, minus_offset, zero, dtype: tl.constexpr):
+    """Runs PTX on words and, for each of them, pairs of equal numbers. Returns 4 tensors of pairs. Triton takes no
+    constexpr tuple of dtypes, so both calls are written out."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, words, dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
+            PTX, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, scale, minus_offset, zero],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            PTX, CONSTRAINTS, words, dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
-        )
+            PTX, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, scale, minus_offset, zero],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @jit
-def _number(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr):
-    """Returns in float32 the number that begins at bit SHIFT of each word; of a 4-bit number subtracts its zero."""
+def _number(word, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns in float32 the number that begins at bit SHIFT of each word."""
     if FORMAT.kind == "int4":
-        return (word >> SHIFT & 15).to(tl.float32) - zeros
+        return (word >> SHIFT & 15).to(tl.float32)
     elif FORMAT.kind == "fp8":
         return fp8_value(word >> SHIFT & 255)
     else:
@@ -43,43 +45,34 @@ def _number(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr):
 
 
 @jit
-def _pair(word, SHIFT: tl.constexpr, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    first, second = _number(word, SHIFT, zeros, FORMAT), _number(word, SHIFT + 16, zeros, FORMAT)
+def _pair(word, SHIFT: tl.constexpr, scale, minus_offset, zero, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    first = tl.fma(_number(word, SHIFT, FORMAT) - zero, scale, minus_offset)
+    second = tl.fma(_number(word, SHIFT + 16, FORMAT) - zero, scale, minus_offset)
     return tl.join(first, second).to(DTYPE)
 
 
 @jit
-def number_pairs(words, zeros, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Converts two words [..., 2] to 4 tensors of pairs: two of the first word, two of the second. HIGH: takes the high
-    4 bits of each byte."""
-    PTX: tl.constexpr = FORMAT.high if HIGH else FORMAT.low
+def weight_pairs(words, scaling, HIGH: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Converts two words [..., 2] to 4 tensors of pairs of weights: two of the first word, two of the second. scaling:
+    of `scaling_of`. HIGH: takes the high 4 bits of each byte."""
+    PTX: tl.constexpr = FORMAT.convert.high if HIGH else FORMAT.convert.low
+    scale = tl.broadcast_to(scaling[0][:, :, :, :, None], words.shape)
+    minus_offset = tl.broadcast_to(scaling[1][:, :, :, :, None], words.shape)
+    zero = tl.broadcast_to(scaling[2][:, :, :, :, None], words.shape)
     if PTX is None:
         SHIFT: tl.constexpr = 4 if HIGH and FORMAT.kind == "int4" else 0
         first, second = tl.split(words)
-        if FORMAT.has_zeros:
-            minus, _ = tl.split(tl.broadcast_to(zeros.to(tl.float32)[:, :, :, :, None], words.shape))
-        else:
-            minus = FORMAT.zero
+        scale, _ = tl.split(scale)
+        minus_offset, _ = tl.split(minus_offset)
+        zero, _ = tl.split(zero)
         return (
-            _pair(first, SHIFT, minus, FORMAT, DTYPE), _pair(first, SHIFT + 8, minus, FORMAT, DTYPE),
-            _pair(second, SHIFT, minus, FORMAT, DTYPE), _pair(second, SHIFT + 8, minus, FORMAT, DTYPE),
-        )  # fmt: skip
-    elif FORMAT.has_zeros:
-        minus = tl.broadcast_to((zeros * 0x10001 + FORMAT.minus_base)[:, :, :, :, None], words.shape)
-        return _run_ptx(PTX, "=r,=r,=r,=r,r,r,r,r", [words, minus], DTYPE)
+            _pair(first, SHIFT, scale, minus_offset, zero, FORMAT, DTYPE),
+            _pair(first, SHIFT + 8, scale, minus_offset, zero, FORMAT, DTYPE),
+            _pair(second, SHIFT, scale, minus_offset, zero, FORMAT, DTYPE),
+            _pair(second, SHIFT + 8, scale, minus_offset, zero, FORMAT, DTYPE),
+        )
     else:
-        return _run_ptx(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
-
-
-@jit
-def one_pairs(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns pairs of ones, made from words so that the compiler gives x the same layout in both of its dots."""
-    PTX: tl.constexpr = FORMAT.ones
-    if PTX is None:
-        one = tl.full(words.shape, 1.0, DTYPE)
-        return one, one, one, one
-    else:
-        return _run_ptx(PTX, "=r,=r,=r,=r,r,r", [words], DTYPE)
+        return _run_ptx(PTX, words, scale, minus_offset, zero, DTYPE)
 
 
 @jit
@@ -159,64 +152,63 @@ def by_lane(rows, SPLITS: tl.constexpr, ROW_WARPS: tl.constexpr, COUNT: tl.const
     return tl.trans(tl.reshape(v, (SPLITS * ROW_WARPS, EIGHTS, 8)), 2, 0, 1)[None, :, :, :, None]
 
 
-@jit
-def _to_sums(v, B: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    """Broadcasts values of weight rows [4, 8, B, ROWS / 8], equal along the first axis, to the sums' [B, ROWS, BM]."""
-    v = tl.reshape(tl.trans(v, 2, 3, 1, 0), (B, ROWS, 1, 4, 1))
-    return tl.reshape(tl.broadcast_to(v, (B, ROWS, BM // 8, 4, 2)), (B, ROWS, BM))
-
-
 # Scales.
 
 
 @jit
-def load_group_values(source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads for each column the value of its group of COLUMNS columns; 0 if `source` is None. Of each row PARTS
-    consecutive groups are neighbours in `source`."""
-    if source is None:
-        return tl.zeros(inside.shape, tl.int8)
-    else:
-        STEP: tl.constexpr = COLUMNS * PARTS
-        at = ((column // STEP).to(tl.int64) * FORMAT.rows + rows) * PARTS + column % STEP // COLUMNS
-        return tl.load(source + at, mask=inside, other=0)
+def load_group_value(
+    source, column, rows, inside, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Loads for each column in float32 the value of its group of COLUMNS columns, of which PARTS are neighbours. They
+    are the values from FIRST on of the COUNT neighbours that a row has in `source`."""
+    STEP: tl.constexpr = COLUMNS * PARTS
+    at = ((column // STEP).to(tl.int64) * FORMAT.rows + rows) * COUNT + FIRST + column % STEP // COLUMNS
+    return tl.load(source + at, mask=inside, other=0).to(tl.float32)
 
 
 @jit
 def _load_scales(
-    source, default, column, rows, COLUMNS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
+    source, default, column, rows, COLUMNS: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads the values of the PARTS groups of the step from `column` on: [4, 8, B, rows / 8, PARTS] or, if they have 32
-    bits or more together, as 32-bit words [..., words]. Returns `default` if `source` is None."""
+    """Loads the COUNT values of the COLUMNS columns from `column` on: [4, 8, B, rows / 8, COUNT] or, if they have 32
+    bits or more together, as 32-bit words [..., words]. Returns `default` if `source` is None.
+
+    Fewer than 4 values of 8 bits come in the low bytes of a word: if they were loaded as bytes, the compiler would give
+    the dots another order of columns than `_ordered` and move numbers between threads."""
     if source is None:
         return default
     else:
-        BITS: tl.constexpr = PARTS * source.dtype.element_ty.primitive_bitwidth
-        COUNT: tl.constexpr = BITS // 32 if BITS >= 32 else PARTS
-        at = ((column // (COLUMNS * PARTS)).to(tl.int64) * FORMAT.rows + rows) * COUNT
-        at = source.to(tl.pointer_type(tl.int32), bitcast=True) + at if BITS >= 32 else source + at
+        WIDTH: tl.constexpr = source.dtype.element_ty.primitive_bitwidth
+        BITS: tl.constexpr = COUNT * WIDTH
+        group = (column // COLUMNS).to(tl.int64) * FORMAT.rows + rows
+        mask = None
         if RAGGED:
-            return load_lanes(at, column < K, COUNT, BITS // 8 // COUNT)
+            mask = column < K
+        if BITS >= 32:
+            WORDS: tl.constexpr = BITS // 32
+            return load_lanes(source.to(tl.pointer_type(tl.int32), bitcast=True) + group * WORDS, mask, WORDS, 4)
+        elif WIDTH == 8:
+            # The aligned word around the bytes lies in the same allocation, or in its padding.
+            byte = group * COUNT
+            word = load_lanes(source.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4, mask, 1, 4)
+            return word >> (byte % 4 * 8).to(tl.int32)
         else:
-            return load_lanes(at, None, COUNT, BITS // 8 // COUNT)
+            return load_lanes(source + group * COUNT, mask, COUNT, WIDTH // 8)
 
 
 @jit
-def _load_zeros(source, default, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads the zeros of a step as `_load_scales`. Fewer than 4 zeros of 4-bit groups come in the low bytes of a word
-    [..., 1]: if they were loaded as bytes, the compiler would give the dots another order of columns than `_ordered`
-    and move numbers between threads."""
-    PARTS: tl.constexpr = FORMAT.parts
-    if FORMAT.has_zeros and PARTS < 4:
-        # The aligned word around the bytes lies in the same allocation, or in its padding.
-        byte = ((column // (FORMAT.group * PARTS)).to(tl.int64) * FORMAT.rows + rows) * PARTS
-        at = source.to(tl.pointer_type(tl.int32), bitcast=True) + byte // 4
-        if RAGGED:
-            return load_lanes(at, column < K, 1, 4) >> (byte % 4 * 8).to(tl.int32)
-        else:
-            return load_lanes(at, None, 1, 4) >> (byte % 4 * 8).to(tl.int32)
-    else:
-        return _load_scales(source, default, column, rows, FORMAT.group, PARTS, K, RAGGED, FORMAT)
+def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
+    """Loads scales and minimums, zeros, and super scales and super minimums of a step."""
+    STEP: tl.constexpr = FORMAT.group * FORMAT.parts
+    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
+    scale = _load_scales(weight[1], None, column, rows, STEP, FORMAT.parts * EACH, K, RAGGED, FORMAT)
+    return (
+        scale,
+        _load_scales(weight[3], scale, column, rows, STEP, FORMAT.parts, K, RAGGED, FORMAT),
+        _load_scales(weight[2], scale, column, rows, FORMAT.super_columns, EACH, K, RAGGED, FORMAT),
+    )
 
 
 @jit
@@ -235,79 +227,115 @@ def _pick(v, J: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
-def zero_of(v, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the zero of 4-bit group J of a step [4, 8, B, rows / 8] from what `_load_zeros` loaded."""
-    if FORMAT.parts < 4:
-        return _pick(v, 0, 1) >> (8 * J) & 15
-    else:
-        return bits_of(v, J, FORMAT.parts, 8) & 15
-
-
-@jit
-def bits_of(v, J: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns value J of PARTS values of WIDTH bits, in the lowest bits of integers; bits above are of other values."""
-    if PARTS * WIDTH < 32:
-        return _pick(v, J, PARTS).to(tl.int32)
+def _bits_of(v, J: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns value J of the COUNT values of WIDTH bits that `_load_scales` loaded as words, in the lowest bits of
+    integers; bits above are of other values."""
+    if COUNT * WIDTH < 32:
+        return _pick(v, 0, 1) >> (J * WIDTH)
     else:
         PER_WORD: tl.constexpr = 32 // WIDTH
-        return _pick(v, J // PER_WORD, PARTS // PER_WORD) >> (J % PER_WORD * WIDTH)
+        return _pick(v, J // PER_WORD, COUNT // PER_WORD) >> (J % PER_WORD * WIDTH)
 
 
 @jit
-def _value(v, source, J: tl.constexpr, PARTS: tl.constexpr):
-    """Returns in float32 value J of the PARTS values that were loaded from `source`."""
-    TYPE: tl.constexpr = source.dtype.element_ty
+def _float_of_byte(v, J: tl.constexpr, COUNT: tl.constexpr):
+    """Returns 2 ** 23 + byte J of the COUNT bytes that `_load_scales` loaded, in float32."""
+    return ((_bits_of(v, J, COUNT, 8) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@jit
+def _value(v, TYPE: tl.constexpr, J: tl.constexpr, COUNT: tl.constexpr):
+    """Returns in float32 value J of the COUNT values of a type that `_load_scales` loaded."""
     WIDTH: tl.constexpr = TYPE.primitive_bitwidth
-    if PARTS * WIDTH < 32:
-        return _pick(v, J, PARTS).to(tl.float32)
+    if WIDTH > 8 and COUNT * WIDTH < 32:
+        return _pick(v, J, COUNT).to(tl.float32)
     elif WIDTH == 32:
-        return _pick(v, J, PARTS).to(tl.float32, bitcast=True)
+        return _pick(v, J, COUNT).to(tl.float32, bitcast=True)
     elif tl.bfloat16 == TYPE:
-        return (bits_of(v, J, PARTS, 16) << 16).to(tl.float32, bitcast=True)
+        return (_bits_of(v, J, COUNT, 16) << 16).to(tl.float32, bitcast=True)
     elif tl.float16 == TYPE:
-        return bits_of(v, J, PARTS, 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return _bits_of(v, J, COUNT, 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif tl.int8 == TYPE:  # 2 ** 23 + 128 + value, exactly; faster than a conversion
-        byte = (bits_of(v, J, PARTS, 8) & 255) ^ 0x4B000080
+        byte = (_bits_of(v, J, COUNT, 8) & 255) ^ 0x4B000080
         return byte.to(tl.float32, bitcast=True) - 8388736.0
     else:
-        return (bits_of(v, J, PARTS, 8) & 255).to(tl.float32)
+        return _float_of_byte(v, J, COUNT) - 8388608.0
 
 
 @jit
-def load_all_scales(weight, column, rows, K: tl.constexpr, RAGGED: tl.constexpr, FORMAT: tl.constexpr):
-    """Loads scales, zeros, minimums, super scales and super minimums of a step."""
-    GROUP: tl.constexpr = FORMAT.group
+def _scale(scales, weight, SECOND: tl.constexpr, J: tl.constexpr, FACTOR: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns in float32 the scale or, if SECOND is 1, the minimum of group J of a step, times FACTOR, a power of 2."""
+    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
+    TYPE: tl.constexpr = weight[1].dtype.element_ty
+    AT: tl.constexpr = SECOND * FORMAT.parts + J
+    COUNT: tl.constexpr = EACH * FORMAT.parts
+    if weight[2] is None:
+        return _value(scales[0], TYPE, AT, COUNT) * FACTOR
+    else:
+        above = _value(scales[2], weight[2].dtype.element_ty, SECOND, EACH) * FACTOR
+        if tl.uint8 == TYPE:  # rounded once, like a product: 2 ** 23 * above is exact
+            return tl.fma(_float_of_byte(scales[0], AT, COUNT), above, above * -8388608.0)
+        else:
+            return _value(scales[0], TYPE, AT, COUNT) * above
+
+
+@jit
+def _as_pair(v, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Rounds float32 values to DTYPE: for PTX as pairs of equal numbers in integers, else as float32."""
+    if FORMAT.convert.low is None:
+        return v.to(DTYPE).to(tl.float32)
+    elif tl.bfloat16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@jit
+def _of_quarter(even, odd, PARTS: tl.constexpr):
+    """Of two groups of 16 columns the threads with lane % 4 < 2 have the first; otherwise both are the same."""
+    if PARTS == 8:
+        return tl.where((tl.arange(0, 4) < 2)[:, None, None, None], even, odd)
+    else:
+        return even
+
+
+@jit
+def scaling_of(scales, weight, QUARTER: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns scale, negative offset and zero of the columns of a quarter of a step that a thread has, [4, 8, B,
+    rows / 8]: in float32 or, for PTX, as pairs. The offset of 4-bit weights is minimum + zero * scale, that of others
+    the minimum."""
     PARTS: tl.constexpr = FORMAT.parts
-    SUPER: tl.constexpr = FORMAT.super_columns
-    scale = _load_scales(weight[1], None, column, rows, GROUP, PARTS, K, RAGGED, FORMAT)
-    return (
-        scale,
-        _load_zeros(weight[3], scale, column, rows, K, RAGGED, FORMAT),
-        _load_scales(weight[4], scale, column, rows, GROUP, PARTS, K, RAGGED, FORMAT),
-        _load_scales(weight[2], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),
-        _load_scales(weight[5], scale, column, rows, SUPER, 1, K, RAGGED, FORMAT),
+    FIRST: tl.constexpr = QUARTER * PARTS // 4
+    LAST: tl.constexpr = FIRST + (1 if PARTS == 8 else 0)
+    MINUS: tl.constexpr = -FORMAT.convert.offset_factor
+    IN_OFFSET: tl.constexpr = FORMAT.kind == "int4" and (FORMAT.has_zeros or FORMAT.zero != 0)
+    # Multiplied last where zeros are part of the offset: the quotient of the factors is no normal float32.
+    FACTOR: tl.constexpr = 1.0 if IN_OFFSET or FORMAT.convert.zero else FORMAT.convert.scale_factor
+    scale = _of_quarter(
+        _scale(scales, weight, 0, FIRST, FACTOR, FORMAT), _scale(scales, weight, 0, LAST, FACTOR, FORMAT), PARTS
     )
-
-
-@jit
-def add_scaled(sums, part, x_sums, scales, J: tl.constexpr, weight, FORMAT: tl.constexpr):
-    """Returns sums + scale * part - (scale * zero + minimum) * x_sums, for group J of a step. Multiply-adds are fused
-    explicitly, so that every compilation rounds alike."""
-    PARTS: tl.constexpr = FORMAT.parts
-    B: tl.constexpr = sums.shape[0]
-    ROWS: tl.constexpr = sums.shape[1]
-    BM: tl.constexpr = sums.shape[2]
-    scale = _value(scales[0], weight[1], J, PARTS)
-    if weight[2] is not None:
-        scale = scale * _value(scales[3], weight[2], 0, 1)
-    sums = tl.fma(part, _to_sums(scale, B, ROWS, BM), sums)
-    if FORMAT.has_offsets:
-        offset = tl.zeros(scale.shape, tl.float32)
-        if weight[4] is not None:
-            offset = -_value(scales[2], weight[4], J, PARTS)
-            if weight[5] is not None:
-                offset = offset * _value(scales[4], weight[5], 0, 1)
-        if weight[3] is not None and not FORMAT.has_zeros:
-            offset = tl.fma(-scale, _value(scales[1], weight[3], J, PARTS), offset)
-        sums = tl.fma(x_sums, _to_sums(offset, B, ROWS, BM), sums)
-    return sums
+    zero = tl.zeros(scale.shape, tl.float32)
+    if FORMAT.has_zeros:
+        ZERO: tl.constexpr = weight[3].dtype.element_ty
+        zero = _of_quarter(_value(scales[1], ZERO, FIRST, PARTS), _value(scales[1], ZERO, LAST, PARTS), PARTS)
+    minus_offset = tl.full(scale.shape, -0.0, tl.float32)
+    if IN_OFFSET or FORMAT.convert.zero:
+        minus_offset = scale * MINUS * (zero + FORMAT.zero if IN_OFFSET else FORMAT.convert.zero)
+        scale *= FORMAT.convert.scale_factor
+    if FORMAT.has_minimum:
+        minus_minimum = _of_quarter(
+            _scale(scales, weight, 1, FIRST, MINUS, FORMAT), _scale(scales, weight, 1, LAST, MINUS, FORMAT), PARTS
+        )
+        minus_offset = minus_offset + minus_minimum if IN_OFFSET or FORMAT.convert.zero else minus_minimum
+    if FORMAT.convert.low is not None:
+        zero = tl.full(scale.shape, FORMAT.convert.minus_zero + 128 * 0x10001, tl.int32)
+        if FORMAT.has_zeros and FORMAT.kind == "int8":
+            bits = _of_quarter(_bits_of(scales[1], FIRST, PARTS, 8), _bits_of(scales[1], LAST, PARTS, 8), PARTS)
+            zero = ((bits & 255) ^ 128) * 0x10001 + FORMAT.convert.minus_zero
+    elif FORMAT.kind == "int4":
+        zero = tl.zeros(scale.shape, tl.float32)
+    return _as_pair(scale, FORMAT, DTYPE), _as_pair(minus_offset, FORMAT, DTYPE), zero

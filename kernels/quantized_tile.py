@@ -1,9 +1,8 @@
 """The loop over K of a matmul with a quantized weight, for kernels of matmuls and LM head. `quantized_weight` explains
 units (64 columns), steps (128 columns) and groups (columns that share a scale).
 
-The loop converts stored numbers to x's dtype, which holds them exactly, and multiplies the sums of a group with its
-scale in float32, so no weight is rounded. Minimums, and zeros of 8-bit groups, are not subtracted from the numbers:
-(scale * zero + minimum) times the sum of x over the group is subtracted from the sums.
+The loop makes a weight of each stored number, as `QuantizedWeight.rounded` defines it: rounded to x's dtype, in which
+scale and minimum are rounded first. So no scale remains to be applied to sums, whatever the group's size.
 
 A program's warps divide K into SPLITS splits, and the weight rows of its tile among ROW_WARPS warps: warp b sums split
 b // ROW_WARPS of K for part b % ROW_WARPS of the weight rows. The splits are added as a balanced tree. The result of a
@@ -24,19 +23,17 @@ from selfspec.kernels.gemm_common import load_squares, matmul_tile, rms_factor_o
 from selfspec.kernels.noise import mul_rounded
 from selfspec.kernels.pdl import prefetch_weight
 from selfspec.kernels.quantized_operand import (
-    add_scaled,
     by_lane,
     fp8_value,
     load_all_scales,
-    load_group_values,
+    load_group_value,
     load_lanes,
-    number_pairs,
-    one_pairs,
     operand,
+    scaling_of,
+    weight_pairs,
     x_operand,
-    zero_of,
 )
-from selfspec.kernels.triton_compat import IS_TRITON_3_6, jit, tl
+from selfspec.kernels.triton_compat import jit, tl
 
 
 @jit
@@ -81,8 +78,8 @@ def _load_step(
     PARTS: tl.constexpr = 2 if FORMAT.kind == "int4" else 4
     at = weight_at + step * (PARTS * WORDS)
     words = _load_words(at, first + step * FORMAT.step, WORDS, K, RAGGED, FORMAT)
-    if FORMAT.by_row and not FORMAT.has_zeros:
-        scales = (words[0], words[0], words[0], words[0], words[0])
+    if FORMAT.by_row:
+        scales = (words[0], words[0], words[0])
     else:
         scales = load_all_scales(weight, first + step * FORMAT.step, rows, K, RAGGED, FORMAT)
     if AHEAD:
@@ -96,68 +93,27 @@ def _load_step(
 
 
 @jit
-def _zeros(scales, QUARTER: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the zeros of a quarter of a step [4, 8, B, rows / 8]; scales, which are not used, if there are no zeros.
-    Of two groups of 16 columns the threads with lane % 4 < 2 have the first."""
-    PARTS: tl.constexpr = FORMAT.parts
-    if not FORMAT.has_zeros:
-        return scales[0]
-    elif PARTS == 8:
-        is_first = (tl.arange(0, 4) < 2)[:, None, None, None]
-        return tl.where(is_first, zero_of(scales[1], 2 * QUARTER, FORMAT), zero_of(scales[1], 2 * QUARTER + 1, FORMAT))
-    else:
-        return zero_of(scales[1], QUARTER * PARTS // 4, FORMAT)
-
-
-@jit
 def _add_step(
-    sums, x_sums, loaded, place, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr,
+    sums, loaded, place, fixed, weight, step, K: tl.constexpr, AHEAD: tl.constexpr, RAGGED: tl.constexpr,
     FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a step, scaled by group, to `sums` [B, ROWS, BM]; with one scale per row unscaled, and x to `x_sums`."""
+    """Adds a step to `sums` [B, ROWS, BM]. fixed: the scaling of all steps where each row has one scale, else None."""
     words, scales, x = loaded
     B: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     BM: tl.constexpr = sums.shape[2]
-    PARTS: tl.constexpr = FORMAT.parts
-    LANE: tl.constexpr = 4 if IS_TRITON_3_6 else 2  # neighbouring columns in a thread, see `_ordered`
-    none = tl.zeros((B, ROWS, BM), tl.float32)
-    part = none
-    part_x = none
     for quarter in tl.static_range(4):
+        scaling = fixed if FORMAT.by_row else scaling_of(scales, weight, quarter, FORMAT, DTYPE)
         if FORMAT.kind == "int4":
-            pairs = number_pairs(words[quarter // 2], _zeros(scales, quarter, FORMAT), quarter % 2 == 1, FORMAT, DTYPE)
+            pairs = weight_pairs(words[quarter // 2], scaling, quarter % 2 == 1, FORMAT, DTYPE)
         else:
-            pairs = number_pairs(words[quarter], None, False, FORMAT, DTYPE)
-        numbers = operand(pairs, B, ROWS)
-        ones = operand(one_pairs(words[0], FORMAT, DTYPE), B, ROWS)
+            pairs = weight_pairs(words[quarter], scaling, False, FORMAT, DTYPE)
         if AHEAD:
             x_part = x_operand(x[quarter], B, BM, DTYPE)
         else:
             x_part = x_operand(_load_x(place, step, quarter, K, RAGGED, FORMAT), B, BM, DTYPE)
-        if FORMAT.by_row:
-            sums = tl.dot(numbers, x_part, sums, input_precision="ieee")
-            if FORMAT.has_offsets:
-                x_sums = tl.dot(ones, x_part, x_sums, input_precision="ieee")
-        elif PARTS == 8:
-            # Two groups of 16 columns: each has a dot of its own, in which x of the other group is 0.
-            is_first = (tl.arange(0, 32) // LANE % 4 < 2)[None, :, None]
-            for second in tl.static_range(2):
-                some = tl.where(is_first if second == 0 else ~is_first, x_part, 0.0).to(DTYPE)
-                part = tl.dot(numbers, some, none, input_precision="ieee")
-                part_x = part
-                if FORMAT.has_offsets:
-                    part_x = tl.dot(ones, some, none, input_precision="ieee")
-                sums = add_scaled(sums, part, part_x, scales, 2 * quarter + second, weight, FORMAT)
-        else:
-            part = tl.dot(numbers, x_part, part, input_precision="ieee")
-            if FORMAT.has_offsets:
-                part_x = tl.dot(ones, x_part, part_x, input_precision="ieee")
-            if (quarter + 1) % (4 // PARTS) == 0:
-                sums = add_scaled(sums, part, part_x, scales, quarter * PARTS // 4, weight, FORMAT)
-                part = none
-                part_x = none
-    return sums, x_sums
+        sums = tl.dot(operand(pairs, B, ROWS), x_part, sums, input_precision="ieee")
+    return sums
 
 
 @jit
@@ -189,29 +145,28 @@ def _sum(
     words = rows // FORMAT.tile_rows * weight_stride + rows % FORMAT.tile_rows * (FORMAT.half // 4)
     weight_at = weight[0] + (words + (first // STEP) * (FORMAT.tile_rows * WORDS) + lane * 2)
     x_rows = by_lane(x_rows.to(tl.int64), 1, 1, BM)
-    if FORMAT.low is None:
+    if FORMAT.convert.low is None:
         x_at = x + (x_rows + first + lane * 8)
     else:  # two numbers at a time, which the loop keeps in one register
         x_at = x.to(tl.pointer_type(tl.int32), bitcast=True) + (x_rows // 2 + first // 2 + lane * 4)
     place = (weight_at, rows, x_at, first, lane * 8)  # where a thread reads words, scales and x
     sums = tl.zeros((B, BN // ROW_WARPS, BM), tl.float32)
-    x_sums = sums
+    fixed = None
+    if FORMAT.by_row:
+        fixed = scaling_of(load_all_scales(weight, first * 0, rows, K, False, FORMAT), weight, 0, FORMAT, dtype)
     even = _load_step(place, weight, 0, K, AHEAD, RAGGED, FORMAT)
     odd = even
     if STEPS > 1:
         odd = _load_step(place, weight, 1, K, AHEAD, RAGGED, FORMAT)
     for step in range(0, STEPS - 2, 2):
-        sums, x_sums = _add_step(sums, x_sums, even, place, weight, step, K, AHEAD, RAGGED, FORMAT, dtype)
+        sums = _add_step(sums, even, place, fixed, weight, step, K, AHEAD, RAGGED, FORMAT, dtype)
         even = _load_step(place, weight, step + 2, K, AHEAD, RAGGED, FORMAT)
-        sums, x_sums = _add_step(sums, x_sums, odd, place, weight, step + 1, K, AHEAD, RAGGED, FORMAT, dtype)
+        sums = _add_step(sums, odd, place, fixed, weight, step + 1, K, AHEAD, RAGGED, FORMAT, dtype)
         odd = _load_step(place, weight, tl.minimum(step + 3, STEPS - 1), K, AHEAD, RAGGED, FORMAT)
     LAST: tl.constexpr = (STEPS - 1) // 2 * 2
-    sums, x_sums = _add_step(sums, x_sums, even, place, weight, LAST, K, AHEAD, RAGGED, FORMAT, dtype)
+    sums = _add_step(sums, even, place, fixed, weight, LAST, K, AHEAD, RAGGED, FORMAT, dtype)
     if STEPS % 2 == 0:
-        sums, x_sums = _add_step(sums, x_sums, odd, place, weight, STEPS - 1, K, AHEAD, RAGGED, FORMAT, dtype)
-    if FORMAT.by_row:
-        scales = load_all_scales(weight, first * 0, rows, K, False, FORMAT)
-        sums = add_scaled(tl.zeros(sums.shape, tl.float32), sums, x_sums, scales, 0, weight, FORMAT)
+        sums = _add_step(sums, odd, place, fixed, weight, STEPS - 1, K, AHEAD, RAGGED, FORMAT, dtype)
     return sums
 
 
@@ -232,7 +187,7 @@ def quantized_sums(
         sums = tl.zeros((SPLITS * ROW_WARPS, BN // ROW_WARPS, BM), tl.float32)
         if is_needed:
             sums = _sum(x, weight, x_rows, weight_rows, weight_stride, K, BM, BN, ROW_WARPS, FORMAT)
-    return _add_splits(tl.reshape(sums, (SPLITS, BN, BM)), SPLITS, BN, BM)
+    return _add_splits(tl.reshape(sums, (SPLITS, BN, BM)), SPLITS, BN, BM) * FORMAT.convert.sum_factor
 
 
 @jit
@@ -292,14 +247,17 @@ def dequantize_row(weight, row, column, inside, STRIDE: tl.constexpr, FORMAT: tl
         q = fp8_value(bits & 255)
     else:
         q = (bits << 24 >> 24).to(tl.float32)
-    scale = load_group_values(weight[1], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
+    EACH: tl.constexpr = 2 if FORMAT.has_minimum else 1
+    COUNT: tl.constexpr = EACH * PARTS
+    scale = load_group_value(weight[1], column, row, inside, GROUP, PARTS, 0, COUNT, FORMAT)
     if weight[2] is not None:
-        scale *= load_group_values(weight[2], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
-    zero = load_group_values(weight[3], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32) + FORMAT.zero
-    value = mul_rounded(q - zero, scale)
-    if weight[4] is not None:
-        minimum = load_group_values(weight[4], column, row, inside, GROUP, PARTS, FORMAT).to(tl.float32)
-        if weight[5] is not None:
-            minimum *= load_group_values(weight[5], column, row, inside, SUPER, 1, FORMAT).to(tl.float32)
+        scale *= load_group_value(weight[2], column, row, inside, SUPER, 1, 0, EACH, FORMAT)
+    if FORMAT.has_zeros:
+        q -= load_group_value(weight[3], column, row, inside, GROUP, PARTS, 0, PARTS, FORMAT)
+    value = mul_rounded(q - FORMAT.zero, scale)
+    if FORMAT.has_minimum:
+        minimum = load_group_value(weight[1], column, row, inside, GROUP, PARTS, PARTS, COUNT, FORMAT)
+        if weight[2] is not None:
+            minimum *= load_group_value(weight[2], column, row, inside, SUPER, 1, 1, EACH, FORMAT)
         value -= minimum
     return value

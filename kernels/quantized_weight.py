@@ -7,14 +7,15 @@ A weight [N, K] of small numbers q has a scale for each group of `group` columns
 Columns are stored in units of 64. With 4 bits, a byte of a unit holds a column of its first half in the low and one of
 its second half in the high 4 bits. Of each 4 bytes the second and third change places: then one AND takes two
 neighbouring columns out of a word, as the two halves of a register that the tensor cores read. The bytes of 16 rows of
-a unit are neighbours (8 bits: of each half of it), so that a warp reads whole cache lines. Scales, zeros and minimums
-of a step of 128 columns of a row are neighbours, and so are those of the rows of a tile.
+a unit are neighbours (8 bits: of each half of it), so that a warp reads whole cache lines. The scales of a step of 128
+columns of a row and then its minimums are neighbours, so are its zeros, and so are those of the rows of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import gcd
 from typing import Any
 
@@ -30,17 +31,16 @@ _KINDS = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Made by `pack`. Where `super_scale` is given, `scale` is int8 and scale * super_scale is the group's scale;
-    likewise `minimum`. Groups of padded columns have scale 0."""
+    """Made by `pack`. Where `super_scale` is given, `scale` is int8 or uint8, and a group's scale, or minimum, is the
+    product of both. Groups of padded columns have scale 0."""
 
     packed: torch.Tensor  # [N / 16, units, 1 (4 bits) or 2 halves, 16 rows, 32]: uint8 (4 bits), int8 or float8_e4m3fn
-    scale: torch.Tensor  # [steps, N, scales of a step]; groups larger than a step: [groups, N, 1]
+    scale: torch.Tensor  # [steps, N, scales of a step, then minimums]; groups larger than a step: [groups, N, 1 or 2]
     columns: int  # K
     group: int  # columns that share a scale: 16, 32, 64, a multiple of 128, or K: one scale per row
-    zero: torch.Tensor | int = 0  # one for all weights, or shaped like scale, uint8 (4 bits) or int8
-    super_scale: torch.Tensor | None = None  # [K / 256, N] float16
-    minimum: torch.Tensor | None = None  # shaped like scale
-    super_minimum: torch.Tensor | None = None  # [K / 256, N] float16
+    has_minimum: bool = False
+    zero: torch.Tensor | int = 0  # 0 or, with 4 bits, 8 for all weights; else [steps, N, zeros], uint8 (4 bits) or int8
+    super_scale: torch.Tensor | None = None  # [K / 256, N, 1 or, with minimums, 2] float16
 
     @classmethod
     def pack(
@@ -53,11 +53,13 @@ class QuantizedWeight:
         zero: torch.Tensor | int = 0,  # one for all weights, or [N, K / group] of q's dtype
         super_scale: torch.Tensor | None = None,  # [N, K / 256] float16
         minimum: torch.Tensor | None = None,  # [N, K / group]
-        super_minimum: torch.Tensor | None = None,  # [N, K / 256] float16
+        super_minimum: torch.Tensor | None = None,  # [N, K / 256] float16, where super_scale is given
     ) -> QuantizedWeight:
         """Packs plain tensors; weights that one launch multiplies with are concatenated before."""
         n, k = q.shape
         _check(q, bits, scale, group, zero)
+        if minimum is not None and (super_scale is None) != (super_minimum is None):
+            raise ValueError("scales and minimums must both have super values or both have none; multiply them out")
         padding = -k % (2 * HALF)
         # A step has equal groups: one of 48 columns becomes three of 16.
         equal = group if group == k or group % STEP == 0 else gcd(group, STEP)
@@ -67,20 +69,23 @@ class QuantizedWeight:
             tensor = tensor.repeat_interleave(group // equal, 1) if group != equal else tensor
             return F.pad(tensor, (0, -tensor.shape[1] % parts)).unflatten(1, (-1, parts)).transpose(0, 1).contiguous()
 
-        if isinstance(zero, int) and zero and bits == 8:
-            zero = torch.full((n, k // group), zero, dtype=torch.int8, device=q.device)
+        if isinstance(zero, int) and zero and (bits, zero) != (4, 8):
+            zero = torch.full((n, k // group), zero, dtype=q.dtype, device=q.device)
+        scales, supers = [scale], [super_scale]
+        if minimum is not None:
+            scales, supers = [scale, minimum], [super_scale, super_minimum]
+        dtype = _common(scales)
         # Padded as bytes: float8 has no `pad`.
         halves = F.pad(q.view(torch.uint8), (0, padding)).unflatten(1, (-1, 2, HALF))
         row_bytes = halves[:, :, :1] | halves[:, :, 1:] << 4 if bits == 4 else halves
         return cls(
             _tiled(_exchanged(row_bytes)).view(q.dtype),
-            by_group(scale),
+            torch.cat([by_group(values.to(dtype)) for values in scales], 2),
             k,
             equal,
+            minimum is not None,
             by_group(zero).clone() if isinstance(zero, torch.Tensor) else zero,
-            None if super_scale is None else super_scale.T.contiguous(),
-            None if minimum is None else by_group(minimum),
-            None if super_minimum is None else super_minimum.T.contiguous(),
+            None if super_scale is None else torch.stack([above.T for above in supers if above is not None], 2),
         )
 
     @property
@@ -104,12 +109,17 @@ class QuantizedWeight:
     @property
     def parts(self) -> int:
         """Scales of a step."""
-        return self.scale.shape[2]
+        return self.scale.shape[2] // (2 if self.has_minimum else 1)
 
     @property
     def has_many_scales(self) -> bool:
-        """Whether scales and sums of x take so many registers that a warp has few left for sums and for rows of x."""
-        return self.parts > 2 or self.minimum is not None
+        """Whether scales take so many registers that a warp has few left for rows of x that are loaded ahead."""
+        return self.parts > 2 or self.has_minimum
+
+    @property
+    def subtracts_zeros(self) -> bool:
+        """Whether `rounded` subtracts zeros before it rounds: 8-bit numbers times a scale are too long for bfloat16."""
+        return self.kind == "int8" and (isinstance(self.zero, torch.Tensor) or self.has_minimum)
 
     @property
     def device(self) -> torch.device:
@@ -157,21 +167,45 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32: [N, K]."""
+        scale, minimum = self._scales()
+        weight = (self.numbers() - self._zeros()) * scale
+        return (weight if minimum is None else weight - minimum).flatten(1)
+
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as matmuls of the kernels use it, in `dtype`: [N, K]. Scale and offset are rounded to `dtype`, and
+        then the weight. The offset is the minimum and, with 4 bits, zero * scale."""
+        q, zero = self.numbers(), self._zeros()
+        scale, minimum = self._scales()
+        offset = zero * scale if self.bits == 4 else torch.zeros_like(scale)
+        offset = offset if minimum is None else offset + minimum
+        scale, offset = scale.to(dtype).double(), offset.to(dtype).double()
+        return ((q if self.bits == 4 else q - zero) * scale - offset).to(dtype).flatten(1)
+
+    def numbers(self) -> torch.Tensor:
+        """The stored numbers by group, in float32: [N, groups, columns of a group]."""
         q = _exchanged(self.row_bytes())
         q = torch.cat((q & 15, q >> 4), 2).flatten(1) if self.bits == 4 else q.flatten(1).view(self.packed.dtype)
-        weight = q[:, : self.columns].float().unflatten(1, (-1, self.group))
-        zero = self._by_row(self.zero) if isinstance(self.zero, torch.Tensor) else self.zero
-        weight = (weight - zero) * self._by_row(self.scale, self.super_scale)
-        if self.minimum is not None:
-            weight -= self._by_row(self.minimum, self.super_minimum)
-        return weight.flatten(1)
+        return q[:, : self.columns].float().unflatten(1, (-1, self.group))
 
-    def _by_row(self, fine: torch.Tensor, coarse: torch.Tensor | None = None) -> torch.Tensor:
-        """The zero, scale or minimum of each group in float32, exactly: [N, groups, 1]."""
-        values = fine.transpose(0, 1).flatten(1)[:, : self.columns // self.group].float()
-        if coarse is not None:
-            values *= coarse.T.float().repeat_interleave(values.shape[1] // len(coarse), 1)
-        return values[..., None]
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scale and the minimum of each group in float32, exactly: [N, groups, 1]."""
+        found: list[torch.Tensor | None] = [None, None]
+        for index in range(2 if self.has_minimum else 1):
+            values = self._by_row(self.scale[..., index * self.parts : (index + 1) * self.parts])
+            if self.super_scale is not None:
+                above = self.super_scale[..., index].T.float()
+                values = values * above.repeat_interleave(values.shape[1] // above.shape[1], 1)[..., None]
+            found[index] = values
+        assert found[0] is not None
+        return found[0], found[1]
+
+    def _zeros(self) -> torch.Tensor:
+        """The zero of each group in float32, [N, groups, 1]; or one zero for all, []."""
+        return self._by_row(self.zero) if isinstance(self.zero, torch.Tensor) else torch.tensor(float(self.zero))
+
+    def _by_row(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of groups [steps, N, parts] in float32, row by row: [N, groups, 1]."""
+        return values.transpose(0, 1).flatten(1)[:, : self.columns // self.group].float()[..., None]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by field; fields that are None or an integer are left out."""
@@ -191,6 +225,12 @@ def _tiled(row_bytes: torch.Tensor) -> torch.Tensor:
 def _exchanged(row_bytes: torch.Tensor) -> torch.Tensor:
     """The second and third of each 4 bytes exchanged."""
     return row_bytes.unflatten(-1, (-1, 2, 2)).transpose(-1, -2).flatten(-3)
+
+
+def _common(tensors: list[torch.Tensor]) -> torch.dtype:
+    """The dtype that holds all values; of int8 and uint8, which has at most 63 here, int8."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
 
 
 def _check(q: torch.Tensor, bits: int, scale: torch.Tensor, group: int, zero: torch.Tensor | int) -> None:

@@ -27,7 +27,7 @@ def weight_of(n: int, k: int, name: str) -> QuantizedWeight:
     with super scales."""
     dtype = {"int4": torch.uint8, "q4_k": torch.uint8, "fp8": torch.float8_e4m3fn}.get(name.split()[0], torch.int8)
     group = {"int8": k, "fp8": k, "int8 32": 32, "q4_k": 32, "q6_k": 16}.get(name, 128)
-    small = partial(empty, n, k // group, dtype=torch.int8)
+    small = partial(empty, n, k // group, dtype=torch.uint8 if name == "q4_k" else torch.int8)
     halves = partial(empty, n, k // 256, dtype=torch.float16)
     is_super = name in ("q4_k", "q6_k")
     return QuantizedWeight.pack(

@@ -105,10 +105,10 @@ def _with_minimums(q: torch.Tensor, bits: int, above: torch.Tensor, packed: torc
     return QuantizedTensor(
         q,
         bits,
-        scale.flatten(1).view(torch.int8),
+        scale.flatten(1),
         32,
         super_scale=_halves(above[..., :2]),
-        minimum=minimum.flatten(1).view(torch.int8),
+        minimum=minimum.flatten(1),
         super_minimum=_halves(above[..., 2:]),
     )
 

@@ -27,7 +27,7 @@ class QuantizedTensor:
 
     w = scale * (q - zero) - minimum
 
-    Where `super_scale` is given, `scale` holds int8 and scale * super_scale is the group's scale; likewise `minimum`.
+    Where `super_scale` is given, `scale` holds int8 or uint8 and scale * super_scale is the group's scale; likewise `minimum`.
     """
 
     q: torch.Tensor  # [N, K]: uint8 of 0..15 (4 bits), int8 or float8_e4m3fn (8 bits)
@@ -107,7 +107,7 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _common(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Returns the dtype that holds the values of all tensors: of uint8 (0..15) and int8, int8."""
+    """Returns the dtype that holds the values of all tensors: of uint8, here at most 63, and int8, int8."""
     dtypes = {tensor.dtype for tensor in tensors}
     return torch.int8 if dtypes == {torch.uint8, torch.int8} else reduce(torch.promote_types, dtypes)
 
@@ -115,10 +115,9 @@ def _common(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def _join(pairs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Concatenates scales, or minimums, with those above them; multiplies them out unless all parts have them alike."""
     coarse = [above for _, above in pairs if above is not None]
-    if len(coarse) == len(pairs):
-        return torch.cat([fine for fine, _ in pairs]), torch.cat(coarse)
-    fine = [values if above is None else _product(values, above) for values, above in pairs]
-    return torch.cat([values.to(_common(fine)) for values in fine]), None
+    is_alike = len(coarse) == len(pairs)
+    fine = [values if is_alike or above is None else _product(values, above) for values, above in pairs]
+    return torch.cat([values.to(_common(fine)) for values in fine]), torch.cat(coarse) if is_alike else None
 
 
 def _minimum_pairs(parts: Sequence[QuantizedTensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
