@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Served:
     engine: Engine
     service: Any
     address: str
+    listener: socket.socket
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -81,7 +83,7 @@ def serving(engine: Engine, **options: Any) -> Iterator[Served]:
         thread.start()
         eventually(lambda: server.started and app.state.service.state == "ready")
         try:
-            yield Served(engine, app.state.service, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            yield Served(engine, app.state.service, f"http://127.0.0.1:{listener.getsockname()[1]}", listener)
         finally:
             server.should_exit = True
             thread.join(20)

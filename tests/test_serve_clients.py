@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from bench.server_memory import resident_mb
 from selfspec import Engine
+from tests.scripted import endless
 from tests.serving import CHAT, Served, chat_tokenizer, eventually, serving, tiny_engine
 from tests.tiny import tiny_model
 
@@ -86,22 +93,84 @@ def test_32_clients_get_what_they_would_alone_while_half_of_them_disconnect(serv
 
 
 def test_a_failing_request_ends_alone(served, monkeypatch):
-    """A fault of the engine is a 500 without its details, and the next request is answered."""
+    """A fault of the engine is a 500 without its details; a request that streams meanwhile gets all of its text."""
     from selfspec.serve import following
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("SECRET")
+    advance, beside = following.ChoiceText.advance, {**random_body(0), "max_tokens": 200, "stop": None}
 
-    body = random_body(0)
+    def fail(choice: Any, *arguments: Any) -> str:
+        if choice._sequence.seed == 99:
+            raise RuntimeError("SECRET")
+        return advance(choice, *arguments)
+
+    monkeypatch.setattr(following.ChoiceText, "advance", fail)
     with served.http as http:
-        expected = text_of(http.post(URL, json=body))
-        with monkeypatch.context() as patch:
-            patch.setattr(following.ChoiceText, "advance", fail)
-            failed = http.post(URL, json=body)
+        expected = text_of(http.post(URL, json={**beside, "stream": False}))
+        with http.stream("POST", URL, json={**beside, "stream": True}) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            failed = http.post(URL, json={**random_body(0), "seed": 99})
+            assert served.service.gate.sequences == 1, "the stream has ended before the failure"
+            events = [line.removeprefix("data: ") for line in [first, *lines] if line]
         assert failed.status_code == 500 and "SECRET" not in failed.text
         assert failed.json()["error"]["type"] == "server_error"
-        assert text_of(http.post(URL, json=body)) == expected
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
     eventually(served.is_idle, seconds=5)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["disconnects", "stops reading"])
+def test_a_client_that_leaves_or_stops_reading_is_cancelled_and_its_pages_are_freed(served, reads):
+    """Soon (0.1 s where nothing else runs), or a second after the buffers between it and the server are full."""
+    address = urlsplit(served.address)
+    body = json.dumps({"prompt": "abc", "max_tokens": 2000, "n": 8, "stream": True, "logprobs": 20, "temperature": 1})
+    head = f"POST {URL} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    aborts, tokens = served.service.counters.finished["abort"], served.engine.metrics().tokens
+    served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections from here on
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        client.sendall((head + body).encode())
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        if reads:
+            for _ in range(5):
+                client.recv(4096)
+            assert not served.is_idle()
+            client.close()
+            eventually(served.is_idle, seconds=2)
+        else:
+            eventually(served.is_idle, seconds=15)
+    assert served.service.counters.finished["abort"] == aborts + 8
+    assert served.engine.metrics().tokens - tokens < 8 * 1000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_resident_memory_stays_flat_over_2000_requests():
+    """Of this process, which holds the server and its clients: a leak of 4 kB per request would exceed the limit."""
+
+    def ask(numbers: range) -> None:
+        http = HTTPConnection(urlsplit(served.address).netloc)
+        for number in numbers:
+            prompt = [5 + number % 80] if number % 4 else "abcdefgh"  # that of one token needs no prefill pass
+            body = {**random_body(number), "prompt": prompt, "max_tokens": 1}
+            http.request("POST", URL, json.dumps(body), {"content-type": "application/json"})
+            if number % 10 == 9:
+                http.close()  # leaves before its answer
+            else:
+                assert http.getresponse().read()
+        http.close()
+
+    def ask_all(numbers: range) -> float:
+        """Returns the resident memory afterwards, in MB."""
+        list(clients.map(ask, (numbers[start::8] for start in range(8))))
+        eventually(served.is_idle)
+        gc.collect()
+        return resident_mb(os.getpid())
+
+    model = endless(tiny_model("llama", num_hidden_layers=2))
+    engine = Engine.from_model(model, chat_tokenizer(), profile=None, max_batch=8, prefix_reuse=True)
+    with serving(engine) as served, ThreadPoolExecutor(8) as clients:
+        before = ask_all(range(500))
+        assert ask_all(range(500, 2000)) - before < 6
 
 
 def test_health_is_red_until_the_engine_is_warm(served):
@@ -115,7 +184,7 @@ def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
     tiny_model("llama", max_position_embeddings=8192, eos_token_id=None).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     command = [sys.executable, "-m", "selfspec.serve", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]
-    options = ["--grace", "1", "--max-batch", "4", "--profile", "none"]
+    options = ["--grace", "1", "--max-batch", "4", "--profile", "none", "--log-format", "json"]
     environment = {**os.environ, "SELFSPEC_API_KEY": "k", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -134,8 +203,13 @@ def test_the_command_starts_serves_and_stops_within_its_grace(tmp_path):
                     lines = response.iter_lines()
                     assert "assistant" in next(lines)
                     process.send_signal(signal.SIGTERM)
+                    *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+                    assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
                     assert process.wait(10) == 0
-                    assert "leaked" not in process.stderr.read()
+                    printed = process.stderr.read()
+                    assert "leaked" not in printed
+                    entries = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+                    assert "aborted" in [entry["message"] for entry in entries]
         finally:
             process.kill()
 

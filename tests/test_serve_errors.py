@@ -6,7 +6,10 @@ import copy
 import json
 import logging
 import random
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +17,7 @@ import openai
 import pytest
 
 from selfspec.serve.limits import Limits
+from selfspec.serve.logs import JsonFormatter, TextFormatter
 from tests.serving import CHAT, Served, eventually, serving, tiny_engine
 
 LIMITS = Limits(body_bytes=20_000, samples=4, sequences=6)
@@ -112,6 +116,43 @@ def test_values_that_ask_for_nothing_are_accepted_and_unknown_fields_are_logged_
     assert "SECRET" not in caplog.text and CHAT[0]["content"] not in caplog.text
 
 
+def test_log_lines_describe_requests_by_values_and_hold_none_of_their_text(served, caplog):
+    said = {"messages": [{"role": "user", "content": "SECRET"}], "max_tokens": 3, "speculative_decoding": "force"}
+    with caplog.at_level(logging.INFO, logger="selfspec"):
+        answer = post(served, said).json()
+        post(served, {**said, "domain": "SECRET"})
+        post(served, {**said, "temperature": "SECRET"})
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    answered, *refused = [line for line in lines if line["logger"].startswith("selfspec.serve")]
+    assert (answered["message"], answered["kind"], answered["stream"]) == ("answered", "chat", False)
+    assert answer["id"].endswith(answered["id"]) and answered["level"] == "INFO" and answered["time"].endswith("Z")
+    assert (answered["new_tokens"], answered["prompt_tokens"]) == (3, answer["usage"]["prompt_tokens"])
+    assert answered["drafted_tokens"] >= answered["accepted_tokens"] >= 0 < answered["drafted_tokens"]
+    assert 0 < answered["first_token_s"] <= answered["seconds"]
+    assert [(line["message"], line["status"], line["param"]) for line in refused] == [
+        ("refused", 400, "domain"),
+        ("refused", 400, "temperature"),
+    ]
+    text = "\n".join(TextFormatter().format(record) for record in caplog.records)
+    assert "answered id=" in text and "new_tokens=3" in text and "refused status=400 param=domain" in text
+    assert "SECRET" not in text + json.dumps(lines)
+
+
+def test_json_lines_hold_the_parts_of_access_records_and_tracebacks_of_errors():
+    access = '127.0.0.1:1 - "GET / HTTP/1.1" 200', ("127.0.0.1:1", "GET", "/", "1.1", 200)
+    line = json.loads(JsonFormatter().format(logging.LogRecord("uvicorn.access", 20, "", 1, access[0], None, None)))
+    assert line["message"] == access[0] and "path" not in line
+    record = logging.LogRecord("uvicorn.access", 20, "", 1, '%s - "%s %s HTTP/%s" %d', access[1], None)
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["method"], line["path"], line["status"], line["message"]) == ("GET", "/", 200, access[0])
+    try:
+        raise ValueError("x\ny")
+    except ValueError:
+        failed = logging.LogRecord("selfspec", 40, "", 1, "failed", None, sys.exc_info())
+    lines = JsonFormatter().format(failed).splitlines()
+    assert len(lines) == 1 and "ValueError: x\ny" in json.loads(lines[0])["traceback"]
+
+
 def test_the_openai_client_raises_its_own_errors(served):
     client = served.client_with(KEY)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -196,6 +237,8 @@ VALUES += [
     [-1],
     [100],
     [101],
+    json.loads("[" * 200 + "]" * 200),
+    json.loads('{"a": ' * 200 + "1" + "}" * 200),
 ]
 SAID: list[Any] = [{"role": "user", "content": "hi"}]
 LIKELY: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
@@ -237,16 +280,26 @@ def mutated(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 def test_mutated_requests_are_answered_or_refused(tmp_path):
-    chance = random.Random(0)
-    statuses = []
+    """1,000 of them, by 8 clients at a time."""
+    chance, requests = random.Random(0), []
+    for _ in range(1000):
+        path, body = chance.choice(SEEDS)
+        requests.append((path, mutated({"max_tokens": 2, **body} if path.startswith("/v1") else body, chance)))
     engine = tiny_engine(tmp_path, max_position_embeddings=32)  # short answers, also to a request without a length
-    with serving(engine, limits=LIMITS) as served, served.http as http:
-        for _ in range(400):
-            path, body = chance.choice(SEEDS)
-            given = mutated({"max_tokens": 2, **body} if path.startswith("/v1") else body, chance)
+    with (
+        serving(engine, limits=replace(LIMITS, sequences=64)) as served,
+        served.http as http,
+        ThreadPoolExecutor(8) as clients,
+    ):
+
+        def send(request: tuple[str, dict[str, Any]]) -> int:
+            path, body = request
             headers = {"content-type": "application/json"}
-            response = http.post(path, content=json.dumps(given), headers=headers)
-            assert response.status_code in (200, 400, 404, 413, 422), (path, given, response.text)
-            assert response.status_code == 200 or response.json()["error"]["message"], given
-            statuses.append(response.status_code)
-    assert min(statuses.count(200), statuses.count(400)) > 40
+            response = http.post(path, content=json.dumps(body), headers=headers)
+            assert response.status_code in (200, 400, 404, 413, 422), (path, body, response.text)
+            assert response.status_code == 200 or response.json()["error"]["message"], body
+            return response.status_code
+
+        statuses = list(clients.map(send, requests))
+        eventually(served.is_idle)
+    assert min(statuses.count(200), statuses.count(400)) > 100

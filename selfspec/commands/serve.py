@@ -39,6 +39,7 @@ def parse(arguments: list[str] | None, prog: str = "selfspec serve") -> argparse
     of_pages = "of web pages that may call, as http://localhost:3000, or *; repeatable"
     add("--cors-origin", metavar="ORIGIN", type=origin, action="append", default=[], help=of_pages)
     add("--log-level", choices=LEVELS, default="info", help="(default: %(default)s)")
+    add("--log-format", choices=("text", "json"), default="text", help="json: one object per line (default: text)")
     add("--plan-memory", action="store_true", help="load and serve nothing; print the memory that the model will take")
     add("--grace", metavar="S", type=int, default=10, help="seconds for requests to end on SIGTERM (default: 10)")
     return parser.parse_args(arguments)
@@ -66,12 +67,15 @@ def serve(args: argparse.Namespace) -> int:
         import uvicorn
 
         from selfspec.serve.app import create_app
+        from selfspec.serve.logs import FORMATTERS
     except ImportError as error:
         packages = "starlette uvicorn httptools llguidance"
         raise ValueError(f"serving needs the packages of the extra serve: pip install {packages} ({error})") from None
     key = read_key(args.api_key)
     level = "debug" if args.verbose else args.log_level
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=level.upper())
+    handler = logging.StreamHandler()
+    handler.setFormatter(FORMATTERS[args.log_format]())
+    logging.basicConfig(handlers=[handler], level=level.upper())
     listener = listen(args.host, args.port)  # before the weights: a port in use must not cost their loading
     note(f"loading {args.model}")
     engine = options.load_engine(args)

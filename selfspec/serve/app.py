@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from selfspec import __version__
 from selfspec.engine import Engine
-from selfspec.serve.errors import ApiError
+from selfspec.serve.errors import ApiError, log_refusal
 from selfspec.serve.generating import Generating
 from selfspec.serve.limits import KeyCheck, Limits, check_limits, read_limited
 from selfspec.serve.metrics_text import metrics_text
@@ -175,6 +175,7 @@ async def _version(_: Request) -> Response:
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
+    log_refusal(error)
     return error.response()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -10,6 +11,9 @@ from starlette.responses import JSONResponse
 
 from selfspec.cache.kv_cache import CacheFull
 from selfspec.grammar import ResponseFormatError
+from selfspec.serve.logs import log_fields
+
+_log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # seconds a client is asked to wait; a request of 100 tokens usually ends sooner
 
@@ -35,6 +39,11 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
         return JSONResponse(self.body, self.status, headers)
+
+
+def log_refusal(refusal: ApiError) -> None:
+    """Logs the status and the field, and not the message, which can quote the request."""
+    log_fields(_log, "refused", status=refusal.status, param=refusal.param, code=refusal.code)
 
 
 def of_validation(error: ValidationError) -> ApiError:

@@ -121,7 +121,7 @@ class ChoiceText:
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One sequence as its client gets it."""
 
     text: ChoiceText
@@ -142,14 +142,14 @@ class Choice:
         return Piece(index, text, finish_reason, self.text.draft_info, logprobs, deltas)
 
 
-class Run:
+class RunningCall:
     """The engine's requests of one call, from submission to the last piece."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         requests: Sequence[Request],
-        choices: Sequence[Sequence[Choice]],  # for each request those of its sequences
+        choices: Sequence[Sequence[AnswerChoice]],  # for each request those of its sequences
         wakeups: Wakeups,
         most: int | None = None,  # new tokens that are shown of each sequence; None: all
         format_field: str = "",  # of the call, that the engine got as response_format

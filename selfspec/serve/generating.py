@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from selfspec.sequence import Sequence
 from selfspec.serve.answers import Answer, Collected, Usage
 from selfspec.serve.draft_info import speculation_metrics
-from selfspec.serve.errors import ApiError, of_engine
-from selfspec.serve.following import Choice, ChoiceText, Run
+from selfspec.serve.errors import ApiError, log_refusal, of_engine
+from selfspec.serve.following import AnswerChoice, ChoiceText, RunningCall
 from selfspec.serve.logprobs import ChoiceLogprobs, Json
+from selfspec.serve.logs import log_fields
 from selfspec.serve.prompts import count_sequences, prepare
 from selfspec.serve.protocol import ChatBody, CompletionBody
 from selfspec.serve.service import Service
@@ -57,18 +58,23 @@ class Generating(Response):
                 run, prompt_tokens = await self._prepare()
                 whole = await self._generate(run, prompt_tokens, events, started)
         except Stalled:  # the server closes the connection of an unfinished response
-            self._service.counters.add_abort(count)
+            self._add_abort(count)
             return
         except Exception as error:
             await _refuse(error, events)(scope, receive, send)
             return
         except asyncio.CancelledError:
-            self._service.counters.add_abort(count)
+            self._add_abort(count)
             raise
         if whole is not None:
             await whole(scope, receive, send)
 
-    async def _prepare(self) -> tuple[Run, int]:
+    def _add_abort(self, count: int) -> None:
+        """Counts and logs a call of so many sequences that ends without its whole answer."""
+        self._service.counters.add_abort(count)
+        log_fields(_log, "aborted", id=self._answer.id, sequences=count)
+
+    async def _prepare(self) -> tuple[RunningCall, int]:
         service = self._service
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(service.preparing, prepare, service.engine, self._body)
@@ -77,7 +83,7 @@ class Generating(Response):
             [self._choice(sequence, echo, prepared.form) for sequence in request.sequences]
             for request, echo in zip(prepared.requests, prepared.echoes, strict=True)
         ]
-        run = Run(
+        run = RunningCall(
             service.engine.scheduler,
             prepared.requests,
             choices,
@@ -87,16 +93,18 @@ class Generating(Response):
         )
         return run, prepared.prompt_tokens
 
-    def _choice(self, sequence: Sequence, echo: str, form: ToolForm | None) -> Choice:
+    def _choice(self, sequence: Sequence, echo: str, form: ToolForm | None) -> AnswerChoice:
         body, service = self._body, self._service
-        choice = Choice(ChoiceText(sequence, service.engine.tokenizer, body.stops, echo, bool(body.return_draft_info)))
+        choice = AnswerChoice(
+            ChoiceText(sequence, service.engine.tokenizer, body.stops, echo, bool(body.return_draft_info))
+        )
         if body.top is not None:
             choice.logprobs = ChoiceLogprobs(sequence, service.token_bytes, self._answer.kind, echo)
         if form is not None and isinstance(body, ChatBody):
             choice.calls = ToolCallParser(form, {tool.function.name for tool in body.callable_tools})
         return choice
 
-    async def _generate(self, run: Run, prompt_tokens: int, events: Events, started: float) -> Response | None:
+    async def _generate(self, run: RunningCall, prompt_tokens: int, events: Events, started: float) -> Response | None:
         """Runs the requests; sends events, or returns the whole answer."""
         last: list[Json] = []
         response = None
@@ -108,6 +116,7 @@ class Generating(Response):
         self._service.counters.add(run.sequences, prompt_tokens, self._first_s or seconds, seconds)
         cached = sum(sequence.cached_tokens for sequence in run.sequences)
         usage = Usage(prompt_tokens, run.new_tokens, min(cached, prompt_tokens))
+        self._log_answer(run.sequences, usage, seconds)
         metrics = {}
         if self._body.return_metrics:
             metrics = {"metrics": {"speculative_decoding": speculation_metrics(run.sequences)}}
@@ -118,7 +127,24 @@ class Generating(Response):
         await events.end(*last)
         return None
 
-    async def _stream(self, run: Run, events: Events, started: float) -> list[Json]:
+    def _log_answer(self, sequences: list[Sequence], usage: Usage, seconds: float) -> None:
+        log_fields(
+            _log,
+            "answered",
+            id=self._answer.id,
+            kind=self._answer.kind,
+            stream=bool(self._body.stream),
+            sequences=len(sequences),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            new_tokens=usage.completion_tokens,
+            drafted_tokens=sum(sequence.history.drafted for sequence in sequences),
+            accepted_tokens=sum(sequence.history.accepted for sequence in sequences),
+            first_token_s=round(self._first_s or seconds, 4),
+            seconds=round(seconds, 4),
+        )
+
+    async def _stream(self, run: RunningCall, events: Events, started: float) -> list[Json]:
         """Sends the chunks of each step; returns those of the last one, which are sent with the end of the stream."""
         async with aclosing(run.pieces()) as steps:
             async for pieces in steps:
@@ -130,7 +156,7 @@ class Generating(Response):
                 await events.write(*chunks)
         return []
 
-    async def _collect(self, run: Run, started: float) -> list[Collected]:
+    async def _collect(self, run: RunningCall, started: float) -> list[Collected]:
         choices = [Collected() for _ in run.sequences]
         async with aclosing(run.pieces()) as steps:
             async for pieces in steps:
@@ -145,6 +171,8 @@ def _refuse(error: Exception, events: Events) -> ASGIApp:
     refusal = of_engine(error)
     if refusal.status >= 500:
         _log.error("a request failed with status %d", refusal.status, exc_info=error)
+    else:
+        log_refusal(refusal)
     return _refusal(refusal, events)
 
 

@@ -71,7 +71,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Part(Body):
+class ContentPart(Body):
     type: Literal["text"]
     text: str
 
@@ -89,7 +89,7 @@ class ToolCall(Body):
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | ListOf[Part] | None = None
+    content: str | ListOf[ContentPart] | None = None
     name: str | None = None
     tool_calls: ListOf[ToolCall] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool's answer
